@@ -1,7 +1,7 @@
-"""Shares of a batch for each device, from measured throughput.
+"""Each device's share of a batch, from measured throughput.
 
-The rule is that of flodl's balancer: equal parts while it calibrates, then parts in
-proportion to a moving average of the throughputs, fitted anew every so many steps.
+The rule is that of flodl's balancer: equal shares during calibration, then shares in proportion to
+a moving average of the throughputs, refitted every ``REBALANCE_EVERY`` steps.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ import torch
 from coordinator.splitting import split_by_ratio
 
 WARMUP_STEPS = 10
-"""Steps before the first re-balance."""
+"""Steps before the first rebalance."""
 REBALANCE_EVERY = 50
-"""Steps from one re-balance to the next."""
+"""Steps between two rebalances."""
 SMOOTHING = 0.3
 """Weight of a new measurement in the moving average."""
 MIN_SHARE = 0.05
-"""No device gets less than this part of a batch (less where there are over 20 devices)."""
+"""Smallest share of a batch (smaller with more than 20 devices)."""
 MIN_GAIN = 0.05
-"""Ratios that would shorten a step by less than this part of it are no gain but noise."""
+"""Ratios that would shorten a step by a smaller fraction are not adopted: they are noise."""
 MIN_CHANGE = 0.25
-"""Where ratios that were tried were no gain, speeds have to change by this part of them before
-others are tried."""
+"""After rejected ratios, speeds must change by this fraction before others are tried."""
 
 
 class Balancer:
-    """Chunk ratios from throughputs. No clock, no thread; not thread-safe.
+    """Computes chunk ratios from throughputs. Uses no clock and no thread; not thread-safe.
 
-    Each device has a cost for each call too, which a throughput hides: the larger its part,
-    the faster a device looks, and alike ones would drift apart. So new ratios are on trial:
-    unless the steps with them are shorter than those before, the old ones come back and hold.
+    A throughput also contains a fixed cost per call: the larger its share, the faster a device
+    appears, and the shares of equal devices would drift apart. So new ratios are on trial: unless
+    they shorten the steps, the old ratios are restored and kept.
 
     Args:
         world_size: Number of devices, at least 1.
-        speed_hint: ``(slow rank, ratio)``: first ratios, corrected after the first step.
-        fixed: Whether the first ratios never change.
+        speed_hint: ``(slow rank, ratio)``: initial ratios, corrected after the first step.
+        fixed: Whether to keep the initial ratios.
     """
 
     def __init__(
@@ -62,28 +61,28 @@ class Balancer:
         self._num_steps = 0
         self._last_s = [0.0] * world_size
         self._last_n = [0] * world_size
-        self._costs: list[float] = []  # of the steps since the last re-balance
+        self._costs: list[float] = []  # per step since the last rebalance
         self._trial: RatioTrial | None = None
         self._rejected: Sequence[float] | None = None
         self._sizes: dict[int, tuple[int, ...]] = {}
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
-        """Each device's part of a batch; they sum to 1."""
+        """Each device's share of a batch; they sum to 1."""
         return self._ratios
 
     @property
     def throughput(self) -> tuple[float, ...]:
-        """Moving average of each device's samples/s; 0.0 where nothing was measured."""
+        """Moving average of each device's samples/s; 0.0 if not measured."""
         return tuple(self._throughput)
 
     def observe(self, rank: int, num_samples: int, seconds: float) -> None:
-        """Take in what a device computed.
+        """Record a device's measurement.
 
         Args:
-            rank: The device.
-            num_samples: Samples; 0: the time counts with the next samples.
-            seconds: The time they took; one that is not finite and positive is ignored.
+            rank: The device's rank.
+            num_samples: Number of samples; 0: the time is added to that of the next samples.
+            seconds: Their compute time; ignored unless finite and positive.
         """
         if math.isfinite(seconds) and seconds > 0:
             self._pending_s[rank] += seconds
@@ -97,10 +96,10 @@ class Balancer:
         self._throughput[rank] = old + SMOOTHING * (measured - old) if old else measured
 
     def step(self) -> bool:
-        """An optimizer step was made.
+        """Record an optimizer step, and rebalance when due.
 
         Returns:
-            Whether the ratios were fitted again.
+            True if the ratios were refitted.
         """
         self._num_steps += 1
         self._record_cost()
@@ -113,21 +112,21 @@ class Balancer:
         return self._rebalance(on_trial=since >= 0)
 
     def adopt(self, weights: Sequence[float]) -> None:
-        """Take ratios in proportion to speeds that were measured elsewhere."""
+        """Set ratios in proportion to ``weights``."""
         if self._fixed:
             return
         self._ratios = normalized_shares(weights)
         self._sizes.clear()
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
-        """How many samples each device gets.
+        """Number of samples of each device.
 
         Args:
-            num_samples: Samples of the batch, from 0 up.
+            num_samples: Size of the batch, 0 or more.
 
         Returns:
-            Numbers that sum to it: at least 1 for each device, but for a batch with fewer
-            samples than devices, of which the first ones get one each.
+            Sizes that sum to ``num_samples``: at least 1 each, unless the batch has fewer samples
+            than devices; then the first devices get one each.
         """
         found = self._sizes.get(num_samples)
         if found is None:
@@ -137,14 +136,14 @@ class Balancer:
         return found
 
     def _record_cost(self) -> None:
-        """Seconds for each sample of a batch, once all devices have told their time for one."""
+        """Record the seconds per sample of a batch, once all devices are measured."""
         if all(self._last_n):
             self._costs.append(max(self._last_s) / sum(self._last_n))
             self._last_s = [0.0] * len(self._last_s)
             self._last_n = [0] * len(self._last_n)
 
     def _trial_failed(self) -> bool:
-        """Take ratios back that were no gain."""
+        """Restore the old ratios if the ratios on trial did not shorten the steps."""
         trial, self._trial = self._trial, None
         if trial is None or not self._costs:
             return False
@@ -170,22 +169,22 @@ class Balancer:
         return True
 
     def _fitted(self, measured: Sequence[int]) -> tuple[float, ...]:
-        # A device without a measurement keeps its part; the others share what is left.
-        left = sum(self._ratios[rank] for rank in measured)
+        # A device without a measurement keeps its share; the others divide the rest.
+        rest = sum(self._ratios[rank] for rank in measured)
         total = sum(self._throughput[rank] for rank in measured)
         weights = list(self._ratios)
         for rank in measured:
-            weights[rank] = left * self._throughput[rank] / total
+            weights[rank] = rest * self._throughput[rank] / total
         fitted = normalized_shares(weights)
         equal = (1.0 / len(fitted),) * len(fitted)
-        # Equal parts before others that are hardly better.
+        # Equal shares are preferred to others that are hardly better.
         for ratios in (equal, self._ratios):
             if self._step_s(ratios) * (1 - MIN_GAIN) <= self._step_s(fitted):
                 return ratios
         return fitted
 
     def _speeds_unchanged(self) -> bool:
-        """Whether speeds are still those with which other ratios were no gain."""
+        """True if speeds are still close to those at which ratios were rejected."""
         if self._rejected is None:
             return False
         before, now = sum(self._rejected), sum(self._throughput)
@@ -193,18 +192,18 @@ class Balancer:
         return all(abs(n / now - b / before) <= MIN_CHANGE * b / before for b, n in pairs)
 
     def _step_s(self, ratios: Sequence[float]) -> float:
-        """How long a step with these parts would take, by what was measured."""
+        """Estimated seconds of a step with these shares, per sample of the batch."""
         rates = zip(ratios, self._throughput, strict=True)
         return max(ratio / rate for ratio, rate in rates if rate > 0)
 
 
 class RatioTrial(NamedTuple):
-    """What there was before ratios that are on trial.
+    """The state before the ratios on trial.
 
     Attributes:
-        ratios: The ratios.
-        cost: Seconds for each sample of a batch with them.
-        throughput: Of each device with them.
+        ratios: The old ratios.
+        cost: Seconds per sample of a batch with them.
+        throughput: Each device's throughput with them.
     """
 
     ratios: tuple[float, ...]
@@ -213,19 +212,19 @@ class RatioTrial(NamedTuple):
 
 
 def normalized_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Parts in proportion to weights, none below the least one; they sum to 1.
+    """Shares in proportion to weights, at least ``MIN_SHARE`` each; they sum to 1.
 
-    What the smallest are lifted by is taken from the others in proportion, again and again
-    until none of those has fallen below in turn.
+    Raising the smallest shares lowers the others in proportion; repeated until none of those
+    falls below the minimum.
 
     Raises:
-        ValueError: No weights, or one that is not finite and positive.
+        ValueError: There are no weights, or one is not finite and positive.
     """
     if not weights or not all(math.isfinite(w) and w > 0 for w in weights):
         raise ValueError(f"weights must be finite and positive, got {list(weights)}")
     least = min(MIN_SHARE, 1.0 / len(weights))
     largest = max(weights)
-    scaled = [w / largest for w in weights]  # their sum is finite
+    scaled = [w / largest for w in weights]  # so that the sum is finite
     lifted: set[int] = set()
     while True:
         rest = 1.0 - least * len(lifted)
@@ -240,27 +239,27 @@ def normalized_shares(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def apportion(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers that sum to ``num_items``, as close to the ratios as one can come.
+    """Integers that sum to ``num_items``, as close to the ratios as possible.
 
-    Everyone gets at least 1; of fewer items than parties the first ones get one each.
+    Each is at least 1; with fewer items than ratios, the first get one each.
     """
     world_size = len(ratios)
     if num_items < world_size:
         return tuple(1 if rank < num_items else 0 for rank in range(world_size))
     sizes = list(split_by_ratio(num_items, ratios))
-    while 0 in sizes:  # who gets one takes it from the one with the most
+    while 0 in sizes:  # taken from the largest
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(0)] = 1
     return tuple(sizes)
 
 
 def unequal_devices(devices: Sequence[torch.device]) -> bool:
-    """Whether CPUs and GPUs train together, or GPUs of different models: then the same gradients
-    may give other bits."""
+    """True if CPUs and GPUs, or GPUs of different models, train together: then equal gradients
+    may give different bits."""
     return len({device.type for device in devices}) > 1 or unequal_gpus(devices)
 
 
 def unequal_gpus(devices: Sequence[torch.device]) -> bool:
-    """Whether there are GPUs of different models among the devices."""
+    """True if the devices include GPUs of different models."""
     gpus = {device for device in devices if device.type == "cuda"}
     return len({torch.cuda.get_device_properties(gpu).name for gpu in gpus}) > 1

@@ -76,18 +76,18 @@ class DataParallelCoordinator(Closing):
             if it is a mean over something else (tokens, a sum of class weights); ``(loss,
             number correct)``; ``(loss, number correct, weight)``; or a :class:`Weighted`, which
             is never ambiguous. In a tuple of two the number is a weight if, on any replica of
-            the batch, it exceeds the number of samples or is a fraction above 1, and from then
-            on it always is; otherwise it counts right samples. If that turns out wrong later,
-            it is an error. So if a weight may never exceed the samples (one label a sample),
-            return a :class:`Weighted`. Replicas with weight 0 add nothing, even if their loss
-            is NaN. Runs in all replicas' threads at the same time; enter autocast there.
-        devices: One for each replica; a device may be listed more than once.
+            the batch, it exceeds the number of samples or is fractional above 1, and from then
+            on it always is; otherwise it counts right samples. If a later batch contradicts
+            that, it is an error. So if a weight may never exceed the samples (one label per
+            sample), return a :class:`Weighted`. Replicas with weight 0 add nothing, even if their
+            loss is NaN. Runs in all replicas' threads at the same time; enter autocast there.
+        devices: One per replica; a device may be listed more than once.
         backend: Transport of gradients, as for :class:`~runtime.trainer.Trainer` under SYNC.
         max_grad_norm: Clip the averaged gradient to this L2 norm; ``None``: do not clip.
 
     Attributes:
         backend: The resolved transport.
-        backend_reason: A sentence that says why.
+        backend_reason: The reason for that transport.
 
     Raises:
         TypeError, ValueError: An argument is wrong, models differ, or a factory raises this.
@@ -151,8 +151,8 @@ class DataParallelCoordinator(Closing):
         self._devices_differ = unequal_devices(self._devices)
         self._mirror = ReplicaMirror(self._replicas, self._runner)
         for replica in self._replicas:
-            replica.guard.close()  # a step by hand is the user's own affair
-            # PyTorch takes the tensors of a state as they are, and each replica needs its own.
+            replica.guard.close()  # the user may step optimizers directly
+            # load_state_dict keeps tensors without a copy, and each replica needs its own.
             replica.optimizer.register_load_state_dict_pre_hook(lambda _, s: copy.deepcopy(s))
 
     @property
@@ -198,7 +198,7 @@ class DataParallelCoordinator(Closing):
         return tuple(replica.optimizer for replica in self._replicas)
 
     def train_batch(self, samples: Any) -> BatchResult:
-        """Train all replicas on a mini-batch, cut among them; blocks until they are done.
+        """Train all replicas on a mini-batch, divided among them; blocks until they are done.
 
         The step equals that of one device on the whole mini-batch, except for what a model
         computes over a batch (batch norm). The buffers of the first replica that had samples
@@ -214,14 +214,14 @@ class DataParallelCoordinator(Closing):
 
         Raises:
             TypeError, ValueError: The samples cannot be cut, or there are none.
-            ReplicaFailed: A replica failed; names its rank, with the original as the cause.
+            ReplicaFailed: A replica failed; has its rank, and the original exception as the cause.
             ReplicaMismatch: A buffer of the primary was replaced by one of another shape.
             NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
             RuntimeError: Closed, broken by an earlier failure within a step, or in use; a
                 parameter of the primary was replaced, or was unfrozen after it had been frozen
                 when the object was built.
-            KeyboardInterrupt: Ctrl-C. Each replica has finished what it was doing, so either
-                all or none have stepped; the next call repairs the rest.
+            KeyboardInterrupt: Each replica has finished its task, so either all or none have
+                stepped; the next call restores the rest.
         """
         with self._exclusive():
             total = count_samples(samples)
@@ -236,7 +236,9 @@ class DataParallelCoordinator(Closing):
                 self._mirror.optimizer_loaded = False
             if not self._in_sync or self._mirror.has_changed():
                 self._copy_all()
-            self._in_sync = False  # until the end: Ctrl-C may come between any two lines
+            self._in_sync = (
+                False  # until the end: a KeyboardInterrupt may occur between any two lines
+            )
             try:
                 loss, correct, weights = self._compute(shards, counts)
                 if not any(weights):
@@ -257,7 +259,7 @@ class DataParallelCoordinator(Closing):
     def _compute(
         self, shards: Sequence[Any], counts: Sequence[int]
     ) -> tuple[float, int, list[float]]:
-        """Every replica's gradients; the mean loss, the number correct, and the weights."""
+        """Compute every replica's gradients; returns mean loss, number correct, and weights."""
         tensors = [part for part in parts_of(shards) if isinstance(part, Tensor)]
         outcomes = self._run(
             lambda rank: self._shards.compute(rank, shards[rank], counts[rank]), tensors
@@ -272,11 +274,11 @@ class DataParallelCoordinator(Closing):
                 raise ReplicaFailed(
                     rank, str(self._devices[rank]), self._batch_name, error
                 ) from error
-        told = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
-        if any(told) and not all(told):
+        has_weight = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
+        if any(has_weight) and not all(has_weight):
             raise ValueError(
-                "loss_fn returned a weight on some replicas only, and what the others' losses are "
-                "means over is not known: return it for every shard, 0 where nothing counts"
+                "loss_fn returned a weight on some replicas only, so the weights of the other "
+                "losses are unknown: return it for every shard, 0 where nothing counts"
             )
         weights = [
             float(n) if part.weight is None else part.weight
@@ -290,12 +292,12 @@ class DataParallelCoordinator(Closing):
         return mean, sum(part.correct for part in parts), weights
 
     def _reduce(self, weights: Sequence[float]) -> float:
-        """Average the gradients on all replicas; their norm."""
-        ends: Sequence[Collective | None] = self._runner.collectives() or [None]
+        """Average the gradients over all replicas; returns their norm."""
+        collectives: Sequence[Collective | None] = self._runner.collectives() or [None]
 
         def reduce(rank: int) -> ReducedGradients:
             with self._runner.aborting_on_error():
-                return self._shards.reduce(rank, ends[rank], weights[rank])
+                return self._shards.reduce(rank, collectives[rank], weights[rank])
 
         try:
             outcomes = self._run(reduce)
@@ -329,8 +331,8 @@ class DataParallelCoordinator(Closing):
     def sync_params(self) -> None:
         """Copy the primary's parameters, frozen ones too, and buffers to every replica.
 
-        Only needed after changes that PyTorch does not count, see :attr:`primary`; other
-        changes are copied without it. Blocks until it is done. Optimizer states do not change.
+        Only needed after changes that version counters do not count, see :attr:`primary`; other
+        changes are copied automatically. Blocks until it is done. Optimizer states do not change.
 
         Raises:
             ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
@@ -340,18 +342,18 @@ class DataParallelCoordinator(Closing):
             self._copy_all()
 
     def _sync_flags(self) -> None:
-        """Parts, modes and frozen parameters of the primary hold for all."""
+        """Copy modes and frozen parameters of the primary to all."""
         self._mirror.check()
         for module in self._replicas[0].modules:
             for key, buffer in module._buffers.items():
-                # Made by a forward in inference mode: nobody else may write to it.
+                # Created by a forward in inference mode: not writable elsewhere.
                 if buffer is not None and buffer.is_inference():
                     with torch.inference_mode(False):
                         module._buffers[key] = buffer.clone()
-        self._mirror.sync_flags(always=True)  # loss_fn may have changed those of any replica
+        self._mirror.sync_flags(always=True)  # loss_fn may have changed any replica's
 
     def _copy_all(self) -> None:
-        """Give every replica all tensors of the primary's."""
+        """Copy all tensors of the primary to every replica."""
         first = Template.of(self.primary)
         for rank, model in enumerate(self.models[1:], 1):
             difference = first.first_difference(Template.of(model))
@@ -361,7 +363,7 @@ class DataParallelCoordinator(Closing):
                     "place and keep their shapes, or build a new DataParallelCoordinator"
                 )
         if not self._in_sync:
-            self._undo()  # of a batch that was interrupted; nothing where it was stepped
+            self._undo()  # an interrupted batch, unless it stepped
         self._in_sync = False
         self._copy_from_primary("copy_weights")
         self._mark_synced()
@@ -394,10 +396,10 @@ class DataParallelCoordinator(Closing):
     def _exclusive(self) -> Iterator[None]:
         if self._busy.locked():
             raise RuntimeError(
-                "this DataParallelCoordinator is at work already: call it from one thread at a "
+                "this DataParallelCoordinator is busy: call it from one thread at a "
                 "time, and not from loss_fn"
             )
-        with self._busy:  # not acquire(): Ctrl-C could come before a try
+        with self._busy:  # not acquire(): a KeyboardInterrupt could occur before the try
             self._check_open()
             yield
 
@@ -407,7 +409,7 @@ class DataParallelCoordinator(Closing):
             raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
         if self._runner.fault is not None:
             raise RuntimeError(
-                f"the replicas may differ, for {self._runner.fault}; build a new "
+                f"the replicas may differ, since {self._runner.fault}; build a new "
                 "DataParallelCoordinator from a saved state"
             )
 
@@ -452,11 +454,11 @@ class BatchResult:
 
 
 class ShardTasks:
-    """What the replicas do with a mini-batch. Every method runs in a replica's thread.
+    """The replicas' tasks of a mini-batch. Every method runs in a replica's thread.
 
     Args:
         replicas: In order of rank.
-        loss_fn: The user's.
+        loss_fn: The user's loss function.
     """
 
     def __init__(self, replicas: Sequence[LoopReplica], loss_fn: ShardLossFn) -> None:
@@ -466,8 +468,10 @@ class ShardTasks:
         self._checked = [False] * len(replicas)
 
     def compute(self, rank: int, samples: Any, num_samples: int) -> ShardLoss:
-        """The gradients of a shard. The parameters stay as they are; of no samples nothing is
-        computed. Tensors in columns are moved to the device."""
+        """Compute the gradients of a shard; without samples, only clear them.
+
+        Tensors in columns are moved to the device.
+        """
         replica = self.replicas[rank]
         replica.state.params.check()
         self._saved_buffers[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
@@ -476,25 +480,25 @@ class ShardTasks:
             return ShardLoss()
         if isinstance(samples, Tensor) or holds_columns(samples):
             samples = move_batch(samples, replica.device)
-        loss, told = read_result(self.loss_fn(replica.model, samples))
+        loss, result = read_result(self.loss_fn(replica.model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
         if not self._checked[rank]:
             params = replica.state.params
             check_gradients(params.names, params.params, "loss_fn")
             self._checked[rank] = True
-        return told._replace(loss=float(loss.detach()))
+        return result._replace(loss=float(loss.detach()))
 
-    def reduce(self, rank: int, end: Collective | None, weight: float) -> ReducedGradients:
-        """Average the gradients with those of the other replicas; not all weights are 0."""
+    def reduce(self, rank: int, collective: Collective | None, weight: float) -> ReducedGradients:
+        """Average the gradients over the replicas; not all weights are 0."""
         params = self.replicas[rank].state.params
         own = [p.grad for p in params.params]
-        if end is not None:
-            self.replicas[rank].exchange.average(end, weight)
+        if collective is not None:
+            self.replicas[rank].exchange.average(collective, weight)
         norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
         return ReducedGradients(norm, None if math.isfinite(norm) else first_bad(params.names, own))
 
     def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
-        """Scale the gradients, let the optimizer step, take over another replica's buffers."""
+        """Scale the gradients, step the optimizer, and copy another replica's buffers."""
         replica = self.replicas[rank]
         grads = [p.grad for p in replica.state.params.params if p.grad is not None]
         if factor != 1.0:
@@ -505,7 +509,7 @@ class ShardTasks:
         self._saved_buffers[rank] = []
 
     def undo(self, rank: int) -> None:
-        """Take the batch back: the buffers are as they were, and there are no gradients."""
+        """Restore the buffers, and clear the gradients."""
         replica = self.replicas[rank]
         replica.restore_buffers(self._saved_buffers[rank])
         self._saved_buffers[rank] = []
@@ -513,11 +517,11 @@ class ShardTasks:
 
 
 class ReducedGradients(NamedTuple):
-    """A replica's view of the averaged gradients.
+    """The averaged gradients on one replica.
 
     Attributes:
-        norm: Their L2 norm; not finite exactly if one of them is not.
-        bad: The first parameter whose gradient was not finite on this replica before.
+        norm: Their L2 norm; finite if and only if all of them are.
+        bad: The first parameter whose own gradient was not finite on this replica.
     """
 
     norm: float

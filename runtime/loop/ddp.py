@@ -1,4 +1,4 @@
-"""Replicas in a loop of the user's own: parameters and gradients, moved when the user says."""
+"""Ddp: explicit synchronization of parameters and gradients in the user's own loop."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from runtime.loop.replica_set import ReplicaSet
 
 
 class Ddp(Closing):
-    """Keeps replicas of one model in sync in a loop of your own, for GANs for example.
+    """Keeps replicas of one model in sync in the user's own loop, for GANs for example.
 
     One thread runs every replica and calls every method. Each method does the work of all
     replicas and blocks until it is done on the CPU. On GPUs it runs after the work already on
     the thread's current stream of each device, and before later work there.
 
-    Parameters are matched by name when the models are wrapped. Wrap again after a model has
-    grown or a parameter was replaced.
+    Parameters are matched by name when the models are wrapped. Wrap again after parameters were
+    added or replaced.
 
     Attributes:
         backend: The transport of gradients, resolved.
-        backend_reason: A sentence that says why.
+        backend_reason: The reason for that transport.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Ddp(Closing):
         Args:
             models: One replica for each device, two or more, on its device. Frozen tensors
                 may be shared between them, trainable parameters may not.
-            devices: One for each model; a device may be listed more than once.
+            devices: One per model; a device may be listed more than once.
             backend: ``AUTO``: NCCL with distinct CUDA devices. Otherwise the calling thread
                 reduces if all replicas are on the CPU, and other replicas are reduced in CPU
                 memory, through pinned memory (``THREAD`` and ``CPU`` are the same here). All
-                but reduction in the calling thread takes one internal thread for each replica.
+                except reduction in the calling thread use one internal thread per replica.
 
         Raises:
             TypeError: An argument is not a module, a device or a backend.
@@ -77,7 +77,7 @@ class Ddp(Closing):
         if len(found) != len(places):
             raise ValueError(
                 f"Ddp.wrap: {len(found)} models for {len(places)} devices; pass one device for "
-                "each model (a device may stand more than once)"
+                "each model (a device may be listed more than once)"
             )
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"Ddp.wrap: backend={backend!r}; pass an AverageBackend")
@@ -134,7 +134,7 @@ class Ddp(Closing):
             weights: The count that each replica's gradient is a mean over: batches (from
                 ``ElChe.batch_counts``, for instance), samples, tokens, or a sum of class
                 weights; numbers or scalar tensors. A replica with weight 0 adds nothing,
-                whatever its gradients hold, and gets the mean. NaN and infinity of the others
+                even if its gradients are NaN, and receives the mean. NaN and infinity of the others
                 stay visible. The host does not read tensors on GPUs: gradients become zeros if
                 all weights are 0, and NaN if one is negative.
 
@@ -210,7 +210,7 @@ def _check_models(models: object) -> list[nn.Module]:
 
 def _check_weights(weights: object, world_size: int) -> list[Weight]:
     if not isinstance(weights, (Sequence, Tensor)):
-        to_list = getattr(weights, "tolist", None)  # of an array
+        to_list = getattr(weights, "tolist", None)  # NumPy array
         weights = weights if to_list is None else to_list()
     if isinstance(weights, Tensor) and weights.dim() == 1:
         weights = list(weights) if weights.device.type != "cpu" else weights.tolist()

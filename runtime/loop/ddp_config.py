@@ -18,12 +18,12 @@ class DdpConfig:
         speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
             faster. Sets the devices' shares until the first reduction; then measured speeds do.
         balance: Whether measured speeds set the devices' shares. If not, shares stay equal, or
-            those of the hint: for models that need pieces of a certain size.
-        overhead_target: Share of the computing time that reductions may cost, 0.01 to 0.50,
-            if ElChe spaces them; ``None``: 0.10.
+            those of the hint: for models that need shards of a certain size.
+        overhead_target: Fraction of the compute time that reductions may cost, 0.01 to 0.50, if
+            ElChe schedules them; ``None``: 0.10.
         max_anchor: Most batches that the slowest device runs between two reductions.
-            ``None``: ElChe chooses; 0: ElChe is off, every device runs one. Several batches are
-            passed by ``model.rounds`` and ``model.accumulate``. In a loop of
+            ``None``: ElChe chooses; 0: ElChe is disabled, every device runs one. Several batches
+            are passed by ``model.rounds`` and ``model.accumulate``. In a loop of
             ``loss.backward()`` and ``step()``, a value of 2 or more lets several steps share a
             reduction, see :meth:`step() <runtime.ReplicatedModule.step>`.
         max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
@@ -31,10 +31,10 @@ class DdpConfig:
             number of batches; after ``loss.backward()`` the gradient of the whole batch.
         timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
             until the model is closed: forward, backward, reductions and steps of each replica,
-            and what they wait for. Times are those of the host. On one device, work of the loop
+            and what they wait for. Times are measured on the host. On one device, work of the loop
             outside the model (the loss) counts as idle.
         loss_weight: ``f(inputs, output)`` returns the count that the model's own loss is a mean
-            over, for one device's piece of the batch: tokens, or a sum of class weights, a
+            over, for one device's shard of the batch: tokens, or a sum of class weights, a
             number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the dict
             of keyword ones; with both, a dict under the names of ``forward``'s parameters.
             Called in the replica's thread, on its device. See
@@ -71,10 +71,10 @@ class DdpConfig:
             self.timeline.require_unused()
 
     def check(self, world_size: int) -> None:
-        """What can only be judged once the number of devices is known.
+        """Validate the settings that depend on the number of devices.
 
         Raises:
-            ValueError: The hint names a rank that does not exist.
+            ValueError: The hint's rank does not exist.
         """
         if self.speed_hint is not None and self.speed_hint[0] >= world_size:
             raise ValueError(

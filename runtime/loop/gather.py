@@ -99,8 +99,8 @@ class OutputGather:
         found = self._run(self._shards, parts, param_grads=param_grads, retain_graph=retain_graph)
         ranges = [(shard.start, shard.stop) for shard in self._shards]
         return [
-            self._scatter.merge_gradients(index, pieces, ranges)
-            for index, pieces in enumerate(zip(*found, strict=True))
+            self._scatter.merge_gradients(index, shard_grads, ranges)
+            for index, shard_grads in enumerate(zip(*found, strict=True))
         ]
 
 

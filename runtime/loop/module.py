@@ -1,4 +1,4 @@
-"""The module that a loop of the user's own trains."""
+"""ReplicatedModule: the model of the user's own loop, on one or many devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.replica.schedule import SchedulerFactory
 class ReplicatedModule(Closing, nn.Module):
     """A model on one or many devices, trained by the same loop in both cases.
 
-    :meth:`Trainer.setup <runtime.Trainer.setup>` makes it::
+    :meth:`Trainer.setup <runtime.Trainer.setup>` returns it::
 
         model = Trainer.setup(Net(), lambda params: torch.optim.AdamW(params, 3e-4))
         for x, y in loader:
@@ -31,24 +31,24 @@ class ReplicatedModule(Closing, nn.Module):
             model.step()
 
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
-    copies the pieces to the devices, runs the replicas at the same time in their own threads,
+    copies the shards to the devices, runs the replicas at the same time in their own threads,
     and concatenates their outputs on ``devices[0]``. Inputs and outputs have the batch first;
-    tensors without dimensions, and values that are no tensors, go to every replica unchanged. A
-    batch smaller than the number of devices runs on the first devices. An object that could
-    hide tensors (the cache of a generative model) is ``None`` in the whole output. An output
-    that relates the samples of a piece to each other (``z @ z.T``) is refused, by the second
+    tensors without dimensions, and other values, go to every replica unchanged. A
+    batch smaller than the number of devices runs on the first devices. An opaque object that
+    may contain tensors (the cache of a generative model) is ``None`` in the gathered output. An
+    output that relates the samples of a shard to each other (``z @ z.T``) is refused, by the second
     call at the latest: return ``z`` and compute it in the loop.
 
     **A loss that the model computes itself**, a floating-point output without dimensions (alone,
     or in a dict, a dataclass or a named tuple), is gathered as the weighted mean over the
-    pieces. The weight of a piece is the first of these: the value of
+    shards. The weight of a shard is the first of these: the value of
     ``DdpConfig(loss_weight=f)``; a scalar tensor in the output called ``loss_weight`` or
-    ``weight`` (the whole output holds their sum); the number of labels that are not -100, if an
+    ``weight`` (the gathered output holds their sum); the number of labels that are not -100, if an
     input is called ``labels``; the number of its samples, with one warning in the log. Labels
-    of two dimensions with ``logits`` of the same length are taken for those of a causal language
-    model, which leaves out the first label of each sequence; without ``logits``, and for other
+    of two dimensions with ``logits`` of the same length count as those of a causal language
+    model, which ignores the first label of each sequence; without ``logits``, and for other
     kinds of models of the Transformers library, all labels count. Class weights inside the model
-    need a ``loss_weight``. A piece with weight 0 adds nothing, even if its loss is NaN.
+    need a ``loss_weight``. A shard with weight 0 adds nothing, even if its loss is NaN.
 
     **Backward** from the outputs runs each replica's backward in its own thread, then adds the
     gradients up on ``devices[0]``. Between ``loss.backward()`` and :meth:`step` the gradients of
@@ -56,8 +56,8 @@ class ReplicatedModule(Closing, nn.Module):
     device. Several forward passes before a backward, and several backward passes before a step,
     add up as on one device. Gradients of gradients do not pass through replicas. Only
     ``loss.backward()`` computes gradients of parameters:
-    ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)`` end at the
-    outputs, and report parameters that "have not been used", or give ``None`` or zeros where
+    ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)`` stop at the
+    outputs, and report parameters that "have not been used", or return ``None`` or zeros where
     that is allowed. Gradients of the inputs work both ways. The next backward after a step
     overwrites the gradients: clone those you want to keep.
 
@@ -66,8 +66,7 @@ class ReplicatedModule(Closing, nn.Module):
     not all of one kind, rank 0's parameters are copied after each step. An optimizer that draws
     random numbers draws different ones on each device. Parameter groups added to
     :attr:`optimizer` reach all optimizers; their parameters must have required a gradient in
-    ``Trainer.setup``. A state loaded into it reaches all, too, but one changed in place does
-    not.
+    ``Trainer.setup``. A state loaded into it reaches all; state changed in place does not.
 
     **Several batches for each device between two reductions** (useful if devices differ or
     reductions are expensive) are passed in lists, and the loss is computed on the model's
@@ -84,26 +83,26 @@ class ReplicatedModule(Closing, nn.Module):
     Each device trains as many batches as its entry in ``batch_counts``; its accumulated gradient
     is clipped, divided by that count, and averaged with the count as weight.
 
-    These changes to the model hold for every replica from the next forward on: train and eval
+    These changes to the model apply to every replica from the next forward on: train and eval
     mode, frozen parameters, ``load_state_dict``, weights changed in place under
     ``torch.no_grad()``, buffers changed in place or replaced by others of the same shape, and
     attributes set on this module, with tensors moved to each device. Changes through ``.data``
-    need :meth:`sync_params`. Any other method or attribute of the model is rank 0's, and runs
-    in the caller's thread. So set an attribute of a part, or a hook, on every replica, on one
-    device as on many::
+    need :meth:`sync_params`. Any other method or attribute of the model is that of rank 0, and
+    runs in the caller's thread. So set a hook, or an attribute of a submodule, on every replica,
+    on one device as on many::
 
         for replica in model.replicas:
             replica.dropout.p = 0.3
 
-    Parameters and parts cannot be added or replaced: build the model before. Buffers can be
+    Parameters and submodules cannot be added or replaced: build the model before. Buffers can be
     added with :meth:`register_buffer`.
 
-    Use it from one thread at a time. Autocast, gradient and inference mode of the caller hold
-    in the replicas. While the model is open, an optimizer cannot be stepped by hand or by a
+    Use it from one thread at a time. Autocast, gradient and inference mode of the caller apply
+    to the replicas. While the model is open, an optimizer cannot be stepped directly or by a
     ``GradScaler``: use bfloat16, and never ``scaler.scale(loss)``. Dropout on CPU replicas draws
-    from the generator of the process, in no fixed order; batch normalisation uses only each
-    replica's piece. On GPUs all work is ordered with the caller's current streams in both
-    directions, and the host waits for none of it; do not overwrite an input in pinned memory
+    from the process-wide generator, in no fixed order; batch normalization uses only each
+    replica's shard. On GPUs all work is ordered with the caller's current streams in both
+    directions, and the host does not wait for it; do not overwrite an input in pinned memory
     before its copy is done.
 
     If a replica raises, the call that ran it raises :class:`~runtime.ReplicaFailed`, with the
@@ -122,7 +121,7 @@ class ReplicatedModule(Closing, nn.Module):
             self.__dict__["forward"] = engine.plain_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch. Blocks until every replica has run it (on a GPU: begun).
+        """Run the model on a batch. Blocks until every replica has run it (on a GPU: enqueued it).
 
         Raises:
             TypeError: An input cannot be cut, or an output cannot be concatenated.
@@ -136,8 +135,8 @@ class ReplicatedModule(Closing, nn.Module):
 
         With ``DdpConfig(max_anchor=n)``, ``n`` above 1, only every ``min(batch_counts)``-th call
         after ``loss.backward()`` does so, with the mean gradient of all of them. The other calls
-        set each device's gradients aside, where ``zero_grad()`` does not clear them, and advance
-        the schedule. In between ``.grad`` holds the part of ``devices[0]``.
+        stash each device's gradients, where ``zero_grad()`` does not clear them, and advance the
+        schedule. In between ``.grad`` holds the gradients of ``devices[0]`` only.
 
         Args:
             weight: Sum of the weights by which the losses of the backward passes since the last
@@ -152,17 +151,18 @@ class ReplicatedModule(Closing, nn.Module):
                 optimizers do not step, while the schedule advances; with a 0 in a tensor on a
                 GPU they step with gradients of zero.
 
-            reduce: Whether to reduce at this call, whatever the cadence says: ``True`` for the
-                last batch of a loop. ``None``: by the cadence. Without ``max_anchor``, and after
+            reduce: Whether to reduce at this call, overriding the schedule: ``True`` for the last
+                batch of a loop. ``None``: by the schedule. Without ``max_anchor``, and after
                 ``accumulate``, every call reduces.
 
         Raises:
             ReplicaFailed: An optimizer raised.
             TypeError: The weight is neither a number nor a tensor.
             ValueError: The weight is negative, NaN or not a scalar, or was passed after
-                ``accumulate``; the optimizer was given a parameter that cannot be trained here,
-                which was removed from it again.
-            RuntimeError: Parts of the model were replaced, or a scheduler is for other groups.
+                ``accumulate``; the optimizer was given a parameter that the model does not
+                train, which was removed again.
+            RuntimeError: Submodules or parameters were replaced, or the scheduler was made for
+                other parameter groups.
         """
         checked = None if weight is None else check_weight("weight", weight)
         self._engine.step(checked, reduce=reduce)
@@ -188,7 +188,7 @@ class ReplicatedModule(Closing, nn.Module):
         Raises:
             ReplicaFailed: The model or ``loss_fn`` raised (on one device its own exception is
                 raised).
-            RuntimeError: There are gradients of ``loss.backward()``, or gradient mode is off.
+            RuntimeError: There are gradients of ``loss.backward()``, or gradients are disabled.
         """
         check_callable("loss_fn", loss_fn, "f(module, batch) -> Tensor")
         if not isinstance(batches, Sequence):
@@ -210,12 +210,14 @@ class ReplicatedModule(Closing, nn.Module):
         return self._engine.clip_grad_norm_(check_float("max_norm", max_norm, 0.0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of every replica; they become ``None`` in any case."""
+        """Clear the gradients of every replica; they always become ``None``."""
         self._engine.zero_grad()
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
-        """Set the learning rate by the scheduler ``factory(optimizer)``, stepped at each step. To
-        resume after ``n`` steps of an earlier run, pass the scheduler ``last_epoch=n - 1``."""
+        """Set the learning rate by the scheduler ``factory(optimizer)``, stepped at each step.
+
+        To resume after ``n`` steps of an earlier run, pass the scheduler ``last_epoch=n - 1``.
+        """
         check_callable("factory", factory, "f(optimizer) -> LRScheduler")
         self._engine.rate.set_scheduler(factory)
 
@@ -253,15 +255,15 @@ class ReplicatedModule(Closing, nn.Module):
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
-        """The model on each device; to read, and to set attributes of parts on all of them.
+        """The model on each device; to read, and to set attributes of submodules on all of them.
 
-        Change weights and buffers only on the first, :attr:`module`; the others follow.
+        Change weights and buffers only on the first, :attr:`module`; the others copy them.
         """
         return self._engine.models
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Rank 0's optimizer; all others follow its settings.
+        """Rank 0's optimizer; all others copy its settings.
 
         Its ``step()`` raises ``RuntimeError`` outside :meth:`step`, until :meth:`close`.
         """
@@ -269,7 +271,7 @@ class ReplicatedModule(Closing, nn.Module):
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizer of each device; only for reading."""
+        """The optimizer of each device, read-only."""
         return self._engine.optimizers
 
     @property
@@ -298,7 +300,7 @@ class ReplicatedModule(Closing, nn.Module):
         return self._engine.rate.current
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's state dict under its plain keys, even if parts are compiled."""
+        """The model's state dict under its plain keys, even if submodules are compiled."""
         state = self.module.state_dict(*args, **kwargs)
         if any(plain_key(key) != key for key in state):
             plain = [(plain_key(key), value) for key, value in state.items()]
@@ -325,24 +327,24 @@ class ReplicatedModule(Closing, nn.Module):
         return found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's."""
+        """Named parameters of :attr:`module`."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's."""
+        """Named buffers of :attr:`module`."""
         return self.module.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The model and its parts."""
+        """Named modules of :attr:`module`, itself included."""
         found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
         return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's."""
+        """Named children of :attr:`module`."""
         return self.module.named_children()
 
     def apply(self, fn: Any) -> ReplicatedModule:
-        """Apply a function to the model and its parts.
+        """Apply a function to the model and its submodules.
 
         Its changes to parameters and buffers reach every replica; other attributes that it sets
         are only set on rank 0.
@@ -377,39 +379,39 @@ class ReplicatedModule(Closing, nn.Module):
         if self._is_own(name):
             object.__setattr__(self, name, value)
         elif isinstance(value, (nn.Module, nn.Parameter)):
-            self._refuse_part(name)
+            self._refuse_new(name)
         else:
             self._engine.set_attribute(name, value)
 
     def _is_own(self, name: str) -> bool:
-        """Whether an attribute is of this module itself, and not of the model."""
+        """True if an attribute belongs to this wrapper, not to the model."""
         if "_engine" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             return True
         return name.startswith("_") and not hasattr(self._engine.models[0], name)
 
-    def _refuse_part(self, name: str) -> NoReturn:
+    def _refuse_new(self, name: str) -> NoReturn:
         raise RuntimeError(
-            f"{name!r} would be no part of the replicas and their optimizers: build the whole "
+            f"{name!r} would be missing in the replicas and their optimizers: build the whole "
             "model before Trainer.setup"
         )
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
-        """Refused: build the whole model before."""
-        self._refuse_part(name)
+        """Not supported: build the whole model before ``Trainer.setup``."""
+        self._refuse_new(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
-        """Refused: build the whole model before."""
-        self._refuse_part(name)
+        """Not supported: build the whole model before ``Trainer.setup``."""
+        self._refuse_new(name)
 
     register_module = add_module
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> NoReturn:
-        """Refused: build the whole model before."""
-        self._refuse_part(target)
+        """Not supported: build the whole model before ``Trainer.setup``."""
+        self._refuse_new(target)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError(
-            "the model stays where Trainer.setup has put it: choose devices there, and the dtype "
+            "the model cannot be moved after Trainer.setup: choose devices there, and the dtype "
             "(.half(), .double()) before it"
         )
 
@@ -426,9 +428,9 @@ class ReplicatedModule(Closing, nn.Module):
         return f"{type(self).__name__}(devices=[{names}])\n{self.module!r}"
 
     def close(self) -> None:
-        """End the replicas' threads; ``module`` stays. Idempotent, blocks for some seconds.
+        """End the replicas' threads; ``module`` stays usable. Idempotent, blocks for some seconds.
 
         Raises:
-            GpuWorkerError: A thread is stuck in the model; the message names it.
+            GpuWorkerError: A thread does not return from user code.
         """
         self._engine.close()

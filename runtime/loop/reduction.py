@@ -21,36 +21,36 @@ from runtime.replica.flat import reals
 
 Tensors = Sequence[Tensor]
 _BLOCK_ELEMENTS = 1 << 18
-"""Elements of one rank that are reduced before the next: they stay in cache meanwhile."""
+"""Elements that are reduced together, so that they stay in the CPU cache."""
 ABORT_TIMEOUT_S = 10.0
-"""How long internal threads may take to come back once their group was aborted."""
+"""Seconds that an interrupted call waits for internal threads after the abort of their group."""
 
 
 class Reduction(ABC):
-    """Replaces the ranks' tensors by their weighted mean. For one thread at a time."""
+    """Replaces the ranks' tensors by their weighted mean. Not thread-safe."""
 
     @abstractmethod
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
-        """Give every rank the mean, in place, with the same bits on all of them.
+        """Replace every rank's tensors by the mean, with the same bits on all ranks.
 
         Runs after the work already on the calling thread's current stream of each GPU, and
         before later work there. Each tensor keeps its strides.
 
         Args:
             tensors: ``tensors[rank][i]``, of the same shape and dtype on every rank.
-            weights: One for each rank, finite, not negative, not all 0. The values of a
-                rank with weight 0 are never used.
+            weights: One per rank, finite, not negative, not all 0. The values of a rank with
+                weight 0 are never used.
         """
 
     def close(self) -> None:
-        """Free what the reduction holds. Idempotent."""
+        """Free all resources. Idempotent."""
         return
 
 
 class CpuReduction(Reduction):
     """Reduces in place in the calling thread, for replicas that are all on the CPU.
 
-    Adds in order of rank, float16 and bfloat16 in float32, as the collectives do.
+    Adds in order of rank, float16 and bfloat16 in float32, like the collectives.
     """
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
@@ -85,17 +85,16 @@ def _blocks(tensors: Tensors) -> Iterator[list[int]]:
 
 
 class GroupReduction(Reduction):
-    """Reduces over a group of ranks, with one internal thread for each.
+    """Reduces over a process group, with one internal thread per rank.
 
-    The call blocks until earlier work is done and the mean is formed; copies back to the
-    gradients are only issued. After a failure the tensors are unchanged, and the group stays
-    aborted.
+    The call blocks until the mean is computed; copies back to the gradients are only enqueued.
+    After a failure the tensors are unchanged, and the group stays aborted.
 
     Args:
-        devices: The device of each rank.
+        devices: One per rank.
         kind: ``"nccl"`` or ``"gloo"``; ``"thread"``: in CPU memory, through pinned memory for
             ranks on GPUs, of which several may share one.
-        timeout_s: How long an exchange may take, in seconds.
+        timeout_s: Time limit of an exchange, in seconds.
     """
 
     def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
@@ -103,12 +102,12 @@ class GroupReduction(Reduction):
         self._sync = StreamSync()
         self._packed = [_FlatCopies() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
-        self._ends = create_collectives(len(devices), kind, devices, timeout_s)
+        self._collectives = create_collectives(len(devices), kind, devices, timeout_s)
         try:
             contexts = [_stream_of(device) for device in devices]
-            self._threads = RankThreads("ddp", contexts, _closer_of(self._ends))
+            self._threads = RankThreads("ddp", contexts, _closer_of(self._collectives))
         except BaseException:
-            _closer_of(self._ends)()
+            _closer_of(self._collectives)()
             raise
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
@@ -122,16 +121,18 @@ class GroupReduction(Reduction):
 
             def exchange(rank: int) -> Event | None:
                 self._sync.wait(self._devices[rank], [self._events[rank]])
-                self._ends[rank].weighted_mean_(flats[rank], weights[rank])
+                self._collectives[rank].weighted_mean_(flats[rank], weights[rank])
                 return self._sync.mark(self._devices[rank])
 
             job = Job([partial(exchange, rank) for rank in range(len(flats))])
             try:
                 self._threads.submit(job)
                 job.wait()
-            except BaseException:  # Ctrl-C: nobody may write to the tensors any more
+            except (
+                BaseException
+            ):  # KeyboardInterrupt: no thread may write to the tensors afterwards
                 if job.is_posted:
-                    self._ends[0].abort()
+                    self._collectives[0].abort()
                     self._threads.submit(job)
                     job.wait(ABORT_TIMEOUT_S)
                 raise
@@ -143,7 +144,7 @@ class GroupReduction(Reduction):
 
     def _load(self, rank: int, tensors: Tensors) -> list[Tensor]:
         device, event = self._devices[rank], self._events[rank]
-        # The stream may be another one now: what the last call copies must have left.
+        # The current stream may have changed: the last call's copies must be complete.
         self._sync.wait(device, [event])
         flats = self._packed[rank].load(tensors)
         self._events[rank] = self._sync.mark(device, event)
@@ -156,20 +157,20 @@ class GroupReduction(Reduction):
         self._events[rank] = self._sync.mark(device, self._events[rank])
 
     def close(self) -> None:
-        """End the threads and the group; blocks for that."""
+        """Close the threads and the group; blocks until they collective."""
         self._threads.close()
         self._packed = []
 
 
 class _FlatCopies:
-    """Tensors of one rank side by side: one flat tensor for each dtype, used again and again."""
+    """Copies of one rank's tensors in reused flat tensors, one per dtype."""
 
     def __init__(self) -> None:
         self._flats: dict[torch.dtype, Tensor] = {}
         self._groups: list[tuple[list[int], list[Tensor]]] = []
 
     def load(self, tensors: Tensors) -> list[Tensor]:
-        """Copy tensors of one device into the flat ones; gives those, in order of dtype."""
+        """Copy tensors of one device into flat tensors, and return those."""
         groups: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
             groups.setdefault(tensor.dtype, []).append(i)
@@ -186,7 +187,7 @@ class _FlatCopies:
         return reals(flats)
 
     def store(self, tensors: Tensors) -> None:
-        """Copy the flat tensors back to where they were loaded from."""
+        """Copy the flat tensors back to ``tensors``."""
         for group, views in self._groups:
             torch._foreach_copy_([tensors[i] for i in group], views)
 
@@ -198,7 +199,7 @@ class _FlatCopies:
 
 
 def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """What makes the context of a rank's internal thread: its device, and a stream of its own."""
+    """The context manager of a rank's internal thread: its device, and a new stream."""
     api: Any = cuda_api.API
 
     @contextmanager
@@ -209,10 +210,10 @@ def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[obje
     return nullcontext if device.type == "cpu" else current
 
 
-def _closer_of(ends: Sequence[Collective]) -> Callable[[], None]:
+def _closer_of(collectives: Sequence[Collective]) -> Callable[[], None]:
     def close() -> None:
-        for end in ends:
-            end.close()
+        for collective in collectives:
+            collective.close()
 
     return close
 

@@ -18,11 +18,11 @@ class ReplicaSet:
     """Matches parameters and buffers of models by name.
 
     Args:
-        models: One for each rank, two or more.
-        devices: The device of each model.
+        models: One per rank, two or more.
+        devices: One per model.
 
     Raises:
-        ReplicaMismatch: Models differ; names the first difference.
+        ReplicaMismatch: Models differ; the message has the first difference.
         ValueError: A tensor is lazy or on another device, or models share a trainable parameter.
     """
 
@@ -62,7 +62,7 @@ class ReplicaSet:
                     mine.copy_(theirs)
 
     def _check_buffers(self) -> None:
-        """Modules may replace their buffers, so they are compared each time."""
+        """Compare buffers at each call, since modules may replace them."""
         source, *others = [buffers.tensors() for buffers in self._buffers]
         for rank, target in enumerate(others, 1):
             for name, mine, theirs in zip(self._buffers[0].names, target, source, strict=True):
@@ -70,14 +70,14 @@ class ReplicaSet:
                     raise ReplicaMismatch(
                         f"buffer {name!r} has shape {tuple(mine.shape)} and {mine.dtype} on model "
                         f"{rank}, {tuple(theirs.shape)} and {theirs.dtype} on model 0; keep them "
-                        "alike"
+                        "equal"
                     )
 
     def gradients(self, counts: Sequence[bool]) -> CheckedGradients:
         """Check and return the gradients to be averaged.
 
         Args:
-            counts: Whether a rank's gradients count.
+            counts: For each rank, whether its gradients are used.
 
         Raises:
             RuntimeError: A parameter was replaced or moved.
@@ -98,7 +98,7 @@ class ReplicaSet:
                 if grad is None:
                     grad = torch.zeros_like(counted[0], device=p.device)
                     found.created.append((p, grad))
-                elif _overlaps(grad):  # cannot be written to
+                elif _overlaps(grad):  # not writable
                     grad = grad.detach().clone(memory_format=torch.contiguous_format)
                     found.created.append((p, grad))
                 found.tensors[rank].append(grad)
@@ -107,12 +107,12 @@ class ReplicaSet:
 
 @dataclass(frozen=True, slots=True)
 class CheckedGradients:
-    """The checked gradients of a step; nothing is written yet.
+    """The checked gradients of a step, before anything is written.
 
     Attributes:
         tensors: ``tensors[rank][i]``: gradients to be averaged, of the same shape and dtype
             on every rank.
-        created: Parameters without a gradient, and the zeros that become their gradients.
+        created: Parameters with the new tensors that become their gradients.
         cleared: Parameters whose gradient must not be used.
     """
 
@@ -129,21 +129,21 @@ class CheckedGradients:
 
 
 class _MatchedParameter:
-    """Where one parameter stands in each replica."""
+    """One parameter, matched over all replicas."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.params: list[nn.Parameter] = []
-        self._homes: list[tuple[nn.Module, str]] = []
+        self._locations: list[tuple[nn.Module, str]] = []
 
     def add(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
         self.params.append(param)
-        self._homes.append((module, key))
+        self._locations.append((module, key))
 
     def check(self, devices: Sequence[torch.device]) -> None:
-        """Make sure that the replicas' parameters are those of before, and alike."""
+        """Check that the parameters were not replaced or moved, and match."""
         first = self.params[0]
-        for rank, ((module, key), p) in enumerate(zip(self._homes, self.params, strict=True)):
+        for rank, ((module, key), p) in enumerate(zip(self._locations, self.params, strict=True)):
             if module._parameters.get(key) is not p:
                 raise RuntimeError(
                     f"parameter {self.name!r} of model {rank} was replaced since Ddp.wrap: wrap "
@@ -163,7 +163,7 @@ class _MatchedParameter:
 
 
 def _iter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Name, owner, key and parameter, as ``named_parameters`` gives them, tied ones once."""
+    """Yield name, owner, key and parameter, in the order of ``named_parameters``."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, p in module._parameters.items():
@@ -199,7 +199,7 @@ def _check_devices(rank: int, template: Template, device: torch.device) -> None:
 
 
 def _check_not_shared(templates: Sequence[Template]) -> None:
-    """No two replicas may train the same memory; what is frozen may be shared."""
+    """Check that no trainable memory is shared; frozen tensors may be."""
     owners: dict[tuple[torch.device, int], int] = {}
     for rank, template in enumerate(templates):
         for name, tensor in template.tensors.items():
@@ -233,7 +233,7 @@ def _check_same_dtype(name: str, grads: Sequence[Tensor | None]) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do."""
+    """True if elements share memory, like those of an expanded tensor."""
     return 0 in tensor.stride() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )

@@ -14,14 +14,14 @@ ShardLossFn = Callable[[nn.Module, Any], Any]
 
 
 class ShardLoss(NamedTuple):
-    """What a replica made of its samples.
+    """The result of ``loss_fn`` on one replica's shard.
 
     Attributes:
-        loss: Their mean loss.
-        second: What ``loss_fn`` gave beside it in a tuple of two, to be read with that of the
+        loss: The mean loss.
+        second: The second value of a tuple of two, to be classified together with those of the
             other replicas.
-        weight: What the loss is a mean over; ``None``: the samples.
-        correct: How many of them were right, as ``loss_fn`` counted.
+        weight: The count that the loss is a mean over; ``None``: the samples.
+        correct: Number of right samples.
     """
 
     loss: float = 0.0
@@ -31,7 +31,7 @@ class ShardLoss(NamedTuple):
 
 
 def read_result(result: object) -> tuple[Tensor, ShardLoss]:
-    """The mean loss, and what else ``loss_fn`` gave."""
+    """The mean loss, and the other values that ``loss_fn`` returned."""
     loss, part = result, ShardLoss()
     if isinstance(result, Weighted):
         loss = result.loss
@@ -51,40 +51,40 @@ def read_result(result: object) -> tuple[Tensor, ShardLoss]:
 
 
 def _number(value: object) -> float:
-    """A number that ``loss_fn`` gave beside the loss."""
+    """A number that ``loss_fn`` returned next to the loss."""
     found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(found, bool) or not isinstance(found, Real):
         raise TypeError(
-            f"loss_fn returned (loss, {type(value).__name__}): the second is the number of "
-            "samples that were right, for instance (logits.argmax(1) == y).sum(), or the loss's "
+            f"loss_fn returned (loss, {type(value).__name__}): the second value is the number "
+            "of right samples, for instance (logits.argmax(1) == y).sum(), or the loss's "
             "weight, for instance (labels != -100).sum()"
         )
     return float(found)
 
 
 def host_weight(value: object) -> float:
-    """A weight as a number; the host has read the loss already."""
+    """A weight as a number; a synchronization, after that of the loss."""
     weight = check_weight("the weight that loss_fn returned", value)
     return weight if isinstance(weight, float) else check_weight("weight", weight.cpu())  # type: ignore[return-value]
 
 
 def read_correct(number: float) -> int:
-    """A number of samples that were right."""
+    """A number of right samples, as an integer."""
     if not number.is_integer() or number < 0:
         raise ValueError(
-            f"loss_fn returned (loss, {number:g}): the second is the number of samples that were "
-            "right, not their share; for instance (logits.argmax(1) == y).sum(). If it is the "
+            f"loss_fn returned (loss, {number:g}): the second value is the number of right "
+            "samples, not their fraction; for instance (logits.argmax(1) == y).sum(). If it is the "
             "loss's weight, return runtime.Weighted(loss, weight)"
         )
     return int(number)
 
 
 class Seconds:
-    """Reads what ``loss_fn`` gives beside the loss in a tuple of two: a weight, or a count.
+    """Classifies the second value of ``(loss, number)`` as a weight or a count of right samples.
 
-    All replicas' numbers of a batch are read alike. They are weights if one of them cannot be
-    a number of right samples: it exceeds the replica's samples, or is a fraction above 1. From
-    then on they always are. Until then they count right samples.
+    All replicas' numbers of a batch are classified together. They are weights if one of them
+    cannot be a count: it exceeds the replica's samples, or is fractional above 1. From then on
+    all numbers are weights; until then they are counts.
     """
 
     def __init__(self) -> None:
@@ -92,25 +92,27 @@ class Seconds:
         self._were_counts = False
 
     def classify(self, parts: Sequence[ShardLoss], counts: Sequence[int]) -> None:
-        """Find out what the numbers of a batch are.
+        """Classify the numbers of a batch.
 
         Raises:
-            ValueError: These are weights, and earlier ones were taken for counts.
+            ValueError: These are weights, but earlier numbers counted as right samples.
         """
-        told = [(p.second, n) for p, n in zip(parts, counts, strict=True) if p.second is not None]
-        if not self._are_weights and any(s > n or (s > 1 and s % 1) for s, n in told):
+        numbers = [
+            (p.second, n) for p, n in zip(parts, counts, strict=True) if p.second is not None
+        ]
+        if not self._are_weights and any(s > n or (s > 1 and s % 1) for s, n in numbers):
             if self._were_counts:
                 raise ValueError(
-                    "loss_fn returned (loss, number), and the number can be no count of right "
-                    "samples, for which earlier ones were taken: return runtime.Weighted(loss, "
+                    "loss_fn returned (loss, number), and the number cannot be a count of right "
+                    "samples, as earlier ones were: return runtime.Weighted(loss, "
                     "weight), or (loss, correct, weight)"
                 )
             self._are_weights = True
         if not self._are_weights:
-            self._were_counts = self._were_counts or any(s for s, _ in told)
+            self._were_counts = self._were_counts or any(s for s, _ in numbers)
 
     def resolve(self, part: ShardLoss) -> ShardLoss:
-        """A replica's part with its number in its place.
+        """Move a replica's number to ``weight`` or ``correct``.
 
         Raises:
             ValueError: It is neither a weight nor a count.

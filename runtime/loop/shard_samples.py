@@ -16,7 +16,7 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
     than shards some shards are empty; no samples at all give no shards. Shards of tensors are
     views.
 
-    What a sample is depends on the container:
+    The container determines the samples:
 
     - a tensor, or a tuple, list or dict that holds tensors: *columns*, cut along their first
       dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
@@ -28,13 +28,13 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
 
     Args:
         samples: The mini-batch.
-        num_shards: How many shards, at least 1.
+        num_shards: Number of shards, at least 1.
 
     Returns:
         ``num_shards`` shards of the kind of ``samples``, or ``[]``.
 
     Raises:
-        TypeError: A value has no samples.
+        TypeError: A value cannot hold samples.
         ValueError: Columns differ in length, a tensor has no dimension, or there are no columns.
     """
     if isinstance(num_shards, bool) or not isinstance(num_shards, int):
@@ -50,7 +50,7 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
 
 
 def count_samples(samples: Any) -> int:
-    """How many samples there are; raises as :func:`shard_samples`."""
+    """The number of samples; raises as :func:`shard_samples`."""
     lengths: dict[str, int] = {}
     _update_shares(samples, "samples", lengths)
     if len(set(lengths.values())) > 1:
@@ -62,7 +62,7 @@ def count_samples(samples: Any) -> int:
 
 
 def holds_columns(samples: Any) -> bool:
-    """Whether a container is cut by its parts, not between them."""
+    """True if a container's parts are columns, each of which is cut."""
     if isinstance(samples, Mapping):
         return True
     if not isinstance(samples, (tuple, list)) or not samples:

@@ -161,12 +161,12 @@ def test_a_loss_of_the_wrong_kind_is_named(trained, result, cause, match):
 @pytest.mark.parametrize(
     ("correct", "match"),
     [
-        (0.5, "not their share"),
-        (-1, "not their share"),
-        (float("nan"), "not their share"),
-        ("all", "the second is the number of samples"),
-        (torch.zeros(2), "the second is the number of samples"),
-        (True, "the second is the number of samples"),
+        (0.5, "not their fraction"),
+        (-1, "not their fraction"),
+        (float("nan"), "not their fraction"),
+        ("all", "the second value is the number of right samples"),
+        (torch.zeros(2), "the second value is the number of right samples"),
+        (True, "the second value is the number of right samples"),
     ],
 )
 def test_a_number_of_correct_samples_that_is_none_is_named(correct, match):
@@ -253,7 +253,7 @@ def test_a_failure_within_a_step_breaks_the_coordinator_for_good():
         with pytest.raises(ReplicaFailed, match=r"rank 1 .*MemoryError: planted"):
             coordinator.train_batch(samples_of(4))
         for call in (lambda: coordinator.train_batch(samples_of(4)), coordinator.sync_params):
-            with pytest.raises(RuntimeError, match="replicas may differ, for rank 1 failed"):
+            with pytest.raises(RuntimeError, match="replicas may differ, since rank 1 failed"):
                 call()
 
 
@@ -262,7 +262,7 @@ def test_train_batch_from_loss_fn_or_another_thread_is_refused():
 
     def again(model, samples):
         if rank() == 0:
-            with pytest.raises(RuntimeError, match="at work already") as caught:
+            with pytest.raises(RuntimeError, match="is busy") as caught:
                 coordinator.train_batch(samples)
             errors.append(caught.value)
         return loss_fn(model, samples)
@@ -333,7 +333,7 @@ def test_ctrl_c_while_user_code_does_not_return_breaks_the_coordinator(trained, 
 
     plan[1] = stuck
     interrupted(coordinator, 5)
-    with pytest.raises(RuntimeError, match="may differ, for it was interrupted"):
+    with pytest.raises(RuntimeError, match="may differ, since it was interrupted"):
         coordinator.train_batch(samples_of(9))
     go.set()
 

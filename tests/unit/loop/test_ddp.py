@@ -379,7 +379,7 @@ def test_a_group_that_is_broken_leaves_the_gradients_and_says_so():
     models[0].conv.bias.grad = None
     before = [grads(model) for model in models]
     with wrap(models, backend=GLOO) as ddp:
-        ddp._reduction._ends[1].abort()
+        ddp._reduction._collectives[1].abort()
         for _ in range(2):
             with pytest.raises(CollectiveAborted):
                 ddp.all_reduce_gradients()

@@ -185,7 +185,7 @@ def test_nccl_averages_in_streams_of_its_own_behind_the_callers(fake, posing_ncc
 def test_an_aborted_exchange_leaves_the_gradients(fake, posing_nccl):
     reduction, calls = posing_nccl
     tensors = gradients(fake, (GPU, GPU))
-    reduction._ends[0].abort()
+    reduction._collectives[0].abort()
     with pytest.raises(CollectiveAborted):
         reduction.mean_(tensors, [1, 1])
     assert values(tensors) == [[1.0]] * 3 + [[10.0]] * 3

@@ -28,7 +28,7 @@ NCCL = AverageBackend.NCCL
         (nets(2), ["cpu", "tpu"], ValueError, "'tpu' is no device"),
         (nets(2), ["cpu", "cuda:7"], ValueError, "there is no cuda:7"),
         ([Net(), nn.LazyLinear(2)], ["cpu"] * 2, ValueError, "model 1 is lazy"),
-        (nets(2), ["meta"] * 2, ValueError, "not supported"),
+        (nets(2), ["meta"] * 2, ValueError, "no meta"),
     ],
 )
 def test_wrap_names_what_is_wrong(models, devices, error, match):

@@ -124,7 +124,7 @@ def test_attributes_and_methods_of_the_model_are_there_and_can_be_set(num_device
 @one_or_two
 def test_what_would_take_the_model_apart_is_refused(num_devices):
     with on_cpus(make_net(), num_devices) as model:
-        with pytest.raises(RuntimeError, match="stays where"):
+        with pytest.raises(RuntimeError, match="cannot be moved"):
             model.to(torch.float32)
         with pytest.raises(TypeError, match=r"deepcopy\(model.module\)"):
             copy.deepcopy(model)
