@@ -407,7 +407,7 @@ class Meeting:
         if self._exchanging is None:
             self._lane.enter(self._before)
         else:
-            self._lane.enter_past(AVERAGING, self._exchanging, self._before)
+            self._lane.record_interval(AVERAGING, self._exchanging, self._before)
 
 
 class Request(NamedTuple):

@@ -101,10 +101,10 @@ class LoopRecorder:
                 self._enter(rank, SYNC, start_s)
                 self._enter(rank, AVERAGING, min(last_arrival_s, end_s))
                 self._enter(rank, COMPUTE, end_s)
-                self._lanes[rank].note(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
+                self._lanes[rank].record(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
             self._enter(rank, SYNC, outcome.end_s)
             self._enter(rank, IDLE, last_s)
-            self._lanes[rank].note(
+            self._lanes[rank].record(
                 Kind.PHASE, outcome.start_s, self.step, operation, end=outcome.end_s
             )
         if reduced:
@@ -120,7 +120,7 @@ class LoopRecorder:
             start_s, end_s = replica.exchange_span_s
             self._enter(replica.rank, AVERAGING, start_s)
             self._enter(replica.rank, IDLE, end_s)
-            self._lanes[replica.rank].note(
+            self._lanes[replica.rank].record(
                 Kind.AVERAGING, start_s, self.step, "gradients", end=end_s
             )
         self._timeline.count_averaging()

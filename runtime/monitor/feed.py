@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from runtime.timeline.buffers import Thinned
+from runtime.timeline.buffers import Decimated
 from runtime.timeline.page import embedded
 
 MAX_TICKS = 600
@@ -33,8 +33,8 @@ class Feed:
         with self._lock:
             self._facts = embedded(facts)
             self._now = "null"
-            self._ticks: Thinned[str] = Thinned(MAX_TICKS)
-            self._epochs: Thinned[str] = Thinned(MAX_EPOCHS)
+            self._ticks: Decimated[str] = Decimated(MAX_TICKS)
+            self._epochs: Decimated[str] = Decimated(MAX_EPOCHS)
             self._events: list[str] = []
 
     def add(self, now: Json, ticks: list[Json], epochs: list[Json], events: list[Json]) -> str:

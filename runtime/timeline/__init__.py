@@ -1,4 +1,4 @@
-"""What a run did with its time: recorded as it goes, shown afterwards or meanwhile."""
+"""Timeline of a run: time by cause and events, recorded as it runs, and its exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounded buffers, written by one thread and read by any: Ring, Bins and Thinned."""
+"""Bounded buffers, written by one thread and read by any: Ring, Bins and Decimated."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ NUM_POINTS = 4096
 FIRST_WIDTH_S = 0.02
 
 
-class Bins:
+class TimeBins:
     """Running totals at equally spaced times.
 
-    When all bins are used, each second total is dropped and the bins become twice as wide:
-    between half of them and all of them are always in use. What happened in a span of
-    time is the difference of two totals, so that nothing is lost. Written by one thread,
-    read by any.
+    When all bins are used, every second total is dropped and the bins become twice as wide, so
+    that at least half of them are in use. Amounts in an interval are differences of totals, so
+    that nothing is lost. Written by one thread, read by any.
 
     Args:
-        start: Time at which the first bin begins.
-        num_bins: At most so many; even.
-        width_s: Width of the first bins.
+        start: Start of the first bin.
+        num_bins: Maximum number of bins; even.
+        width_s: Initial width of a bin.
 
     Attributes:
-        end: When the bin in progress is over.
+        end: End of the current bin.
     """
 
     __slots__ = ("_num_bins", "_rows", "_start", "_view", "_width_s", "end")
@@ -50,13 +49,13 @@ class Bins:
         self.end = start + width_s
 
     def close(self, now: float, totals: Sequence[float], running: int | None = None) -> None:
-        """Close all bins that ended up to now.
+        """Close all bins that have ended.
 
         Args:
-            now: The time.
-            totals: What the totals have come to.
-            running: The one that has grown with the clock since before the bins ended; the
-                others have not changed since then.
+            now: The current time.
+            totals: The current totals.
+            running: Index of the total that has grown with the clock since before the bins
+                ended; the others have not changed since.
         """
         while self.end <= now:
             row = list(totals)
@@ -64,18 +63,18 @@ class Bins:
                 row[running] -= now - self.end
             self._rows.append(tuple(row))
             if len(self._rows) == self._num_bins:
-                # A new list: whoever reads the old one reads it with its own width.
+                # A new list: concurrent readers of the old one use its own width.
                 self._rows = self._rows[1::2]
                 self._width_s *= 2
                 self._view = (self._width_s, self._rows)
-            # Multiplied, not added up: the ends stay exact however many there are.
+            # A product, not a sum: the ends stay exact for any number of bins.
             self.end = self._start + (len(self._rows) + 1) * self._width_s
 
     def read(self, end: float) -> tuple[float, list[Row]]:
-        """Width of a bin in seconds, and the totals at the end of each, from any thread.
+        """Width of a bin in seconds, and the totals at the end of each; from any thread.
 
         Args:
-            end: The bins come so wide that those allowed would reach at least up to here.
+            end: Time that the maximum number of bins must reach; widens them if needed.
         """
         width_s, rows = self._view
         rows = list(rows)
@@ -84,14 +83,14 @@ class Bins:
         return width_s, rows
 
 
-class Thinned(Generic[T]):
-    """Items in order; once there are too many, only each second one stays.
+class Decimated(Generic[T]):
+    """A list of bounded length: when it is full, every second item is dropped.
 
-    From then on each second one that comes is left out too, and so on; the last one is
-    always there. Written by one thread, read by any.
+    From then on only every second new item is added, and so on; the last item is always kept.
+    Written by one thread, read by any.
 
     Args:
-        max_items: At most so many, and the last; even.
+        max_items: Maximum length, without the last item; even.
     """
 
     __slots__ = ("_items", "_last", "_max_items", "_num_seen", "_stride")
@@ -104,7 +103,7 @@ class Thinned(Generic[T]):
         self._num_seen = 0
 
     def add(self, item: T) -> None:
-        """Add an item at the end."""
+        """Append an item."""
         self._last = item
         if self._num_seen % self._stride == 0:
             self._items.append(item)
@@ -114,8 +113,8 @@ class Thinned(Generic[T]):
         self._num_seen += 1
 
     def read(self) -> list[T]:
-        """What is kept, oldest first, and the last item."""
-        items = list(self._items)  # before the last one, which is never older
+        """The kept items, oldest first, and the last item."""
+        items = list(self._items)  # before ``_last``, which is never older
         last = self._last
         if last is not None and (not items or items[-1] is not last):
             items.append(last)
@@ -123,14 +122,14 @@ class Thinned(Generic[T]):
 
 
 class Ring:
-    """The last items that one thread added; any thread may read them.
+    """Ring buffer, written by one thread and read by any.
 
-    Each slot holds a tuple that starts with the item's number. A slot is replaced as a
-    whole, with and without the interpreter's lock: a reader sees each item entire or not at
-    all, and its number tells whether it is the one that was looked for.
+    Each slot holds a tuple that starts with the item's number. Slots are replaced atomically, with
+    and without the GIL: a reader sees whole items, and detects by the number that an item was
+    overwritten.
 
     Args:
-        capacity: How many items are kept; the oldest give way.
+        capacity: Number of items kept; the oldest are dropped.
     """
 
     __slots__ = ("_capacity", "_slots", "num_added")
@@ -141,16 +140,16 @@ class Ring:
         self.num_added = 0
 
     def add(self, item: tuple[Any, ...]) -> None:
-        """Add an item. In the writing thread alone."""
+        """Add an item; by the writing thread only."""
         number = self.num_added
         self._slots[number % self._capacity] = (number, *item)
         self.num_added = number + 1
 
     def read(self, since: int = 0) -> tuple[list[tuple[Any, ...]], int]:
-        """The items that are kept, oldest first, each behind its number.
+        """The kept items, oldest first, each preceded by its number.
 
         Args:
-            since: Leave out those with lower numbers.
+            since: First number to return.
 
         Returns:
             The items, and the number of the next one.
@@ -159,12 +158,12 @@ class Ring:
         kept = []
         for number in range(max(since, end - self._capacity), end):
             item = self._slots[number % self._capacity]
-            # One that was replaced meanwhile is told by a later call.
+            # An item overwritten meanwhile is returned by a later call.
             if item is not None and item[0] == number:
                 kept.append(item)
         return kept, end
 
     @property
     def num_dropped(self) -> int:
-        """Items that have given way."""
+        """Items dropped."""
         return max(0, self.num_added - self._capacity)

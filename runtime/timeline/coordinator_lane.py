@@ -23,7 +23,7 @@ from coordinator.messages import (
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Core
 from coordinator.transports import Round, RoundState
-from runtime.timeline.buffers import NUM_POINTS, Bins, Ring, Row, Thinned
+from runtime.timeline.buffers import NUM_POINTS, Decimated, Ring, Row, TimeBins
 from runtime.timeline.events import (
     ARGS,
     Event,
@@ -36,47 +36,47 @@ logger = logging.getLogger(__name__)
 
 MAX_EPOCHS = 4096
 MAX_SCALARS = 64
-"""Scalars that are kept of an epoch."""
+"""Scalars kept of an epoch."""
 
 
 EpochRecord = dict[str, Any]
-"""What is kept of a closed epoch: plain numbers under harmless names."""
+"""A closed epoch: plain numbers by printable names."""
 
 
 NUM_NAMED = 16
-"""Machines of a round that are told by name."""
+"""Machines of a round that are listed by name."""
 
 
 def machine_shares(found: m.MachineRound) -> str:
-    """Who took part in a round between machines, and the samples that each brought into it."""
+    """The machines of a round and the samples that each contributed, as text."""
     pairs = zip(found.machines, found.num_samples, strict=True)
-    told = [f"{name} {samples}" for name, samples in pairs][:NUM_NAMED]
-    left_out = len(found.machines) - len(told)
-    return ", ".join([*told, *([f"{left_out} more"] if left_out else [])])
+    listed = [f"{name} {samples}" for name, samples in pairs][:NUM_NAMED]
+    left_out = len(found.machines) - len(listed)
+    return ", ".join([*listed, *([f"{left_out} more"] if left_out else [])])
 
 
 class CoordinatorLane:
     """Rounds, epochs, anchor, throughput and failures of a run.
 
-    :meth:`observe` is called by the coordinator's thread alone, after each event; any
-    thread may read. It keeps no tensor and no exception.
+    :meth:`observe` is called by the coordinator's thread only, after each event; any thread may
+    read. Keeps no tensor and no exception.
 
     Args:
-        machine: The machine that is observed; only read, in its own thread. ``None``: there
-            is none, and whoever trains counts by :meth:`count`.
-        start: When the run began, by ``time.monotonic``.
-        max_events: Events that are kept; the oldest give way.
-        world_size: Ranks, where no machine tells.
+        machine: The observed coordinator; only read, in its own thread. ``None`` for a custom
+            loop, which calls :meth:`count`.
+        start: Start of the run, by ``time.monotonic``.
+        max_events: Events kept; the oldest are dropped.
+        world_size: Number of ranks if there is no coordinator.
 
     Attributes:
         busy_s: Seconds that the coordinator spent on events.
         num_events: Events that it handled.
-        num_batches: Batches that each rank has reported.
-        num_samples: Samples in them.
+        num_batches: Batches reported by each rank.
+        num_samples: Samples reported by each rank.
         anchor_curve: ``(time, anchor)`` at each change.
-        transport: What the averagings have come to go over, and why; ``None``: what they began
-            with.
-        divergence: The largest of a rank in the last round; ``None``: not measured.
+        transport: Transport of averaging and its reason, if changed since the start; else
+            ``None``.
+        divergence: Largest divergence of a rank in the last round; ``None`` if not measured.
     """
 
     def __init__(
@@ -98,91 +98,91 @@ class CoordinatorLane:
         self.transport: tuple[str, str] | None = None
         self.divergence: float | None = None
         self.anchor = 0 if machine is None else machine.core.elche.anchor
-        self.anchor_curve: Thinned[Row] = Thinned(NUM_POINTS)
+        self.anchor_curve: Decimated[Row] = Decimated(NUM_POINTS)
         self.anchor_curve.add((start, float(self.anchor)))
-        self._samples = Bins(start)
+        self._samples = TimeBins(start)
         self._round = (0, RoundState.NONE)
         self._round_start = self._phase_start = start
 
     # On the coordinator's thread.
 
     def observe(self, event: m.Event, commands: Sequence[Command], now: float) -> None:
-        """Look at an event that the machine has handled, and at what it decided.
+        """Record an event that the coordinator has handled, and the resulting commands.
 
-        A fault in here is logged once and ends the observation, not the run.
+        An exception in here is logged once and ends the observation, not the run.
         """
         core = self._core
         if core is None:
             return
         try:
-            self._look(core, event, commands, now)
+            self._observe(core, event, commands, now)
         except Exception:
             self._core = None
-            logger.exception("the timeline could not follow the coordinator, and gives it up")
+            logger.exception("the timeline failed to observe the coordinator, and stops")
         self.num_events += 1
         self.busy_s += time.monotonic() - now
 
-    def let_go(self) -> None:
-        """Keep the machine alive no longer."""
+    def release(self) -> None:
+        """Drop the reference to the coordinator."""
         self._core = None
         self.__dict__.pop("_rounds", None)
 
-    def _look(self, core: Core, event: m.Event, commands: Sequence[Command], now: float) -> None:
-        # What comes with each step or round is told by its class alone: this thread takes
-        # the interpreter from the workers.
+    def _observe(self, core: Core, event: m.Event, commands: Sequence[Command], now: float) -> None:
+        # Frequent events are dispatched by class first: this thread competes with the workers for
+        # the interpreter.
         if isinstance(event, (m.BatchReport, m.EpochReport)):
             self._count(event, now)
         elif isinstance(event, (m.SyncAck, m.ParamSnapshot, m.CapturedState, m.Halted)):
             if event.report is not None:
                 self._count(event.report, now)
         else:
-            self._hear(event, now)
+            self._record_event(event, now)
         for command in commands:
             if not isinstance(command, Send):
-                self._see(command, now)
+                self._record_command(command, now)
         done = event.done_at if isinstance(event, m.SyncAck) else None
         self.divergence = core.divergence
         self._follow_round(self._rounds.round, now if done is None else min(done, now))
         anchor = core.elche.anchor
         if anchor != self.anchor:
-            self._note(Kind.ANCHOR, now, now, anchor, self.anchor)
+            self._record(Kind.ANCHOR, now, now, anchor, self.anchor)
             self.anchor_curve.add((now, float(anchor)))
             self.anchor = anchor
         self.num_averagings = core.num_averagings
         self.num_failed_rounds = core.num_failed_rounds
 
-    def _hear(self, event: m.Event, now: float) -> None:
+    def _record_event(self, event: m.Event, now: float) -> None:
         match event:
             case m.Averaged():
                 start = now - event.compute_s
-                self._note(Kind.PHASE, start, now, event.round, "computed")
+                self._record(Kind.PHASE, start, now, event.round, "computed")
             case m.EvalReport():
-                self._note(Kind.EVALUATION, now, now, event.epoch)
+                self._record(Kind.EVALUATION, now, now, event.epoch)
             case m.CheckpointDone():
-                self._note(Kind.CHECKPOINT, now, now, event.version)
+                self._record(Kind.CHECKPOINT, now, now, event.version)
             case m.SaveRequested():
-                self._note(Kind.CHECKPOINT, now, now, None, "asked for")
+                self._record(Kind.CHECKPOINT, now, now, None, "asked for")
             case m.Failed():
-                told = error_text(event.error)
-                self._note(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, told)
+                error = error_text(event.error)
+                self._record(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, error)
             case m.ClusterRoundDone() if event.round is not None:
                 round_ = event.round
                 shares = machine_shares(round_)
-                self._note(Kind.MACHINES, now, now, round_.step, shares, round_.round_s)
+                self._record(Kind.MACHINES, now, now, round_.step, shares, round_.round_s)
             case m.StopRequested():
-                self._note(Kind.STOP, now, now, "stop requested")
+                self._record(Kind.STOP, now, now, "stop requested")
             case m.AbortRequested():
-                self._note(Kind.STOP, now, now, "abort requested")
+                self._record(Kind.STOP, now, now, "abort requested")
             case _:
                 pass
 
-    def _see(self, command: Command, now: float) -> None:
+    def _record_command(self, command: Command, now: float) -> None:
         match command:
             case PublishEpoch(metrics=metrics):
                 self._close_epoch(metrics, now)
             case BackendChosen():
                 self.transport = (command.backend.name, one_line(command.reason))
-                self._note(
+                self._record(
                     Kind.TRANSPORT,
                     now,
                     now,
@@ -191,12 +191,14 @@ class CoordinatorLane:
                     self.transport[1],
                 )
             case ReportStall():
-                self._note(Kind.STOP, now, now, "stalled")
+                self._record(Kind.STOP, now, now, "stalled")
             case SaveCheckpoint():
                 part = "saved at the end" if command.final else "saved"
-                self._note(Kind.CHECKPOINT, now, now, command.epoch, part)
+                self._record(Kind.CHECKPOINT, now, now, command.epoch, part)
             case SaveFailed():
-                self._note(Kind.CHECKPOINT, now, now, None, f"failed: {error_text(command.error)}")
+                self._record(
+                    Kind.CHECKPOINT, now, now, None, f"failed: {error_text(command.error)}"
+                )
             case _:
                 pass
 
@@ -204,7 +206,7 @@ class CoordinatorLane:
         self.count(report.rank, report.stats.num_batches, report.stats.num_samples, now)
 
     def count(self, rank: int, num_batches: int, num_samples: int, now: float) -> None:
-        """A rank has trained so much up to now."""
+        """Count batches and samples that a rank has trained."""
         if now >= self._samples.end:
             self._samples.close(now, self.num_samples)
         self.num_batches[rank] += num_batches
@@ -215,9 +217,11 @@ class CoordinatorLane:
         if (rnd.id, rnd.state) == self._round:
             return
         if state is not RoundState.NONE:
-            self._note(Kind.PHASE, self._phase_start, now, number, state.value)
+            self._record(Kind.PHASE, self._phase_start, now, number, state.value)
             if rnd.id != number or rnd.state is RoundState.NONE:
-                self._note(Kind.AVERAGING, self._round_start, now, number, "round", self.divergence)
+                self._record(
+                    Kind.AVERAGING, self._round_start, now, number, "round", self.divergence
+                )
         if rnd.id != number:
             self._round_start = now
         self._phase_start = now
@@ -243,23 +247,23 @@ class CoordinatorLane:
                 ),
             )
         )
-        self._note(Kind.EPOCH, now, now, metrics.epoch)
+        self._record(Kind.EPOCH, now, now, metrics.epoch)
 
-    def _note(self, kind: Kind, start: float, end: float, *args: Any) -> None:
+    def _record(self, kind: Kind, start: float, end: float, *args: Any) -> None:
         self._ring.add((kind, start, end, args))
 
     # From any thread.
 
     def read(self, cursor: int = 0) -> tuple[list[Event], int]:
-        """Events that were added since, in order, and the next cursor; ``0`` at first."""
+        """The events added since the last call, in order, and the next cursor; ``0`` at first."""
         items, after = self._ring.read(cursor)
         return [self._event(item) for item in items], after
 
     def epochs(self, since: int = 0) -> list[EpochRecord]:
-        """The closed epochs that are kept, oldest first.
+        """The kept closed epochs, oldest first.
 
         Args:
-            since: Leave out so many of the first that closed.
+            since: Number of closed epochs to skip.
         """
         return [item[1] for item in self._epochs.read(since)[0]]
 
@@ -269,14 +273,14 @@ class CoordinatorLane:
         return self._epochs.num_added
 
     def rates(self, end: float, num_points: int) -> tuple[float, list[Row]]:
-        """Samples/s of each rank in spans of equal width, up to ``end``.
+        """Samples/s of each rank in intervals of equal width, up to ``end``.
 
         Args:
-            end: The time.
-            num_points: At most so many spans.
+            end: End of the last interval.
+            num_points: Maximum number of intervals.
 
         Returns:
-            Width of a span in seconds, and the rates in each.
+            Width of an interval in seconds, and the rates in each.
         """
         width_s, rows = self._samples.read(end)
         now_s = end - self._start
@@ -289,35 +293,35 @@ class CoordinatorLane:
         before: Row = (0.0,) * len(self.num_samples)
         rates: list[Row] = []
         for index, row in enumerate(rows):
-            begun = index * stride * width_s
-            lasted = max(width_s, min(stride * width_s, now_s - begun))
+            start_s = index * stride * width_s
+            lasted = max(width_s, min(stride * width_s, now_s - start_s))
             rates.append(tuple((b - a) / lasted for a, b in zip(before, row, strict=True)))
             before = row
         return stride * width_s, rates
 
     @property
     def num_dropped(self) -> int:
-        """Events that have given way to later ones."""
+        """Events dropped."""
         return self._ring.num_dropped
 
     def _event(self, item: tuple[Any, ...]) -> Event:
-        _, kind, begun, ended, args = item
+        _, kind, started, ended, args = item
         found = dict(zip(ARGS.get(kind, ()), args, strict=False))
         return Event(
             kind=kind,
             rank=found.get("rank"),
-            start_s=max(0.0, begun - self._start),
+            start_s=max(0.0, started - self._start),
             end_s=max(0.0, ended - self._start),
             args={name: value for name, value in found.items() if name != "rank"},
         )
 
 
 def spread(totals: Sequence[float], reach: int) -> list[float]:
-    """Running totals that come in jumps, as what grows all the time up to each of them.
+    """Interpolate running totals that are reported in jumps.
 
     Args:
-        totals: At the ends of spans of equal width.
-        reach: A jump is spread over no more spans than that, nor beyond the one before.
+        totals: Totals at the ends of equal intervals.
+        reach: Maximum number of intervals before a jump over which it is spread.
     """
     smooth, before, risen = list(totals), 0.0, -1
     for index, total in enumerate(totals):

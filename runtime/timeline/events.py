@@ -1,4 +1,4 @@
-"""What a timeline tells of: events, gaps, and a run in numbers."""
+"""Events, causes and gaps of a timeline."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 
 
 class Cause(IntEnum):
-    """What a rank is doing; at each moment it is exactly one of these.
+    """Activity of a rank; exactly one at each moment.
 
-    On a CUDA device these are times of the host: ``COMPUTE`` is the time in which the worker
-    submits work to its device, or waits because it is too far ahead of the device.
+    On a CUDA device these are host times: ``COMPUTE`` is the time in which the worker submits work
+    to its device, or waits because it is too far ahead of the device.
     """
 
     UNATTRIBUTED = 0
-    """None of the other causes."""
+    """None of the others."""
     STARTUP = 1
     """Building the replica, and waiting until the other ranks have built theirs."""
     COMPUTE = 2
     """Forward, backward and the optimizer's step, and capturing them as a graph."""
     DATA = 3
-    """Waiting for a batch, or reading it if the worker's thread does that."""
+    """Waiting for a batch, or reading it in the worker's thread."""
     SYNC = 4
     """Waiting for the other ranks to join a collective."""
     PARKED = 5
-    """Throttled, because it is too far ahead of the others."""
+    """Throttled: too far ahead of the other ranks."""
     IDLE = 6
-    """Without a plan, because nothing is left to train for now."""
+    """Without a plan: nothing to train at present."""
     AVERAGING = 7
     """Copying parameters, and exchanging parameters or gradients."""
     CALLBACKS = 8
     """``epoch_fn``, ``eval_fn``, and checkpoints: ``checkpoint_fn`` and copies of the state."""
     CONTROL = 9
-    """Answering messages, reporting, and the loop between the steps."""
+    """Replying to messages, reporting, and the loop between steps."""
     ENDING = 10
-    """The final snapshot and leaving."""
+    """The final snapshot and shutdown."""
     GONE = 11
     """The rank has ended while the run continues."""
 
@@ -48,8 +48,8 @@ class Cause(IntEnum):
 
 NUM_CAUSES = len(Cause)
 
-# Plain numbers, which is all that a worker's thread handles: members of an enumeration cost it
-# several times as much, and both kinds at one place undo what the interpreter specialises.
+# Plain integers for the worker's thread: enum members are several times as slow, and mixed types
+# at one place defeat the interpreter's specialization.
 UNATTRIBUTED = int(Cause.UNATTRIBUTED)
 STARTUP = int(Cause.STARTUP)
 COMPUTE = int(Cause.COMPUTE)
@@ -112,9 +112,9 @@ ARGS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STOP: ("reason",),
     Kind.MACHINES: ("round", "machines", "lasted_s"),
 }
-"""Names of what an event of each kind carries, in order."""
+"""Names of the arguments of each kind of event, in order."""
 
-STRETCHES: Mapping[Cause, Kind] = {
+GAP_KINDS: Mapping[Cause, Kind] = {
     Cause.STARTUP: Kind.STARTUP,
     Cause.DATA: Kind.DATA,
     Cause.SYNC: Kind.SYNC,
@@ -122,7 +122,7 @@ STRETCHES: Mapping[Cause, Kind] = {
     Cause.CONTROL: Kind.CONTROL,
     Cause.ENDING: Kind.ENDING,
 }
-"""Gaps that are events of their own; the others lie inside an event that says more."""
+"""Kinds of the gaps that are events; other gaps are within a more specific event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,9 @@ class Event:
     Attributes:
         kind: The kind of event.
         rank: The rank; ``None``: the coordinator.
-        start_s: When it began, in seconds since the start of the run.
-        end_s: When it ended, likewise; equal to ``start_s`` if it took no time.
-        args: Further values by name; numbers and short texts.
+        start_s: Start, in seconds since the start of the run.
+        end_s: End, likewise; equal to ``start_s`` for an instant.
+        args: Arguments by name; numbers and short texts.
     """
 
     kind: Kind
@@ -145,11 +145,11 @@ class Event:
 
     @property
     def duration_s(self) -> float:
-        """How long it took, in seconds."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain numbers and texts."""
+        """The event as a JSON object."""
         return {
             "kind": self.kind.value,
             "rank": self.rank,
@@ -161,13 +161,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleGap:
-    """A stretch of time in which a rank did not train.
+    """An interval in which a rank did not train.
 
     Attributes:
         rank: The rank.
-        cause: Why.
-        start_s: When it began, in seconds since the start of the run.
-        duration_s: How long it took.
+        cause: What it did instead.
+        start_s: Start, in seconds since the start of the run.
+        duration_s: Duration in seconds.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""A timeline for others: plain data, tables, a trace, and one page that needs nothing else."""
+"""Exports of a timeline: Chrome trace, CSV, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.timeline.text import table_cell
 
 
 class RecordedRun(Protocol):
-    """What the outputs read of a :class:`~runtime.timeline.timeline.Timeline`."""
+    """The part of :class:`~runtime.timeline.timeline.Timeline` that exports read."""
 
     def summary(self) -> TimelineSummary: ...
 
@@ -35,7 +35,7 @@ class RecordedRun(Protocol):
     def resources(self) -> tuple[Sequence[str], Sequence[Sequence[float]]]: ...
 
 
-# The format: "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
+# "Trace Event Format", Chromium project. Slices (``X``) of one thread must nest.
 
 PID = 1
 COORDINATOR_TID = 1
@@ -51,7 +51,7 @@ _MIB = 2.0**20
 
 
 def trace_text(timeline: RecordedRun) -> str:
-    """All that a timeline holds, as the text of a trace file."""
+    """The whole timeline as a trace file."""
     summary = timeline.summary()
     events = timeline.events()
     devices = () if summary.facts is None else summary.facts.devices
@@ -92,20 +92,20 @@ def _ns(seconds: float) -> int:
 
 
 def _slices(events: Iterable[Event], tid: int) -> list[dict[str, Any]]:
-    """Slices that nest: one that would end behind the slice around it ends with it.
+    """Nested slices: one that would end after its parent ends with it.
 
-    Whole nanoseconds, so that equal times stay equal; the format wants microseconds.
+    Computed in integer nanoseconds, so that equal times stay equal; the format has microseconds.
     """
     spans = [(_ns(event.start_s), _ns(event.end_s), event) for event in events]
     spans.sort(key=lambda span: (span[0], -span[1]))
-    around: list[int] = []
+    parents: list[int] = []
     found = []
     for start, end, event in spans:
-        while around and around[-1] <= start:
-            around.pop()
-        if around:
-            end = min(end, around[-1])
-        around.append(end)
+        while parents and parents[-1] <= start:
+            parents.pop()
+        if parents:
+            end = min(end, parents[-1])
+        parents.append(end)
         found.append(
             {
                 "ph": "X",
@@ -135,14 +135,14 @@ def _instant(event: Event, tid: int) -> dict[str, Any]:
 
 
 def title(event: Event) -> str:
-    """A short name for an event, in harmless characters."""
+    """A short name of an event, in printable characters."""
     args = event.args
     match event.kind:
         case Kind.EPOCH | Kind.EVALUATION | Kind.EPOCH_FN:
             return f"{event.kind.value} {args.get('epoch')}"
         case Kind.CHECKPOINT:
-            told = (args.get("version"), args.get("part"))
-            return " ".join(["checkpoint", *(str(one) for one in told if one is not None)])
+            details = (args.get("version"), args.get("part"))
+            return " ".join(["checkpoint", *(str(one) for one in details if one is not None)])
         case Kind.AVERAGING:
             return f"averaging: {args.get('part')}"
         case Kind.PHASE:
@@ -189,9 +189,9 @@ CsvRow = tuple[object, ...]
 
 
 def csv_text(timeline: RecordedRun) -> str:
-    """A header and a row for each total, epoch, scalar, event, gap and reading.
+    """CSV with a row for each total, epoch, scalar, event, gap and reading.
 
-    No cell begins like a formula, and none holds a line break; numbers stay numbers.
+    No cell begins like a formula or has a line break; numbers stay numbers.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -244,13 +244,13 @@ def _curves(timeline: RecordedRun) -> Iterable[CsvRow]:
 FORMAT = "gpuworker-timeline"
 VERSION = 1
 DIGITS = 9
-"""Decimals of seconds: a nanosecond."""
+"""Decimals of seconds: nanoseconds."""
 
 
 def document(timeline: RecordedRun) -> dict[str, Any]:
-    """Lists, dictionaries, numbers and texts, each number finite or ``None``.
+    """The whole timeline as a JSON object; numbers that are not finite are ``None``.
 
-    ``lanes`` holds the seconds by cause in each bin, in the order of ``causes``.
+    ``lanes`` has the seconds by cause in each bin, in the order of ``causes``.
     """
     width_s, rates = timeline.throughput()
     columns, readings = timeline.resources()
@@ -288,7 +288,7 @@ def _lane(timeline: RecordedRun, rank: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value with numbers rounded, and ``None`` for those that JSON has no word for."""
+    """The value with numbers rounded, and ``None`` for those that JSON cannot represent."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -302,15 +302,15 @@ def _plain(value: Any) -> Any:
 
 
 def json_text(timeline: RecordedRun) -> str:
-    """The document as JSON in ASCII."""
+    """The document as ASCII JSON."""
     return json.dumps(document(timeline), allow_nan=False) + "\n"
 
 
 def html_text(timeline: RecordedRun) -> str:
-    """The page: its data, its style and its script in one text.
+    """The page with its data, style and script in one text.
 
-    The data stands in a block that is not run, with every character escaped that could end
-    it; the script writes names as text, never as markup. The page's policy lets nothing
-    run but that script, and nothing be loaded.
+    The data is in a block that is not executed, with every character escaped that could end it;
+    the script writes names as text, never as markup. The content security policy allows no other
+    script, and loads nothing.
     """
     return page_text(_for_page(document(timeline)))

@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class NvmlGpus:
-    """Asks NVML for some of the GPUs of the machine. Used by one thread at a time.
+    """Load and memory of some GPUs of the machine. Used by one thread at a time.
 
     Args:
-        handles: What NVML calls them.
-        nvml: The module ``pynvml``, initialised.
+        nvml: The module ``pynvml``, initialized.
+        handles: NVML handles of the GPUs.
     """
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
@@ -28,21 +28,21 @@ class NvmlGpus:
         return len(self._handles)
 
     def read(self) -> list[tuple[float, float]]:
-        """Load in percent and used memory in bytes of each; NaN for what cannot be told."""
+        """Load in percent and used memory in bytes of each; NaN where not available."""
         return [self._read(handle) for handle in self._handles]
 
     def _read(self, handle: Any) -> tuple[float, float]:
         load = used = float("nan")
         try:
             used = float(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
-            # Not to be had for an instance of a GPU that is divided (MIG).
+            # Not available for MIG instances.
             load = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         except self._nvml.NVMLError:
             pass
         return load, used
 
     def close(self) -> None:
-        """Let go of NVML, which counts how often it was initialised."""
+        """Shut NVML down; it counts its initializations."""
         try:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
@@ -50,13 +50,13 @@ class NvmlGpus:
 
 
 def open_gpus(devices: Sequence[torch.device]) -> NvmlGpus | None:
-    """The GPUs of a run, each once, in the order in which the run names them.
+    """The GPUs of a run, without duplicates, in the run's order.
 
     Args:
-        devices: Of the run; others than CUDA devices are passed over.
+        devices: The run's devices; devices other than CUDA are ignored.
 
     Returns:
-        ``None``: the run has none, or NVML is not to be had.
+        ``None`` if the run has no GPU or NVML is not available.
     """
     cuda = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     if not cuda:
@@ -76,6 +76,6 @@ def open_gpus(devices: Sequence[torch.device]) -> NvmlGpus | None:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    # By UUID: NVML numbers all GPUs, the process those that CUDA_VISIBLE_DEVICES leaves it.
+    # By UUID: NVML numbers all GPUs, CUDA only those in CUDA_VISIBLE_DEVICES.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")

@@ -8,11 +8,11 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from runtime.timeline.events import STRETCHES, Kind
+from runtime.timeline.events import GAP_KINDS, Kind
 
 
 def page_text(data: dict[str, Any]) -> str:
-    """The page around this data; see :func:`html_text`."""
+    """The timeline page for this data; see :func:`~runtime.timeline.export.html_text`."""
     style, script = asset("timeline", "page.css"), asset("timeline", "page.js")
     policy = (
         f"default-src 'none'; style-src '{csp_digest(style)}'; script-src '{csp_digest(script)}'; "
@@ -28,12 +28,12 @@ def page_text(data: dict[str, Any]) -> str:
 
 
 def page_around(title: str, *, head: str, end: str) -> str:
-    """A page that its script draws.
+    """An HTML page that is drawn by its script.
 
     Args:
-        title: Its title.
-        head: More elements of the head.
-        end: What follows the place to draw in: data and scripts.
+        title: Title of the page.
+        head: Further elements of the head.
+        end: Elements after the drawing area: data and scripts.
     """
     return f"""\
 <!doctype html>
@@ -45,7 +45,7 @@ def page_around(title: str, *, head: str, end: str) -> str:
 <title>{title}</title>
 </head>
 <body>
-<main id="page"><noscript>This page draws itself with a script.</noscript></main>
+<main id="page"><noscript>This page requires JavaScript.</noscript></main>
 {end}
 </body>
 </html>
@@ -53,7 +53,7 @@ def page_around(title: str, *, head: str, end: str) -> str:
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand inside a page: in ASCII, without ``<``, ``>`` and ``&``."""
+    """JSON that is safe inside HTML: ASCII, without ``<``, ``>`` and ``&``."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -61,20 +61,20 @@ def embedded(data: object) -> str:
 
 
 MAX_PAGE_EVENTS = 2000
-"""Events of each rank that the page holds, the newest; the totals hold all."""
+"""Events of each rank in the page, the newest; the totals include all."""
 
 
 MAX_PAGE_GAPS = 200
 
 
-_LEFT_OUT = {Kind.STEP.value} | {kind.value for kind in STRETCHES.values()}
+_OMITTED = {Kind.STEP.value} | {kind.value for kind in GAP_KINDS.values()}
 
 
 def _for_page(data: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a document."""
+    """The part of a document that the page shows."""
     by_rank: dict[Any, list[dict[str, Any]]] = {}
     for event in data["events"]:
-        if event["kind"] not in _LEFT_OUT:
+        if event["kind"] not in _OMITTED:
             by_rank.setdefault(event["rank"], []).append(event)
     kept = [event for events in by_rank.values() for event in events[-MAX_PAGE_EVENTS:]]
     num_events = sum(len(events) for events in by_rank.values())
@@ -88,13 +88,13 @@ def _for_page(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def asset(folder: str, name: str) -> str:
-    """The text of a style or a script in a folder of the runtime."""
+    """The text of a style sheet or script in a package of the runtime."""
     text = files(f"runtime.{folder}").joinpath("assets", name).read_text(encoding="utf-8")
     assert "</" not in text, "it would end its own element"
     return text
 
 
 def csp_digest(text: str) -> str:
-    """As a page's policy names a script or a style that it allows."""
+    """Digest of a script or style sheet for a content security policy."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,4 +1,4 @@
-"""What the machine gives to the run, looked at by a thread of its own."""
+"""ResourcePoller: load and memory of the process, the machine and its GPUs, read by a thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from runtime.timeline.buffers import NUM_POINTS, Row, Thinned
+from runtime.timeline.buffers import NUM_POINTS, Decimated, Row
 from runtime.timeline.nvml import NvmlGpus, open_gpus
 
 THREAD_NAME = "timeline-poll"
 
 
 STOP_S = 5.0
-"""How long a reading may take; only a driver that does not answer takes that long."""
+"""Longest time of a reading; only an unresponsive driver takes that long."""
 
 
 class ResourcePoller:
@@ -27,12 +27,12 @@ class ResourcePoller:
 
     Args:
         poll_s: Seconds between two readings.
-        devices: Of the run: their GPUs are read where NVML can be had.
-        read_gpus: Opens them; another one in tests.
+        devices: The run's devices; their GPUs are read if NVML is available.
+        read_gpus: Opens the GPUs; replaced in tests.
 
     Attributes:
-        columns: Names of the values of a reading, behind its time. CPU load of the process
-            is in percent of one core, of the machine in percent of all.
+        columns: Names of a reading's values after its time. CPU load of the process is in percent
+            of one core, of the machine in percent of all cores.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class ResourcePoller:
         read_gpus: Callable[[Sequence[torch.device]], NvmlGpus | None] = open_gpus,
     ) -> None:
         self._poll_s = poll_s
-        self._curve: Thinned[Row] = Thinned(NUM_POINTS)
-        # A plain lock: waiting for an Event is Python code, which each reading would pay for.
+        self._curve: Decimated[Row] = Decimated(NUM_POINTS)
+        # A plain lock: waiting for an Event runs Python code at each reading.
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -53,7 +53,7 @@ class ResourcePoller:
             self.columns += tuple(f"gpu{index}_{name}" for name in GPU_COLUMNS)
 
     def start(self) -> None:
-        """Start the thread; on failure nothing is left."""
+        """Start the thread; on failure close the GPUs."""
         try:
             self._thread.start()
         except BaseException:
@@ -61,8 +61,8 @@ class ResourcePoller:
             raise
 
     def stop(self) -> None:
-        """End the thread and wait for it, which takes no longer than one reading. Idempotent."""
-        with contextlib.suppress(RuntimeError):  # released before, and not taken yet
+        """End the thread and wait for it, for one reading at most. Idempotent."""
+        with contextlib.suppress(RuntimeError):  # already released, not acquired yet
             self._running.release()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)
@@ -70,7 +70,7 @@ class ResourcePoller:
                 logger.warning("%s did not end within %g s", THREAD_NAME, STOP_S)
 
     def rows(self) -> list[Row]:
-        """The readings so far, each behind its time; from any thread."""
+        """The readings so far, each preceded by its time; from any thread."""
         return self._curve.read()
 
     def _run(self) -> None:
@@ -97,18 +97,18 @@ logger = logging.getLogger(__name__)
 
 
 MEMORY_S, MACHINE_S = 0.5, 1.0
-"""The process's memory and the machine's numbers are read no more often: parsing each of them
-takes a third of a millisecond, for which ranks that go in lockstep all wait."""
+"""Shortest interval at which the process's memory and the machine's values are read: each takes a
+third of a millisecond, for which all ranks in lockstep wait."""
 COLUMNS = ("process_cpu_percent", "process_rss_bytes", "machine_cpu_percent", "machine_used_bytes")
 GPU_COLUMNS = ("percent", "used_bytes")
 
 
 class HostLoad:
-    """Load and memory of this process and of the machine. Made and used in one thread.
+    """Load and memory of this process and of the machine. Created and used in one thread.
 
     Args:
-        memory_s: Seconds between two readings of the process's memory.
-        machine_s: Seconds between two readings of the machine's own numbers.
+        memory_s: Shortest interval of readings of the process's memory.
+        machine_s: Shortest interval of readings of the machine's load and memory.
     """
 
     def __init__(self, memory_s: float = MEMORY_S, machine_s: float = MACHINE_S) -> None:
@@ -118,10 +118,10 @@ class HostLoad:
         self._machine = (math.nan, math.nan)
         self._memory_due = self._machine_due = self._at = time.monotonic()
         self._cpu_s = time.process_time()
-        psutil.cpu_percent()  # measured from one call to the next
+        psutil.cpu_percent()  # measured between calls
 
     def read(self, now: float) -> list[float]:
-        """What :data:`COLUMNS` names, at this time by ``time.monotonic``."""
+        """The values named by :data:`COLUMNS` at this time, by ``time.monotonic``."""
         cpu_s = time.process_time()
         percent = 100.0 * (cpu_s - self._cpu_s) / (now - self._at) if now > self._at else math.nan
         self._cpu_s, self._at = cpu_s, now

@@ -15,17 +15,17 @@ class TimelineSummary:
 
     Attributes:
         state: ``"empty"``, ``"running"``, ``"finished"``, ``"stopped"`` or ``"failed"``.
-        error: Why it failed, on one line.
+        error: The error, on one line, if it failed.
         wall_s: Seconds since its start, or its whole duration.
         model: Class of the model, once it is built.
-        facts: What was known when it began; ``None`` while ``state`` is ``"empty"``.
-        ranks: One record for each rank.
+        facts: Facts known at the start; ``None`` while ``state`` is ``"empty"``.
+        ranks: The summary of each rank.
         num_epochs: Epochs closed.
         num_averagings: Averagings done; under ``SYNC`` the global steps.
         num_failed_rounds: Averaging rounds given up.
         anchor: Latest number of batches of the slowest rank between two averagings.
         coordinator_busy_s: Seconds that the coordinator spent on events.
-        num_dropped: Events that the rings have dropped, in total.
+        num_dropped: Events dropped by all rings.
     """
 
     state: str
@@ -42,7 +42,7 @@ class TimelineSummary:
     num_dropped: int = 0
 
     def __str__(self) -> str:
-        """A line for the run, and one for each rank."""
+        """One line for the run and one for each rank."""
         error = f" ({self.error})" if self.error else ""
         first = (
             f"{self.model or 'run'}: {self.state} after {self.wall_s:.2f} s{error}; "
@@ -51,7 +51,7 @@ class TimelineSummary:
         return "\n".join([first, *map(str, self.ranks)])
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain numbers, texts, lists and dictionaries."""
+        """The summary as a JSON object."""
         return asdict(self)
 
 
@@ -70,10 +70,10 @@ class RankSummary:
             parked, had no plan or was gone.
         num_steps: Optimizer steps made.
         num_batches: Batches reported to the coordinator.
-        num_samples: Samples in them.
-        throughput: These samples per second of ``wall_s``.
-        num_throttles: Number of times the rank was parked.
-        num_dropped: Events that the ring has dropped.
+        num_samples: Samples in these batches.
+        throughput: Samples per second of ``wall_s``.
+        num_throttles: Times the rank was parked.
+        num_dropped: Events dropped by the ring.
     """
 
     rank: int
@@ -94,25 +94,25 @@ class RankSummary:
         return share(self.causes[Cause.UNATTRIBUTED.label], self.wall_s)
 
     def __str__(self) -> str:
-        """One line: what the time went to, most of it first."""
+        """One line: shares of time, the largest first."""
         parts = sorted(self.causes.items(), key=lambda part: -part[1])
         shares = [(name, share(seconds, self.wall_s)) for name, seconds in parts]
-        told = ", ".join(f"{name} {part:.1%}" for name, part in shares if part >= TOLD)
+        listed = ", ".join(f"{name} {part:.1%}" for name, part in shares if part >= MIN_SHOWN)
         return (
             f"rank {self.rank} ({self.device}): {self.num_samples:,} samples, "
-            f"{self.throughput:,.0f} a second, idle {self.idle_share:.1%}: {told}"
+            f"{self.throughput:,.0f} a second, idle {self.idle_share:.1%}: {listed}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts of a run that are known when it begins.
+    """Facts of a run that are known at its start.
 
     Attributes:
         devices: Name of each rank's device.
-        policy: When replicas average.
-        backend: The transport of averaging.
-        backend_reason: Why this transport is used.
+        policy: Averaging policy.
+        backend: Transport of averaging.
+        backend_reason: Reason for this transport.
         num_epochs: Number of epochs to train.
         batch_size: Samples in a batch; the mean if ranks have different batch sizes.
         batch_sizes: Batch size of each rank, if they differ.
@@ -129,18 +129,18 @@ class RunFacts:
     num_samples: int = 0
 
 
-TOLD = 0.001
-"""Smaller parts of a rank's time are left out of its line."""
+MIN_SHOWN = 0.001
+"""Smallest share of a rank's time that its line shows."""
 
 
 _WAITS = (Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE)
 
 
 def idle_seconds(seconds: list[float]) -> float:
-    """Seconds of a rank's time in which it waited."""
+    """Seconds in which a rank waited."""
     return sum(seconds[cause] for cause in _WAITS)
 
 
 def share(part: float, whole: float) -> float:
-    """``part`` of ``whole``; 0 of nothing."""
+    """``part / whole``; 0 if ``whole`` is 0."""
     return part / whole if whole > 0 else 0.0

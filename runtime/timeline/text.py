@@ -1,4 +1,4 @@
-"""Text that is safe in tables, traces and pages: one line, bounded length, no formulas."""
+"""Text for logs, tables, traces and pages: one line, bounded length, no formulas; atomic files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _FORMULA = ("=", "+", "-", "@", "|", "%")
 
 
 def one_line(text: object, limit: int = MAX_LENGTH) -> str:
-    """A text on one line, of limited length, in which every character can be seen.
+    """Text as one line of limited length, with visible characters only.
 
-    Control characters, line breaks, marks that turn the direction of writing, and halves of
-    surrogate pairs are written as escapes. A text that is too long is cut, with a part of
-    its hash at the end: what differs stays different.
+    Control characters, line breaks, bidirectional marks and lone surrogates are escaped. A text
+    that is too long is cut and gets part of its hash, so that different texts stay different.
 
     Args:
-        text: What to show; anything else than a string is first made one.
-        limit: Characters at most.
+        text: The text; other objects are converted by ``str``.
+        limit: Maximum length.
     """
     try:
         whole = text if isinstance(text, str) else str(text)
-    except Exception:  # a __str__ of the user's
+    except Exception:  # a user's __str__
         whole = f"<{type(text).__name__}>"
     head = whole[: limit + 1]
     shown = "".join(c if c.isprintable() else _escaped(c) for c in head)
@@ -36,10 +35,10 @@ def one_line(text: object, limit: int = MAX_LENGTH) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Class and message of an error, as :func:`one_line` gives them."""
+    """Class and message of an error, as one line."""
     try:
         message = str(error)
-    except Exception:  # a __str__ of the user's
+    except Exception:  # a user's __str__
         message = "no message"
     return one_line(f"{type(error).__name__}: {message}")
 
@@ -49,20 +48,20 @@ def _escaped(character: str) -> str:
 
 
 def table_cell(text: str) -> str:
-    """A text for a cell of a CSV file, which no spreadsheet takes for a formula."""
+    """Text for a CSV cell, which no spreadsheet parses as a formula."""
     shown = one_line(text)
     return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole file; if interrupted, the old one stays."""
+    """Write a file atomically."""
     target = os.fspath(path)
-    beside = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
+    temporary = f"{target}.{os.getpid()}-{threading.get_ident()}.tmp"
     try:
-        with open(beside, "w", encoding="utf-8", newline="") as file:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise

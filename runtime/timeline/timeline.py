@@ -1,4 +1,4 @@
-"""Timeline: what a run did with its time."""
+"""Timeline: records the time and events of a run."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ MAX_POLL_S = 3600.0
 class Timeline:
     """Records one run: attach it with ``.timeline(tl)`` before ``.run()``.
 
-    For a loop of your own, pass it as ``DdpConfig(timeline=tl)``. Its lanes then hold forward,
-    backward, reductions, steps and waits of each replica until the model is closed, and the
-    coordinator's lane only counts.
+    For a custom loop, pass it as ``DdpConfig(timeline=tl)``. It then records forward, backward,
+    reductions, steps and waits of each replica until the model is closed, and the coordinator's
+    lane only counts.
 
-    Each rank counts its time by cause, without sampling. Events (epochs, chunks, steps,
-    averagings, waits and so on) are kept in rings of bounded size, which drop the oldest and
-    count them. A daemon thread reads the load of the process every ``poll_s`` seconds, its
-    memory twice a second, and load and memory of the whole machine at most once a second. It
-    ends with the run.
+    Each rank accounts its time by cause, without sampling. Events (epochs, chunks, steps,
+    averagings, waits and so on) are kept in ring buffers, which drop the oldest and count them. A
+    daemon thread reads the load of the process every ``poll_s`` seconds, its memory twice a
+    second, and load and memory of the whole machine at most once a second. It ends with the run.
 
-    Every method may be called from any thread, during the run or after its end. If the run
-    failed or was stopped, all that was recorded until then is kept.
+    Every method is callable from any thread, during the run and after its end. If the run fails or
+    is stopped, everything recorded until then is kept.
 
     Args:
-        poll_s: Seconds between two readings of the machine's load, 0.001 to 3600.
+        poll_s: Seconds between readings of the machine's load, 0.001 to 3600.
         max_events: Events kept of each kind and rank (about 200 bytes each).
-        min_gap_s: Gaps shorter than this, in seconds, are counted but make no events.
-        step_interval_s: At most one step of a rank in this many seconds becomes an event.
+        min_gap_s: Gaps shorter than this, in seconds, are counted but are no events.
+        step_interval_s: Shortest interval, in seconds, between steps of a rank that are events.
 
     Raises:
         TypeError, ValueError: A setting is not a number or out of range.
@@ -64,7 +63,7 @@ class Timeline:
         self.min_gap_s = check_float("Timeline: min_gap_s", min_gap_s, 0.0)
         self.step_interval_s = check_float("Timeline: step_interval_s", step_interval_s, 0.0)
         self.max_events = check_int("Timeline: max_events", max_events, 16)
-        self._lock = threading.Lock()  # guards the beginning and the end, nothing in between
+        self._lock = threading.Lock()  # of begin() and finish() only
         self._start = 0.0
         self._end: float | None = None
         self._state = "empty"
@@ -72,14 +71,14 @@ class Timeline:
         self._model = ""
         self._facts: RunFacts | None = None
         self._lanes: tuple[RankLane, ...] = ()
-        self._written: tuple[RankLane, ...] = ()
+        self._open_lanes: tuple[RankLane, ...] = ()
         self._coordinator: CoordinatorLane | None = None
         self._poller: ResourcePoller | None = None
 
     # Called by the run.
 
     def require_unused(self) -> None:
-        """Raises ``ValueError`` if this timeline has recorded a run."""
+        """Raise ``ValueError`` if this timeline has recorded a run."""
         if self._state != "empty":
             raise ValueError(
                 "this Timeline has recorded a run already: pass a new Timeline() to each run"
@@ -88,18 +87,18 @@ class Timeline:
     def begin(
         self, facts: RunFacts, devices: Sequence[torch.device], machine: Coordinator | None
     ) -> CoordinatorLane:
-        """Begin the record of a run; called once, before its threads start.
+        """Begin recording a run; called once, before its threads start.
 
         Args:
-            facts: What is known of the run.
+            facts: Facts known at the start.
             devices: The device of each rank.
-            machine: Its coordinator; ``None``: a loop of the user's own, which has none.
+            machine: The run's coordinator; ``None`` for a custom loop, which has none.
 
         Returns:
             The observer for the coordinator.
 
         Raises:
-            ValueError: Another run was begun.
+            ValueError: The timeline has recorded another run.
         """
         with self._lock:
             self.require_unused()
@@ -120,22 +119,22 @@ class Timeline:
                 )
                 for rank in range(len(facts.devices))
             )
-            self._written = self._lanes
+            self._open_lanes = self._lanes
             self._poller = poller
             self._state = "running"
             return self._coordinator
 
     def lane(self, rank: int) -> RankLane:
-        """The lane in which a rank records what it does."""
-        return self._written[rank]
+        """The lane of a rank."""
+        return self._open_lanes[rank]
 
     def count(self, rank: int, num_batches: int, num_samples: int) -> None:
-        """Count what a rank of a loop without a coordinator trained; for one thread at a time."""
+        """Count batches of a rank in a loop without coordinator; by one thread at a time."""
         if self._coordinator is not None:
             self._coordinator.count(rank, num_batches, num_samples, time.monotonic())
 
     def count_averaging(self) -> None:
-        """Count a reduction of gradients in a loop without a coordinator; likewise."""
+        """Count a gradient reduction in a loop without coordinator; by one thread at a time."""
         if self._coordinator is not None:
             self._coordinator.num_averagings += 1
 
@@ -144,7 +143,7 @@ class Timeline:
         self._model = one_line(type(model).__name__)
 
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
-        """End the record; called when the run's threads have ended. Idempotent."""
+        """End recording; called when the run's threads have ended. Idempotent."""
         with self._lock:
             if self._state != "running":
                 return
@@ -152,18 +151,18 @@ class Timeline:
             self._state = "failed" if error is not None else "stopped" if stopped else "finished"
             if error is not None:
                 self._error = error_text(error)
-            # What a thread notes that was stuck, and comes back now, is no part of the run.
+            # A stuck thread that resumes from now on writes to a lane that is no longer read.
             self._lanes = tuple(
                 lane if lane.cause == Cause.GONE else copy.deepcopy(lane) for lane in self._lanes
             )
             poller, coordinator = self._poller, self._coordinator
         if coordinator is not None:
-            coordinator.let_go()
+            coordinator.release()
         if poller is not None:
             poller.stop()
 
     def summary(self) -> TimelineSummary:
-        """Summarize the run in numbers, up to now or as a whole."""
+        """Summary of the run, up to now or as a whole."""
         coordinator, facts = self._coordinator, self._facts
         if coordinator is None or facts is None:
             return TimelineSummary(state=self._state)
@@ -208,18 +207,18 @@ class Timeline:
     def idle_gaps(self, min_s: float = 0.0) -> list[IdleGap]:
         """Intervals in which a rank did not train, longest first.
 
-        Includes those that the ring still holds and that took ``min_gap_s`` or longer; the
-        totals of :meth:`summary` include all.
+        Includes those of ``min_gap_s`` or longer that the ring still has; the totals of
+        :meth:`summary` include all.
 
         Args:
-            min_s: Leave out shorter ones, in seconds.
+            min_s: Shortest duration, in seconds.
         """
         found = [gap for lane in self._lanes for gap in lane.gaps(self._start, self._end)]
         found = [gap for gap in found if gap.duration_s >= min_s]
         return sorted(found, key=lambda gap: (-gap.duration_s, gap.rank, gap.start_s))
 
     def events(self) -> list[Event]:
-        """All events still kept, of all ranks and the coordinator, in order."""
+        """All kept events of the ranks and the coordinator, in order."""
         found, _ = self.read()
         if self._facts is not None:
             args = {"state": self._state, "policy": self._facts.policy}
@@ -231,10 +230,10 @@ class Timeline:
     def read(
         self, cursor: Mapping[str, tuple[int, ...]] | None = None
     ) -> tuple[list[Event], dict[str, tuple[int, ...]]]:
-        """The events that were added since the last call, in the order of their ends.
+        """The events added since the last call, in the order of their ends.
 
-        Use it to follow a run: it takes no lock and wakes no thread. An event is added when it
-        is over. Events that the rings drop between two calls are not reported.
+        For following a run: takes no lock and wakes no thread. An event is added at its end.
+        Events dropped between two calls are not reported.
 
         Args:
             cursor: From the last call; ``None`` at first.
@@ -246,8 +245,8 @@ class Timeline:
         after: dict[str, tuple[int, ...]] = {}
         found: list[Event] = []
         for lane in self._lanes:
-            rarely, often = before.get(str(lane.rank), (0, 0))
-            events, after[str(lane.rank)] = lane.read((rarely, often), self._start)
+            rare, frequent = before.get(str(lane.rank), (0, 0))
+            events, after[str(lane.rank)] = lane.read((rare, frequent), self._start)
             found += events
         if self._coordinator is not None:
             (start,) = before.get("coordinator", (0,))
@@ -261,11 +260,11 @@ class Timeline:
         return [] if self._coordinator is None else self._coordinator.epochs(since)
 
     def profile(self, rank: int) -> tuple[float, list[Row]]:
-        """A rank's time over the run.
+        """A rank's time by cause over the run.
 
         Returns:
-            Width of a bin in seconds, and for each bin the seconds by cause, in the order
-            of :class:`Cause`; at most 1,024 bins, the last of which may be shorter.
+            Width of a bin in seconds, and for each bin the seconds by cause, in the order of
+            :class:`Cause`; at most 1,024 bins, the last of which may be shorter.
         """
         return self._lanes[rank].bins(self._start + self._elapsed())
 
@@ -279,17 +278,17 @@ class Timeline:
         """Samples/s of each rank over the run, as reported to the coordinator.
 
         Args:
-            num_points: Largest number of spans of time.
+            num_points: Maximum number of intervals.
 
         Returns:
-            Width of a span in seconds, and for each span the samples/s of each rank.
+            Width of an interval in seconds, and the samples/s of each rank in each interval.
         """
         if self._coordinator is None:
             return 0.0, []
         return self._coordinator.rates(self._start + self._elapsed(), num_points)
 
     def resources(self) -> tuple[tuple[str, ...], list[Row]]:
-        """Names of the machine's measured values, and ``(seconds, *values)`` for each reading."""
+        """Names of the measured values, and ``(seconds, *values)`` for each reading."""
         if self._poller is None:
             return (), []
         rows = [(row[0] - self._start, *row[1:]) for row in self._poller.rows()]
@@ -301,17 +300,17 @@ class Timeline:
         return (time.monotonic() if self._end is None else self._end) - self._start
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write all events in the Chrome trace-event format, which Perfetto opens."""
+        """Write all events in the Chrome trace-event format, for Perfetto."""
         write_text(path, trace_text(self))
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write everything as one JSON object; numbers that are not finite become ``null``."""
+        """Write everything as one JSON object; non-finite numbers become ``null``."""
         write_text(path, json_text(self))
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one CSV table: totals by cause, epochs, events, gaps and readings, a row each."""
+        """Write one CSV table with a row for each total, epoch, event, gap and reading."""
         write_text(path, csv_text(self))
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page that needs no other file and no network."""
+        """Write one self-contained HTML page."""
         write_text(path, html_text(self))

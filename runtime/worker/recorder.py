@@ -116,7 +116,7 @@ def _watched(
             return inner(*args, **kwargs)
         finally:
             lane.enter(before)
-            lane.note(kind, start, number(*args, **kwargs))
+            lane.record(kind, start, number(*args, **kwargs))
 
     return call
 
@@ -193,13 +193,13 @@ class LaneRecorder(WorkerRecorder):
         finally:
             lane.enter(UNATTRIBUTED)
             self._end_throttle()
-            lane.note(Kind.CHUNK, start, plan.epoch, plan.num_batches)
+            lane.record(Kind.CHUNK, start, plan.epoch, plan.num_batches)
             self._epoch_span = (plan.epoch, self._epoch_span[1], lane.since)
 
     def _end_epoch(self) -> None:
         if self._epoch_span is not None:
             epoch, start, end = self._epoch_span
-            self.lane.note(Kind.EPOCH, start, epoch, end=end)
+            self.lane.record(Kind.EPOCH, start, epoch, end=end)
             self._epoch_span = None
 
     @contextmanager
@@ -261,14 +261,14 @@ class LaneRecorder(WorkerRecorder):
             if lane.cause != before:
                 lane.enter(before)
             if part is not None:
-                lane.note(Kind.AVERAGING, start, getattr(message, "round", None), part)
+                lane.record(Kind.AVERAGING, start, getattr(message, "round", None), part)
             if not protocol.parked:
                 self._end_throttle()
 
     def _end_throttle(self) -> None:
         if self._parked_at is not None:
-            self.lane.note(Kind.THROTTLE, self._parked_at)
-            self.lane.note(Kind.RESUME, self.lane.since)
+            self.lane.record(Kind.THROTTLE, self._parked_at)
+            self.lane.record(Kind.RESUME, self.lane.since)
             self._parked_at = None
 
     @contextmanager
@@ -282,7 +282,7 @@ class LaneRecorder(WorkerRecorder):
         finally:
             lane.enter(before)
             if before != CALLBACKS:  # else it is a part of what is noted around it
-                lane.note(Kind.CHECKPOINT, start, None, "state")
+                lane.record(Kind.CHECKPOINT, start, None, "state")
 
     def halts(self) -> None:
         """The worker's group of ranks is broken."""

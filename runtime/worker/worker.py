@@ -432,7 +432,7 @@ class GpuWorker:
         loaded = self._loader.try_next()
         if lane is not None and lane.cause != DATA:
             if loaded is not None:
-                lane.enter_past(DATA, asked, COMPUTE)
+                lane.record_interval(DATA, asked, COMPUTE)
                 return loaded.data
             lane.enter(DATA, asked)
         while loaded is None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime import Cause, Kind
 from runtime.timeline import rank_lane, resources
-from runtime.timeline.buffers import Bins, Ring, Thinned
+from runtime.timeline.buffers import Decimated, Ring, TimeBins
 from runtime.timeline.coordinator_lane import spread
 from runtime.timeline.rank_lane import RankLane
 from runtime.timeline.text import one_line, table_cell
@@ -84,7 +84,7 @@ def test_a_ring_that_is_read_while_it_is_written_shows_whole_items_in_order():
 @settings(max_examples=60)
 @given(st.lists(st.floats(0.0, 5.0), max_size=60))
 def test_bins_hold_every_second_however_often_they_merge(steps):
-    bins, total, at = Bins(10.0, num_bins=8, width_s=0.01), 0.0, 10.0
+    bins, total, at = TimeBins(10.0, num_bins=8, width_s=0.01), 0.0, 10.0
     for step in steps:
         at += step
         total += step
@@ -100,7 +100,7 @@ def test_bins_hold_every_second_however_often_they_merge(steps):
 @settings(max_examples=60)
 @given(st.integers(0, 500))
 def test_a_curve_stays_small_and_keeps_its_ends(num_points):
-    curve = Thinned(16)
+    curve = Decimated(16)
     for number in range(num_points):
         curve.add((float(number), float(number * 2)))
     rows = curve.read()
@@ -205,7 +205,7 @@ def test_two_changes_at_once_are_two_changes(clock, stretches):
         apart.enter(DATA)
         clock.at += past
         apart.enter(COMPUTE)
-        at_once.enter_past(DATA, start, COMPUTE)
+        at_once.record_interval(DATA, start, COMPUTE)
         clock.at += after
         for lane in (at_once, apart):
             lane.enter(Cause.CONTROL)
@@ -251,7 +251,7 @@ def test_totals_outlive_the_events_that_the_ring_lost(clock):
         clock.at += 0.002
         lane.enter(DATA)
         lane.end_step(lane.cause, start, [8])
-        lane.note(Kind.CHUNK, start, number, 1)
+        lane.record(Kind.CHUNK, start, number, 1)
     assert lane.num_steps == 5000
     assert lane.seconds()[DATA] == pytest.approx(10.0)
     assert len(lane.events(100.0)) <= 32
@@ -292,11 +292,11 @@ def test_a_reader_sees_only_what_was_added_since(clock):
     for epoch in range(3):
         lane.enter(COMPUTE)
         clock.at += 0.1
-        lane.note(Kind.EPOCH, lane.since, epoch)
+        lane.record(Kind.EPOCH, lane.since, epoch)
     first, cursor = lane.read((0, 0), 100.0)
     assert [e.args["epoch"] for e in first if e.kind is Kind.EPOCH] == [0, 1, 2]
     assert lane.read(cursor, 100.0)[0] == []
-    lane.note(Kind.EPOCH, lane.since, 3)
+    lane.record(Kind.EPOCH, lane.since, 3)
     (event,), _ = lane.read(cursor, 100.0)
     assert event.args == {"epoch": 3}
 

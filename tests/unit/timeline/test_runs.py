@@ -451,11 +451,11 @@ def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch,
     def broken(self, *args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(CoordinatorLane, "_look", broken)
+    monkeypatch.setattr(CoordinatorLane, "_observe", broken)
     timeline, state, _ = record(epochs=2)
     assert len(state.metrics) == 2
     assert [r.message for r in caplog.records if "timeline" in r.message] == [
-        "the timeline could not follow the coordinator, and gives it up"
+        "the timeline failed to observe the coordinator, and stops"
     ]
     check_totals(timeline)
 

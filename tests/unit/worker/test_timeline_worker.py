@@ -214,7 +214,7 @@ def test_a_rank_that_was_stuck_changes_nothing_when_it_comes_back():
     left.close()
     timeline.finish(stopped=False, error=RuntimeError("rank 0 is stuck"))
     before = timeline.summary(), timeline.events(), timeline.idle_gaps(), timeline.profile(0)
-    stuck.note(Kind.CHUNK, stuck.since, 0, 1)
+    stuck.record(Kind.CHUNK, stuck.since, 0, 1)
     stuck.end_step(stuck.enter(2), stuck.since, [2])
     timeline.lane(0).close()
     assert before == (
