@@ -1,4 +1,4 @@
-"""How ``make docs`` builds this folder: Sphinx, with Markdown pages and docstrings."""
+"""Sphinx configuration of ``make docs``: Markdown pages, and an API reference from docstrings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ author = "gpuworker contributors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "gpuworker"
+html_search_scorer = str(Path(__file__).with_name("search_order.js"))
 templates_path: list[str] = []
 
 myst_heading_anchors = 3  # links such as policies.md#the-same-bits
@@ -24,14 +25,14 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
 
-# A reference to a public name has to lead somewhere; types of others and private ones in
-# signatures need not: looking them up would take a network.
+# References to public names must resolve. Types of other libraries and private types in signatures
+# are exempt, since resolving them would require a network.
 nitpicky = True
 nitpick_ignore_regex = [("py:class", r"(?!runtime\.[A-Za-z]+$).*")]
 
 
 def link_files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Make links to Markdown files outside of this folder downloads: they are no pages here."""
+    """Turn links to Markdown files outside this folder, which are not pages, into downloads."""
     source[0] = re.sub(r"\[([^\]]+)\]\((\.\./[^)]+\.md)\)", r"{download}`\1 <\2>`", source[0])
 
 

@@ -24,6 +24,8 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 PACKAGES = ("benchmarks", "coordinator", "examples", "runtime", "tests")
 FILE = re.compile(r"`([\w/]+\.py)`")
+NAMING = [*PAGES, *(ROOT / p for p in ("CONTRIBUTING.md", "examples/README.md"))]
+CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`")
 NAMED = re.compile(r"`((?:benchmarks|coordinator|examples|runtime|tests)/[\w/]+(?:\.py)?)/?[` ]")
 
 
@@ -79,13 +81,26 @@ def test_links_lead_to_files(path):
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", NAMING, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(path):
     text = path.read_text(encoding="utf-8")
     assert [name for name in NAMED.findall(text) if not (ROOT / name).exists()] == []
-    files = {file.name for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    files |= {file.name for file in (ROOT / "docs").glob("*.py")}
-    assert [name for name in FILE.findall(text) if name.split("/")[-1] not in files] == []
+    files = [f"/{file}" for folder in (*PACKAGES, "docs") for file in (ROOT / folder).rglob("*.py")]
+    assert [
+        name for name in FILE.findall(text) if not any(f.endswith(f"/{name}") for f in files)
+    ] == []
+
+
+def test_classes_that_the_design_page_names_exist():
+    folders = (ROOT / "coordinator", ROOT / "runtime")
+    sources = [file.read_text() for folder in folders for file in folder.rglob("*.py")]
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    missing = []
+    for name, member in sorted(set(CLASS.findall(text))):
+        homes = [s for s in sources if re.search(rf"^class {name}\b", s, re.MULTILINE)]
+        if not any(re.search(rf"\b{member}\b", source) for source in homes):
+            missing.append(f"{name}.{member}".rstrip("."))
+    assert missing == []
 
 
 def test_the_reference_has_every_public_name_once():
@@ -93,6 +108,13 @@ def test_the_reference_has_every_public_name_once():
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     names = re.findall(r"^\.\. auto\w+:: runtime\.(\w+)$", text, re.MULTILINE)
     assert sorted(names) == sorted(runtime.__all__)
+
+
+def test_the_search_puts_the_background_pages_last():
+    script = (ROOT / "docs" / "search_order.js").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    background = index[index.index(":caption: Background") :].split("```")[0].split()[2:]
+    assert re.findall(r'"([\w-]+)"', script.split("BACKGROUND = ")[1].split(";")[0]) == background
 
 
 def test_the_readme_is_read_in_five_minutes():
