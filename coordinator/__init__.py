@@ -12,6 +12,8 @@ from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
 from coordinator.service import Service
 from coordinator.state import RankStatistics, Statistics
 
+__project__ = "gpuworker"  # by which gpuworker recognises this package
+
 __all__ = [
     "ApplyPolicy",
     "AverageBackend",

@@ -12,7 +12,7 @@ from digits import BACKENDS, POLICIES, build_model, load_data
 from slow import Slowdown
 from torch import nn
 
-from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer
+from gpuworker import ApplyPolicy, AverageBackend, Timeline, Trainer
 
 SHOWN = ["compute", "averaging", "control", "data", "sync", "parked", "idle", "gone"]
 COLORS = ["#3a9d76", "#2c6fb3", "#8a7fd0", "#e6a11c", "#d0552d", "#b5659a", "#b9c0ca", "#566070"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import Trainer
+from gpuworker import Trainer
 
 BLOCK, BATCH_SIZE = 64, 16
 WIDTH, NUM_HEADS, NUM_LAYERS = 96, 4, 3

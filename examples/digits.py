@@ -11,7 +11,7 @@ from slow import Slowdown
 from stopping import follow, going_on, parse, stoppable
 from torch import nn
 
-from runtime import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
+from gpuworker import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
 
 POLICIES, BACKENDS = ["sync", "cadence", "async"], ["cpu", "thread", "gloo"]
 REQUIRED_ACCURACY = 0.96

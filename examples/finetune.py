@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers import get_linear_schedule_with_warmup as linear_schedule
 
-from runtime import Trainer
+from gpuworker import Trainer
 
 SENTENCE = "the quick brown fox jumps over the lazy dog; "
 

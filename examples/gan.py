@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import Trainer
+from gpuworker import Trainer
 
 NUM_MODES, SPREAD, NOISE = 8, 0.05, 8
 

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DataParallelCoordinator
+from gpuworker import DataParallelCoordinator
 
 WIDTH, NUM_CLASSES, BATCH_SIZE = 512, 10, 64
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers import BertForSequenceClassification as Bert
 
-from runtime import Trainer
+from gpuworker import Trainer
 
 LENGTH, NUM_CLASSES = 16, 4
 

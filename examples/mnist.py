@@ -13,7 +13,7 @@ import torch
 from stopping import follow, going_on, parse, stoppable
 from torch import nn
 
-from runtime import Trainer, device_summary, record_scalar
+from gpuworker import Trainer, device_summary, record_scalar
 
 
 def read_idx(path):

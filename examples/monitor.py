@@ -11,7 +11,7 @@ from profile_timeline import build_model, make_data
 from slow import Slowdown
 from torch import nn
 
-from runtime import (
+from gpuworker import (
     CombinedLogger,
     CsvLogger,
     Monitor,

@@ -9,7 +9,7 @@ import torch
 from slow import Slowdown
 from torch import nn
 
-from runtime import ApplyPolicy, AverageBackend, Timeline, Trainer, record_scalar
+from gpuworker import ApplyPolicy, AverageBackend, Timeline, Trainer, record_scalar
 
 POLICIES = [policy.value for policy in ApplyPolicy]
 BACKENDS = ["auto", "cpu", "thread", "gloo"]

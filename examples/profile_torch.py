@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from runtime import ApplyPolicy, Trainer, current_worker
+from gpuworker import ApplyPolicy, Trainer, current_worker
 
 POLICIES = [policy.value for policy in ApplyPolicy]
 

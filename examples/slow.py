@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 
-from runtime import current_worker
+from gpuworker import current_worker
 
 
 class Slowdown:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from runtime import Trainer
+from gpuworker import Trainer
 
 NUM_CLASSES, NUM_TRAINED, SIZE = 10, 1400, 32
 

@@ -42,6 +42,8 @@ from runtime.trainer import Trainer, TrainerBuilder, fit
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
+__project__ = "gpuworker"  # by which gpuworker recognises this package
+
 __all__ = [
     "ApplyPolicy",
     "AverageBackend",

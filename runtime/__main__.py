@@ -1,4 +1,4 @@
-"""``python -m runtime`` shows what there is to train on; ``lighthouse`` serves a cluster."""
+"""Command line: a report on devices and transports, and ``lighthouse``, a cluster's server."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from runtime.device.base import device_summary
 
 
 def machine_report(devices: Sequence[torch.device] | None = None) -> str:
-    """Some lines on the devices, the interpreter and the choices of ``AUTO``.
+    """Describe devices, host, NCCL, interpreter and the transports that ``AUTO`` selects.
 
     Args:
-        devices: Of a run; ``None``: every CUDA device, else two workers on the CPU.
+        devices: Devices of a run; ``None``: every CUDA device, else two workers on the CPU.
 
     Returns:
-        Lines that end with a line break. CUDA devices are asked for their properties, which
-        gives them no work.
+        Lines of text. Reads properties of CUDA devices and launches nothing on them.
     """
     if devices is None:
         found = default_devices()
         devices = found * 2 if found[0].type == "cpu" else found
     lines = [device_summary(devices), ""]
     lines += [f"  {name:<10}{text}" for name, text in _facts(devices)]
-    lines += ["", "backend(AUTO) would choose:"]
+    lines += ["", "backend(AUTO) selects:"]
     nccl = _has_nccl()
     names = [str(device) for device in devices]
     for policy in ApplyPolicy:
@@ -76,13 +75,12 @@ def _device(device: torch.device) -> str:
 
 
 def _models(devices: Sequence[torch.device]) -> str:
-    """Whether the devices are alike, on which it depends how much ElChe has to even out."""
     cuda = [device for device in _distinct(devices) if device.type == "cuda"]
     names = {torch.cuda.get_device_properties(device).name for device in cuda}
     if len(_distinct(devices)) > len(cuda) > 0:
         return "mixed: CUDA devices and the CPU"
     if len(names) > 1:
-        return f"distinct: {len(names)} models of GPU, of which the slow ones get less work"
+        return f"distinct: {len(names)} models of GPU, the slower ones get less work"
     return "one model of GPU" if names else "no GPU"
 
 
@@ -98,50 +96,59 @@ def _nccl() -> str:
     return f"available{name}, for runs on distinct CUDA devices"
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do, by the command line."""
+def parse_args(
+    args: Sequence[str] | None = None, prog: str = "python -m runtime"
+) -> argparse.Namespace:
+    """Parse the command line.
+
+    Args:
+        args: Arguments; ``None``: those of the process.
+        prog: Name of the program in help and errors.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m runtime",
-        description="Without a command: the devices, and how replicas on them would average.",
+        prog=prog,
+        description="Without a command: list the devices and the transport for each policy.",
     )
     commands = parser.add_subparsers(dest="command")
     server = commands.add_parser(
         "lighthouse",
-        help="serve a cluster of machines until Ctrl-C or SIGTERM",
-        description="The server at which the machines of a cluster meet. It trusts whoever "
-        "reaches its port: bind it to a private network.",
+        help="serve a cluster until Ctrl-C or SIGTERM",
+        description="The server through which the machines of a cluster find each other. It "
+        "authenticates nobody: bind it to a private network.",
     )
     server.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
     server.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address of this machine that it listens on; by default only this machine reaches it",
+        help="address to listen on; the default is reachable from this machine only",
     )
     server.add_argument(
-        "--min-machines", type=int, default=1, help="fewest machines that make a round"
+        "--min-machines", type=int, default=1, help="minimum number of machines in a round"
     )
     server.add_argument(
         "--join-timeout",
         type=float,
         default=JOIN_TIMEOUT_S,
         metavar="SECONDS",
-        help="how long a round waits for machines that live and are not ready: above the period",
+        help="time that a round waits for live machines that are not ready; longer than the period",
     )
     server.add_argument(
         "--heartbeat-timeout",
         type=float,
         default=5.0,
         metavar="SECONDS",
-        help="after which silence a machine counts as dead",
+        help="time without a heartbeat after which a machine is dead",
     )
-    return parser.parse_args(args)
+    found = parser.parse_args(args)
+    found.prog = prog
+    return found
 
 
 def serve_lighthouse(args: argparse.Namespace) -> None:
     """Run a lighthouse until Ctrl-C or SIGTERM."""
-    ends = (signal.SIGINT, signal.SIGTERM)
-    # Blocked before its threads start, so that the signal waits for sigwait.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    # Blocked before its threads start, so that sigwait receives the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         lighthouse = Lighthouse(
             host=args.host,
@@ -151,19 +158,19 @@ def serve_lighthouse(args: argparse.Namespace) -> None:
             heartbeat_timeout_s=args.heartbeat_timeout,
         )
     except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"python -m runtime lighthouse: {error}") from None
+        raise SystemExit(f"{args.prog} lighthouse: {error}") from None
     sys.stdout.write(
         f"lighthouse at {lighthouse.address}; on each machine: "
         f"cluster({lighthouse.address!r}), or {ENV_VARIABLES['address'][0]}={lighthouse.address}\n"
     )
     sys.stdout.flush()
-    signal.sigwait(ends)
+    signal.sigwait(signals)
     lighthouse.close()
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Do what the command line says."""
-    found = parse_args(args)
+def main(args: Sequence[str] | None = None, prog: str = "python -m runtime") -> None:
+    """Run the command line; see :func:`parse_args`."""
+    found = parse_args(args, prog)
     if found.command == "lighthouse":
         serve_lighthouse(found)
     else:

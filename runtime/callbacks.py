@@ -24,7 +24,7 @@ MODES = ("min", "max")
 
 
 class Callback:
-    """Watches a run; for :meth:`TrainerBuilder.callbacks <runtime.TrainerBuilder.callbacks>`.
+    """Watches a run; for :meth:`TrainerBuilder.callbacks <gpuworker.TrainerBuilder.callbacks>`.
 
     A subclass overrides what it needs. One object serves one run at a time, and may serve
     another one afterwards. What a method raises once the run goes on is logged.
@@ -58,7 +58,7 @@ class Callback:
 
     def step(self, metrics: StepMetrics) -> object:
         """Called on the metrics thread every so many batches (:meth:`TrainerBuilder.metrics_every
-        <runtime.TrainerBuilder.metrics_every>`) and after an evaluation within an epoch
+        <gpuworker.TrainerBuilder.metrics_every>`) and after an evaluation within an epoch
         (``eval_every``); ``False`` ends the run."""
         return None
 
@@ -88,7 +88,7 @@ class Watched:
 
     Args:
         owner: Whose it is, for messages.
-        metric: A field of :class:`~runtime.EpochMetrics`, or a name in its ``scalars``.
+        metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``.
         mode: Whether less or more is better.
         min_delta: What a value has to be better by.
 
@@ -165,7 +165,7 @@ class EarlyStopping(_Watching):
     best epoch, which :class:`KeepBest` keeps. Epochs before a resume are not known.
 
     Args:
-        metric: A field of :class:`~runtime.EpochMetrics`, or a name in its ``scalars``:
+        metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``:
             ``"avg_loss"``, ``"accuracy"`` of ``record_scalar``, ``"eval/loss"`` of ``eval_fn``.
         patience: Epochs in a row without a better value after which the run ends.
         mode: ``"min"``: less is better; ``"max"``: more.

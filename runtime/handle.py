@@ -162,19 +162,19 @@ class TrainerHandle:
         return self._run.statistics()
 
     def attach(self, monitor: Monitor) -> TrainerHandle:
-        """Show the run on the page of a :class:`~runtime.Monitor`, from now on; also when it
+        """Show the run on the page of a :class:`~gpuworker.Monitor`, from now on; also when it
         is over. Returns this handle.
 
         The monitor goes on serving after the end of the run, until it is closed; the handle
         keeps it. Attaching it again changes nothing.
 
         Raises:
-            TypeError: ``monitor`` is no :class:`~runtime.Monitor`.
+            TypeError: ``monitor`` is no :class:`~gpuworker.Monitor`.
             RuntimeError: The monitor is closed.
             ValueError: The monitor shows another run that is not over.
         """
         if not isinstance(monitor, Monitor):
-            raise TypeError(f"attach({monitor!r:.80}): pass a runtime.Monitor()")
+            raise TypeError(f"attach({monitor!r:.80}): pass a gpuworker.Monitor()")
         with self._attaching:  # of two threads with the same monitor one comes second
             if monitor in self._monitors:
                 return self

@@ -107,7 +107,7 @@ class Trainer:
         """Prepare a model for a loop of your own, on one device or many.
 
         The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
-        :class:`~runtime.ReplicatedModule`. Gradients equal those of the whole batch on one
+        :class:`~gpuworker.ReplicatedModule`. Gradients equal those of the whole batch on one
         device, however it is shared out. Blocks until all replicas are built.
 
         Args:
@@ -497,7 +497,7 @@ class TrainerBuilder:
         return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
 
     def all_gather(self, flag: bool) -> TrainerBuilder:
-        """Allow :func:`runtime.all_gather` in ``train_fn``, for losses that relate the samples of
+        """Allow :func:`gpuworker.all_gather` in ``train_fn``, for losses that relate the samples of
         the global batch to each other (default off; only under ``SYNC``). Before each step the
         ranks then tell each other which of them have a batch. A rank trains its whole piece in
         one pass, even if the piece has grown because another rank died."""
@@ -529,7 +529,7 @@ class TrainerBuilder:
     def on_non_finite(self, mode: str) -> TrainerBuilder:
         """What follows a loss or gradient that is NaN or infinite (default ``"raise"``).
 
-        ``"raise"`` ends the run with :class:`~runtime.NonFiniteError`, which names rank,
+        ``"raise"`` ends the run with :class:`~gpuworker.NonFiniteError`, which names rank,
         step and parameter, before anything that is not finite is averaged, evaluated,
         passed to a callback or returned. ``"skip"`` drops the step, on every rank under ``SYNC``.
         It costs one value read from the device in each step; ``EpochMetrics.num_skipped`` counts
@@ -549,7 +549,7 @@ class TrainerBuilder:
         ``ASYNC`` a rank comes to a new epoch when it counts as many batches.
 
         ``ReduceLROnPlateau`` is stepped by a metric of each epoch that has closed: ``metric`` is a
-        field of :class:`~runtime.EpochMetrics`, such as ``"avg_loss"``, or a name in its
+        field of :class:`~gpuworker.EpochMetrics`, such as ``"avg_loss"``, or a name in its
         ``scalars``, such as ``"eval/loss"``. Under ``SYNC`` that is before the next epoch's first
         step; under the other policies, where ranks begin the next epoch before an epoch closes, at
         the next work that a rank is given, a fraction of a second later.
@@ -587,7 +587,7 @@ class TrainerBuilder:
 
     def eval_every(self, n: int) -> TrainerBuilder:
         """Call :meth:`eval_fn` also within an epoch, for every ``n`` batches over all ranks
-        (default: when an epoch closes). Its values come as a :class:`~runtime.StepMetrics` with
+        (default: when an epoch closes). Its values come as a :class:`~gpuworker.StepMetrics` with
         ``num_batches=0`` to ``metrics_fn``, loggers and callbacks, under ``eval/``.
 
         Under ``SYNC``, and in a run of one device, training stops after the first step that has
@@ -604,10 +604,10 @@ class TrainerBuilder:
     def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
         :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. If it raises,
-        that is logged and training goes on. A :class:`~runtime.TensorBoardLogger`,
-        :class:`~runtime.CsvLogger` or :class:`~runtime.CombinedLogger`, or one of a class derived
-        from them, is closed when the run is over, and can be used again; nothing else is, whatever
-        methods it has."""
+        that is logged and training goes on. Loggers
+        (:class:`~gpuworker.TensorBoardLogger`, :class:`~gpuworker.CsvLogger`,
+        :class:`~gpuworker.CombinedLogger` and their subclasses) are closed when the run ends and
+        can be reused; no other object is closed."""
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 
@@ -630,7 +630,7 @@ class TrainerBuilder:
         measured speed, and each is trained exactly once an epoch over all machines. Machines may
         come late, leave and die: see the page on clusters. Needs
         ``pip install 'gpuworker[cluster]'``, and a server that one of the machines runs:
-        ``python -m runtime lighthouse``.
+        ``gpuworker lighthouse``.
 
         Args:
             address: ``host:port`` of that server (or ``GPUWORKER_CLUSTER``).
@@ -663,22 +663,22 @@ class TrainerBuilder:
         )
 
     def metrics_every(self, n: int) -> TrainerBuilder:
-        """Also hand a :class:`~runtime.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
+        """Also hand a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
         for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
         samples a second. They come while the epoch runs, with the ranks' reports, ten or more a
         second, so that no step waits for a value of the device."""
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 
     def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
-        """Watch the run, and perhaps end it: :class:`~runtime.EarlyStopping`,
-        :class:`~runtime.KeepBest`, :class:`~runtime.TimeLimit`, or a
-        :class:`~runtime.Callback` of your own. They get an epoch's metrics after
+        """Watch the run, and perhaps end it: :class:`~gpuworker.EarlyStopping`,
+        :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or a
+        :class:`~gpuworker.Callback` of your own. They get an epoch's metrics after
         :meth:`metrics_fn`, in this order."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(
-                    f"callbacks({callback!r:.80}): pass objects of runtime.Callback; a logger or a "
-                    "function goes into metrics_fn(...)"
+                    f"callbacks({callback!r:.80}): pass gpuworker.Callback objects; loggers and "
+                    "functions go into metrics_fn(...)"
                 )
         return self._set(callbacks=callbacks)
 
@@ -806,10 +806,10 @@ class TrainerBuilder:
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:
-        """Record what the run does with its time; see :class:`~runtime.Timeline`. One
+        """Record what the run does with its time; see :class:`~gpuworker.Timeline`. One
         timeline records one run."""
         if not isinstance(tl, Timeline):
-            raise TypeError(f"timeline({tl!r:.80}): pass a runtime.Timeline()")
+            raise TypeError(f"timeline({tl!r:.80}): pass a gpuworker.Timeline()")
         return self._set(timeline=tl)
 
     def run(self) -> TrainerHandle:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "runtime")
+PACKAGES = ("coordinator", "gpuworker", "runtime")
 
 FLOORS = (
     ("coordinator",),
@@ -30,6 +30,7 @@ FLOORS = (
         "runtime/loggers",
     ),
     ("runtime",),
+    ("gpuworker",),
 )
 """Folders from the ground up. Imports go down, or stay in their folder."""
 

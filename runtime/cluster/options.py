@@ -94,7 +94,7 @@ class EngineOptions:
         if "address" not in options:
             raise ValueError(
                 "cluster(): pass the lighthouse's address, for instance 'host:29510', or set "
-                f"{ENV_VARIABLES['address'][0]}; 'python -m runtime lighthouse' starts one"
+                f"{ENV_VARIABLES['address'][0]}; 'gpuworker lighthouse' starts one"
             )
         return cls(**options)
 

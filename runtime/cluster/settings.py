@@ -51,7 +51,7 @@ class ClusterSettings:
             )
         if not isinstance(self.outer, OuterOptimizer):
             raise TypeError(
-                f"cluster(outer={self.outer!r:.80}): pass runtime.Mean() or runtime.Nesterov()"
+                f"cluster(outer={self.outer!r:.80}): pass gpuworker.Mean() or Nesterov()"
             )
 
     @classmethod

@@ -258,7 +258,7 @@ class TorchftEngine(ClusterEngine):
                     raise EngineError(
                         f"the lighthouse at {self._options.address} has been unreachable "
                         f"for {now - unreachable_since:.0f} s: start one there with "
-                        "'python -m runtime lighthouse'"
+                        "'gpuworker lighthouse'"
                     ) from error
                 self._calls.pause(PAUSE_S)
 

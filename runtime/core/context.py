@@ -16,7 +16,7 @@ _local = threading.local()
 
 
 class CurrentWorker(Protocol):
-    """What the user's functions may ask of the :class:`~runtime.GpuWorker` that calls them.
+    """What the user's functions may ask of the :class:`~gpuworker.GpuWorker` that calls them.
 
     Attributes:
         rank: Its rank.
@@ -48,16 +48,16 @@ class CurrentWorker(Protocol):
         """Averaging rounds taken."""
 
     def set_lr(self, lr: float) -> None:
-        """See :meth:`runtime.GpuWorker.set_lr`."""
+        """See :meth:`gpuworker.GpuWorker.set_lr`."""
 
     def scale_lr(self, factor: float) -> None:
-        """See :meth:`runtime.GpuWorker.scale_lr`."""
+        """See :meth:`gpuworker.GpuWorker.scale_lr`."""
 
     def set_lr_scale(self, scale: float) -> None:
-        """See :meth:`runtime.GpuWorker.set_lr_scale`."""
+        """See :meth:`gpuworker.GpuWorker.set_lr_scale`."""
 
     def set_scheduler(self, factory: Callable[[torch.optim.Optimizer], LRScheduler]) -> None:
-        """See :meth:`runtime.GpuWorker.set_scheduler`."""
+        """See :meth:`gpuworker.GpuWorker.set_scheduler`."""
 
     def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
         """See :func:`record_scalar`."""
@@ -176,7 +176,7 @@ def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
 
         def train_fn(model, batch):
             images, texts = model(*batch)           # (n, d) each: this rank's piece
-            all_texts, own = runtime.all_gather(texts)  # (N, d): the global batch
+            all_texts, own = gpuworker.all_gather(texts)  # (N, d): the global batch
             logits = images @ all_texts.T           # (n, N)
             labels = torch.arange(own.start, own.stop, device=logits.device)
             return F.cross_entropy(logits, labels)

@@ -231,7 +231,7 @@ class DataPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """How a run reads its data set; see :class:`~runtime.TrainerBuilder` for each.
+    """How a run reads its data set; see :class:`~gpuworker.TrainerBuilder` for each.
 
     Attributes:
         batch_size: Samples in a batch of one worker.

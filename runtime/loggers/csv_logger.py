@@ -30,7 +30,7 @@ class CsvLogger(RunLogger):
     """Writes one row per epoch into a CSV file, for ``metrics_fn``.
 
     With ``metrics_every`` or ``eval_every`` a second file, ``run.steps.csv`` beside ``run.csv``,
-    gets a row for each :class:`~runtime.StepMetrics`: ``FIRST_STEP_COLUMNS`` and a column for
+    gets a row for each :class:`~gpuworker.StepMetrics`: ``FIRST_STEP_COLUMNS`` and a column for
     each scalar.
 
     Columns: ``FIRST_COLUMNS`` (``time`` is when the row was written, in UTC), three for

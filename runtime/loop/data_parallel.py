@@ -207,7 +207,7 @@ class DataParallelCoordinator(Closing):
         during the averaging breaks the group and this object permanently.
 
         Args:
-            samples: As for :func:`~runtime.shard_samples`. Tensors in columns are moved to each
+            samples: As for :func:`~gpuworker.shard_samples`. Tensors in columns are moved to each
                 replica's device; lists of samples are passed as they are. With fewer samples
                 than replicas some replicas get none, and still take the step. The call's work
                 waits for the work on the caller's current streams.

@@ -12,7 +12,7 @@ from runtime.timeline.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpConfig:
-    """Settings of :meth:`Trainer.setup_with <runtime.Trainer.setup_with>`.
+    """Settings of :meth:`Trainer.setup_with <gpuworker.Trainer.setup_with>`.
 
     Attributes:
         speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
@@ -25,11 +25,11 @@ class DdpConfig:
             ``None``: ElChe chooses; 0: ElChe is disabled, every device runs one. Several batches
             are passed by ``model.rounds`` and ``model.accumulate``. In a loop of
             ``loss.backward()`` and ``step()``, a value of 2 or more lets several steps share a
-            reduction, see :meth:`step() <runtime.ReplicatedModule.step>`.
+            reduction, see :meth:`step() <gpuworker.ReplicatedModule.step>`.
         max_grad_norm: Clip gradients to this L2 norm. After ``model.accumulate(...)`` each
             device's accumulated gradient is clipped separately, before it is divided by its
             number of batches; after ``loss.backward()`` the gradient of the whole batch.
-        timeline: A :class:`runtime.Timeline`, which records the loop from ``Trainer.setup_with``
+        timeline: A :class:`gpuworker.Timeline`, which records the loop from ``Trainer.setup_with``
             until the model is closed: forward, backward, reductions and steps of each replica,
             and what they wait for. Times are measured on the host. On one device, work of the loop
             outside the model (the loss) counts as idle.
@@ -38,7 +38,7 @@ class DdpConfig:
             number or a scalar tensor. ``inputs`` is the tuple of positional inputs, or the dict
             of keyword ones; with both, a dict under the names of ``forward``'s parameters.
             Called in the replica's thread, on its device. See
-            :class:`~runtime.ReplicatedModule` for the weights without it.
+            :class:`~gpuworker.ReplicatedModule` for the weights without it.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -67,7 +67,7 @@ class DdpConfig:
             check_float("max_grad_norm", self.max_grad_norm, 0.0, above=True)
         if self.timeline is not None:
             if not isinstance(self.timeline, Timeline):
-                raise TypeError(f"timeline({self.timeline!r}): pass a runtime.Timeline()")
+                raise TypeError(f"timeline({self.timeline!r}): pass a gpuworker.Timeline()")
             self.timeline.require_unused()
 
     def check(self, world_size: int) -> None:

@@ -22,7 +22,7 @@ COUPLED_OUTPUT = (
     "the samples of its shard to each other, but not to those of other shards. Return the features "
     "(z) and relate them (z @ z.T) in the loop: model(x) returns those of the whole batch, and "
     "gradients pass through them. In a train_fn of Trainer.builder, gather "
-    "them with runtime.all_gather(z)"
+    "them with gpuworker.all_gather(z)"
 )
 
 

@@ -56,7 +56,7 @@ class LoopReplica:
         model: The replica's model, on that device.
         optim_factory: Makes the optimizer.
         has_grad: See :class:`GradientExchange`.
-        loss_weight: See :class:`~runtime.DdpConfig`.
+        loss_weight: See :class:`~gpuworker.DdpConfig`.
 
     Attributes:
         model: The model, in train mode.

@@ -46,7 +46,7 @@ def set_up(
     *,
     use_el_che: bool | None,
 ) -> ReplicatedModule:
-    """Build all replicas; see :meth:`Trainer.setup <runtime.Trainer.setup>`.
+    """Build all replicas; see :meth:`Trainer.setup <gpuworker.Trainer.setup>`.
 
     Args:
         model_or_factory: A module, an object with a ``.module``, or a factory of either.
@@ -212,7 +212,7 @@ def build_replicas(
         runner: Runs tasks in the replicas' threads.
         make: Makes a rank's model.
         optim_factory: Makes each replica's optimizer.
-        loss_weight: See :class:`~runtime.DdpConfig`.
+        loss_weight: See :class:`~gpuworker.DdpConfig`.
         tensors: Parameters and buffers of models that exist already.
     """
     replicas: list[LoopReplica] = []

@@ -22,7 +22,7 @@ from runtime.replica.schedule import SchedulerFactory
 class ReplicatedModule(Closing, nn.Module):
     """A model on one or many devices, trained by the same loop in both cases.
 
-    :meth:`Trainer.setup <runtime.Trainer.setup>` returns it::
+    :meth:`Trainer.setup <gpuworker.Trainer.setup>` returns it::
 
         model = Trainer.setup(Net(), lambda params: torch.optim.AdamW(params, 3e-4))
         for x, y in loader:
@@ -105,7 +105,7 @@ class ReplicatedModule(Closing, nn.Module):
     directions, and the host does not wait for it; do not overwrite an input in pinned memory
     before its copy is done.
 
-    If a replica raises, the call that ran it raises :class:`~runtime.ReplicaFailed`, with the
+    If a replica raises, the call that ran it raises :class:`~gpuworker.ReplicaFailed`, with the
     rank. The gradients since the last step are dropped, and the module stays usable. After a
     failed step the replicas continue from rank 0's state. Threads end with :meth:`close`, at
     the end of a ``with`` block, when the module and its outputs are garbage-collected, or with

@@ -74,7 +74,7 @@ def read_correct(number: float) -> int:
         raise ValueError(
             f"loss_fn returned (loss, {number:g}): the second value is the number of right "
             "samples, not their fraction; for instance (logits.argmax(1) == y).sum(). If it is the "
-            "loss's weight, return runtime.Weighted(loss, weight)"
+            "loss's weight, return gpuworker.Weighted(loss, weight)"
         )
     return int(number)
 
@@ -104,7 +104,7 @@ class Seconds:
             if self._were_counts:
                 raise ValueError(
                     "loss_fn returned (loss, number), and the number cannot be a count of right "
-                    "samples, as earlier ones were: return runtime.Weighted(loss, "
+                    "samples, as earlier ones were: return gpuworker.Weighted(loss, "
                     "weight), or (loss, correct, weight)"
                 )
             self._are_weights = True

@@ -98,7 +98,7 @@ class Monitor(Closing):
         logger.info("monitor at %s", self.url)
 
     def watch(self, run: WatchedRun) -> None:
-        """Show this run; called by :meth:`~runtime.TrainerHandle.attach`.
+        """Show this run; called by :meth:`~gpuworker.TrainerHandle.attach`.
 
         Raises:
             RuntimeError: The monitor is closed.

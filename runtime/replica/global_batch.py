@@ -164,7 +164,7 @@ class GlobalBatch:
         return torch.where(live, total, 0)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
-        """See :func:`runtime.all_gather`."""
+        """See :func:`gpuworker.all_gather`."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"all_gather({type(tensor).__name__}): pass a tensor")
         if tensor.dim() == 0:

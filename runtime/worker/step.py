@@ -323,7 +323,7 @@ class WorkerSteps:
             self._stepper.global_batch.begin(num_batches)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
-        """See :func:`runtime.all_gather`."""
+        """See :func:`gpuworker.all_gather`."""
         if not self._gathers:
             raise RuntimeError(
                 "all_gather needs all_gather(True): call it on the builder, so that ranks without "
@@ -567,7 +567,7 @@ class BatchLog:
         self.num_samples = 1
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
-        """See :func:`runtime.record_scalar`."""
+        """See :func:`gpuworker.record_scalar`."""
         if isinstance(value, Tensor):
             value = value.data.clone()  # read later, when a parameter has moved on
         self.log.push_scalar(name, value, self.num_samples)

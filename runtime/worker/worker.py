@@ -243,11 +243,11 @@ class GpuWorker:
         self._schedule.attach(factory)
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
-        """See :func:`runtime.record_scalar`."""
+        """See :func:`gpuworker.record_scalar`."""
         self._values.record_scalar(name, value)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
-        """See :func:`runtime.all_gather`."""
+        """See :func:`gpuworker.all_gather`."""
         return self.steps.all_gather(tensor)
 
     def forget_graphs(self) -> None:

@@ -126,7 +126,7 @@ def test_a_number_that_is_a_count_first_and_a_weight_later_is_an_error():
     with DataParallelCoordinator(lambda device: TinyGpt(), adamw, loss_fn, ["cpu"]) as coordinator:
         assert coordinator.train_batch(make_tokens(4)).correct == 1
         assert coordinator.train_batch(make_tokens(4)).correct == 1
-        with pytest.raises(ValueError, match=r"return runtime\.Weighted"):
+        with pytest.raises(ValueError, match=r"return gpuworker\.Weighted"):
             coordinator.train_batch(make_tokens(4))
 
 

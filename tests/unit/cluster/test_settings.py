@@ -27,7 +27,7 @@ def test_the_period_comes_from_the_call_or_the_environment_and_defaults_to_30_s(
 
 def test_another_type_of_outer_optimizer_raises():
     assert repr(settings().outer) == "Mean()"
-    with pytest.raises(TypeError, match=r"runtime\.Mean\(\) or runtime\.Nesterov\(\)"):
+    with pytest.raises(TypeError, match=r"gpuworker\.Mean\(\) or Nesterov\(\)"):
         settings(outer="nesterov")
 
 

@@ -465,7 +465,7 @@ def test_the_timeline_of_a_model_that_is_dropped_comes_to_an_end():
 
 
 def test_what_is_no_timeline_is_refused():
-    with pytest.raises(TypeError, match=r"pass a runtime\.Timeline\(\)"):
+    with pytest.raises(TypeError, match=r"pass a gpuworker\.Timeline\(\)"):
         DdpConfig(timeline=object())
 
 

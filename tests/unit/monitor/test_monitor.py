@@ -322,7 +322,7 @@ def test_a_run_may_have_several_monitors(monitor):
 
 def test_what_cannot_be_attached_is_refused():
     handle = builder().run()
-    with pytest.raises(TypeError, match=r"pass a runtime\.Monitor"):
+    with pytest.raises(TypeError, match=r"pass a gpuworker\.Monitor"):
         handle.attach(8080)
     closed = Monitor()
     closed.close()

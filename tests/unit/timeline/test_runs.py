@@ -479,7 +479,7 @@ def test_bad_settings_are_refused(settings, error):
 
 
 def test_a_builder_takes_nothing_but_a_timeline():
-    with pytest.raises(TypeError, match=r"runtime\.Timeline"):
+    with pytest.raises(TypeError, match=r"gpuworker\.Timeline"):
         builder().timeline("run.json")
 
 
