@@ -719,7 +719,7 @@ class Communicators:
     def _notify_watcher(self) -> None:
         if self._watcher is None:
             self._watcher = self._start_thread("collective-watch", self._watch)
-        elif len(self._late_results) + len(self._host_waits) == 1:  # both threads sleep
+        elif len(self._late_results) == 1 or len(self._host_waits) == 1:  # a thread may sleep
             self._changed.notify_all()
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:

@@ -13,6 +13,7 @@ import torch.distributed
 
 from runtime.collective import NcclCollective, ReduceOp, create_collectives
 from runtime.collective import nccl as nccl_module
+from runtime.collective.base import Group
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError
 from runtime.device import capture_gate
 from tests.support.fake_cuda import CPU, FakeCuda, standing_in
@@ -700,6 +701,32 @@ def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypa
     for outcome, _ in found:
         with pytest.raises(CollectiveAborted):
             outcome.wait()
+
+
+def test_a_late_result_is_probed_while_another_rank_waits_on_the_host():
+    """Both threads of the group have slept before."""
+    probed = threading.Event()
+
+    class Late:
+        def probe(self):
+            probed.set()
+
+        def overdue(self, now, timeout_s):
+            return None
+
+    communicators = nccl_module.Communicators(Group(1, TIMEOUT_S))
+    communicators.watch(Late())
+    assert probed.wait(TIMEOUT_S)
+    communicators._late_results.clear()
+    until(lambda: len(communicators._changed._waiters) == 2)
+    wait = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
+    communicators.expect(wait)
+    until(lambda: len(communicators._changed._waiters) == 2)  # both threads sleep again
+    probed.clear()
+    communicators.watch(Late())
+    assert probed.wait(TIMEOUT_S / 2)
+    communicators.abort()
+    assert communicators.settle(TIMEOUT_S) == []
 
 
 def test_the_time_limit_holds_for_a_rank_whose_own_query_blocks(stuck, monkeypatch):
