@@ -41,7 +41,7 @@ def ranks():
     end_of_closers()
 
 
-def test_a_wrapper_may_become_garbage_where_the_lock_of_its_group_is_held(ranks):
+def test_a_wrapper_may_be_collected_while_the_lock_of_its_group_is_held(ranks):
     mutex = ranks[0]._groups.shard._group.barrier._mutex
     gone = weakref.ref(ranks[0])
 
@@ -63,7 +63,7 @@ def test_a_wrapper_may_become_garbage_where_the_lock_of_its_group_is_held(ranks)
     assert gone() is None
 
 
-def test_the_groups_of_a_wrapper_that_is_garbage_are_closed(ranks):
+def test_the_groups_of_a_collected_wrapper_are_closed(ranks):
     group = ranks[1]._groups.shard
     assert len(closers()) == 1
     ranks.pop(0)
@@ -75,7 +75,7 @@ def test_the_groups_of_a_wrapper_that_is_garbage_are_closed(ranks):
     end_of_closers()
 
 
-def test_wrappers_without_groups_of_their_own_need_no_thread():
+def test_wrappers_without_their_own_groups_need_no_thread():
     ends = create_collectives(2)
     wrapped = outcomes_of(ends, wrap)
     assert closers() == []
@@ -112,7 +112,7 @@ def test_groups_are_closed_once_and_by_the_caller_of_close(subgroups):
     assert closers() == []
 
 
-def test_a_thread_that_has_ended_is_followed_by_another(subgroups):
+def test_a_new_thread_starts_after_the_closer_has_ended(subgroups):
     for group in subgroups:
         owner = Owner([group])
         (thread,) = closers()
@@ -123,7 +123,7 @@ def test_a_thread_that_has_ended_is_followed_by_another(subgroups):
         assert group._closed
 
 
-def test_the_interpreter_closes_what_is_still_open(subgroups, monkeypatch):
+def test_interpreter_exit_closes_open_groups(subgroups, monkeypatch):
     closer = closing.GroupCloser()
     monkeypatch.setattr(closing, "CLOSER", closer)
     owner = Owner(subgroups)

@@ -94,7 +94,7 @@ def tables(end, strategy, *, sparse):
 
 
 @each_strategy
-def test_a_gradient_that_is_sparse_on_one_rank_wakes_the_others(strategy):
+def test_a_sparse_gradient_on_one_rank_aborts_the_others(strategy):
     def work(end):
         step(tables(end, strategy, sparse=end.rank == BAD))
 
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_sparse_on_one_rank_wakes_the_others(strategy):
 
 
 @each_strategy
-def test_gradients_that_are_sparse_on_every_rank_leave_the_group(strategy):
+def test_sparse_gradients_on_every_rank_leave_the_group_usable(strategy):
     def work(end):
         fsdp = tables(end, strategy, sparse=True)
         with pytest.raises(ValueError, match="sparse"):
@@ -117,7 +117,7 @@ def test_gradients_that_are_sparse_on_every_rank_leave_the_group(strategy):
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
 @each_strategy
-def test_a_module_that_raises_on_one_rank_wakes_the_others(strategy, kind):
+def test_a_module_that_raises_on_one_rank_aborts_the_others(strategy, kind):
     def work(end):
         fsdp = wrap(end, strategy, Table())
         step(fsdp)
@@ -127,7 +127,7 @@ def test_a_module_that_raises_on_one_rank_wakes_the_others(strategy, kind):
 
 
 @each_strategy
-def test_a_module_that_raises_on_every_rank_leaves_the_group(strategy):
+def test_a_module_that_raises_on_every_rank_leaves_the_group_usable(strategy):
     late = threading.Event()
 
     def work(end):
@@ -143,7 +143,7 @@ def test_a_module_that_raises_on_every_rank_leaves_the_group(strategy):
 
 
 @each_strategy
-def test_a_rank_that_syncs_without_a_forward_wakes_the_others(strategy):
+def test_a_sync_without_a_forward_on_one_rank_aborts_the_others(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         if end.rank != BAD:
@@ -160,7 +160,7 @@ def test_a_rank_that_syncs_without_a_forward_wakes_the_others(strategy):
 @pytest.mark.parametrize(
     "call", [FSDP.full_state_dict, FSDP.unwrap, lambda fsdp: fsdp(batch(4)[0]).sum()]
 )
-def test_a_shard_that_was_moved_on_one_rank_wakes_the_others(strategy, call):
+def test_a_shard_moved_on_one_rank_aborts_the_others(strategy, call):
     def work(end):
         fsdp = wrap(end, strategy)
         if end.rank == BAD:
@@ -174,7 +174,7 @@ def test_a_shard_that_was_moved_on_one_rank_wakes_the_others(strategy, call):
 
 
 @each_freeing
-def test_a_prefetch_that_one_rank_is_refused_wakes_the_others(strategy):
+def test_a_prefetch_refused_on_one_rank_aborts_the_others(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         fsdp.prefetch_forward_params()
@@ -189,7 +189,7 @@ def test_a_prefetch_that_one_rank_is_refused_wakes_the_others(strategy):
 
 @each_strategy
 @pytest.mark.parametrize("error", [ValueError, TypeError])
-def test_what_the_module_raises_in_a_collective_call_wakes_the_others(strategy, error):
+def test_an_exception_inside_a_collective_call_aborts_the_others(strategy, error):
     def refuse(module, prefix, keep_vars):
         raise error("planted")
 
@@ -203,7 +203,7 @@ def test_what_the_module_raises_in_a_collective_call_wakes_the_others(strategy, 
 
 
 @each_strategy
-def test_a_wrapper_that_one_rank_cannot_make_wakes_the_others(strategy, monkeypatch):
+def test_a_failed_wrap_on_one_rank_aborts_the_others(strategy, monkeypatch):
     class Stubborn(nn.Parameter):
         def detach(self):
             raise ValueError("planted")
@@ -218,7 +218,7 @@ def test_a_wrapper_that_one_rank_cannot_make_wakes_the_others(strategy, monkeypa
 
 
 @each_strategy
-def test_a_wrong_argument_on_one_rank_is_told_to_it_and_it_may_pass_another(strategy):
+def test_an_invalid_argument_on_one_rank_raises_there_only_and_the_call_may_be_repeated(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         loss_of(fsdp, batch(4)).backward()
@@ -245,7 +245,7 @@ def test_a_wrong_argument_on_one_rank_is_told_to_it_and_it_may_pass_another(stra
     assert all(norm == norms[0] for norm in norms)
 
 
-def test_evaluation_on_one_rank_alone_is_no_matter_where_nothing_is_gathered():
+def test_evaluation_on_one_rank_only_works_if_nothing_is_gathered():
     def work(end):
         fsdp = wrap(end, STRATEGIES[2])
         for _ in range(2):
@@ -278,7 +278,7 @@ def test_ranks_may_run_different_numbers_of_forwards_between_syncs():
     on_ranks(WORLD_SIZE, work)
 
 
-def test_a_group_is_not_kept_alive_by_what_its_ranks_told():
+def test_recorded_failures_keep_no_group_alive():
     (end,) = create_collectives(1)
     fsdp = wrap(end)
     with pytest.raises(IndexError):

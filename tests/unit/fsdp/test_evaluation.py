@@ -10,7 +10,7 @@ from tests.support.fsdp_ranks import FREEING, STRATEGIES, batch, loss_of, on_ran
 
 @pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_evaluation_in_inference_mode_is_evaluation_without_gradients(strategy, prefetches):
+def test_evaluation_in_inference_mode_equals_evaluation_without_gradients(strategy, prefetches):
     x, _ = batch(4)
 
     def work(end):

@@ -75,7 +75,7 @@ def test_chunks_and_full_parameters_do_not_overlap(shapes, num_shards, large):
 
 @properties
 @given(shapes=shapes, num_shards=worlds, large=larges)
-def test_a_bucket_is_one_piece_of_the_shard(shapes, num_shards, large):
+def test_a_bucket_is_a_contiguous_range_of_the_shard(shapes, num_shards, large):
     layout, _ = make_layout(shapes, num_shards, large)
     end = 0
     for bucket in layout.buckets:
@@ -106,7 +106,7 @@ def test_a_bucket_of_small_parameters_is_bounded():
     assert [len(bucket.slots) for bucket in layout.buckets] == [200, 50]
 
 
-def test_dtypes_and_frozen_parameters_lie_apart():
+def test_dtypes_and_frozen_parameters_have_separate_layouts():
     tensors = [
         torch.empty(3, requires_grad=True),
         torch.empty(3),
@@ -128,7 +128,7 @@ def test_dtypes_and_frozen_parameters_lie_apart():
         (torch.empty(()), ()),
     ],
 )
-def test_strides_without_gaps_are_kept(tensor, stride):
+def test_dense_strides_are_kept(tensor, stride):
     assert dense_stride(tensor) == stride
 
 

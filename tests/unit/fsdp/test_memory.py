@@ -47,7 +47,7 @@ def held_by_a_rank(end, strategy):
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(world_size, kind):
+def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(world_size, kind):
     ranks = on_ranks(world_size, lambda end: held_by_a_rank(end, FULL), kind)
     replicated = on_ranks(1, lambda end: held_by_a_rank(end, NONE))[0][0]
     assert replicated >= 4 * full_bytes()
@@ -56,27 +56,27 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(world
         assert without_gradients <= 0.76 * after
 
 
-def test_a_rank_of_a_hybrid_holds_its_part_of_a_node():
+def test_a_rank_of_a_hybrid_holds_its_share_within_a_node():
     ranks = on_ranks(4, lambda end: held_by_a_rank(end, HYBRID))
     replicated = on_ranks(1, lambda end: held_by_a_rank(end, NONE))[0][0]
     for after, _, _ in ranks:
         assert after <= (1 / 2 + MARGIN) * replicated
 
 
-def test_gradients_and_optimizer_state_are_sharded_where_parameters_are_not():
+def test_shard_grad_op_shards_gradients_and_optimizer_state_only():
     ranks = on_ranks(4, lambda end: held_by_a_rank(end, GRAD_OP))
     for after, _, _ in ranks:
         # Full parameters, and a quarter each of the shard, its gradient and AdamW's two.
         assert after <= (1 + 4 / 4 + 4 * MARGIN) * full_bytes()
 
 
-def test_within_a_step_there_are_full_parameters_and_gradients_beside():
+def test_within_a_step_full_parameters_and_gradients_exist_too():
     for _, _, within in on_ranks(4, lambda end: held_by_a_rank(end, FULL)):
         # Two of full size, and a quarter each of the shard and AdamW's two.
         assert 2 * full_bytes() <= within <= (2 + 3 / 4 + 4 * MARGIN) * full_bytes()
 
 
-def test_memory_that_is_shared_counts_once():
+def test_shared_memory_counts_once():
     whole = torch.zeros(100)
     assert reachable_bytes([whole[:10], whole[50:], {"again": whole}]) == 400
 

@@ -55,7 +55,7 @@ def end():
         (1, {"collective": "thread"}, TypeError, "create_collectives"),
     ],
 )
-def test_bad_arguments_are_errors_before_anything_is_exchanged(world_size, arguments, error, says):
+def test_invalid_arguments_raise_before_any_exchange(world_size, arguments, error, says):
     # Rank 0 is alone: an exchange would time out.
     ends = create_collectives(world_size, timeout_s=1.0)
     try:
@@ -73,7 +73,7 @@ def test_a_module_that_holds_an_fsdp_cannot_be_wrapped(end):
 
 
 @pytest.mark.parametrize("held", ["all", "one"])
-def test_an_optimizer_built_before_wrapping_is_found(end, held):
+def test_an_optimizer_built_before_wrapping_is_detected(end, held):
     net = Net()
     params = net.parameters() if held == "all" else [{"params": [net.hidden.bias]}]
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -111,13 +111,13 @@ def test_a_step_without_the_gradients_of_the_other_ranks_is_refused(strategy):
     on_ranks(2, work)
 
 
-def test_one_rank_with_full_parameters_may_step_without_a_sync(end):
+def test_a_single_rank_with_full_parameters_may_step_without_a_sync(end):
     fsdp = FSDP(Net(), end, ShardingStrategy.NO_SHARD)
     loss_of(fsdp, batch(1, 0)).backward()
     torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
 
 
-def test_lists_of_parameters_and_other_optimizers_are_no_matter(end):
+def test_lists_of_parameters_and_other_optimizers_are_not_affected(end):
     net, other = Net(), Net()
     kept = [list(net.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
     wrap(end, module=net)
@@ -184,7 +184,7 @@ def test_clipping_before_a_sync_is_an_error(strategy):
 
 
 @each_freeing
-def test_prefetching_twice_is_an_error_and_the_first_one_counts(strategy):
+def test_prefetching_twice_is_an_error_and_the_first_stays_valid(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         fsdp.prefetch_forward_params()
@@ -198,7 +198,7 @@ def test_prefetching_twice_is_an_error_and_the_first_one_counts(strategy):
 
 
 @pytest.mark.parametrize("strategy", [GRAD_OP, NONE], ids=lambda s: s.name)
-def test_prefetching_what_is_never_freed_is_an_error(strategy):
+def test_prefetching_parameters_that_are_never_freed_is_an_error(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         with pytest.raises(RuntimeError, match=f"{strategy.name} keeps full parameters"):
@@ -225,7 +225,7 @@ def test_prefetching_between_forward_and_sync_is_an_error(strategy):
 
 
 @each_freeing
-def test_a_step_behind_a_prefetch_is_an_error_and_the_prefetch_is_given_up(strategy):
+def test_a_step_after_a_prefetch_is_an_error_and_the_prefetch_is_dropped(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         fsdp.prefetch_forward_params()
@@ -337,7 +337,7 @@ def test_sparse_gradients_are_an_error(strategy):
 
 
 @each_strategy
-def test_nothing_can_be_done_with_a_closed_or_unwrapped_module(strategy):
+def test_calls_on_a_closed_or_unwrapped_module_raise(strategy):
     def work(end):
         closed, unwrapped = wrap(end, strategy), wrap(end, strategy)
         closed.close()
@@ -361,7 +361,7 @@ def test_nothing_can_be_done_with_a_closed_or_unwrapped_module(strategy):
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_state_for_a_rank_that_is_not_there_is_an_error(rank):
+def test_a_state_for_a_rank_that_does_not_exist_is_an_error(rank):
     def work(end):
         with pytest.raises(ValueError, match=re.escape(f"rank={rank}: pass a rank under 2")):
             wrap(end).full_state_dict(rank)
@@ -370,7 +370,7 @@ def test_a_state_for_a_rank_that_is_not_there_is_an_error(rank):
 
 
 @each_strategy
-def test_a_rank_that_fails_in_an_exchange_wakes_the_others(strategy):
+def test_a_rank_that_fails_in_an_exchange_aborts_the_others(strategy):
     class Broken(RuntimeError):
         pass
 
@@ -397,7 +397,7 @@ def test_a_rank_that_fails_in_an_exchange_wakes_the_others(strategy):
 
 
 @each_strategy
-def test_a_rank_that_leaves_its_loop_wakes_the_others(strategy):
+def test_a_rank_that_leaves_its_loop_aborts_the_others(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         if end.rank == 2:

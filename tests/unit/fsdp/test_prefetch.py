@@ -41,7 +41,7 @@ def prefetch_threads():
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
 @pytest.mark.parametrize("world_size", [1, 4])
 @each_freeing
-def test_training_with_prefetches_is_training_without(strategy, world_size, kind):
+def test_training_with_prefetches_equals_training_without(strategy, world_size, kind):
     def train(end, prefetches):
         fsdp = wrap(end, strategy)
         optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def test_training_with_prefetches_is_training_without(strategy, world_size, kind
 
 
 @each_freeing
-def test_a_prefetch_returns_before_its_peers_have_come(strategy):
+def test_a_prefetch_returns_before_its_peers_join(strategy):
     returned = threading.Event()
 
     def work(end):
@@ -200,7 +200,7 @@ def test_a_peer_that_leaves_ends_a_prefetch_that_waits_for_it(make, kind):
     assert time.monotonic() - begin < WAKE_S
 
 
-def test_a_peer_that_never_comes_is_a_timeout(make):
+def test_a_peer_that_never_joins_is_a_timeout(make):
     ranks = make(timeout_s=3.0)
     ranks.fsdp[0].prefetch_forward_params()
     with pytest.raises(CollectiveTimeout, match=r"\b3(\.0)? s"):
@@ -221,7 +221,7 @@ def test_closing_ends_a_prefetch_and_leaves_the_collective_usable(make):
     assert outcomes_of(ranks.ends, lambda end: end.barrier()) == [None, None]
 
 
-def test_a_prefetch_ends_when_its_module_is_garbage(make):
+def test_a_prefetch_ends_when_its_module_is_collected(make):
     ranks = make()
     ranks.fsdp[0].prefetch_forward_params()
     (thread,) = prefetch_threads()
@@ -234,7 +234,7 @@ def test_a_prefetch_ends_when_its_module_is_garbage(make):
     ranks.ends[0].check()
 
 
-def test_an_error_in_the_thread_comes_out_of_forward_and_wakes_the_peer(make):
+def test_an_error_in_the_thread_is_raised_by_forward_and_aborts_the_peer(make):
     ranks = make()
     seen = threading.Event()
 
@@ -262,7 +262,7 @@ def test_an_error_in_the_thread_comes_out_of_forward_and_wakes_the_peer(make):
     assert time.monotonic() - begin < WAKE_S
 
 
-def test_an_error_that_was_raised_keeps_nothing_alive():
+def test_a_raised_error_keeps_no_tensors_alive():
     def gather(fulls):
         raise MemoryError
 
@@ -323,7 +323,7 @@ def test_a_prefetch_is_complete_on_the_device_when_forward_uses_it(late):
         assert output.tolist() == [6.0, 22.0]
 
 
-def test_a_prefetch_runs_behind_the_step_on_a_stream_of_its_own(late):
+def test_a_prefetch_runs_after_the_step_on_its_own_stream(late):
     fake, each = late
     modules = each(lambda end: one_parameter(end, torch.zeros(2, 4)))
     fake.prompt = False

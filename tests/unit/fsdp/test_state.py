@@ -40,7 +40,7 @@ def assert_same(actual, expected):
 
 @each_strategy
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
-def test_the_state_is_that_of_the_bare_module_on_every_rank(strategy, kind):
+def test_the_full_state_equals_the_bare_modules_on_every_rank(strategy, kind):
     def work(end):
         fsdp = wrap(end, strategy)
         fsdp.load_full_state_dict(state_of(5))
@@ -65,7 +65,7 @@ def test_the_state_is_that_of_the_bare_module_on_every_rank(strategy, kind):
         ((GRAD_OP, HYBRID), (3, 4)),
     ],
 )
-def test_training_goes_on_at_another_world_size(strategies, world_sizes):
+def test_training_continues_at_another_world_size(strategies, world_sizes):
     def train(end, strategy, state, seeds):
         fsdp = wrap(end, strategy)
         if state is not None:
@@ -94,7 +94,7 @@ def test_training_goes_on_at_another_world_size(strategies, world_sizes):
 
 
 @each_strategy
-def test_one_rank_may_get_the_state_alone(strategy):
+def test_the_full_state_may_go_to_one_rank_only(strategy):
     ranks = on_ranks(3, lambda end: wrap(end, strategy).full_state_dict(rank=1))
     assert [bool(state) for state in ranks] == [False, True, False]
     assert_same(ranks[1], Net().state_dict())
@@ -113,7 +113,7 @@ def test_the_state_owns_its_memory(strategy):
 
 
 @each_strategy
-def test_a_state_may_be_asked_for_between_forward_and_sync(strategy):
+def test_the_full_state_is_available_between_forward_and_sync(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         loss = loss_of(fsdp, batch(4))
@@ -156,7 +156,7 @@ def test_a_state_that_does_not_fit_changes_nothing(strategy, change, says):
 
 
 @each_strategy
-def test_a_part_of_a_state_is_loaded_where_that_is_asked_for(strategy):
+def test_a_partial_state_is_loaded_if_not_strict(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         fsdp.load_full_state_dict({"hidden.weight": torch.ones(6, 5)}, strict=False)
@@ -174,7 +174,7 @@ def test_a_part_of_a_state_is_loaded_where_that_is_asked_for(strategy):
 
 
 @each_sharded
-def test_a_part_that_is_loaded_after_a_step_does_not_hide_the_step(strategy):
+def test_a_partial_load_after_a_step_does_not_hide_the_step(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         with torch.no_grad():
@@ -219,7 +219,7 @@ class WithExtra(nn.Module):
 
 
 @each_strategy
-def test_extra_state_travels(strategy):
+def test_extra_state_is_saved_and_loaded(strategy):
     def work(end):
         fsdp = wrap(end, strategy, nn.Sequential(WithExtra()))
         state = fsdp.full_state_dict()
@@ -232,7 +232,7 @@ def test_extra_state_travels(strategy):
 
 
 @each_strategy
-def test_a_rank_can_save_and_load_its_own_part(strategy):
+def test_a_rank_can_save_and_load_its_own_shards(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         own = {name: tensor.clone() for name, tensor in fsdp.state_dict().items()}
@@ -247,7 +247,7 @@ def test_a_rank_can_save_and_load_its_own_part(strategy):
 
 
 @each_strategy
-def test_unwrapping_gives_the_bare_module_back(strategy):
+def test_unwrapping_returns_the_bare_module(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
@@ -266,7 +266,7 @@ def test_unwrapping_gives_the_bare_module_back(strategy):
 
 
 @each_strategy
-def test_updating_shards_writes_what_the_next_forward_uses(strategy):
+def test_updated_shards_are_used_by_the_next_forward(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         flat = torch.cat([p.detach().view(-1) for p in fsdp.parameters()])
@@ -283,7 +283,7 @@ def test_updating_shards_writes_what_the_next_forward_uses(strategy):
 
 
 @each_strategy
-def test_compiled_parts_have_plain_keys_out_and_in(strategy):
+def test_compiled_submodules_are_saved_and_loaded_under_plain_keys(strategy):
     def work(end):
         net = Net(seed=1)
         name, part = next((n, m) for n, m in net.named_children() if list(m.parameters()))

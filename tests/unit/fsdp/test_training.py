@@ -117,7 +117,7 @@ class Shapes(nn.Module):
     strategy=st.sampled_from(SHARDED),
     large=st.sampled_from([1, 10, 1 << 16]),
 )
-def test_gradient_shards_of_any_sizes_put_together_are_those_of_one_device(
+def test_concatenated_gradient_shards_equal_one_devices_gradients(
     shapes, world_size, strategy, large
 ):
     inputs = torch.linspace(0.5, 2.0, world_size, dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_shards_are_one_dimensional_views_of_one_flat_tensor(strategy):
 
 
 @each_strategy
-def test_unused_parameters_get_zeros_and_frozen_ones_nothing(strategy):
+def test_unused_parameters_get_zero_gradients_and_frozen_ones_none(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         loss_of(fsdp, share(batch(8), end)).backward()
@@ -173,7 +173,7 @@ def test_unused_parameters_get_zeros_and_frozen_ones_nothing(strategy):
 
 
 @each_strategy
-def test_a_parameter_used_by_one_rank_alone_gets_its_share(strategy):
+def test_a_parameter_used_by_one_rank_only_gets_its_mean_gradient(strategy):
     class Switch(nn.Module):
         def __init__(self):
             super().__init__()
@@ -283,7 +283,7 @@ def test_two_forwards_before_one_backward_use_the_same_parameters(strategy):
 
 
 @each_strategy
-def test_a_recomputed_forward_finds_the_full_parameters(strategy):
+def test_a_recomputed_forward_uses_the_full_parameters(strategy):
     """Activation checkpoints run parts of the module again, inside backward."""
 
     class Recomputed(nn.Module):
@@ -313,7 +313,7 @@ def test_a_recomputed_forward_finds_the_full_parameters(strategy):
 
 
 @each_strategy
-def test_clipping_goes_by_the_norm_of_the_whole_model(strategy):
+def test_clipping_uses_the_norm_of_the_whole_model(strategy):
     orders = [1.0, 2.0, 3.0, float("inf")]
     net = Net()
     loss_of(net, batch(9)).backward()
@@ -334,7 +334,7 @@ def test_clipping_goes_by_the_norm_of_the_whole_model(strategy):
 
 
 @each_strategy
-def test_a_norm_that_is_not_finite_is_seen_by_every_rank(strategy):
+def test_a_non_finite_norm_is_returned_on_every_rank(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         (loss_of(fsdp, batch(4)) * (float("nan") if end.rank else 1.0)).backward()
@@ -347,7 +347,7 @@ def test_a_norm_that_is_not_finite_is_seen_by_every_rank(strategy):
 
 
 @each_strategy
-def test_everybody_starts_from_rank_0s_parameters_and_buffers(strategy):
+def test_all_ranks_start_from_rank_0s_parameters_and_buffers(strategy):
     models = [Net(seed=rank) for rank in range(3)]
     models[0].seen += 7
 
@@ -361,7 +361,7 @@ def test_everybody_starts_from_rank_0s_parameters_and_buffers(strategy):
         assert all(tensor.equal(expected[name]) for name, tensor in state.items())
 
 
-def test_buffers_stay_with_their_rank_until_they_are_synced():
+def test_buffers_differ_between_ranks_until_they_are_synced():
     def work(end):
         fsdp = wrap(end)
         fsdp.module.seen += 10 * end.rank + 1
@@ -403,7 +403,7 @@ def test_memory_formats_are_kept(strategy):
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {}], ids=str)
-def test_optimizers_of_all_kinds_bear_empty_shards(options):
+def test_all_optimizers_accept_empty_shards(options):
     def work(end):
         fsdp = wrap(end)
         optimizer = torch.optim.AdamW(fsdp.parameters(), **options)
@@ -428,7 +428,7 @@ def test_full_parameters_are_freed_after_evaluation(strategy):
         assert all(are_shards)
 
 
-def test_an_fsdp_may_be_a_part_of_another_module():
+def test_an_fsdp_may_be_a_submodule():
     def work(end):
         whole = nn.Sequential(FSDP(nn.Linear(4, 5), end), nn.Tanh())
         optimizer = torch.optim.SGD(whole.parameters(), lr=1.0)
@@ -469,7 +469,7 @@ def test_no_forward_uses_values_from_before_a_step(strategy, options):
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
-def test_a_broadcast_that_was_left_out_is_made_by_the_next_forward(options):
+def test_an_omitted_broadcast_is_made_by_the_next_forward(options):
     def work(end):
         fsdp = wrap(end, ShardingStrategy.SHARD_GRAD_OP)
         optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1, **options)

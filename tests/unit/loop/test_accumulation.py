@@ -58,7 +58,7 @@ def weighted_reference(alone, batches, counts, max_norm=None):
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("optim", [sgd, adamw])
-def test_a_round_is_the_weighted_mean_of_what_each_device_accumulated(optim, max_norm):
+def test_a_round_is_the_weighted_mean_of_accumulated_gradients(optim, max_norm):
     net = make_net()
     alone = OneDevice(net, optim)
     config = DdpConfig(speed_hint=(1, 2.0), max_anchor=2, max_grad_norm=max_norm)
@@ -91,7 +91,7 @@ def test_without_clipping_a_round_equals_the_mean_over_its_batches():
 
 
 @pytest.mark.parametrize("num_batches", [1, 3, 5])
-def test_a_short_round_is_dealt_in_proportion_and_idle_devices_have_no_weight(num_batches):
+def test_a_short_round_is_divided_in_proportion_and_idle_devices_have_weight_zero(num_batches):
     net = make_net()
     alone = OneDevice(net, adamw)
     config = DdpConfig(speed_hint=(1, 2.0), max_anchor=4)
@@ -138,7 +138,7 @@ def test_the_loop_is_the_same_on_one_device(num_devices):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_round_on_one_device_is_clipped_and_divided_alike(num_devices):
+def test_a_round_on_one_device_is_clipped_and_divided_too(num_devices):
     net = make_net()
     alone = OneDevice(net)
     config = DdpConfig(max_grad_norm=0.1, max_anchor=0)
@@ -170,7 +170,7 @@ def mean_step(alone, batches, max_norm=None):
 @pytest.mark.parametrize("how", ["directly", "meeting"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_with_an_anchor_every_so_many_steps_of_the_usual_loop_are_reduced(
+def test_with_max_anchor_several_steps_of_a_plain_loop_share_a_reduction(
     how, max_norm, num_devices
 ):
     net = make_net()
@@ -218,7 +218,7 @@ def test_weighted_steps_share_a_reduction_by_their_weights(how):
             model.step()
 
 
-def test_a_shared_reduction_that_fails_leaves_nothing_behind(monkeypatch):
+def test_a_failed_reduction_of_several_steps_clears_all_gradients(monkeypatch):
     net = make_net()
     alone = OneDevice(net)
     with on_cpus(net, 2, config=spaced(2)) as model:
@@ -240,7 +240,7 @@ def test_a_shared_reduction_that_fails_leaves_nothing_behind(monkeypatch):
         assert_close(model, alone.model)
 
 
-def test_a_gradient_that_cannot_be_put_aside_is_refused_by_name_and_nothing_is_left():
+def test_a_sparse_gradient_cannot_be_stashed_and_all_gradients_are_cleared():
     net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
     with on_cpus(net, 2, config=spaced(2)) as model:
         model(torch.randint(9, (6, 2))).sum().backward()
@@ -250,7 +250,7 @@ def test_a_gradient_that_cannot_be_put_aside_is_refused_by_name_and_nothing_is_l
         assert all(p.grad is None for replica in model.replicas for p in replica.parameters())
 
 
-def test_what_needs_the_whole_gradient_is_refused_while_steps_share_a_reduction():
+def test_operations_on_the_whole_gradient_are_refused_while_steps_share_a_reduction():
     with on_cpus(make_net(), 2, config=spaced(2)) as model:
         loss_fn(model, make_batch(6)).backward()
         with pytest.raises(RuntimeError, match="DdpConfig\\(max_grad_norm"):
@@ -264,7 +264,7 @@ def test_what_needs_the_whole_gradient_is_refused_while_steps_share_a_reduction(
         assert_identical(model)
 
 
-def test_steps_that_wait_for_a_reduction_at_the_end_are_told_of(caplog):
+def test_steps_not_reduced_at_close_are_logged(caplog):
     for last in (None, True):
         with on_cpus(make_net(), 2, config=spaced(2)) as model:
             for at in range(3):
@@ -276,7 +276,7 @@ def test_steps_that_wait_for_a_reduction_at_the_end_are_told_of(caplog):
 
 
 @pytest.mark.parametrize("how", ["directly", "meeting"])
-def test_the_anchor_of_the_usual_loop_follows_what_reductions_cost(how, monkeypatch):
+def test_the_anchor_of_a_plain_loop_follows_the_cost_of_reductions(how, monkeypatch):
     given = []
     report = AccumulationSchedule.report
     monkeypatch.setattr(
@@ -293,7 +293,7 @@ def test_the_anchor_of_the_usual_loop_follows_what_reductions_cost(how, monkeypa
         assert sync_s > 0
 
 
-def test_the_usual_loop_works_with_a_cadence_too():
+def test_a_plain_loop_trains_with_elche_too():
     net = make_net()
     alone = OneDevice(net)
     with on_cpus(net, 2, config=DdpConfig(speed_hint=(0, 2.0))) as model:
@@ -361,7 +361,7 @@ def test_gpus_of_different_models_are_unequal(monkeypatch):
     assert not unequal_gpus([cpu, cpu])
 
 
-def test_an_anchor_is_capped_and_fitted_to_the_overhead():
+def test_the_anchor_is_capped_and_fitted_to_the_overhead():
     accumulation = AccumulationSchedule.of(
         2, DdpConfig(max_anchor=16, overhead_target=0.5), use_el_che=True
     )
@@ -377,7 +377,7 @@ def test_an_anchor_is_capped_and_fitted_to_the_overhead():
     assert AccumulationSchedule.of(1, DdpConfig(), use_el_che=True).batch_counts == (1,)
 
 
-def test_what_is_not_measured_yet_changes_nothing():
+def test_missing_measurements_change_nothing():
     """On a GPU times come some steps late."""
     accumulation = AccumulationSchedule.of(2, DdpConfig(), use_el_che=True)
     assert accumulation.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
@@ -386,7 +386,7 @@ def test_what_is_not_measured_yet_changes_nothing():
     assert reduction_seconds([(0.5, 1), (0.0, 0), (0.2, 1)]) == 0.2
 
 
-def test_rounds_ask_anew_how_many_are_due():
+def test_rounds_read_the_batch_counts_for_each_list():
     counts = [(1, 2)]
     found = []
     for given in rounds(range(10), lambda: counts[-1]):
@@ -398,7 +398,7 @@ def test_rounds_ask_anew_how_many_are_due():
 # -- what cannot work ------------------------------------------------------------------------
 
 
-def test_the_two_ways_cannot_share_a_step():
+def test_backward_and_accumulate_cannot_share_a_step():
     with on_cpus(make_net(), 2) as model:
         x, y = make_batch(4)
         model.accumulate(loss_fn, [(x, y)] * 2)
@@ -427,7 +427,7 @@ def bad_loss(value):
         (bad_loss(torch.tensor(1.0)), "without a gradient"),
     ],
 )
-def test_losses_that_are_none_are_refused_and_the_module_goes_on(bad, match, num_devices):
+def test_invalid_losses_are_refused_and_the_module_stays_usable(bad, match, num_devices):
     with on_cpus(make_net(), num_devices) as model:
         error = ReplicaFailed if num_devices > 1 else (TypeError, ValueError)
         with pytest.raises(error, match=match):
@@ -436,7 +436,7 @@ def test_losses_that_are_none_are_refused_and_the_module_goes_on(bad, match, num
         assert_identical(model)
 
 
-def test_a_failure_on_one_rank_drops_what_all_have_accumulated():
+def test_a_failure_on_one_rank_clears_all_ranks_accumulated_gradients():
     def failing(module, batch):
         if threading.current_thread().name.endswith("-1"):
             raise ZeroDivisionError("bad batch")
@@ -489,7 +489,7 @@ def test_a_hint_for_a_rank_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize(("devices", "max_anchor"), [(2, None), (2, 0), (2, 1), (1, 2)])
-def test_a_plain_loop_reduces_at_every_step_unless_an_anchor_is_given(devices, max_anchor):
+def test_a_plain_loop_reduces_at_every_step_without_max_anchor(devices, max_anchor):
     with on_cpus(make_net(), devices, config=DdpConfig(max_anchor=max_anchor)) as model:
         before = [p.detach().clone() for p in model.parameters()]
         loss_fn(model, make_batch(6)).backward()

@@ -33,14 +33,14 @@ def measured(rates, num_steps=WARMUP_STEPS):
 
 
 @given(speeds)
-def test_shares_sum_to_one_and_leave_nobody_out(weights):
+def test_shares_sum_to_one_and_none_is_zero(weights):
     shares = normalized_shares(weights)
     assert math.isclose(math.fsum(shares), 1.0, rel_tol=1e-12)
     assert min(shares) >= min(MIN_SHARE, 1 / len(weights)) * (1 - 1e-9)
 
 
 @given(speeds)
-def test_faster_devices_never_get_less(weights):
+def test_faster_devices_never_get_smaller_shares(weights):
     shares = normalized_shares(weights)
     for a, share_a in zip(weights, shares, strict=True):
         for b, share_b in zip(weights, shares, strict=True):
@@ -56,24 +56,24 @@ def test_shares_above_the_least_keep_their_proportion(weights):
         assert s / free[0][1] == pytest.approx(w / free[0][0], rel=1e-6)
 
 
-def test_what_the_slowest_is_lifted_by_comes_from_the_others_in_proportion():
+def test_raising_the_smallest_share_lowers_the_others_in_proportion():
     assert normalized_shares([1, 33, 66]) == pytest.approx([0.05, 0.95 / 3, 0.95 * 2 / 3])
 
 
-def test_a_device_that_falls_below_the_least_share_in_turn_is_lifted_too():
+def test_a_share_that_falls_below_the_minimum_after_raising_others_is_raised_too():
     # 0.0505 of the whole, but less than 0.05 of what the first one leaves.
     shares = normalized_shares([0.0001, 0.0505, 0.9494])
     assert shares[:2] == pytest.approx([0.05, 0.05])
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, math.nan], [math.inf, 1.0], [-1.0]])
-def test_weights_that_are_no_speeds_are_refused(weights):
+def test_invalid_speeds_are_refused(weights):
     with pytest.raises(ValueError, match="finite and positive"):
         normalized_shares(weights)
 
 
 @given(speeds, st.integers(0, 10_000))
-def test_sizes_are_complete_and_leave_nobody_out(weights, num_samples):
+def test_sizes_are_complete_and_none_is_zero(weights, num_samples):
     sizes = apportion(num_samples, normalized_shares(weights))
     assert sum(sizes) == num_samples
     assert all(size >= 0 for size in sizes)
@@ -84,14 +84,14 @@ def test_sizes_are_complete_and_leave_nobody_out(weights, num_samples):
 
 
 @given(st.lists(st.floats(1.0, 10.0), min_size=1, max_size=9), st.integers(200, 10_000))
-def test_sizes_are_as_close_to_the_ratios_as_whole_numbers_can_be(weights, num_samples):
+def test_sizes_are_as_close_to_the_ratios_as_integers_can_be(weights, num_samples):
     shares = normalized_shares(weights)
     for size, share in zip(apportion(num_samples, shares), shares, strict=True):
         assert abs(size - num_samples * share) <= 1
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=9).filter(any), st.integers(0, 3000))
-def test_batches_are_dealt_completely_and_exactly_as_counted(counts, num_items):
+def test_batches_are_distributed_completely_by_batch_counts(counts, num_items):
     assert split_by_ratio(sum(counts), counts) == tuple(counts)
     sizes = split_by_ratio(num_items, counts)
     assert sum(sizes) == num_items
@@ -100,7 +100,7 @@ def test_batches_are_dealt_completely_and_exactly_as_counted(counts, num_items):
         assert size == 0 or count > 0
 
 
-def test_the_split_is_equal_while_it_calibrates():
+def test_the_split_is_equal_during_calibration():
     balancer = measured([1.0, 3.0], WARMUP_STEPS - 1)
     assert balancer.chunk_ratios == (0.5, 0.5)
     assert balancer.sizes(8) == (4, 4)
@@ -141,13 +141,13 @@ def train(balancer, batch_size, num_steps, *, call_s, sample_s, noise=0.0, seed=
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("call_s", "sample_s"), [((2.2e-4, 2e-4), 2e-6), ((1.1e-3, 1e-3), 5e-6)])
-def test_a_cost_for_each_call_drives_alike_devices_not_apart(call_s, sample_s, seed):
+def test_a_fixed_cost_per_call_does_not_move_the_shares_of_equal_devices(call_s, sample_s, seed):
     balancer = Balancer(2)
     costs = {"call_s": call_s, "sample_s": [sample_s] * 2}
     assert train(balancer, 12, 3000, **costs, noise=0.1, seed=seed) > 0.4
 
 
-def test_ratios_that_are_no_gain_are_taken_back_until_speeds_change():
+def test_ratios_without_a_gain_are_reverted_until_speeds_change():
     balancer = Balancer(2)
     # The larger part seems faster, and is not.
     first = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
@@ -162,7 +162,7 @@ def test_ratios_that_are_no_gain_are_taken_back_until_speeds_change():
     assert balancer.chunk_ratios == pytest.approx((0.25, 0.75), abs=0.01)
 
 
-def test_some_slow_steps_are_no_measure_for_a_trial():
+def test_a_few_slow_steps_do_not_decide_a_trial():
     balancer = Balancer(2)
     slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # kernels are chosen, say
     train(balancer, 20, 3, **slow)
@@ -173,7 +173,7 @@ def test_some_slow_steps_are_no_measure_for_a_trial():
     assert balancer.chunk_ratios == (0.5, 0.5)
 
 
-def test_a_new_measurement_counts_three_tenths():
+def test_a_new_measurement_has_weight_three_tenths():
     balancer = Balancer(1)
     balancer.observe(0, 10, 1.0)
     assert balancer.throughput == (10.0,)
@@ -181,7 +181,7 @@ def test_a_new_measurement_counts_three_tenths():
     assert balancer.throughput == pytest.approx((0.7 * 10 + 0.3 * 20,))
 
 
-def test_a_hint_holds_until_the_first_step_corrects_it():
+def test_a_speed_hint_is_corrected_after_the_first_step():
     balancer = Balancer(2, speed_hint=(1, 3.0))
     assert balancer.chunk_ratios == pytest.approx((0.75, 0.25))
     balancer.observe(0, 10, 1.0)
@@ -191,7 +191,7 @@ def test_a_hint_holds_until_the_first_step_corrects_it():
     assert balancer.sizes(8) == (4, 4)  # and not what was computed for the old ratios
 
 
-def test_a_device_that_was_never_measured_keeps_its_part():
+def test_a_device_that_was_never_measured_keeps_its_share():
     balancer = Balancer(3)
     for _ in range(WARMUP_STEPS):
         balancer.observe(0, 10, 1.0)
@@ -209,7 +209,7 @@ def test_time_without_samples_counts_with_the_next_samples():
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_are_none_are_ignored(seconds):
+def test_invalid_times_are_ignored(seconds):
     balancer = Balancer(1)
     balancer.observe(0, 10, seconds)
     assert balancer.throughput == (0.0,)
@@ -220,7 +220,7 @@ def test_times_that_are_none_are_ignored(seconds):
         st.tuples(st.floats(1e-6, 10.0), st.floats(1e-6, 10.0), st.integers(0, 9)), max_size=80
     )
 )
-def test_whatever_is_measured_the_ratios_stay_parts_of_one(steps):
+def test_ratios_sum_to_one_for_any_measurements(steps):
     balancer = Balancer(2, speed_hint=(0, 2.0))
     for first, second, num_samples in steps:
         balancer.observe(0, num_samples, first)
@@ -242,7 +242,7 @@ def test_fixed_ratios_stay_whatever_is_measured(hint):
 
 
 @pytest.mark.parametrize(("faster", "moves"), [(1.06, False), (1.2, True)])
-def test_only_a_gain_beyond_noise_moves_equal_parts(faster, moves):
+def test_equal_shares_change_only_for_a_gain_above_noise(faster, moves):
     balancer = Balancer(2)
     train(balancer, 1000, WARMUP_STEPS, call_s=[0.0, 0.0], sample_s=[1.0, 1.0 / faster])
     assert (balancer.chunk_ratios != (0.5, 0.5)) is moves

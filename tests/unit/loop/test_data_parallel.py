@@ -49,7 +49,7 @@ def assert_close(actual, expected):
 
 @pytest.mark.parametrize("backend", [AverageBackend.AUTO, AverageBackend.GLOO])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_batch_on_replicas_is_that_batch_on_one_device(world_size, backend):
+def test_a_batch_on_replicas_equals_that_batch_on_one_device(world_size, backend):
     batches = [samples_of(n, seed) for seed, n in enumerate((12, 7, 1, 2, 30))]
     model, expected = one_device(batches)
     with replicas(world_size, backend=backend) as coordinator:
@@ -83,7 +83,7 @@ def test_replicas_are_identical_before_and_after_every_step(sizes, world_size, s
     assert_close(state(coordinator.primary), state(model))
 
 
-def test_clipping_is_that_of_the_whole_batchs_gradient():
+def test_clipping_uses_the_whole_batchs_gradient():
     batches = [samples_of(10, seed) for seed in range(5)]
     model, expected = one_device(batches, optim=sgd, max_norm=0.1)
     with replicas(3, optim=sgd, max_grad_norm=0.1) as coordinator:
@@ -94,7 +94,7 @@ def test_clipping_is_that_of_the_whole_batchs_gradient():
     assert min(r.grad_norm for r in results) > 0.1
 
 
-def test_replicas_work_at_the_same_time_in_threads_that_stay():
+def test_replicas_work_concurrently_in_persistent_threads():
     meeting = threading.Barrier(3, timeout=WAIT_S)
     seen = set()
 
@@ -109,7 +109,7 @@ def test_replicas_work_at_the_same_time_in_threads_that_stay():
     assert sorted(name for name, _ in seen) == [f"data-parallel-{rank}" for rank in range(3)]
 
 
-def test_every_sample_is_trained_once_and_whatever_else_it_may_be():
+def test_every_sample_of_any_type_is_trained_exactly_once():
     trained = [[], [], []]
 
     def loss(model, samples):
@@ -145,7 +145,7 @@ def test_fewer_samples_than_replicas_leave_the_rest_identical():
     assert_close(state(coordinator.primary), state(model))
 
 
-def test_only_what_is_trainable_travels():
+def test_only_trainable_parameters_are_exchanged():
     def adapted(device):
         model = mlp(device)
         model[0].requires_grad_(False)
@@ -162,7 +162,7 @@ def test_only_what_is_trainable_travels():
         assert identical(coordinator)
 
 
-def test_a_parameter_that_no_replica_used_is_not_touched_and_one_that_some_used_is():
+def test_only_parameters_used_on_some_replica_are_stepped():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -187,7 +187,7 @@ def test_a_parameter_that_no_replica_used_is_not_touched_and_one_that_some_used_
     assert {name.split(".")[0] for name in changed} == {"first", "second"}
 
 
-def test_buffers_are_those_of_the_first_replica_that_had_samples():
+def test_buffers_are_copied_from_the_first_replica_that_had_samples():
     def with_norm(device):
         return mlp(device, norm=True)
 
@@ -203,7 +203,7 @@ def test_buffers_are_those_of_the_first_replica_that_had_samples():
         assert identical(coordinator)
 
 
-def test_the_modes_of_modules_are_the_primarys():
+def test_the_modes_of_modules_are_copied_from_the_primary():
     modes = []
 
     def look(model, samples):
@@ -218,7 +218,7 @@ def test_the_modes_of_modules_are_the_primarys():
     assert modes == [pair for pair in pairs for _ in range(2)]
 
 
-def test_schedulers_on_every_optimizer_change_all_replicas_alike():
+def test_schedulers_on_every_optimizer_keep_the_replicas_identical():
     with replicas(2, optim=sgd) as coordinator:
         schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -246,7 +246,7 @@ def test_sync_params_gives_every_replica_the_primarys_weights():
         assert identical(coordinator)
 
 
-def test_replicas_on_devices_of_different_kinds_take_over_the_primarys_parameters(monkeypatch):
+def test_replicas_on_devices_of_different_kinds_copy_the_primarys_parameters(monkeypatch):
     """Such devices round differently, so the optimizer here is made to."""
     steps = []
 

@@ -93,7 +93,7 @@ def test_of_several_failures_the_lowest_rank_is_named(trained):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_loss_that_is_not_finite_halts_before_any_step(trained, at, value):
+def test_a_non_finite_loss_raises_before_any_step(trained, at, value):
     coordinator, plan = trained
     plan[at] = lambda loss, model: loss + value
     error = fails_and_goes_on(
@@ -119,7 +119,7 @@ class Poisoned(torch.autograd.Function):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_gradient_that_is_not_finite_halts_before_any_step(trained, at, value):
+def test_a_non_finite_gradient_raises_before_any_step(trained, at, value):
     """F-DP-003: it is in the mean, it is seen, and nobody has stepped."""
     coordinator, plan = trained
     plan[at] = lambda loss, model: loss + Poisoned.apply(model[3].weight, value)
@@ -151,7 +151,7 @@ def test_gradients_whose_squares_overflow_are_finite():
         (lambda loss, model: loss.detach(), ValueError, "without a gradient"),
     ],
 )
-def test_a_loss_of_the_wrong_kind_is_named(trained, result, cause, match):
+def test_a_loss_of_the_wrong_type_is_named(trained, result, cause, match):
     coordinator, plan = trained
     plan[1] = result
     error = fails_and_goes_on(coordinator, plan, ReplicaFailed, match)
@@ -169,7 +169,7 @@ def test_a_loss_of_the_wrong_kind_is_named(trained, result, cause, match):
         (True, "the second value is the number of right samples"),
     ],
 )
-def test_a_number_of_correct_samples_that_is_none_is_named(correct, match):
+def test_an_invalid_number_of_correct_samples_is_named(correct, match):
     def loss(model, samples):
         return loss_fn(model, samples)[0], correct
 
@@ -178,7 +178,7 @@ def test_a_number_of_correct_samples_that_is_none_is_named(correct, match):
 
 
 @pytest.mark.parametrize("correct", [2, 2.0, torch.tensor(2), torch.tensor([2.0])])
-def test_numbers_of_correct_samples_are_added_up(correct):
+def test_numbers_of_correct_samples_are_summed(correct):
     with replicas(2, loss=lambda m, s: (loss_fn(m, s)[0], correct)) as coordinator:
         assert coordinator.train_batch(samples_of(4)).correct == 4
 
@@ -242,7 +242,7 @@ def test_a_model_that_was_moved_is_named(trained):
         assert torch.equal(p, data)
 
 
-def test_a_failure_within_a_step_breaks_the_coordinator_for_good():
+def test_a_failure_within_a_step_makes_the_coordinator_unusable():
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
             if rank() == 1:
@@ -302,7 +302,7 @@ def test_ctrl_c_while_losses_are_computed_changes_nothing_and_training_may_go_on
     assert identical(coordinator)
 
 
-def test_ctrl_c_within_a_step_lets_every_replica_make_it():
+def test_ctrl_c_within_a_step_lets_every_replica_complete_it():
     class Interrupting(torch.optim.SGD):
         def step(self, closure=None):
             if rank() == 1 and presses:
@@ -321,7 +321,9 @@ def test_ctrl_c_within_a_step_lets_every_replica_make_it():
         coordinator.train_batch(samples_of(9, 2))
 
 
-def test_ctrl_c_while_user_code_does_not_return_breaks_the_coordinator(trained, monkeypatch):
+def test_ctrl_c_while_user_code_does_not_return_makes_the_coordinator_unusable(
+    trained, monkeypatch
+):
     coordinator, plan = trained
     monkeypatch.setattr(runner, "INTERRUPT_TIMEOUT_S", 0.05)
     go = threading.Event()
@@ -348,7 +350,7 @@ def test_an_interrupted_build_leaves_no_thread():
     assert not [t for t in threading.enumerate() if t.name.startswith("data-parallel-")]
 
 
-def test_a_replica_that_fails_in_the_averaging_wakes_its_peer_and_is_named():
+def test_a_replica_that_fails_in_the_averaging_aborts_its_peer_and_is_named():
     class Late(nn.Module):
         """Gets a sparse gradient, which cannot be averaged, in the second batch of rank 1."""
 

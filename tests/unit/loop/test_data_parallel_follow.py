@@ -85,7 +85,7 @@ def load(model):
     ],
     ids=lambda changes: "-".join(change.__name__ for change in changes),
 )
-def test_a_change_of_the_primary_is_a_change_of_the_one_model(changes, world_size):
+def test_a_change_of_the_primary_equals_that_change_on_one_device(changes, world_size):
     with replicas(world_size) as coordinator:
         for seed, change in enumerate(changes):
             change(coordinator.primary)
@@ -123,7 +123,7 @@ def replace_in_inference_mode(model):
 
 
 @pytest.mark.parametrize("change", [fill, replace, replace_in_inference_mode])
-def test_buffers_of_the_primary_are_everybodys_in_the_next_batch(change):
+def test_buffers_of_the_primary_reach_all_replicas_in_the_next_batch(change):
     seen = []
 
     def look(model, samples):
@@ -152,7 +152,7 @@ def test_weights_that_were_not_changed_are_not_copied(monkeypatch):
             coordinator.train_batch(samples_of(8, seed))
 
 
-def test_changes_that_are_not_counted_are_followed_by_sync_params():
+def test_sync_params_copies_changes_that_version_counters_miss():
     with replicas(2) as coordinator:
         freeze(coordinator.primary)  # sync_params follows this, too
         coordinator.primary[0].weight.data.mul_(2.0)
@@ -162,7 +162,7 @@ def test_changes_that_are_not_counted_are_followed_by_sync_params():
         assert identical(coordinator)
 
 
-def test_modes_that_loss_fn_has_changed_on_every_replica_follow_the_primary_again():
+def test_modes_changed_by_loss_fn_are_reset_to_the_primarys():
     modes = []
 
     def look(model, samples):
@@ -206,9 +206,7 @@ def add(model):
     ],
 )
 @pytest.mark.parametrize("call", ["train_batch", "sync_params"])
-def test_what_the_replicas_cannot_follow_is_an_error_that_changes_nothing(
-    change, error, says, call
-):
+def test_changes_that_replicas_cannot_copy_raise_and_change_nothing(change, error, says, call):
     with replicas(2, model=frozen_first) as coordinator:
         coordinator.train_batch(samples_of(8))
         others = state(coordinator.models[1])
@@ -220,7 +218,7 @@ def test_what_the_replicas_cannot_follow_is_an_error_that_changes_nothing(
         assert equal(state(coordinator.models[1]), others)
 
 
-def test_a_primary_that_was_put_right_trains_on():
+def test_a_repaired_primary_can_be_trained_again():
     with replicas(2, model=frozen_first) as coordinator:
         unfreeze(coordinator.primary)
         with pytest.raises(RuntimeError, match="was frozen when"):
@@ -234,7 +232,7 @@ def test_a_primary_that_was_put_right_trains_on():
 
 
 @pytest.mark.parametrize("which", ["first", "all"])
-def test_a_loaded_optimizer_goes_on_as_if_nothing_had_happened(which):
+def test_a_loaded_optimizer_continues_like_an_uninterrupted_one(which):
     with replicas(3) as straight:
         for seed in range(3):
             straight.train_batch(samples_of(10, seed))
@@ -266,7 +264,7 @@ def test_a_loaded_optimizer_goes_on_as_if_nothing_had_happened(which):
             assert len(addresses) == num_tensors, "replicas share the memory of their optimizers"
 
 
-def test_settings_of_the_first_optimizer_hold_for_all():
+def test_settings_of_the_first_optimizer_apply_to_all():
     with replicas(3) as coordinator:
         coordinator.train_batch(samples_of(10))
         coordinator.optimizers[0].param_groups[0]["lr"] = 0.3
@@ -275,7 +273,7 @@ def test_settings_of_the_first_optimizer_hold_for_all():
         assert {o.param_groups[0]["lr"] for o in coordinator.optimizers} == {0.3}
 
 
-def test_optimizers_may_be_stepped_by_hand():
+def test_optimizers_may_be_stepped_directly():
     with replicas(2) as coordinator:
         coordinator.train_batch(samples_of(10))
         for optimizer in coordinator.optimizers:  # on the gradients of the batch, once more
@@ -284,7 +282,7 @@ def test_optimizers_may_be_stepped_by_hand():
         assert identical(coordinator)
 
 
-def test_groups_added_to_the_first_optimizer_alone_are_refused():
+def test_groups_added_to_the_first_optimizer_only_are_refused():
     with replicas(2) as coordinator:
         coordinator.optimizers[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
         with pytest.raises(RuntimeError, match="build all groups in optim_factory"):
@@ -306,7 +304,7 @@ class Laid(nn.Module):
 
 @settings(max_examples=15)
 @given(st.integers(1, 4), st.booleans(), st.integers(2, 4), st.lists(st.integers(1, 9), min_size=1))
-def test_gradients_are_laid_out_alike_on_all_replicas(channels, transposed, world_size, sizes):
+def test_gradients_have_the_same_layout_on_all_replicas(channels, transposed, world_size, sizes):
     layouts = [[] for _ in range(world_size)]
 
     def build(device):

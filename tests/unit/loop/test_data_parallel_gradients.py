@@ -16,14 +16,14 @@ NAN, INF = float("nan"), float("inf")
 numbers = st.floats(-1e6, 1e6)
 
 
-def test_a_mean_is_that_of_every_element():
+def test_a_mean_is_computed_element_by_element():
     grads = [[2.0, 4.0, 6.0], [4.0, 6.0, 8.0], [6.0, 8.0, 10.0]]
     assert average_gradients(grads) == pytest.approx([4.0, 6.0, 8.0])
     assert average_gradients(grads[:1]) == grads[0]
     assert DataParallelCoordinator.average_gradients(grads, [1, 0, 1]) == [4.0, 6.0, 8.0]
 
 
-def test_nothing_has_the_mean_nothing():
+def test_the_mean_of_no_gradients_is_empty():
     assert average_gradients([]) == []
     assert average_gradients([], []) == []
     assert average_gradients([[], []]) == []
@@ -56,7 +56,7 @@ def test_a_mean_is_the_weighted_sum_over_the_weights(data, world_size, length):
     at=st.integers(0, 3),
     others=st.lists(numbers, min_size=3, max_size=3),
 )
-def test_what_is_not_finite_stays_visible_where_it_was(bad, at, others):
+def test_non_finite_gradients_stay_visible_at_their_positions(bad, at, others):
     values = [*others[: min(at, 3)], bad, *others[min(at, 3) :]]
     mean = average_gradients([[value, 1.0] for value in values])
     assert not math.isfinite(mean[0])
@@ -72,12 +72,12 @@ def test_nan_and_infinity_together_are_nan():
     assert math.isnan(average_gradients([[INF], [-INF]])[0])
 
 
-def test_what_has_weight_zero_is_not_used():
+def test_gradients_with_weight_zero_are_not_used():
     assert average_gradients([[NAN], [3.0]], [0, 2]) == [3.0]
     assert average_gradients([torch.tensor([INF]), torch.tensor([3.0])], [0, 2]).tolist() == [3.0]
 
 
-def test_gradients_of_a_model_keep_their_form_and_layout():
+def test_gradients_of_a_model_keep_their_shape_and_layout():
     weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     grads = [[weight, None, torch.ones(2)], [weight * 3, None, None]]
     first, second, third = average_gradients(grads)
@@ -95,7 +95,7 @@ def test_low_precision_is_summed_in_float32(dtype):
     assert mean.item() == torch.tensor(2051 / 4).to(dtype).item()
 
 
-def test_integers_have_a_mean_that_is_none():
+def test_the_mean_of_integers_may_be_fractional():
     assert average_gradients([torch.tensor([1, 2]), torch.tensor([2, 2])]).tolist() == [1.5, 2.0]
 
 
@@ -121,7 +121,7 @@ def test_gradients_that_have_no_mean_are_named(grads, weights, error, match):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_whatever_is_not_finite_is_found(bad):
+def test_any_non_finite_gradient_is_detected(bad):
     assert has_non_finite(bad)
     assert has_non_finite([1.0, bad, 3.0])
     assert has_non_finite(torch.tensor([1.0, bad]))
@@ -132,7 +132,7 @@ def test_whatever_is_not_finite_is_found(bad):
 @pytest.mark.parametrize(
     "fine", [1.0, None, [], torch.zeros(0), [1.0, 2, None], torch.tensor([1e38]), torch.arange(3)]
 )
-def test_what_is_finite_is_not(fine):
+def test_finite_gradients_are_finite(fine):
     assert not has_non_finite(fine)
 
 
@@ -140,7 +140,7 @@ def test_what_is_finite_is_not(fine):
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=5))
-def test_a_norm_is_that_of_all_elements_together(columns):
+def test_a_norm_is_taken_over_all_elements_together(columns):
     grads = [torch.tensor(column, dtype=torch.float64) for column in columns]
     expected = math.sqrt(math.fsum(x * x for column in columns for x in column))
     assert gradient_norm(grads) == pytest.approx(expected, rel=1e-9, abs=1e-150)

@@ -99,7 +99,7 @@ def make(unlike, loss):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "in a batch that fails"])
 @pytest.mark.parametrize("unlike", [False, True], ids=["alike", "unlike"])
-def test_after_ctrl_c_at_any_line_the_replicas_are_alike_at_the_next_call(unlike, fails):
+def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(unlike, fails):
     broken = threading.Event()
 
     def loss(model, samples):
@@ -125,7 +125,7 @@ def test_after_ctrl_c_at_any_line_the_replicas_are_alike_at_the_next_call(unlike
     assert num_lines > 60
 
 
-def test_ctrl_c_between_the_step_and_the_copy_for_unlike_devices_is_made_good(monkeypatch):
+def test_ctrl_c_between_the_step_and_the_copy_for_unequal_devices_is_repaired(monkeypatch):
     with make(True, loss_fn) as coordinator:
 
         def interrupted(copy):

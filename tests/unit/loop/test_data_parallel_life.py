@@ -66,7 +66,7 @@ def test_models_that_differ_are_named_with_their_rank():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_a_factory_raises_comes_out_with_its_rank(rank):
+def test_a_factorys_exception_has_a_note_with_the_rank(rank):
     built = []
 
     def factory(device):
@@ -96,7 +96,7 @@ def test_models_are_built_one_at_a_time_and_start_from_the_primarys_weights():
     assert most == [1] * 4
 
 
-def test_a_module_is_copied_for_each_replica_and_stays_as_it_is():
+def test_a_module_is_copied_for_each_replica_and_not_changed():
     module = mlp("cpu")
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with replicas(2, model=module) as coordinator, replicas(2) as made:
@@ -115,7 +115,7 @@ def own_threads():
     return [t for t in threading.enumerate() if t.name.startswith("data-parallel-")]
 
 
-def test_the_cores_are_shared_out_and_given_back():
+def test_the_cores_are_divided_among_replicas_and_restored():
     found = []
 
     def look(model, samples):
@@ -145,7 +145,7 @@ def test_threads_end_with_the_last_reference_and_keep_no_model():
     assert (gone(), model()) == (None, None)
 
 
-def test_a_closed_coordinator_says_so_and_its_primary_still_works():
+def test_calls_on_a_closed_coordinator_raise_and_its_primary_stays_usable():
     coordinator = replicas(2)
     coordinator.train_batch(samples_of(4))
     coordinator.close()
@@ -157,7 +157,7 @@ def test_a_closed_coordinator_says_so_and_its_primary_still_works():
     assert copy.deepcopy(coordinator.primary) is not None
 
 
-def test_many_coordinators_leave_nothing(caplog):
+def test_many_coordinators_leave_no_threads_and_no_warnings(caplog):
     caplog.set_level(logging.WARNING)
     for _ in range(15):
         with replicas(2) as coordinator:
@@ -166,7 +166,7 @@ def test_many_coordinators_leave_nothing(caplog):
     assert caplog.records == []
 
 
-def test_losses_without_a_count_of_correct_samples_are_enough():
+def test_loss_fn_may_return_the_loss_only():
     def loss(model, samples):
         return F.cross_entropy(model(samples["x"]), samples["y"])
 

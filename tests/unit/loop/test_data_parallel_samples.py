@@ -25,11 +25,11 @@ def test_ten_samples_over_three_give_three_three_and_four():
 
 
 @pytest.mark.parametrize("nothing", [[], (), range(0), torch.zeros(0, 3), {"x": torch.zeros(0)}])
-def test_nothing_gives_nothing(nothing):
+def test_no_samples_give_no_shards(nothing):
     assert shard_samples(nothing, 3) == []
 
 
-def test_one_sample_is_neither_lost_nor_doubled():
+def test_one_sample_is_in_exactly_one_shard():
     assert shard_samples([42], 3) == [[], [], [42]]
 
 
@@ -79,7 +79,7 @@ def test_columns_are_cut_at_the_same_places(count, num_shards):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_containers_are_cut_by_what_they_hold(samples, expected):
+def test_containers_are_cut_by_their_contents(samples, expected):
     shards = shard_samples(samples, 2)
     assert repr(shards) == repr(expected)
     assert all(type(shard) is type(wanted) for shard, wanted in zip(shards, expected, strict=True))
@@ -121,6 +121,6 @@ def test_shards_of_tensors_share_their_memory():
         ([1], True, TypeError, "pass a whole number"),
     ],
 )
-def test_what_cannot_be_cut_is_named(samples, num_shards, error, match):
+def test_values_that_cannot_be_cut_are_named(samples, num_shards, error, match):
     with pytest.raises(error, match=match):
         shard_samples(samples, num_shards)

@@ -23,7 +23,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # -- gradients ----------------------------------------------------------------------------
 
 
-def test_gradients_become_their_mean_where_they_lie():
+def test_gradients_are_averaged_in_place():
     models = nets(4)
     fill(models)
     addresses = [p.grad.data_ptr() for p in models[3].parameters() if p.grad is not None]
@@ -34,7 +34,7 @@ def test_gradients_become_their_mean_where_they_lie():
     assert addresses == [p.grad.data_ptr() for p in models[3].parameters() if p.grad is not None]
 
 
-def test_counts_weigh_the_gradients():
+def test_gradients_are_weighted_by_counts():
     models = nets(3)
     fill(models, [1.0, 10.0, 100.0])
     with wrap(models) as ddp:
@@ -57,7 +57,7 @@ def test_el_che_gives_the_counts():
     assert models[0].first.bias.grad[0].item() == pytest.approx(3.0)
 
 
-def test_what_is_frozen_or_unused_everywhere_keeps_no_gradient():
+def test_parameters_frozen_or_unused_everywhere_keep_no_gradient():
     models = nets()
     fill(models, names=["first.weight"])
     with wrap(models) as ddp:
@@ -67,7 +67,7 @@ def test_what_is_frozen_or_unused_everywhere_keeps_no_gradient():
         assert has == {"first.weight"}
 
 
-def test_no_gradients_at_all_are_nothing_to_do():
+def test_a_reduction_without_gradients_has_no_effect():
     models = nets()
     with wrap(models) as ddp:
         ddp.all_reduce_gradients()
@@ -86,7 +86,7 @@ def test_a_parameter_that_some_replicas_used_counts_as_zero_on_the_others(backen
 
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
-def test_a_replica_that_counts_nothing_gives_nothing_and_takes_the_mean(backend):
+def test_a_replica_with_weight_zero_adds_nothing_and_gets_the_mean(backend):
     models = nets()
     fill(models, [3.0, float("nan")])
     models[0].conv.bias.grad = None  # stale on the other, which may not bring it back
@@ -99,7 +99,7 @@ def test_a_replica_that_counts_nothing_gives_nothing_and_takes_the_mean(backend)
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_stay_visible(backend, bad):
+def test_non_finite_values_stay_visible(backend, bad):
     models = nets(3)
     fill(models)
     models[1].first.bias.grad[1] = bad
@@ -110,7 +110,7 @@ def test_values_that_are_not_finite_stay_visible(backend, bad):
         assert model.first.weight.grad.isfinite().all()
 
 
-def test_the_strides_of_gradients_stay():
+def test_the_strides_of_gradients_are_kept():
     models = [nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last) for _ in range(3)]
     for model in models[1:]:
         model(torch.randn(2, 3, 5, 5)).square().sum().backward()
@@ -144,7 +144,7 @@ def test_an_expanded_gradient_is_averaged_like_any_other():
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_with_a_graph_of_their_own_are_averaged():
+def test_gradients_that_have_a_graph_are_averaged():
     """As a gradient penalty leaves them."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_many_and_large_gradients_are_cut_into_blocks_without_a_gap():
         ("12", TypeError, "one number for each replica"),
     ],
 )
-def test_counts_that_make_no_mean_are_named(counts, error, match):
+def test_invalid_weights_are_named(counts, error, match):
     models = nets()
     fill(models)
     before = [grads(model) for model in models]
@@ -314,7 +314,7 @@ def test_replicas_that_no_longer_match_are_named(change, error, match):
     assert models[1].first.bias.grad.unique().tolist() == [2.0]
 
 
-def test_a_frozen_parameter_of_which_every_replica_knows_is_no_error():
+def test_a_parameter_frozen_on_every_replica_is_no_error():
     models = nets()
     with wrap(models) as ddp:
         for model in models:
@@ -325,7 +325,7 @@ def test_a_frozen_parameter_of_which_every_replica_knows_is_no_error():
     assert models[1].conv.weight.grad.unique().tolist() == [1.5]
 
 
-def test_a_closed_ddp_says_so_and_closes_again():
+def test_calls_on_a_closed_ddp_raise_and_close_is_idempotent():
     models = nets()
     ddp = wrap(models)
     ddp.close()
@@ -373,7 +373,7 @@ def test_internal_threads_end_with_the_last_reference():
     assert internal_threads() == []
 
 
-def test_a_group_that_is_broken_leaves_the_gradients_and_says_so():
+def test_an_aborted_group_raises_and_leaves_the_gradients_unchanged():
     models = nets()
     fill(models)
     models[0].conv.bias.grad = None

@@ -80,7 +80,7 @@ def test_staged_gradients_become_their_weighted_mean(fake, staged, devices):
     reduction.close()
 
 
-def test_what_the_stream_was_given_before_is_waited_for(fake, staged):
+def test_earlier_work_on_the_callers_stream_is_waited_for(fake, staged):
     devices = (GPU, GPU)
     tensors = gradients(fake, devices)
     reduction = staged(devices)
@@ -94,7 +94,7 @@ def test_what_the_stream_was_given_before_is_waited_for(fake, staged):
     assert values(tensors) == [[5.5]] * 6
 
 
-def test_a_call_in_another_stream_waits_until_the_last_result_has_left(fake, staged):
+def test_a_call_on_another_stream_waits_for_the_copies_of_the_last_result(fake, staged):
     devices = (GPU, GPU)
     reduction = staged(devices)
     with fake.stream(fake.new_stream(GPU)):
@@ -109,7 +109,7 @@ def test_a_call_in_another_stream_waits_until_the_last_result_has_left(fake, sta
     assert len(fake.calls("pin")) == 0  # and the memory of before serves again
 
 
-def test_pinned_memory_grows_with_what_is_used(fake, staged):
+def test_pinned_memory_grows_with_the_gradients(fake, staged):
     reduction = staged((GPU, GPU))
     for count in (2, 1, 2, 3, 3):
         tensors = [own[:count] for own in gradients(fake, (GPU, GPU), [torch.float32] * 3)]
@@ -120,7 +120,7 @@ def test_pinned_memory_grows_with_what_is_used(fake, staged):
     assert [size for _, size in fake.calls("pin")] == [64, 64]
 
 
-def test_pinned_memory_that_is_too_small_is_let_go_before_more_is_taken(fake, staged):
+def test_pinned_memory_that_is_too_small_is_freed_before_more_is_allocated(fake, staged):
     reduction = staged((GPU,))
     alive = pinned_alive_at_allocation(fake)
     for count in (10, 1000, 100_000):
@@ -129,7 +129,7 @@ def test_pinned_memory_that_is_too_small_is_let_go_before_more_is_taken(fake, st
     assert alive == [0, 0, 0]
 
 
-def test_strides_and_complex_gradients_come_through_the_stage(fake, staged):
+def test_strides_and_complex_gradients_survive_staging(fake, staged):
     reduction = staged((GPU, CPU))
     layout = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     tensors = [[torch.randn_like(layout), torch.randn(3, dtype=torch.complex64)] for _ in range(2)]
@@ -165,7 +165,7 @@ def posing_nccl(fake, monkeypatch):
     reduction.close()
 
 
-def test_nccl_averages_in_streams_of_its_own_behind_the_callers(fake, posing_nccl):
+def test_nccl_averages_on_its_own_streams_after_the_callers(fake, posing_nccl):
     reduction, calls = posing_nccl
     tensors = gradients(fake, (GPU, GPU))
     with fake.stream(fake.new_stream(GPU)):
@@ -217,7 +217,7 @@ def test_a_group_whose_threads_cannot_start_is_closed(monkeypatch):
 # -- replicas in parallel -----------------------------------------------------------------------
 
 
-def test_replicas_wait_for_what_the_callers_streams_were_given(fake):
+def test_replicas_wait_for_work_on_the_callers_streams(fake):
     x, y = samples_of(6)
     fake.place(x, OTHER_GPU), fake.place(y, CPU)
     with replicas(3) as coordinator:

@@ -14,7 +14,7 @@ WAKE_S = 5.0
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_ctrl_c_before_all_ranks_were_called_leaves_the_gradients_and_nobody_waits(at):
+def test_ctrl_c_before_all_ranks_were_called_leaves_the_gradients_and_no_rank_waits(at):
     models = nets()
     fill(models)
     before = [grads(model) for model in models]

@@ -31,13 +31,13 @@ NCCL = AverageBackend.NCCL
         (nets(2), ["meta"] * 2, ValueError, "no meta"),
     ],
 )
-def test_wrap_names_what_is_wrong(models, devices, error, match):
+def test_wrap_names_invalid_arguments(models, devices, error, match):
     with pytest.raises(error, match=match):
         Ddp.wrap(models, devices)
 
 
 @pytest.mark.parametrize("backend", ["thread", None, 1])
-def test_wrap_names_a_backend_that_is_none(backend):
+def test_wrap_names_an_invalid_backend(backend):
     with pytest.raises(TypeError, match="pass an AverageBackend"):
         wrap(nets(), backend=backend)
 
@@ -47,7 +47,7 @@ def test_nccl_refuses_cpu_devices():
         wrap(nets(), backend=NCCL)
 
 
-def test_a_model_elsewhere_than_on_its_device_is_named():
+def test_a_model_on_another_device_than_given_is_named():
     with torch.device("meta"):
         away = Net()
     with pytest.raises(ValueError, match=r"'first.weight' of model 1 is on meta, not on cpu"):
@@ -95,7 +95,7 @@ def test_the_first_difference_between_replicas_is_named(change, match):
         wrap(models)
 
 
-def test_replicas_may_not_share_what_they_train():
+def test_replicas_may_not_share_trainable_parameters():
     first, second = nets()
     second.first.weight = first.first.weight
     with pytest.raises(ValueError, match=r"models 0 and 1 share the parameter 'first.weight'"):
@@ -104,7 +104,7 @@ def test_replicas_may_not_share_what_they_train():
         wrap([first, first])
 
 
-def test_replicas_may_share_what_is_frozen():
+def test_replicas_may_share_frozen_parameters():
     first, second = nets()
     second.frozen = first.frozen
     with wrap([first, second]) as ddp:
@@ -131,7 +131,7 @@ def test_sync_params_copies_parameters_frozen_ones_and_buffers():
     assert [p.data_ptr() for p in models[1].parameters()] == addresses
 
 
-def test_sync_buffers_copies_buffers_alone():
+def test_sync_buffers_copies_buffers_only():
     models = nets()
     models[0].norm.running_mean.fill_(5)
     models[0].norm.num_batches_tracked.fill_(9)
@@ -144,7 +144,7 @@ def test_sync_buffers_copies_buffers_alone():
     assert not torch.equal(models[0].first.weight, weights)
 
 
-def test_a_buffer_that_a_module_replaced_is_copied_where_it_is_now():
+def test_a_buffer_replaced_by_a_module_is_copied_to_the_current_tensor():
     models = nets()
     with wrap(models) as ddp:
         for rank, model in enumerate(models):

@@ -80,7 +80,7 @@ def goes_on_as_one_device(model, alone):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_error_in_forward_names_the_rank_and_the_module_goes_on(rank):
+def test_an_error_in_forward_names_the_rank_and_the_module_stays_usable(rank):
     net = Bomb()
     alone = OneDevice(net)
     with on_cpus(net, 3) as model:
@@ -95,7 +95,7 @@ def test_an_error_in_forward_names_the_rank_and_the_module_goes_on(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_an_error_in_backward_names_the_rank_and_its_gradients_are_dropped(rank):
+def test_an_error_in_backward_names_the_rank_and_clears_the_gradients(rank):
     net = Bomb()
     alone = OneDevice(net)
     with on_cpus(net, 3) as model:
@@ -110,7 +110,7 @@ def test_an_error_in_backward_names_the_rank_and_its_gradients_are_dropped(rank)
         goes_on_as_one_device(model, alone)
 
 
-def test_errors_of_several_ranks_are_all_told():
+def test_errors_of_several_ranks_are_all_reported():
     net = Bomb()
     net.forward_ranks = (1, 2)
     with on_cpus(net, 3) as model:
@@ -148,7 +148,7 @@ def test_an_error_in_a_step_leaves_the_replicas_at_rank_zeros_state(when, monkey
         goes_on_as_one_device(model, alone)
 
 
-def test_a_rank_that_fails_before_the_reduction_wakes_its_peers():
+def test_a_rank_that_fails_before_the_reduction_aborts_its_peers():
     net = make_net()
     with on_cpus(net, 2) as model:
         F.cross_entropy(model(make_batch(5)[0]), make_batch(5)[1]).backward()
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_before_the_reduction_wakes_its_peers():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("num_given", [0, 1])
-def test_gradients_that_reach_some_replicas_alone_are_dropped(num_given, error, monkeypatch):
+def test_gradients_that_reach_some_replicas_only_are_cleared(num_given, error, monkeypatch):
     """The step ends while the caller hands rank 0's gradients out."""
     given = []
 
@@ -195,7 +195,7 @@ def test_gradients_that_reach_some_replicas_alone_are_dropped(num_given, error, 
 
 
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
-def test_a_caller_that_is_interrupted_can_go_on(what, monkeypatch):
+def test_an_interrupted_caller_can_continue(what, monkeypatch):
     """Ctrl-C comes while the replicas work; what they still do harms nothing."""
     net = make_net()
     x, y = make_batch(6)
@@ -357,7 +357,7 @@ def test_a_thread_stuck_in_the_model_is_named_by_close(monkeypatch):
         caller.join(WAIT_S)
 
 
-def test_a_program_that_never_closes_its_model_ends_in_silence():
+def test_a_program_that_never_closes_its_model_exits_without_output():
     code = (
         "import logging\n"
         "import torch\n"
@@ -398,7 +398,7 @@ def test_a_step_of_the_optimizer_outside_step_is_refused(num_devices, how):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_the_optimizer_of_a_closed_model_may_be_stepped_by_hand(num_devices):
+def test_the_optimizer_of_a_closed_model_may_be_stepped_directly(num_devices):
     with on_cpus(make_net(), num_devices) as model:
         train_step(model, *make_batch(4))
     x, y = make_batch(4)

@@ -61,7 +61,7 @@ def numbers(n, width=1):
 
 
 @given(st.integers(1, 60), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=7))
-def test_pieces_are_complete_and_disjoint(num_samples, weights):
+def test_shards_of_inputs_are_complete_and_disjoint(num_samples, weights):
     x = numbers(num_samples)
     scatter = Scatter((x,), {"twice": [x * 2]})
     start, found, twice = 0, [], []
@@ -80,7 +80,7 @@ def nested(model, x, *, more, flag):
     return (x * model.w + left) * scale + right
 
 
-def test_nested_positional_and_keyword_inputs_are_cut_alike():
+def test_nested_positional_and_keyword_inputs_are_cut_at_the_same_places():
     x, left, right = numbers(7), numbers(7) * 10, numbers(7) * 100
     more = {"left": left, "right": Pair(right, torch.tensor(3.0, dtype=torch.float64))}
     with on_cpus(Echo(nested), 3) as model:
@@ -98,7 +98,7 @@ def several(model, x):
     return Pair(inner, [Output(logits=y, extra=("text", 3, CPU)), table, y.argmax(1), y.mean()])
 
 
-def test_nested_outputs_come_back_as_one_device_gives_them():
+def test_nested_outputs_equal_those_of_one_device():
     x = torch.randn(7, 2, dtype=torch.float64)
     echo = Echo(several)
     expected = echo(x)
@@ -140,7 +140,7 @@ def test_a_mean_loss_as_output_is_weighted_by_samples():
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3])
-def test_a_batch_smaller_than_the_devices_runs_on_the_first_of_them(num_samples):
+def test_a_batch_smaller_than_the_number_of_devices_runs_on_the_first_devices(num_samples):
     ran = []
     lock = threading.Lock()
 
@@ -179,7 +179,7 @@ def test_without_gradients_the_output_has_no_graph(mode):
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_the_callers_gradient_mode_holds_in_the_replicas(mode):
+def test_the_callers_gradient_mode_applies_to_the_replicas(mode):
     found = []
 
     def note(model, x):
@@ -192,7 +192,7 @@ def test_the_callers_gradient_mode_holds_in_the_replicas(mode):
     assert found == [expected] * 2
 
 
-def test_autocast_of_the_caller_holds_in_the_replicas():
+def test_autocast_of_the_caller_applies_to_the_replicas():
     with on_cpus(make_net(torch.float32), 2) as model:
         x = torch.randn(4, NUM_FEATURES)
         assert model(x).dtype is torch.float32
@@ -219,7 +219,7 @@ class Meeting(torch.autograd.Function):
         return grad
 
 
-def test_replicas_run_forward_and_backward_at_the_same_time_in_threads_of_their_own():
+def test_replicas_run_forward_and_backward_concurrently_in_their_own_threads():
     Meeting.barrier, Meeting.threads = threading.Barrier(3), defaultdict(set)
     with on_cpus(Echo(lambda m, x: Meeting.apply(x * m.w)), 3) as model:
         model(numbers(6)).sum().backward()
@@ -253,7 +253,7 @@ def test_cpu_replicas_and_the_caller_share_the_cores_until_the_end(num_threads):
     assert torch.get_num_threads() == num_threads
 
 
-def test_a_caller_that_never_closes_has_its_cores_again(num_threads):
+def test_intra_op_threads_are_restored_if_the_caller_never_closes(num_threads):
     model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
     assert torch.get_num_threads() == 1
     threads = [t for t in threading.enumerate() if t.name.startswith("replica-")]
@@ -264,7 +264,7 @@ def test_a_caller_that_never_closes_has_its_cores_again(num_threads):
         thread.join(WAIT_S)
 
 
-def test_a_model_that_another_thread_closes_is_no_loss_to_the_next_one(num_threads):
+def test_closing_a_model_from_another_thread_restores_the_intra_op_threads(num_threads):
     model = Trainer.setup(make_net(), sgd, ["cpu", "cpu"])
     closer = threading.Thread(target=model.close)
     closer.start()
@@ -281,7 +281,7 @@ def test_intra_op_threads_set_meanwhile_stay(num_threads):
     assert torch.get_num_threads() == 7
 
 
-def test_work_is_shared_out_by_measured_throughput():
+def test_batches_are_divided_by_measured_throughput():
     calibrated = []
 
     def slow_in_one_thread(model, x):
@@ -366,7 +366,7 @@ def test_packed_sequences_are_refused():
         (lambda m, x: {x, m.w}, RuntimeError, "rank 0.*TypeError.*a set"),
     ],
 )
-def test_outputs_that_cannot_be_put_together_are_refused(make, error, match):
+def test_outputs_that_cannot_be_gathered_are_refused(make, error, match):
     refused(make, numbers(3), error=error, match=match)
 
 
@@ -381,7 +381,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
-def test_an_object_in_the_output_is_none_and_told_of_once(num_devices, caplog):
+def test_an_opaque_object_in_the_output_is_none_and_logged_once(num_devices, caplog):
     _tell_of_loss.cache_clear()
     net = Echo(lambda model, x: Output(x * model.w, extra=Cache(x)))
     with on_cpus(net, num_devices) as model:
@@ -489,7 +489,7 @@ def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
-def test_what_relates_samples_is_computed_in_the_loop_with_gradients(num_devices):
+def test_relations_between_samples_can_be_computed_in_the_loop_with_gradients(num_devices):
     def trained(num_devices):
         torch.manual_seed(0)
         net = nn.Linear(4, 3, dtype=torch.float64)
@@ -503,7 +503,7 @@ def test_what_relates_samples_is_computed_in_the_loop_with_gradients(num_devices
     assert torch.allclose(trained(num_devices), trained(1), rtol=0, atol=1e-12)
 
 
-def test_a_width_that_is_that_of_the_pieces_by_chance_is_none_of_that():
+def test_a_dimension_equal_to_the_shard_size_by_coincidence_is_accepted():
     with on_cpus(Echo(lambda model, x: x * model.w)) as model:
         for n in (6, 6, 4, 6):
             x = numbers(n, 3)

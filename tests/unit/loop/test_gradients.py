@@ -90,7 +90,7 @@ def test_several_forward_and_backward_passes_add_up_as_on_one_device():
         assert_close(model, alone.model)
 
 
-def test_gradients_between_backward_and_step_are_those_of_the_whole_batch_and_may_be_changed():
+def test_between_backward_and_step_gradients_are_of_the_whole_batch_and_may_be_changed():
     """As clipping, noise or logging do in a loop for one device."""
     net = make_net()
     alone = OneDevice(net, adamw)
@@ -179,7 +179,7 @@ def test_parameters_used_on_some_replicas_only_or_on_none():
         assert torch.equal(net.never.weight, before)
 
 
-def test_frozen_parameters_stay_and_may_be_frozen_and_freed_on_the_way():
+def test_parameters_may_be_frozen_and_unfrozen_during_training():
     net = make_net()
     net[0].bias.requires_grad_(False)
     alone = OneDevice(net, lambda params: sgd([p for p in params if p.requires_grad]))
@@ -226,7 +226,7 @@ def test_gradients_reach_the_inputs_and_from_there_another_model():
             assert_close(model, alone.model)
 
 
-def test_a_gradient_of_inputs_alone_leaves_the_parameters_be():
+def test_gradients_of_inputs_only_leave_the_parameters_gradients_unchanged():
     net = make_net()
     x = torch.randn(5, NUM_FEATURES, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(net(x).square().sum(), x)
@@ -245,7 +245,7 @@ class Shifted(nn.Module):
         return x * self.w * shift
 
 
-def test_inputs_without_dimensions_or_effect_get_their_gradients_too():
+def test_inputs_without_dimensions_or_effect_get_gradients_too():
     shift = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     unused = torch.ones(5, dtype=torch.float64, requires_grad=True)
     x = torch.arange(5.0, dtype=torch.float64, requires_grad=True)
@@ -256,7 +256,7 @@ def test_inputs_without_dimensions_or_effect_get_their_gradients_too():
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
-def test_a_graph_can_be_kept_and_used_again():
+def test_a_retained_graph_can_run_backward_again():
     net = make_net()
     x, y = make_batch(5)
     with on_cpus(net, 2) as model:
@@ -267,7 +267,7 @@ def test_a_graph_can_be_kept_and_used_again():
         assert_close(gradients(model), [2 * g for g in once])
 
 
-def test_a_graph_that_was_freed_says_so():
+def test_backward_through_a_freed_graph_raises():
     x, _ = make_batch(5)
     with on_cpus(make_net(), 2) as model:
         out = model(x)
@@ -298,7 +298,7 @@ def test_a_step_without_gradients_changes_nothing():
         assert_close(net, before)
 
 
-def test_gradients_of_the_first_model_alone_reach_all():
+def test_gradients_of_the_first_model_only_reach_all_replicas():
     net = make_net()
     alone = OneDevice(net)
     x, y = make_batch(5)
@@ -310,7 +310,7 @@ def test_gradients_of_the_first_model_alone_reach_all():
         assert_close(model, alone.model)
 
 
-def test_buffers_are_those_of_the_first_device():
+def test_buffers_are_copied_from_the_first_device():
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.BatchNorm1d(4)).double()
     x, _ = make_batch(12)

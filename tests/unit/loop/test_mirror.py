@@ -80,7 +80,9 @@ def test_a_buffer_changed_between_forward_and_backward_reaches_the_replicas():
         assert_close([model(x)], [net(x)])
 
 
-def test_statistics_of_the_first_replicas_own_forward_are_no_change_of_the_callers(monkeypatch):
+def test_statistics_of_the_first_replicas_forward_are_not_taken_for_a_change_of_the_caller(
+    monkeypatch,
+):
     copies = []
     copy_buffers = replica_file.LoopReplica.copy_buffers
 
@@ -101,7 +103,7 @@ def test_statistics_of_the_first_replicas_own_forward_are_no_change_of_the_calle
         assert sorted(copies) == [1] * 3 + [2] * 3  # once for each step
 
 
-def test_statistics_are_those_of_the_first_device_where_a_part_goes_into_eval_mode():
+def test_statistics_come_from_the_first_device_if_a_submodule_enters_eval_mode():
     net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), nn.BatchNorm1d(4)).double()
     with on_cpus(net, 2) as model:
         x, _ = make_batch(12)
@@ -110,7 +112,7 @@ def test_statistics_are_those_of_the_first_device_where_a_part_goes_into_eval_mo
         assert_close([model(x)], [net(x)])
 
 
-def test_a_buffer_of_another_shape_is_refused_and_the_model_goes_on():
+def test_a_buffer_replaced_by_another_shape_is_refused_and_the_model_stays_usable():
     net = Shifted()
     x, _ = make_batch(6)
     with on_cpus(net, 2) as model:
@@ -154,7 +156,7 @@ def test_buffers_made_in_inference_mode_can_be_trained_on(through_collective):
 
 
 @one_or_two
-def test_tensors_set_as_attributes_are_each_replicas_own(num_devices):
+def test_each_replica_has_its_own_copy_of_a_tensor_attribute(num_devices):
     with on_cpus(Shifted(), num_devices) as model:
         mask, table = torch.ones(3), {"a": [torch.zeros(2), 1]}
         model.mask, model.table = mask, table
@@ -190,7 +192,7 @@ def test_a_tensor_with_a_gradient_cannot_be_an_attribute(num_devices):
 
 
 @one_or_two
-def test_an_attribute_of_the_models_own_with_an_underscore_reaches_all(num_devices):
+def test_a_models_own_attribute_with_an_underscore_reaches_all_replicas(num_devices):
     class Private(Shifted):
         _factor = 1.0
 
@@ -207,7 +209,7 @@ def test_an_attribute_of_the_models_own_with_an_underscore_reaches_all(num_devic
 
 
 @one_or_two
-def test_a_buffer_registered_on_the_way_is_in_all_replicas(num_devices):
+def test_a_buffer_registered_during_training_is_in_all_replicas(num_devices):
     net = make_net()
     with on_cpus(net, num_devices) as model:
         model.register_buffer("seen", torch.zeros(2))
@@ -223,7 +225,7 @@ def test_a_buffer_registered_on_the_way_is_in_all_replicas(num_devices):
             model.register_buffer("0", torch.zeros(2))
 
 
-def test_a_buffer_may_change_its_shape_where_all_replicas_are_told():
+def test_a_buffer_may_change_its_shape_if_set_on_all_replicas():
     with on_cpus(Shifted(), 2) as model:
         model._engine._on_cpu = False  # buffers travel through the collective
         for size in (3, 1, 3):
@@ -243,14 +245,14 @@ def test_a_buffer_may_change_its_shape_where_all_replicas_are_told():
         lambda m: setattr(m, "extra", nn.Parameter(torch.ones(1))),
     ],
 )
-def test_parameters_and_parts_cannot_be_added(add, num_devices):
+def test_parameters_and_submodules_cannot_be_added(add, num_devices):
     with on_cpus(make_net(), num_devices) as model:
         with pytest.raises(RuntimeError, match=r"extra'.*before Trainer\.setup"):
             add(model)
         train_step(model, *make_batch(5))
 
 
-def test_a_part_or_parameter_that_was_replaced_is_told_and_can_be_put_back():
+def test_a_replaced_submodule_or_parameter_is_named_and_can_be_put_back():
     net = make_net()
     linear = net[0]
     kept = dict(net[3].named_parameters())
@@ -277,7 +279,7 @@ def of_the_head(params):
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
-def test_a_parameter_group_added_on_the_way_is_trained_by_all(num_devices):
+def test_a_parameter_group_added_during_training_is_trained_by_all_replicas(num_devices):
     net = make_net()
     alone = OneDevice(net, of_the_head)
     with on_cpus(net, num_devices, of_the_head) as model:
@@ -303,7 +305,7 @@ def test_a_parameter_group_added_on_the_way_is_trained_by_all(num_devices):
         )
 
 
-def test_a_parameter_that_is_not_trained_here_is_taken_out_again():
+def test_an_untrained_parameter_is_removed_from_the_optimizer():
     net = make_net()
     net[0].requires_grad_(False)
     with on_cpus(net, 2) as model:
@@ -320,7 +322,7 @@ def test_a_parameter_that_is_not_trained_here_is_taken_out_again():
 
 
 @one_or_two
-def test_a_scale_holds_for_a_group_that_was_added_and_a_scheduler_is_to_be_set_again(num_devices):
+def test_a_scale_applies_to_an_added_group_and_a_scheduler_must_be_set_again(num_devices):
     net = make_net()
 
     def optim(params):
@@ -377,7 +379,7 @@ class Drifting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("unlike", [True, False])
-def test_replicas_on_unlike_devices_do_not_drift_apart(unlike, monkeypatch):
+def test_replicas_on_unequal_devices_do_not_drift_apart(unlike, monkeypatch):
     monkeypatch.setattr(Drifting, "made", 0)
     monkeypatch.setattr(build, "unequal_devices", lambda devices: unlike)
     net = make_net()
@@ -398,7 +400,7 @@ def test_replicas_on_unlike_devices_do_not_drift_apart(unlike, monkeypatch):
 
 
 @one_or_two
-def test_gradients_zeroed_by_the_optimizer_are_gone_for_good(num_devices):
+def test_gradients_zeroed_by_the_optimizer_are_not_restored(num_devices):
     net, batches = make_net(), [make_batch(4) for _ in range(4)]
 
     def loss_fn(module, batch):
@@ -422,7 +424,7 @@ def test_gradients_zeroed_by_the_optimizer_are_gone_for_good(num_devices):
         assert_close(model, alone.model)
 
 
-def test_a_state_that_was_cleared_is_cleared_for_all():
+def test_a_cleared_optimizer_state_is_cleared_on_all_replicas():
     with on_cpus(make_net(), 3, adamw) as model:
         train_step(model, *make_batch(6))
         model.optimizer.state.clear()
@@ -460,7 +462,7 @@ class Counting(nn.Module):
         return self.net(x)
 
 
-def test_buffers_written_in_eval_mode_are_rank_zeros_after_a_step():
+def test_buffers_written_in_eval_mode_equal_rank_zeros_after_a_step():
     with on_cpus(Counting(), 3) as model:
         model.eval()
         for _ in range(2):

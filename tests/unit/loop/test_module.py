@@ -77,7 +77,7 @@ def test_a_loaded_state_reaches_all_replicas(num_devices):
 
 
 @one_or_two
-def test_train_and_eval_mode_hold_for_every_replica_and_part(num_devices):
+def test_train_and_eval_mode_reach_every_replica_and_submodule(num_devices):
     net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     x = torch.ones(8, 2)
     with on_cpus(net, num_devices) as model:
@@ -106,7 +106,7 @@ class Scaled(nn.Module):
 
 
 @one_or_two
-def test_attributes_and_methods_of_the_model_are_there_and_can_be_set(num_devices):
+def test_attributes_and_methods_of_the_model_are_accessible_and_can_be_set(num_devices):
     with on_cpus(Scaled(), num_devices) as model:
         x, _ = make_batch(4)
         before = model(x)
@@ -122,7 +122,7 @@ def test_attributes_and_methods_of_the_model_are_there_and_can_be_set(num_device
 
 
 @one_or_two
-def test_what_would_take_the_model_apart_is_refused(num_devices):
+def test_operations_that_move_or_copy_the_model_are_refused(num_devices):
     with on_cpus(make_net(), num_devices) as model:
         with pytest.raises(RuntimeError, match="cannot be moved"):
             model.to(torch.float32)
@@ -134,7 +134,7 @@ def test_what_would_take_the_model_apart_is_refused(num_devices):
 
 
 @one_or_two
-def test_apply_and_requires_grad_hold_for_every_replica(num_devices):
+def test_apply_and_requires_grad_reach_every_replica(num_devices):
     with on_cpus(make_net(), num_devices) as model:
         model.apply(lambda m: nn.init.zeros_(m.weight) if hasattr(m, "weight") else None)
         assert_identical(model)
@@ -184,7 +184,7 @@ def test_a_scale_multiplies_the_schedule_at_every_step(num_devices):
 
 
 @one_or_two
-def test_a_scale_holds_without_a_scheduler_and_for_one_set_later(num_devices):
+def test_a_scale_applies_without_a_scheduler_and_to_one_set_later(num_devices):
     with on_cpus(make_net(), num_devices) as model:
         model.set_lr_scale(0.5)
         for _ in range(3):
@@ -194,7 +194,7 @@ def test_a_scale_holds_without_a_scheduler_and_for_one_set_later(num_devices):
         assert model.current_lr == pytest.approx(0.2)
 
 
-def test_settings_of_the_first_optimizer_hold_for_all():
+def test_settings_of_the_first_optimizer_apply_to_all():
     net = make_net()
     alone = OneDevice(net)
     with on_cpus(net, 2) as model:
@@ -208,7 +208,7 @@ def test_settings_of_the_first_optimizer_hold_for_all():
         assert_close(model, alone.model)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_followed_too():
+def test_a_tensor_learning_rate_reaches_all_optimizers():
     def optim(params):
         return torch.optim.AdamW(params, torch.tensor(0.01), foreach=False)
 
@@ -222,7 +222,7 @@ def test_a_learning_rate_that_is_a_tensor_is_followed_too():
 
 
 @one_or_two
-def test_training_goes_on_from_a_saved_optimizer(num_devices):
+def test_training_continues_from_a_saved_optimizer(num_devices):
     net = make_net()
     with on_cpus(net, num_devices, adamw) as model:
         train_step(model, *make_batch(5))
@@ -269,7 +269,7 @@ class Head:
 
 @one_or_two
 @pytest.mark.parametrize("factory", [False, True])
-def test_a_task_head_trains_through_the_replicas(num_devices, factory):
+def test_a_head_with_a_module_trains_through_the_replicas(num_devices, factory):
     net = make_net()
     alone = OneDevice(net)
     head = Head(net)
@@ -286,7 +286,7 @@ def test_a_task_head_trains_through_the_replicas(num_devices, factory):
         assert_close(model, alone.model)
 
 
-def test_a_module_with_a_part_called_module_is_a_module():
+def test_a_module_with_a_submodule_called_module_is_a_module():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -340,12 +340,12 @@ def optim_of_lbfgs(params):
         (make_net(), optim_of_lbfgs, ValueError, "closure"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(model, optim, error, match, num_devices):
+def test_models_that_cannot_be_trained_are_refused(model, optim, error, match, num_devices):
     with pytest.raises(error, match=match):
         Trainer.setup(model, optim, ["cpu"] * num_devices)
 
 
-def test_what_cannot_be_trained_on_several_devices_is_refused():
+def test_batches_that_cannot_be_trained_on_several_devices_are_refused():
     with pytest.raises(ValueError, match="pass a factory"):
         Trainer.setup(Uncopyable(2, 2), sgd, ["cpu"] * 2)
     with on_cpus(make_net(), 2) as model, pytest.raises(ValueError, match="set up before"):
@@ -353,12 +353,12 @@ def test_what_cannot_be_trained_on_several_devices_is_refused():
 
 
 @pytest.mark.parametrize("devices", [[], ["gpu"], 2.0, ["cuda:99"]])
-def test_devices_that_there_are_not_are_refused(devices):
+def test_devices_that_do_not_exist_are_refused(devices):
     with pytest.raises((TypeError, ValueError), match="devices"):
         Trainer.setup(make_net(), sgd, devices)
 
 
-def test_the_devices_go_to_the_log(caplog):
+def test_the_devices_are_logged(caplog):
     with caplog.at_level(logging.INFO, "runtime.loop"), on_cpus(make_net(), 2):
         assert "2 x cpu" in caplog.text
         assert "THREAD" in caplog.text
@@ -367,7 +367,7 @@ def test_the_devices_go_to_the_log(caplog):
 # -- one device ------------------------------------------------------------------------------
 
 
-def test_one_device_calls_the_model_straight():
+def test_one_device_calls_the_model_directly():
     net = make_net()
     with on_cpus(net, 1) as model:
         assert model.__dict__["forward"] is net
@@ -433,7 +433,7 @@ def test_a_timeline_records_what_each_replica_did(num_devices, how, tmp_path):
         DdpConfig(timeline=timeline)
 
 
-def test_a_rank_that_waits_for_a_slower_one_is_seen_to_wait():
+def test_the_timeline_shows_a_ranks_wait_for_a_slower_one():
     class Waiting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -452,7 +452,7 @@ def test_a_rank_that_waits_for_a_slower_one_is_seen_to_wait():
     assert slow["compute"] > 0.2
 
 
-def test_the_timeline_of_a_model_that_is_dropped_comes_to_an_end():
+def test_the_timeline_of_a_garbage_collected_model_ends():
     timeline = Timeline(poll_s=0.01)
     model = Trainer.setup_with(make_net(), sgd, ["cpu"] * 2, config=DdpConfig(timeline=timeline))
     train_step(model, *make_batch(6))
@@ -464,12 +464,12 @@ def test_the_timeline_of_a_model_that_is_dropped_comes_to_an_end():
     assert timeline.summary().state == "finished"
 
 
-def test_what_is_no_timeline_is_refused():
+def test_an_invalid_timeline_is_refused():
     with pytest.raises(TypeError, match=r"pass a gpuworker\.Timeline\(\)"):
         DdpConfig(timeline=object())
 
 
-def test_a_state_loaded_into_the_first_optimizer_by_hand_reaches_all():
+def test_a_state_loaded_into_the_first_optimizer_directly_reaches_all():
     with own_loop_model() as model:
         train_steps(model, 3)
         saved = copy.deepcopy(model.optimizer.state_dict())
@@ -482,7 +482,7 @@ def test_a_state_loaded_into_the_first_optimizer_by_hand_reaches_all():
 
 
 @pytest.mark.parametrize("touch", ["zero_grad", "attribute"])
-def test_a_replica_that_touches_the_model_is_told_so_and_does_not_hang(touch):
+def test_a_replica_that_uses_the_model_raises_instead_of_hanging(touch):
     with own_loop_model() as model:
 
         def loss_fn(module, batch):
@@ -496,7 +496,7 @@ def test_a_replica_that_touches_the_model_is_told_so_and_does_not_hang(touch):
             model.accumulate(loss_fn, [torch.ones(2, 3), torch.ones(2, 3)])
 
 
-def test_a_head_of_the_models_own_is_not_hidden():
+def test_a_models_own_attribute_head_is_accessible():
     class Headed(nn.Module):
         def __init__(self):
             super().__init__()

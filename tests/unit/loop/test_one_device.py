@@ -79,14 +79,14 @@ def test_batches_after_a_backward_cannot_be_accumulated(num_devices, through):
 
 
 @one_or_two
-def test_no_batches_leave_the_step_open(num_devices):
+def test_accumulating_no_batches_allows_either_kind_of_step(num_devices):
     with on_cpus(make_net(), num_devices) as model:
         model.accumulate(loss_fn, [])
         train_step(model, *make_batch(4))
         assert_identical(model)
 
 
-def test_gradients_that_are_asked_for_pass_on_one_device():
+def test_autograd_grad_of_parameters_works_on_one_device():
     net = make_net()
     x, y = make_batch(4)
     with on_cpus(net, 1) as model:
@@ -96,7 +96,7 @@ def test_gradients_that_are_asked_for_pass_on_one_device():
 
 
 @one_or_two
-def test_a_failure_drops_what_was_accumulated(num_devices):
+def test_a_failure_clears_accumulated_gradients(num_devices):
     calls = []
 
     def failing(module, batch):
@@ -136,7 +136,7 @@ def test_backward_of_accumulated_batches_runs_outside_autocast(num_devices):
         assert_close([r.w.grad for r in model.replicas], [expected] * num_devices, 1e-5)
 
 
-def test_one_device_is_freed_with_batches_accumulated():
+def test_a_model_with_accumulated_batches_on_one_device_is_freed():
     net = make_net()
     model = Trainer.setup(net, sgd, ["cpu"])
     model.accumulate(loss_fn, [make_batch(4)])
@@ -181,7 +181,7 @@ def test_a_replica_that_runs_backward_through_an_output_of_the_model_is_refused(
         assert_identical(model)
 
 
-def test_no_copy_to_the_cpu_is_left_unwaited_for(monkeypatch):
+def test_every_copy_to_the_cpu_is_waited_for(monkeypatch):
     """One from a GPU would still be under way when the host reads it."""
     wrong, to = [], torch.Tensor.to
 

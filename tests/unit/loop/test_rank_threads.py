@@ -51,7 +51,7 @@ def end_of(threads):
         assert not thread.is_alive()
 
 
-def test_every_rank_works_in_a_daemon_thread_of_its_own_that_stays(make):
+def test_every_rank_has_its_own_persistent_daemon_thread(make):
     threads = make()
 
     def who(rank):
@@ -68,14 +68,14 @@ def test_ranks_work_at_the_same_time(make):
     assert sorted(values(make().start(lambda rank: meeting.wait()))) == [0, 1, 2]
 
 
-def test_calls_are_carried_out_in_order(make):
+def test_jobs_run_in_order(make):
     threads, done = make(2), [[], []]
     calls = [threads.start(lambda rank, i=i: done[rank].append(i)) for i in range(50)]
     assert calls[-1].wait(WAIT_S)
     assert done == [list(range(50))] * 2
 
 
-def test_the_threads_know_each_other_and_nobody_else(make):
+def test_only_the_ranks_threads_are_recognized(make):
     threads = make(2)
     assert values(threads.start(lambda rank: threads.is_current_thread())) == [True, True]
     assert not threads.is_current_thread()
@@ -89,7 +89,7 @@ def test_the_threads_know_each_other_and_nobody_else(make):
     assert found == [False] * 20
 
 
-def test_work_goes_to_the_ranks_that_are_named_and_to_no_other(make):
+def test_work_is_posted_only_to_the_given_ranks(make):
     done, through = [], threading.Event()
 
     class Noting:
@@ -117,7 +117,7 @@ def test_a_failure_is_the_outcome_of_its_rank_alone(make):
     assert values(threads.start(lambda rank: rank)) == [0, 1, 2]
 
 
-def test_a_context_that_fails_is_the_outcome_of_every_call(make):
+def test_an_exception_of_the_context_is_the_outcome_of_every_task(make):
     @contextmanager
     def broken():
         raise OSError("no device")
@@ -130,7 +130,7 @@ def test_a_context_that_fails_is_the_outcome_of_every_call(make):
         assert {str(outcome.error) for outcome in call.outcomes} == {"no device"}
 
 
-def test_work_is_done_inside_the_context_which_is_left_at_the_end(make):
+def test_tasks_run_inside_the_context_and_it_exits_at_the_end(make):
     inside = threading.local()
     left = []
 
@@ -146,7 +146,7 @@ def test_work_is_done_inside_the_context_which_is_left_at_the_end(make):
     assert sorted(left) == ["ranks-0", "ranks-1"]
 
 
-def test_a_wait_can_be_bounded(make):
+def test_a_wait_can_time_out(make):
     threads, go = make(1), threading.Event()
     call = threads.start(lambda rank: go.wait(WAIT_S))
     assert not call.wait(0.01)
@@ -154,7 +154,7 @@ def test_a_wait_can_be_bounded(make):
     assert values(call) == [True]
 
 
-def test_close_ends_the_threads_behind_their_calls_once(make):
+def test_close_ends_the_threads_after_their_jobs_and_is_idempotent(make):
     ended = []
     threads = make(2, on_end=lambda: ended.append(threading.current_thread().name))
     calls = [threads.start(lambda rank, i=i: i) for i in range(20)]
@@ -168,7 +168,7 @@ def test_close_ends_the_threads_behind_their_calls_once(make):
         threads.start(lambda rank: rank)
 
 
-def test_close_names_threads_that_do_not_come_back(make):
+def test_close_names_threads_that_do_not_end(make):
     go = threading.Event()
     threads = make(2)
     threads.start(lambda rank: rank == 1 or go.wait(WAIT_S))
@@ -185,7 +185,7 @@ def test_close_from_one_of_the_threads_does_not_wait_for_itself(make):
     end_of([t for t in alive if t.name == "ranks-0"])
 
 
-def test_threads_end_when_nobody_refers_to_them():
+def test_threads_end_when_they_are_garbage_collected():
     ended = threading.Event()
     owner = {"threads": RankThreads("ranks", [nullcontext] * 2, ended.set)}
     started = [t for t in threading.enumerate() if t.name.startswith("ranks-")]
@@ -196,7 +196,7 @@ def test_threads_end_when_nobody_refers_to_them():
     assert ended.is_set()
 
 
-def test_a_thread_that_waits_keeps_nothing_of_the_last_call_alive(make):
+def test_a_waiting_thread_keeps_no_reference_to_the_last_job(make):
     class Thing:
         pass
 
@@ -266,7 +266,7 @@ def test_threads_end_with_the_interpreter(then, code, run):
     assert "Fatal" not in done.stderr
 
 
-def test_ctrl_c_interrupts_a_wait_while_the_ranks_go_on(make):
+def test_ctrl_c_interrupts_a_wait_while_the_ranks_continue(make):
     go, waiting = threading.Event(), threading.Event()
 
     def interrupt():
@@ -284,7 +284,7 @@ def test_ctrl_c_interrupts_a_wait_while_the_ranks_go_on(make):
     assert values(call) == [True]
 
 
-def test_a_fork_is_told_that_its_threads_stayed_behind(monkeypatch):
+def test_a_fork_gets_an_error_that_its_threads_are_in_the_parent(monkeypatch):
     threads = RankThreads("here", [nullcontext, nullcontext])
     try:
         monkeypatch.setattr(os, "getpid", lambda: -1)
@@ -313,7 +313,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_call_whose_delivery_was_interrupted_can_be_completed_and_is_done_once(make, at):
+def test_an_interrupted_submit_can_be_repeated_and_each_task_runs_once(make, at):
     threads, done = make(3), []
     threads._inboxes[at] = Interrupted(threads._inboxes[at])
     call = Job([partial(done.append, rank) for rank in range(3)])

@@ -48,7 +48,7 @@ def crossed(fake, sync):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_replicas_come_after_the_caller_and_the_caller_after_them(first):
+def test_replicas_streams_wait_for_the_callers_and_vice_versa(first):
     fake = FakeCuda(patience=None)
     streams = crossed(fake, StreamSync([GPU], fake))
     fake.run(streams[first], streams[1 - first])
@@ -178,7 +178,7 @@ def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
     assert fake.violations == []
 
 
-def test_after_ctrl_c_the_caller_comes_behind_what_the_replicas_still_did(fake, monkeypatch):
+def test_after_ctrl_c_the_callers_stream_waits_for_the_replicas_remaining_work(fake, monkeypatch):
     wait = Job.wait
 
     def interrupted(job, *args):
@@ -229,7 +229,7 @@ def test_training_over_streams_equals_one_device(fake):
             assert_close(model.module.net, alone.model)
 
 
-def test_buffers_travel_through_the_collective(fake):
+def test_buffers_are_broadcast_by_the_collective(fake):
     with posing_module(fake, Marking(fake)) as model:
         for _ in range(2):
             model(make_batch(8)[0]).sum().backward()
@@ -292,7 +292,7 @@ def test_the_stream_of_a_source_on_another_gpu_waits_for_its_owner_as_the_target
     assert [device for device in fake.waiting if device == GPU] == [GPU] * len(marks)
 
 
-def test_a_caller_waits_for_copies_from_a_gpu_that_is_none_of_the_replicas():
+def test_a_caller_waits_for_copies_from_a_gpu_without_a_replica():
     fake = PerDevice()
     source = fake.place(torch.ones(1), OTHER)
     sync = StreamSync([GPU], fake)
