@@ -20,7 +20,7 @@ from runtime import (
 )
 from runtime.core import loss_weights as weights
 from tests.support.fsdp_ranks import node_size, on_ranks
-from tests.support.own_loop import gradients_travel
+from tests.support.own_loop import exchanging_gradients
 from tests.support.pairs import pairwise
 from tests.support.weighing import (
     CLASS_WEIGHTS,
@@ -258,7 +258,7 @@ def reading(request, monkeypatch):
 
 @pytest.fixture(params=TRAVELLING)
 def travelling(request):
-    with gradients_travel(request.param):
+    with exchanging_gradients(request.param):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Ranks of FSDP in threads, and the models that its tests train."""
+"""Ranks of FSDP in threads, and models for its tests."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ FREEING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def node_size(strategy: ShardingStrategy, world_size: int) -> int | None:
-    """The nodes of a hybrid: two ranks where the world can be cut so."""
+    """The node size of a hybrid: two ranks if the world size allows it."""
     if strategy is not ShardingStrategy.HYBRID_SHARD:
         return None
     return 2 if world_size % 2 == 0 else 1
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Lets go of what a failed rank had: the pool's frames would keep it, in a cycle."""
+    """Clear the frames of a failed rank, which would keep its objects in a cycle."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def outcomes_of(ends: Sequence[Collective], work: Callable[[Collective], Any]) -> list[Any]:
-    """Each rank's result, or the exception that ended it; a rank that fails closes its end."""
+    """Each rank's result or exception; a rank that fails closes its collective."""
 
     def run(end: Collective) -> Any:
         try:
@@ -56,21 +56,21 @@ def outcomes_of(ends: Sequence[Collective], work: Callable[[Collective], Any]) -
 def on_ranks(
     world_size: int, work: Callable[[Collective], Any], kind: str = "thread", timeout_s: float = 20
 ) -> list[Any]:
-    """Runs every rank of a new group; its results, in order of rank. Raises what one raised."""
+    """Run every rank of a new group; returns the results or raises a rank's exception."""
     ends = create_collectives(world_size, kind, timeout_s=timeout_s)
     with ExitStack() as stack:
         for end in ends:
             stack.callback(end.close)
         outcomes = outcomes_of(ends, work)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    # What the others raise because a peer has left tells less.
+    # Errors of aborted peers say less.
     for error in sorted(errors, key=lambda error: isinstance(error, CollectiveAborted)):
         raise error
     return outcomes
 
 
 class Net(nn.Module):
-    """Awkward on purpose: odd sizes, a tie, a buffer, frozen, unused and scalar parameters."""
+    """A hard case: odd sizes, tied, frozen, unused and scalar parameters, and a buffer."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def batch(num_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def share(batch: tuple[Tensor, Tensor], end: Collective) -> tuple[Tensor, Tensor]:
-    """A rank's equal part of a batch."""
+    """A rank's equal share of a batch."""
     x, y = (tensor.chunk(end.world_size)[end.rank] for tensor in batch)
     return x, y
 

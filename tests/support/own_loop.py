@@ -1,4 +1,4 @@
-"""What the tests of loops of one's own share: models, twins and comparisons."""
+"""Shared by the tests of own loops: models, one-device references and comparisons."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def make_batch(size, dtype=torch.float64):
 
 
 @contextmanager
-def gradients_travel(how):
-    """How CPU replicas exchange gradients: "directly", in the caller's thread, or by "meeting"."""
+def exchanging_gradients(how):
+    """Make CPU replicas exchange gradients "directly", in the caller's thread, or by "meeting"."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threaded, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
         yield
@@ -46,7 +46,7 @@ def gradients_travel(how):
 
 @contextmanager
 def on_cpus(model, num_devices=2, optim=sgd, config=None):
-    """A model on so many CPU devices, until the end of the block."""
+    """A model on ``num_devices`` CPU devices, closed at the end of the block."""
     devices = ["cpu"] * num_devices
     if config is None:
         made = Trainer.setup(model, optim, devices)
@@ -57,7 +57,7 @@ def on_cpus(model, num_devices=2, optim=sgd, config=None):
 
 
 class OneDevice:
-    """A plain loop over a copy of a model: what everything is compared with."""
+    """A plain loop over a copy of a model, as the reference."""
 
     def __init__(self, model, optim=sgd):
         self.model = copy.deepcopy(model)
@@ -79,7 +79,7 @@ def train_step(model, x, y):
 
 
 def assert_identical(model):
-    """All replicas hold the same bits: parameters, buffers and optimizer state."""
+    """Assert that all replicas hold the same bits: parameters, buffers and optimizer state."""
     first, *others = model.replicas
     for other in others:
         for (name, a), (_, b) in zip(

@@ -1,4 +1,4 @@
-"""What the tests of replicas in parallel share: small models, and what replicas hold."""
+"""Shared by the tests of data-parallel replicas: small models and comparisons."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def equal(left, right):
 
 
 def identical(coordinator):
-    """Whether every replica holds the same bits."""
+    """True if every replica holds the same bits."""
     first = state(coordinator.primary)
     return all(equal(state(model), first) for model in coordinator.models)

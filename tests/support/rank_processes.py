@@ -1,4 +1,4 @@
-"""PyTorch's own data-parallel systems in real processes, which answer one job after another."""
+"""PyTorch's data-parallel systems in processes that serve jobs sequentially."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB_S = 60.0
 
 
 class RankProcesses:
-    """Gloo processes of a script, one group for each world size.
+    """Gloo processes of a script, one group per world size.
 
     Args:
         script: Takes ``RANK WORLD_SIZE STORE_FILE``, says ``ready``, and for each path on stdin
@@ -49,7 +49,7 @@ class RankProcesses:
         return state
 
     def close(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         processes = [process for group in self._groups.values() for process in group]
         for process in processes:
             process.kill()
@@ -76,4 +76,4 @@ class RankProcesses:
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], timeout_s)
         answer = process.stdout.readline().strip() if readable else "nothing"
-        assert answer == word, f"a process said {answer!r} within {timeout_s:.0f} s"
+        assert answer == word, f"a process answered {answer!r} within {timeout_s:.0f} s"

@@ -1,4 +1,4 @@
-"""What the tests of wrapped replicas share: a small model with a tensor of every kind."""
+"""Shared by the tests of wrapped replicas: a small model with every kind of tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime import Ddp
 
 
 class Net(nn.Module):
-    """Trainable, frozen and tied parameters, buffers of two kinds."""
+    """Trainable, frozen and tied parameters, and buffers of two kinds."""
 
     def __init__(self, width=3):
         super().__init__()

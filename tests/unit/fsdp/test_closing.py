@@ -1,4 +1,4 @@
-"""The end of groups whose wrapper is garbage: no lock in a finalizer, no thread left."""
+"""Closing of groups whose wrapper was garbage-collected: no lock, no thread left."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.support.fsdp_ranks import outcomes_of, wrap
 WAIT_S = 5.0
 
 
-def closers():
+def closer_threads():
     return [t for t in threading.enumerate() if t.name == "fsdp-closer"]
 
 
-def end_of_closers():
-    for thread in closers():
+def join_closers():
+    for thread in closer_threads():
         thread.join(WAIT_S)
         assert not thread.is_alive()
 
 
 @pytest.fixture
 def ranks():
-    """Two wrappers, each with groups of its own."""
+    """Two wrappers, each with its own groups."""
     ends = create_collectives(2, timeout_s=20.0)
     wrapped = outcomes_of(ends, lambda end: wrap(end, ShardingStrategy.HYBRID_SHARD))
     yield wrapped
@@ -38,7 +38,7 @@ def ranks():
     wrapped.clear()
     for end in ends:
         end.close()
-    end_of_closers()
+    join_closers()
 
 
 def test_a_wrapper_may_be_collected_while_the_lock_of_its_group_is_held(ranks):
@@ -46,7 +46,7 @@ def test_a_wrapper_may_be_collected_while_the_lock_of_its_group_is_held(ranks):
     gone = weakref.ref(ranks[0])
 
     def collect():
-        # As if the collector ran in the middle of a meeting.
+        # The garbage collector runs during a barrier.
         with mutex:
             ranks.pop(0)
             gc.collect()
@@ -55,37 +55,37 @@ def test_a_wrapper_may_be_collected_while_the_lock_of_its_group_is_held(ranks):
     collected = threading.Event()
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    in_time = collected.wait(WAIT_S)
-    if not in_time:
+    ends_in_time = collected.wait(WAIT_S)
+    if not ends_in_time:
         mutex.release()
     thread.join(WAIT_S)
-    assert in_time
+    assert ends_in_time
     assert gone() is None
 
 
 def test_the_groups_of_a_collected_wrapper_are_closed(ranks):
     group = ranks[1]._groups.shard
-    assert len(closers()) == 1
+    assert len(closer_threads()) == 1
     ranks.pop(0)
     gc.collect()
     with pytest.raises(CollectiveAborted, match="rank 0 has left"):
         group.barrier()
-    assert len(closers()) == 1  # there is another wrapper
+    assert len(closer_threads()) == 1  # for the other wrapper
     ranks[0].close()
-    end_of_closers()
+    join_closers()
 
 
 def test_wrappers_without_their_own_groups_need_no_thread():
     ends = create_collectives(2)
     wrapped = outcomes_of(ends, wrap)
-    assert closers() == []
+    assert closer_threads() == []
     del wrapped
     for end in ends:
         end.close()
 
 
 class Owner:
-    """What a group may belong to."""
+    """An owner of groups."""
 
     def __init__(self, groups):
         self.owned = closing.OwnedGroups()
@@ -98,7 +98,7 @@ def subgroups():
     yield outcomes_of(ends, lambda end: split(end, end.rank))
     for end in ends:
         end.close()
-    end_of_closers()
+    join_closers()
 
 
 def test_groups_are_closed_once_and_by_the_caller_of_close(subgroups):
@@ -106,16 +106,16 @@ def test_groups_are_closed_once_and_by_the_caller_of_close(subgroups):
     owner.owned.close()
     owner.owned.close()
     assert all(group._closed for group in subgroups)
-    end_of_closers()
+    join_closers()
     del owner
     gc.collect()
-    assert closers() == []
+    assert closer_threads() == []
 
 
 def test_a_new_thread_starts_after_the_closer_has_ended(subgroups):
     for group in subgroups:
         owner = Owner([group])
-        (thread,) = closers()
+        (thread,) = closer_threads()
         del owner
         gc.collect()
         thread.join(WAIT_S)
@@ -129,7 +129,7 @@ def test_interpreter_exit_closes_open_groups(subgroups, monkeypatch):
     owner = Owner(subgroups)
     closer.close_all()
     assert all(group._closed for group in subgroups)
-    assert closers() == []
+    assert closer_threads() == []
     owner.owned.close()
 
 

@@ -1,4 +1,4 @@
-"""Errors that one rank meets wake the others at once; errors of all ranks leave the group."""
+"""Errors on one rank abort the others at once; errors on all ranks leave the group usable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.fsdp_ranks import (
     wrap,
 )
 
-# A rank that is not woken sits the whole timeout out.
+# A rank that is not aborted waits until the timeout.
 WAKE_S = 25.0
 TIMEOUT_S = 55.0
 WORLD_SIZE, BAD = 4, 1
@@ -38,7 +38,7 @@ each_freeing = pytest.mark.parametrize("strategy", FREEING, ids=lambda s: s.name
 
 
 def one_fails(work, error, match, kind="thread"):
-    """One rank fails and goes neither on nor away; the others are woken, and told who it was."""
+    """One rank fails and then stays idle; the others are aborted with its rank in the error."""
     ends = create_collectives(WORLD_SIZE, kind, timeout_s=TIMEOUT_S)
     woken = threading.Barrier(WORLD_SIZE, timeout=WAKE_S)
 
@@ -70,7 +70,7 @@ def one_fails(work, error, match, kind="thread"):
 
 
 class Table(nn.Module):
-    """An embedding whose gradient may be sparse on a rank, and a linear layer."""
+    """A linear layer and an embedding whose gradient may be sparse on one rank."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Meetings of the ranks and waits of the host in a step of FSDP over NCCL, on stand-ins."""
+"""Rendezvous of ranks and host waits in a step of FSDP over NCCL, on fakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
 
 
 class Counting(FakeCuda):
-    """Counts the events that the host asks for or waits for, each recording once."""
+    """Counts the events that the host queries or waits for, each recording once."""
 
     def __init__(self):
         super().__init__(patience=1, allow_default=True, prompt=True)

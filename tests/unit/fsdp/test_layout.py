@@ -1,4 +1,4 @@
-"""Shards are complete and disjoint, whatever the sizes."""
+"""Shards of any sizes are complete and disjoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def numbered(shapes):
 
 @contextmanager
 def limits(large):
-    """Lets parameters of so many elements be large, and buckets be twice as long."""
+    """Set the size of large parameters, and of buckets to twice as much."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "LARGE_ELEMENTS", large)
         patch.setattr(layout_module, "BUCKET_BYTES", 8 * large)  # two of the largest

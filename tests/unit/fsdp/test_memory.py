@@ -1,4 +1,4 @@
-"""What a rank holds outside forward and backward, against the replicated run."""
+"""Memory of a rank outside forward and backward, compared with a replicated run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def held_by_a_rank(end, strategy):
     for _ in range(2):
         optimizer.zero_grad()
         fsdp(torch.arange(101)).square().mean().backward()
-        end.barrier()  # what a peer has published in an exchange can be reached from here
+        end.barrier()  # a peer's tensors in an exchange are reachable from here
         within = reachable_bytes(fsdp, optimizer)
         end.barrier()
         fsdp.sync_gradients()

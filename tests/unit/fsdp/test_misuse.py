@@ -31,7 +31,7 @@ each_freeing = pytest.mark.parametrize("strategy", FREEING, ids=lambda s: s.name
 
 @pytest.fixture
 def end():
-    """A world of one rank, in the test's own thread."""
+    """A world of one rank, in the test's thread."""
     (end,) = create_collectives(1)
     yield end
     end.close()
@@ -378,7 +378,7 @@ def test_a_rank_that_fails_in_an_exchange_aborts_the_others(strategy):
         fsdp = wrap(end, strategy)
         loss_of(fsdp, batch(4)).backward()
         if end.rank == 1:
-            # As if memory ran out while gradients are put together.
+            # As if memory ran out while gradients are concatenated.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(fsdp._store, "reduce", lambda: (_ for _ in ()).throw(Broken()))
                 fsdp.sync_gradients()
@@ -393,7 +393,7 @@ def test_a_rank_that_fails_in_an_exchange_aborts_the_others(strategy):
     assert isinstance(outcomes[1], Broken)
     for rank in (0, 2, 3):
         assert isinstance(outcomes[rank], CollectiveAborted)
-        assert "rank 1 has left" not in str(outcomes[rank])  # told before its loop ended
+        assert "rank 1 has left" not in str(outcomes[rank])  # recorded before its loop ended
 
 
 @each_strategy
@@ -401,7 +401,7 @@ def test_a_rank_that_leaves_its_loop_aborts_the_others(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         if end.rank == 2:
-            raise KeyError("user code")  # the helper closes its end, as a loop must
+            raise KeyError("user code")  # the helper closes its collective, as a loop must
         loss_of(fsdp, batch(4)).backward()
         fsdp.sync_gradients()
 

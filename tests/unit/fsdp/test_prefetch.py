@@ -1,4 +1,4 @@
-"""The prefetch of full parameters: beside the rank's work, joined by forward, never a hang."""
+"""Prefetch of full parameters: concurrent, joined by forward, never hanging."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_prefetch_returns_before_its_peers_join(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
         with torch.no_grad():
-            fsdp.prefetch_forward_params()  # the first makes its group: all must come
+            fsdp.prefetch_forward_params()  # the first makes its group: all ranks must join
             fsdp(batch(2)[0])
             if end.rank == 1:
                 assert returned.wait(WAIT_S)
@@ -143,7 +143,7 @@ def test_resharding_drops_a_prefetch(strategy):
 
 
 class TwoRanks:
-    """Both ranks have prefetched once, so that each may do so alone now."""
+    """Both ranks have prefetched once, so that each may do so independently."""
 
     def __init__(self, strategy, kind, timeout_s):
         self.ends = create_collectives(2, kind, timeout_s=timeout_s)
@@ -206,7 +206,7 @@ def test_a_peer_that_never_joins_is_a_timeout(make):
     with pytest.raises(CollectiveTimeout, match=r"\b3(\.0)? s"):
         ranks.fsdp[0](batch(2)[0])
     with pytest.raises(CollectiveAborted):
-        ranks.ends[1].check()  # everybody is told
+        ranks.ends[1].check()  # all ranks raise
 
 
 def test_closing_ends_a_prefetch_and_leaves_the_collective_usable(make):
@@ -248,7 +248,7 @@ def test_an_error_in_the_thread_is_raised_by_forward_and_aborts_the_peer(make):
                 )
             fsdp.prefetch_forward_params()
             if end.rank == 1:
-                assert seen.wait(WAIT_S)  # the peer is woken though nobody asks here
+                assert seen.wait(WAIT_S)  # the peer is aborted without a call on this rank
             try:
                 fsdp(batch(2)[0])
             finally:
@@ -283,7 +283,7 @@ def test_a_raised_error_keeps_no_tensors_alive():
 
 @pytest.fixture
 def late():
-    """Two ranks that pose as GPUs, whose streams run only when somebody waits for them."""
+    """Two ranks that pose as GPUs, whose streams run only when waited for."""
     fake = FakeCuda(patience=1, allow_default=True, prompt=True)
     with standing_in(fake), ThreadPoolExecutor(2) as pool:
         ends = create_collectives(2, "thread", [GPU, GPU], timeout_s=WAIT_S)
@@ -297,7 +297,7 @@ def late():
 
 
 def one_parameter(end, values):
-    # One parameter: it is gathered to where it belongs, without a copy that poses not.
+    # One parameter, gathered in place without a copy, which the fake does not cover.
     module = nn.Linear(4, 2, bias=False)
     with torch.no_grad():
         module.weight.copy_(values)
@@ -327,13 +327,13 @@ def test_a_prefetch_runs_after_the_step_on_its_own_stream(late):
     fake, each = late
     modules = each(lambda end: one_parameter(end, torch.zeros(2, 4)))
     fake.prompt = False
-    assert len(fake.streams) == 2  # one for each rank, on which it prefetches again
+    assert len(fake.streams) == 2  # one per rank, reused
 
     def work(end):
         fsdp = modules[end.rank]
         (shard,) = fsdp.parameters()
         with torch.no_grad(), fake.stream(fake.new_stream(GPU)):
-            # An optimizer whose kernels are still in the queue; it leaves no trace.
+            # An optimizer with pending kernels and no change of the version counter.
             fake.copy(shard.data, torch.full((4,), 1.0 + end.rank))
             fsdp.prefetch_forward_params()
             return fsdp(torch.ones(4))

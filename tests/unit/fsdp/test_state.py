@@ -1,4 +1,4 @@
-"""The whole state: out of any world and strategy, into any other."""
+"""The full state: from any world size and strategy into any other."""
 
 from __future__ import annotations
 
@@ -209,13 +209,13 @@ class WithExtra(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        self.told = "fresh"
+        self.value = "fresh"
 
     def get_extra_state(self):
-        return {"told": self.told}
+        return {"value": self.value}
 
     def set_extra_state(self, state):
-        self.told = state["told"]
+        self.value = state["value"]
 
 
 @each_strategy
@@ -223,10 +223,10 @@ def test_extra_state_is_saved_and_loaded(strategy):
     def work(end):
         fsdp = wrap(end, strategy, nn.Sequential(WithExtra()))
         state = fsdp.full_state_dict()
-        assert state["0._extra_state"] == {"told": "fresh"}
-        state["0._extra_state"] = {"told": "loaded"}
+        assert state["0._extra_state"] == {"value": "fresh"}
+        state["0._extra_state"] = {"value": "loaded"}
         fsdp.load_full_state_dict(state)
-        assert fsdp.module[0].told == "loaded"
+        assert fsdp.module[0].value == "loaded"
 
     on_ranks(2, work)
 
@@ -257,7 +257,7 @@ def test_unwrapping_returns_the_bare_module(strategy):
         state = fsdp.full_state_dict()
         bare = fsdp.unwrap()
         assert type(bare) is Net
-        loss_of(bare, batch(4)).backward()  # a module as any other
+        loss_of(bare, batch(4)).backward()  # a usable module
         torch.optim.SGD(bare.parameters(), lr=0.5).step()
         return state, bare.seen.item()
 

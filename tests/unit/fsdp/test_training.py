@@ -40,7 +40,7 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
 
 
-def train_alone(batches, max_norm=None):
+def train_on_one_device(batches, max_norm=None):
     """The reference; unused parameters get zeros, as under FSDP."""
     net = Net()
     params = [p for p in net.parameters() if p.requires_grad]
@@ -86,7 +86,7 @@ def test_training_equals_one_device_on_the_whole_batch(world_size, strategy, kin
     for states in zip(*ranks, strict=True):
         for other in states[1:]:
             assert all(other[name].equal(tensor) for name, tensor in states[0].items())
-    assert_close(ranks[0][-1], train_alone(batches, 0.3))
+    assert_close(ranks[0][-1], train_on_one_device(batches, 0.3))
 
 
 def shard_gradients(end, strategy, module, inputs):
@@ -97,7 +97,7 @@ def shard_gradients(end, strategy, module, inputs):
 
 
 class Shapes(nn.Module):
-    """Parameters of any shapes, all of them used."""
+    """Parameters of given shapes, all of them used."""
 
     def __init__(self, shapes):
         super().__init__()
@@ -284,7 +284,7 @@ def test_two_forwards_before_one_backward_use_the_same_parameters(strategy):
 
 @each_strategy
 def test_a_recomputed_forward_uses_the_full_parameters(strategy):
-    """Activation checkpoints run parts of the module again, inside backward."""
+    """Activation checkpointing reruns submodules inside backward."""
 
     class Recomputed(nn.Module):
         def __init__(self):
@@ -443,7 +443,7 @@ def test_an_fsdp_may_be_a_submodule():
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 @each_strategy
 def test_no_forward_uses_values_from_before_a_step(strategy, options):
-    """Neither without a broadcast, nor after an evaluation that kept its gradients enabled.
+    """Neither without a broadcast, nor after an evaluation with gradients enabled.
 
     A fused optimizer leaves no trace in the versions of tensors.
     """

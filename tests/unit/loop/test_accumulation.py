@@ -1,4 +1,4 @@
-"""Several batches for each device between two reductions."""
+"""Several batches per device between two reductions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.own_loop import (
     adamw,
     assert_close,
     assert_identical,
-    gradients_travel,
+    exchanging_gradients,
     make_batch,
     make_net,
     on_cpus,
@@ -121,7 +121,7 @@ def test_rounds_may_accumulate_in_several_calls():
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_loop_is_the_same_on_one_device(num_devices):
-    """One batch for each device and step, which is what any loop does."""
+    """One batch per device and step, as in a plain loop."""
     net = make_net()
     alone = OneDevice(net)
     loader = [make_batch(5) for _ in range(6)]
@@ -154,13 +154,13 @@ def test_a_round_on_one_device_is_clipped_and_divided_too(num_devices):
 # -- several calls of step() share a reduction ---------------------------------------------
 
 
-def spaced(anchor, **settings):
-    """Reductions at every ``anchor``-th step; whatever they cost, that does not change."""
+def config_with_anchor(anchor, **settings):
+    """Reductions at every ``anchor``-th step, independent of their cost."""
     return DdpConfig(max_anchor=anchor, overhead_target=0.5, **settings)
 
 
 def mean_step(alone, batches, max_norm=None):
-    """One step of one device on the mean loss of some batches."""
+    """One step of one device on the mean loss of several batches."""
     torch.stack([loss_fn(alone.model, batch) for batch in batches]).mean().backward()
     if max_norm is not None:
         nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm)
@@ -177,14 +177,14 @@ def test_with_max_anchor_several_steps_of_a_plain_loop_share_a_reduction(
     alone = OneDevice(net, adamw)
     batches = [make_batch(n) for n in (7, 5, 7, 7, 1, 7, 7, 7)]
     anchor = 3 if num_devices > 1 else 1
-    config = spaced(3, max_grad_norm=max_norm)
-    with gradients_travel(how), on_cpus(net, num_devices, adamw, config) as model:
+    config = config_with_anchor(3, max_grad_norm=max_norm)
+    with exchanging_gradients(how), on_cpus(net, num_devices, adamw, config) as model:
         assert min(model.batch_counts) == anchor
         taken = []
         for at, (x, y) in enumerate(batches, 1):
             taken.append((x, y))
             before = [p.detach().clone() for p in model.parameters()]
-            model.optimizer.zero_grad()  # as most loops do; what waits is not among it
+            model.optimizer.zero_grad()  # as in most loops; stashed gradients are kept
             F.cross_entropy(model(x), y).backward()
             last = at == len(batches)
             model.step(reduce=True if last else None)
@@ -203,7 +203,7 @@ def test_weighted_steps_share_a_reduction_by_their_weights(how):
     alone = OneDevice(net)
     weights = [3.0, 0.0, torch.tensor(5.0, dtype=torch.float64)]
     batches = [make_batch(7) for _ in weights]
-    with gradients_travel(how), on_cpus(net, 2, config=spaced(3)) as model:
+    with exchanging_gradients(how), on_cpus(net, 2, config=config_with_anchor(3)) as model:
         for (x, y), weight in zip(batches, weights, strict=True):
             (F.cross_entropy(model(x), y) * weight).backward()
             model.step(weight=weight)
@@ -221,7 +221,7 @@ def test_weighted_steps_share_a_reduction_by_their_weights(how):
 def test_a_failed_reduction_of_several_steps_clears_all_gradients(monkeypatch):
     net = make_net()
     alone = OneDevice(net)
-    with on_cpus(net, 2, config=spaced(2)) as model:
+    with on_cpus(net, 2, config=config_with_anchor(2)) as model:
         loss_fn(model, make_batch(6)).backward()
         model.step()
         loss_fn(model, make_batch(6)).backward()
@@ -242,7 +242,7 @@ def test_a_failed_reduction_of_several_steps_clears_all_gradients(monkeypatch):
 
 def test_a_sparse_gradient_cannot_be_stashed_and_all_gradients_are_cleared():
     net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
-    with on_cpus(net, 2, config=spaced(2)) as model:
+    with on_cpus(net, 2, config=config_with_anchor(2)) as model:
         model(torch.randint(9, (6, 2))).sum().backward()
         with pytest.raises(ReplicaFailed, match="rank 0") as failed:
             model.step()
@@ -251,7 +251,7 @@ def test_a_sparse_gradient_cannot_be_stashed_and_all_gradients_are_cleared():
 
 
 def test_operations_on_the_whole_gradient_are_refused_while_steps_share_a_reduction():
-    with on_cpus(make_net(), 2, config=spaced(2)) as model:
+    with on_cpus(make_net(), 2, config=config_with_anchor(2)) as model:
         loss_fn(model, make_batch(6)).backward()
         with pytest.raises(RuntimeError, match="DdpConfig\\(max_grad_norm"):
             model.clip_grad_norm_(1.0)
@@ -266,13 +266,13 @@ def test_operations_on_the_whole_gradient_are_refused_while_steps_share_a_reduct
 
 def test_steps_not_reduced_at_close_are_logged(caplog):
     for last in (None, True):
-        with on_cpus(make_net(), 2, config=spaced(2)) as model:
+        with on_cpus(make_net(), 2, config=config_with_anchor(2)) as model:
             for at in range(3):
                 loss_fn(model, make_batch(6)).backward()
                 model.step(reduce=last if at == 2 else None)
-        told = [r.getMessage() for r in caplog.records if "step(reduce=True)" in r.getMessage()]
-        assert len(told) == 1
-        assert "the last 1 steps were never reduced" in told[0]
+        warnings = [r.getMessage() for r in caplog.records if "step(reduce=True)" in r.getMessage()]
+        assert len(warnings) == 1
+        assert "the last 1 steps were never reduced" in warnings[0]
 
 
 @pytest.mark.parametrize("how", ["directly", "meeting"])
@@ -282,7 +282,7 @@ def test_the_anchor_of_a_plain_loop_follows_the_cost_of_reductions(how, monkeypa
     monkeypatch.setattr(
         AccumulationSchedule, "report", lambda *args: given.append(args[1:]) or report(*args)
     )
-    with gradients_travel(how), on_cpus(make_net(), 2, config=spaced(2)) as model:
+    with exchanging_gradients(how), on_cpus(make_net(), 2, config=config_with_anchor(2)) as model:
         for _ in range(4):
             loss_fn(model, make_batch(6)).backward()
             model.step()
@@ -308,7 +308,7 @@ def test_a_plain_loop_trains_with_elche_too():
 
 @pytest.fixture
 def slow_rank_1(monkeypatch):
-    """Its thread's clock moves on by ten times as much from one look to the next."""
+    """Rank 1's clock advances ten times as much between two readings."""
     now = Counter()
 
     def perf_counter():
@@ -320,7 +320,7 @@ def slow_rank_1(monkeypatch):
 
 
 def test_measured_speeds_correct_the_counts_and_ratios_after_the_first_reduction(slow_rank_1):
-    config = DdpConfig(speed_hint=(0, 4.0), max_anchor=1)  # the wrong way round
+    config = DdpConfig(speed_hint=(0, 4.0), max_anchor=1)  # names the fast rank
     with on_cpus(make_net(), 2, config=config) as model:
         assert model.batch_counts == (1, 4)
         assert model.chunk_ratios == (0.2, 0.8)
@@ -378,7 +378,7 @@ def test_the_anchor_is_capped_and_fitted_to_the_overhead():
 
 
 def test_missing_measurements_change_nothing():
-    """On a GPU times come some steps late."""
+    """On a GPU timings are available some steps later."""
     accumulation = AccumulationSchedule.of(2, DdpConfig(), use_el_che=True)
     assert accumulation.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
     assert accumulation.batch_counts == (10, 10)
@@ -395,7 +395,7 @@ def test_rounds_read_the_batch_counts_for_each_list():
     assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9]]
 
 
-# -- what cannot work ------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------
 
 
 def test_backward_and_accumulate_cannot_share_a_step():

@@ -1,4 +1,4 @@
-"""How batches are shared out by measured throughput."""
+"""Batch shares from measured throughput."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ speeds = st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=24)
 
 
 def measured(rates, num_steps=WARMUP_STEPS):
-    """A balancer that has seen devices of these speeds for so many steps."""
+    """A balancer after measurements of these speeds for ``steps`` steps."""
     balancer = Balancer(len(rates))
     for _ in range(num_steps):
         for rank, rate in enumerate(rates):
@@ -61,7 +61,7 @@ def test_raising_the_smallest_share_lowers_the_others_in_proportion():
 
 
 def test_a_share_that_falls_below_the_minimum_after_raising_others_is_raised_too():
-    # 0.0505 of the whole, but less than 0.05 of what the first one leaves.
+    # 0.0505 of the whole, but less than 0.05 of the rest without the first.
     shares = normalized_shares([0.0001, 0.0505, 0.9494])
     assert shares[:2] == pytest.approx([0.05, 0.05])
 
@@ -79,7 +79,7 @@ def test_sizes_are_complete_and_none_is_zero(weights, num_samples):
     assert all(size >= 0 for size in sizes)
     if num_samples >= len(weights):
         assert min(sizes) >= 1
-    else:  # the first ones get one each
+    else:  # the first devices get one each
         assert list(sizes) == [1] * num_samples + [0] * (len(weights) - num_samples)
 
 
@@ -125,7 +125,7 @@ def test_the_first_rebalance_comes_after_calibration_and_the_next_ones_at_an_int
 
 
 def train(balancer, batch_size, num_steps, *, call_s, sample_s, noise=0.0, seed=0):
-    """Steps of devices that have a cost for each call and one for each sample.
+    """Steps of devices with a cost per call and a cost per sample.
 
     Returns the least part that a device had on the way.
     """
@@ -149,7 +149,7 @@ def test_a_fixed_cost_per_call_does_not_move_the_shares_of_equal_devices(call_s,
 
 def test_ratios_without_a_gain_are_reverted_until_speeds_change():
     balancer = Balancer(2)
-    # The larger part seems faster, and is not.
+    # The larger share only seems faster.
     first = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
     train(balancer, 20, WARMUP_STEPS, **first)
     assert balancer.chunk_ratios[1] > 0.52
@@ -164,7 +164,7 @@ def test_ratios_without_a_gain_are_reverted_until_speeds_change():
 
 def test_a_few_slow_steps_do_not_decide_a_trial():
     balancer = Balancer(2)
-    slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # kernels are chosen, say
+    slow = {"call_s": [60.0, 50.0], "sample_s": [0.001, 0.001]}  # e.g. autotuned kernels
     train(balancer, 20, 3, **slow)
     usual = {"call_s": [1.2, 1.0], "sample_s": [0.001, 0.001]}
     train(balancer, 20, WARMUP_STEPS - 3, **usual)
@@ -188,7 +188,7 @@ def test_a_speed_hint_is_corrected_after_the_first_step():
     balancer.observe(1, 10, 1.0)
     assert balancer.step()
     assert balancer.chunk_ratios == pytest.approx((0.5, 0.5))
-    assert balancer.sizes(8) == (4, 4)  # and not what was computed for the old ratios
+    assert balancer.sizes(8) == (4, 4)  # not the cached sizes of the old ratios
 
 
 def test_a_device_that_was_never_measured_keeps_its_share():
@@ -201,7 +201,7 @@ def test_a_device_that_was_never_measured_keeps_its_share():
 
 
 def test_time_without_samples_counts_with_the_next_samples():
-    """Backward is timed apart from forward."""
+    """Backward is timed separately from forward."""
     balancer = Balancer(1)
     balancer.observe(0, 0, 3.0)
     balancer.observe(0, 8, 1.0)

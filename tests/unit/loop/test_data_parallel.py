@@ -1,4 +1,4 @@
-"""Replicas in parallel under one call: equal to one device, and equal to one another."""
+"""Data-parallel batches equal one device, and replicas stay identical."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 
 def one_device(batches, *, optim=adam, max_norm=None):
-    """A plain loop over whole mini-batches, and what it says of each."""
+    """A plain loop over whole mini-batches, with the result of each."""
     model = mlp("cpu")
     optimizer = optim(model.parameters())
     results = []
@@ -70,7 +70,7 @@ def test_a_batch_on_replicas_equals_that_batch_on_one_device(world_size, backend
     seed=st.integers(0, 1000),
 )
 def test_replicas_are_identical_before_and_after_every_step(sizes, world_size, seed):
-    """C-DP-001 and C-DP-002, with fewer samples than replicas, and buffers too."""
+    """With fewer samples than replicas, and with buffers."""
     batches = [samples_of(n, seed + i) for i, n in enumerate(sizes)]
     model, _ = one_device(batches)
     with replicas(world_size) as coordinator:
@@ -99,7 +99,7 @@ def test_replicas_work_concurrently_in_persistent_threads():
     seen = set()
 
     def meet(model, samples):
-        meeting.wait()  # one after the other they would never meet
+        meeting.wait()  # sequential replicas would never meet
         seen.add((threading.current_thread().name, threading.get_ident()))
         return loss_fn(model, samples)
 
@@ -128,7 +128,7 @@ def test_every_sample_of_any_type_is_trained_exactly_once():
 
 
 def test_fewer_samples_than_replicas_leave_the_rest_identical():
-    """S27: the seed trains one replica alone, and they differ from then on."""
+    """An optimizer step on one replica only would make them differ."""
     used = set()
 
     def count(model, samples):
@@ -198,7 +198,7 @@ def test_buffers_are_copied_from_the_first_replica_that_had_samples():
         coordinator.train_batch(samples)
         assert identical(coordinator)
         torch.testing.assert_close(coordinator.primary[1].running_mean, alone[1].running_mean)
-        coordinator.primary.eval()  # one sample makes no statistics
+        coordinator.primary.eval()  # one sample has no variance
         coordinator.train_batch(samples_of(1))
         assert identical(coordinator)
 
@@ -247,7 +247,7 @@ def test_sync_params_gives_every_replica_the_primarys_weights():
 
 
 def test_replicas_on_devices_of_different_kinds_copy_the_primarys_parameters(monkeypatch):
-    """Such devices round differently, so the optimizer here is made to."""
+    """Different devices round differently, which the optimizer imitates."""
     steps = []
 
     class Drifting(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""A batch that goes wrong on one replica or on all: what comes out, and what is left as it was."""
+"""Failed batches: the error raised, and the state left unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_norm(device):
     return mlp(device, norm=True)
 
 
-def everything(coordinator):
+def full_state(coordinator):
     """Parameters, buffers and optimizer state of every replica."""
     found = {}
     for r, (model, optimizer) in enumerate(
@@ -40,7 +40,7 @@ def everything(coordinator):
 
 @pytest.fixture
 def trained():
-    """Replicas with batch norm after two batches, and what their ``loss_fn`` does next."""
+    """Replicas with batch norm after two batches, and a plan for their ``loss_fn``."""
     plan = {}
 
     def planned(model, samples):
@@ -53,17 +53,17 @@ def trained():
         yield coordinator, plan
 
 
-def fails_and_goes_on(coordinator, plan, error, match):
+def fails_and_stays_usable(coordinator, plan, error, match):
     """The batch changes nothing, and the next one trains."""
-    before = everything(coordinator)
+    before = full_state(coordinator)
     with pytest.raises(error, match=match) as caught:
         coordinator.train_batch(samples_of(9, 5))
-    assert equal(everything(coordinator), before)
+    assert equal(full_state(coordinator), before)
     assert all(p.grad is None for model in coordinator.models for p in model.parameters())
     plan.clear()
     coordinator.train_batch(samples_of(9, 6))
     assert identical(coordinator)
-    assert not equal(everything(coordinator), before)
+    assert not equal(full_state(coordinator), before)
     return caught.value
 
 
@@ -75,7 +75,7 @@ def test_an_exception_in_one_replica_names_its_rank_and_changes_nothing(trained,
         raise LookupError("planted")
 
     plan[at] = fail
-    error = fails_and_goes_on(
+    error = fails_and_stays_usable(
         coordinator, plan, ReplicaFailed, f"rank {at} on cpu failed in batch 2: LookupError: plant"
     )
     assert (error.rank, type(error.__cause__)) == (at, LookupError)
@@ -88,7 +88,9 @@ def test_of_several_failures_the_lowest_rank_is_named(trained):
         raise LookupError(f"planted on {rank()}")
 
     plan.update({1: fail, 2: fail})
-    assert fails_and_goes_on(coordinator, plan, ReplicaFailed, "rank 1 .*planted on 1").rank == 1
+    assert (
+        fails_and_stays_usable(coordinator, plan, ReplicaFailed, "rank 1 .*planted on 1").rank == 1
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -96,14 +98,14 @@ def test_of_several_failures_the_lowest_rank_is_named(trained):
 def test_a_non_finite_loss_raises_before_any_step(trained, at, value):
     coordinator, plan = trained
     plan[at] = lambda loss, model: loss + value
-    error = fails_and_goes_on(
+    error = fails_and_stays_usable(
         coordinator, plan, NonFiniteError, f"rank {at}, step 2: a loss is not finite.*No replica"
     )
     assert (error.rank, error.step, error.what) == (at, 2, "loss")
 
 
 class Poisoned(torch.autograd.Function):
-    """Nothing forward; backward it puts a value among the gradients."""
+    """Identity in forward; writes a value into the gradient in backward."""
 
     @staticmethod
     def forward(ctx, weight, value):
@@ -120,10 +122,10 @@ class Poisoned(torch.autograd.Function):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_non_finite_gradient_raises_before_any_step(trained, at, value):
-    """F-DP-003: it is in the mean, it is seen, and nobody has stepped."""
+    """The value reaches the mean, is reported, and no optimizer has stepped."""
     coordinator, plan = trained
     plan[at] = lambda loss, model: loss + Poisoned.apply(model[3].weight, value)
-    error = fails_and_goes_on(
+    error = fails_and_stays_usable(
         coordinator, plan, NonFiniteError, f"rank {at}, step 2: a gradient .*hit: '3.weight'"
     )
     assert (error.rank, error.what, error.parameter) == (at, "gradient", "3.weight")
@@ -154,7 +156,7 @@ def test_gradients_whose_squares_overflow_are_finite():
 def test_a_loss_of_the_wrong_type_is_named(trained, result, cause, match):
     coordinator, plan = trained
     plan[1] = result
-    error = fails_and_goes_on(coordinator, plan, ReplicaFailed, match)
+    error = fails_and_stays_usable(coordinator, plan, ReplicaFailed, match)
     assert type(error.__cause__) is cause
 
 
@@ -282,7 +284,7 @@ def interrupted(coordinator, seed):
 
 def test_ctrl_c_while_losses_are_computed_changes_nothing_and_training_may_go_on(trained):
     coordinator, plan = trained
-    before = everything(coordinator)
+    before = full_state(coordinator)
     go = threading.Event()
 
     def interrupt(loss, model):
@@ -296,7 +298,7 @@ def test_ctrl_c_while_losses_are_computed_changes_nothing_and_training_may_go_on
 
     plan.update({1: interrupt, 2: release})
     interrupted(coordinator, 5)
-    assert equal(everything(coordinator), before)
+    assert equal(full_state(coordinator), before)
     plan.clear()
     coordinator.train_batch(samples_of(9, 6))
     assert identical(coordinator)
@@ -352,7 +354,7 @@ def test_an_interrupted_build_leaves_no_thread():
 
 def test_a_replica_that_fails_in_the_averaging_aborts_its_peer_and_is_named():
     class Late(nn.Module):
-        """Gets a sparse gradient, which cannot be averaged, in the second batch of rank 1."""
+        """Has a sparse gradient, which cannot be averaged, in rank 1's second batch."""
 
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What is done to the primary between two batches holds for every replica."""
+"""Changes of the primary between two batches reach every replica."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def with_norm(device):
     return mlp(device, norm=True)
 
 
-def train_alone(changes, build=mlp):
-    """One device on the whole batches, with a change before each."""
+def train_on_one_device(changes, build=mlp):
+    """One device on whole batches, with a change before each."""
     model = build("cpu")
     optimizer = adam(model.parameters())
     for seed, change in enumerate(changes):
@@ -91,7 +91,7 @@ def test_a_change_of_the_primary_equals_that_change_on_one_device(changes, world
             change(coordinator.primary)
             coordinator.train_batch(samples_of(10, seed))
             assert identical(coordinator)
-    assert_close(state(coordinator.primary), train_alone(changes))
+    assert_close(state(coordinator.primary), train_on_one_device(changes))
 
 
 def test_a_parameter_that_is_frozen_on_the_primary_gets_no_gradient_anywhere():
@@ -154,7 +154,7 @@ def test_weights_that_were_not_changed_are_not_copied(monkeypatch):
 
 def test_sync_params_copies_changes_that_version_counters_miss():
     with replicas(2) as coordinator:
-        freeze(coordinator.primary)  # sync_params follows this, too
+        freeze(coordinator.primary)  # sync_params copies this too
         coordinator.primary[0].weight.data.mul_(2.0)
         coordinator.sync_params()
         assert identical(coordinator)
@@ -276,7 +276,7 @@ def test_settings_of_the_first_optimizer_apply_to_all():
 def test_optimizers_may_be_stepped_directly():
     with replicas(2) as coordinator:
         coordinator.train_batch(samples_of(10))
-        for optimizer in coordinator.optimizers:  # on the gradients of the batch, once more
+        for optimizer in coordinator.optimizers:  # on the batch's gradients again
             optimizer.step()
         coordinator.train_batch(samples_of(10, 1))
         assert identical(coordinator)
@@ -290,7 +290,7 @@ def test_groups_added_to_the_first_optimizer_only_are_refused():
 
 
 class Laid(nn.Module):
-    """Parameters whose memory is not in the order of their dimensions."""
+    """Parameters in a memory format other than contiguous."""
 
     def __init__(self, channels, transposed):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Averages of gradients: exact, weighted, and never hiding what is not finite."""
+"""Averages of gradients: exact, weighted, with non-finite values kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def test_the_mean_of_no_gradients_is_empty():
 
 @given(data=st.data(), world_size=st.integers(1, 5), length=st.integers(0, 6))
 def test_a_mean_is_the_weighted_sum_over_the_weights(data, world_size, length):
-    """F-DP-003."""
     column = st.lists(numbers, min_size=length, max_size=length)
     grads = data.draw(st.lists(column, min_size=world_size, max_size=world_size))
     weights = data.draw(
@@ -149,7 +148,7 @@ def test_a_norm_is_taken_over_all_elements_together(columns):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_norm_is_not_finite_if_one_element_is_not(bad, at):
-    """S19: max() would drop a NaN behind a number."""
+    """max() would drop a NaN after a number."""
     grads = [torch.full((3,), 1e30), torch.full((2,), 1e30), torch.zeros(0), torch.ones(4)]
     grads[at if at < 2 else 3][0] = bad
     assert not math.isfinite(gradient_norm(grads))

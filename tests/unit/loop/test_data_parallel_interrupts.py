@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a batch: the replicas are alike at the next call, or it says no."""
+"""Ctrl-C at any line of a batch: the next call restores identical replicas, or raises."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.loop import (
 )
 from tests.support.parallel import identical, loss_fn, mlp, replicas, samples_of
 
-# What of the standard library is written in Python can be left at any line, too.
+# Python code of the standard library can be interrupted at any line too.
 MODULES = (data_parallel, mirror, rank_threads, runner, shard_loss, shard_samples, threading)
 FILES = {module.__file__ for module in MODULES}
 
@@ -62,17 +62,17 @@ class Interrupt:
 
 
 class Drifting(torch.optim.SGD):
-    """Rounds differently on every rank, as devices of different kinds do, if ``unlike``.
+    """Rounds differently on every rank if ``devices_differ``, as devices of different kinds do.
 
     Like a fused optimizer it leaves no trace in the versions of tensors.
     """
 
-    def __init__(self, params, unlike):
+    def __init__(self, params, devices_differ):
         super().__init__(params, 0.1)
-        self.unlike = unlike
+        self.devices_differ = devices_differ
 
     def step(self, closure=None):
-        rank = int(threading.current_thread().name[-1]) if self.unlike else 0
+        rank = int(threading.current_thread().name[-1]) if self.devices_differ else 0
         for p in self.param_groups[0]["params"]:
             p.data.add_(p.grad, alpha=-0.1).mul_(1 + rank * 1e-12)
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
@@ -85,21 +85,23 @@ def steps_of(coordinator):
     ]
 
 
-def make(unlike, loss):
+def make(devices_differ, loss):
     coordinator = replicas(
         2,
         model=lambda device: mlp(device, norm=True),
-        optim=lambda params: Drifting(params, unlike),
+        optim=lambda params: Drifting(params, devices_differ),
         loss=loss,
     )
-    coordinator._devices_differ = unlike
+    coordinator._devices_differ = devices_differ
     coordinator.train_batch(samples_of(9))
     return coordinator
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "in a batch that fails"])
-@pytest.mark.parametrize("unlike", [False, True], ids=["alike", "unlike"])
-def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(unlike, fails):
+@pytest.mark.parametrize("devices_differ", [False, True], ids=["equal", "unequal"])
+def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(
+    devices_differ, fails
+):
     broken = threading.Event()
 
     def loss(model, samples):
@@ -108,7 +110,7 @@ def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(un
         return loss_fn(model, samples)
 
     num_lines, fired = 0, True
-    with make(unlike, loss) as coordinator:
+    with make(devices_differ, loss) as coordinator:
         while fired:
             if fails:
                 broken.set()
@@ -119,7 +121,7 @@ def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(un
             assert identical(coordinator), num_lines
             first, *others = steps_of(coordinator)
             assert all(steps == first for steps in others), num_lines
-            # Batches that were not stepped have left no trace in the buffers.
+            # Batches without a step have not changed the buffers.
             assert {coordinator.primary[1].num_batches_tracked.item()} == first, num_lines
             num_lines, fired = num_lines + 1, interrupt.fired
     assert num_lines > 60

@@ -1,4 +1,4 @@
-"""The beginning and the end of replicas in parallel: what is refused, and what is left."""
+"""Construction and closing of a DataParallelCoordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replica
 WAIT_S = 60.0
 
 
-# -- what there is at the beginning -----------------------------------------------------------
+# -- construction -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_factorys_exception_has_a_note_with_the_rank(rank):
 
     with pytest.raises(LookupError, match="planted") as caught:
         replicas(3, model=factory)
-    # Behind rank 0 they build in any order.
+    # After rank 0 they may build in any order.
     assert ("replica 0" in caught.value.__notes__[0]) is (rank == 0)
 
 
@@ -127,7 +127,7 @@ def test_the_cores_are_divided_among_replicas_and_restored():
         coordinator.train_batch(samples_of(4))
         assert torch.get_num_threads() == max(1, before // 2)  # the share of a rank
     assert found == [max(1, IntraOpThreads.budget() // 2)] * 2
-    assert torch.get_num_threads() == before  # as the fixture sees to, in new threads too
+    assert torch.get_num_threads() == before  # in new threads too, as the fixture checks
 
 
 def test_threads_end_with_the_last_reference_and_keep_no_model():

@@ -1,4 +1,4 @@
-"""Mini-batches cut for replicas: complete, disjoint, in order, whatever they are made of."""
+"""Mini-batches of any containers are cut completely, disjointly and in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def test_one_sample_is_in_exactly_one_shard():
 
 @given(count=st.integers(0, 200), num_shards=st.integers(1, 12))
 def test_shards_are_complete_disjoint_and_of_nearly_one_size(count, num_shards):
-    """F-DP-002."""
     shards = shard_samples(list(range(count)), num_shards)
     assert [sample for shard in shards for sample in shard] == list(range(count))
     assert len(shards) == (num_shards if count else 0)
@@ -61,7 +60,7 @@ def test_columns_are_cut_at_the_same_places(count, num_shards):
     [
         (torch.arange(3), [torch.arange(1), torch.arange(1, 3)]),
         ((torch.arange(2),), [(torch.tensor([0]),), (torch.tensor([1]),)]),
-        # As a DataLoader gives them.
+        # As from a DataLoader.
         ([torch.arange(2), ("a", "b")], [[torch.tensor([0]), ("a",)], [torch.tensor([1]), ("b",)]]),
         (
             Pair(torch.arange(2), [3, 4]),
@@ -69,7 +68,7 @@ def test_columns_are_cut_at_the_same_places(count, num_shards):
         ),
         ((["a", "b"], [1, 2]), [(["a"], [1]), (["b"], [2])]),
         (OrderedDict(x=[1, 2]), [{"x": [1]}, {"x": [2]}]),
-        # Samples, each a thing of its own.
+        # Separate samples.
         (["a", "b"], [["a"], ["b"]]),
         ([("a", 0), ("b", 1)], [[("a", 0)], [("b", 1)]]),
         ([{"x": 1}, {"x": 2}], [[{"x": 1}], [{"x": 2}]]),

@@ -1,4 +1,4 @@
-"""Gradients of wrapped replicas: what becomes of them, and what is refused before it does."""
+"""Averaged gradients of wrapped replicas, and the checks before the average."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_parameter_that_some_replicas_used_counts_as_zero_on_the_others(backen
 def test_a_replica_with_weight_zero_adds_nothing_and_gets_the_mean(backend):
     models = nets()
     fill(models, [3.0, float("nan")])
-    models[0].conv.bias.grad = None  # stale on the other, which may not bring it back
+    models[0].conv.bias.grad = None  # stale on the other replica, and must stay None
     with wrap(models, backend=backend) as ddp:
         ddp.weighted_all_reduce_gradients([5, 0])
     assert models[1].first.weight.grad.unique().tolist() == [3.0]
@@ -145,7 +145,7 @@ def test_an_expanded_gradient_is_averaged_like_any_other():
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_that_have_a_graph_are_averaged():
-    """As a gradient penalty leaves them."""
+    """Gradients with a graph, as after a gradient penalty."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     with torch.no_grad():
         for rank, model in enumerate(models):
@@ -156,7 +156,7 @@ def test_gradients_that_have_a_graph_are_averaged():
         ddp.all_reduce_gradients()
     assert [model.weight.grad.item() for model in models] == [3.0, 3.0]
     for model in models:
-        model.weight.grad = None  # a cycle otherwise
+        model.weight.grad = None  # breaks a reference cycle
 
 
 @pytest.mark.parametrize(("dtype", "small"), [(torch.float16, 4e-4), (torch.bfloat16, 3e-3)])
@@ -254,7 +254,7 @@ def test_many_and_large_gradients_are_cut_into_blocks_without_a_gap():
         )
 
 
-# -- what a reduction refuses, before anything is written ------------------------------------
+# -- errors before anything is written ------------------------------------
 
 
 @pytest.mark.parametrize(

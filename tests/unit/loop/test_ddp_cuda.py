@@ -1,4 +1,4 @@
-"""Means over replicas on GPUs, over the stand-in for CUDA: what waits for what."""
+"""Stream order of means over replicas on GPUs, on a fake CUDA."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def fake():
 
 @pytest.fixture
 def staged(fake, monkeypatch):
-    """Makes reductions in the CPU's memory, of these devices."""
+    """Makes reductions in CPU memory for these devices."""
     made = []
     room = reduction_module._FlatCopies._buffer
 
-    def to_replica(packed, like, num_elements):
+    def posing_buffer(packed, like, num_elements):
         return fake.place(room(packed, like, num_elements), fake.device_of(like))
 
-    monkeypatch.setattr(reduction_module._FlatCopies, "_buffer", to_replica)
+    monkeypatch.setattr(reduction_module._FlatCopies, "_buffer", posing_buffer)
 
     def make(devices):
         made.append(GroupReduction(devices, "thread", 20.0))
@@ -53,7 +53,7 @@ def staged(fake, monkeypatch):
 
 
 def gradients(fake, devices, dtypes=(torch.float32, torch.float64, torch.float32)):
-    """``[rank][i]``: tensors full of ``10 ** rank``, posing as being on their devices."""
+    """``[rank][i]``: tensors full of ``10 ** rank``, posing as tensors of their devices."""
     return [
         [
             fake.place(torch.full(shape, 10.0**rank, dtype=dtype), device)
@@ -90,7 +90,7 @@ def test_earlier_work_on_the_callers_stream_is_waited_for(fake, staged):
         reduction.mean_(tensors, [1, 1])
         assert fake.done == ["backward"]
         fake.mark("optimizer")
-    assert fake.done == ["backward"]  # nobody waits for what comes behind
+    assert fake.done == ["backward"]  # later work is not waited for
     assert values(tensors) == [[5.5]] * 6
 
 
@@ -104,9 +104,9 @@ def test_a_call_on_another_stream_waits_for_the_copies_of_the_last_result(fake, 
     with fake.stream(stream):
         reduction.mean_(gradients(fake, devices), [1, 1])
     given = [entry[0] for entry in fake.log if entry[-1] == stream.name]
-    # For each rank it waits before anything is packed, and then says that all is.
+    # Per rank: a wait before packing, and an event after it.
     assert given[:5] == ["enter", "wait", "record", "wait", "record"]
-    assert len(fake.calls("pin")) == 0  # and the memory of before serves again
+    assert len(fake.calls("pin")) == 0  # pinned memory is reused
 
 
 def test_pinned_memory_grows_with_the_gradients(fake, staged):
@@ -116,7 +116,7 @@ def test_pinned_memory_grows_with_the_gradients(fake, staged):
         reduction.mean_(tensors, [1, 0])
         fake.run_all()
         assert values(tensors) == [[1.0]] * 2 * count
-    # Rounded as PyTorch would, so that the third tensor has room.
+    # Rounded up like PyTorch's allocator, so that the third tensor fits.
     assert [size for _, size in fake.calls("pin")] == [64, 64]
 
 
@@ -148,7 +148,7 @@ def test_strides_and_complex_gradients_survive_staging(fake, staged):
 
 @pytest.fixture
 def posing_nccl(fake, monkeypatch):
-    """A reduction over two ranks that pose as being on GPUs, and NCCL's calls."""
+    """A reduction over two ranks that pose as GPUs, and the NCCL calls made."""
     calls = []
 
     def new_backend(*args):
@@ -173,10 +173,10 @@ def test_nccl_averages_on_its_own_streams_after_the_callers(fake, posing_nccl):
         fake.log.clear()
         reduction.mean_(tensors, [3, 1])
         assert "backward" in fake.done  # the exchange's stream waited for it
-    # Each exchange for what was packed, and the caller's stream for each exchange.
+    # Each exchange waits for packing, and the caller's stream for each exchange.
     assert len(fake.calls("wait")) == 4
     assert values(tensors) == [[3.25]] * 6
-    assert sorted(calls).count(("allreduce", 0)) == 2  # one for each dtype
+    assert sorted(calls).count(("allreduce", 0)) == 2  # one per dtype
     reduction.close()
     assert {rank for name, rank in calls if name == "shutdown"} == {0, 1}
     assert not [t for t in threading.enumerate() if t.name.startswith("ddp-")]
@@ -226,7 +226,7 @@ def test_replicas_wait_for_work_on_the_callers_streams(fake):
             fake.mark("samples")
             coordinator.train_batch((x, y))
         assert len(fake.calls("record")) == 1
-        # Replicas on the CPU: a stream of theirs would not hold the copy off the GPU back.
+        # CPU replicas have no stream that could delay the copy from the GPU.
         assert len(fake.calls("wait_host")) == 3
         assert fake.done == ["samples"]
         fake.log.clear()

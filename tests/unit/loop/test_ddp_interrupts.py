@@ -1,4 +1,4 @@
-"""Ctrl-C while replicas average their gradients: nothing is written, and nobody waits."""
+"""Ctrl-C while replicas average their gradients: nothing is written, and no rank waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapping replicas: what is refused, and what parameters and buffers are copied."""
+"""Wrapping replicas: errors, and copies of parameters and buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.wrapping import Net, all_same, fill, grads, nets, same, tenso
 NCCL = AverageBackend.NCCL
 
 
-# -- what wrap refuses --------------------------------------------------------------------
+# -- errors of wrap --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

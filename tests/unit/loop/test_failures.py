@@ -1,4 +1,4 @@
-"""What happens when a replica fails, and how the threads end."""
+"""Failures of replicas, and the end of their threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.own_loop import (
     adamw,
     assert_close,
     assert_identical,
-    gradients_travel,
+    exchanging_gradients,
     make_batch,
     make_net,
     on_cpus,
@@ -37,12 +37,12 @@ from tests.support.own_loop import (
 )
 
 FAST_S = 5.0
-"""A failure comes out at once, and not by a timeout."""
+"""Bound within which a failure is raised, far below any timeout."""
 
 
 @pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
 def way(request):
-    with gradients_travel(request.param):
+    with exchanging_gradients(request.param):
         yield request.param
 
 
@@ -51,7 +51,7 @@ def on_rank(rank):
 
 
 class Bomb(nn.Module):
-    """A net that raises on the ranks that are set, in forward or in backward."""
+    """A net that raises on given ranks, in forward or in backward."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Bomb(nn.Module):
             raise ZeroDivisionError("backward went wrong")
 
 
-def goes_on_as_one_device(model, alone):
+def continues_as_one_device(model, alone):
     x, y = make_batch(7)
     train_step(model, x, y)
     train_step(alone, x, y)
@@ -84,14 +84,14 @@ def test_an_error_in_forward_names_the_rank_and_the_module_stays_usable(rank):
     net = Bomb()
     alone = OneDevice(net)
     with on_cpus(net, 3) as model:
-        goes_on_as_one_device(model, alone)
+        continues_as_one_device(model, alone)
         model.forward_ranks = (rank,)
         with pytest.raises(ReplicaFailed, match=f"rank {rank} on cpu failed in forward") as found:
             model(make_batch(6)[0])
         assert isinstance(found.value.__cause__, ZeroDivisionError)
         assert (found.value.rank, found.value.what) == (rank, "forward")
         model.forward_ranks = ()
-        goes_on_as_one_device(model, alone)
+        continues_as_one_device(model, alone)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -107,7 +107,7 @@ def test_an_error_in_backward_names_the_rank_and_clears_the_gradients(rank):
         assert time.monotonic() - start < FAST_S
         assert all(p.grad is None for r in model.replicas for p in r.parameters())
         model.backward_ranks = ()
-        goes_on_as_one_device(model, alone)
+        continues_as_one_device(model, alone)
 
 
 def test_errors_of_several_ranks_are_all_reported():
@@ -138,14 +138,14 @@ def test_an_error_in_a_step_leaves_the_replicas_at_rank_zeros_state(when, monkey
     momentum = {"lr": 0.1, "momentum": 0.9}
     alone = OneDevice(net, lambda params: torch.optim.SGD(params, **momentum))
     with on_cpus(net, 3, lambda params: Grenade(params, **momentum)) as model:
-        goes_on_as_one_device(model, alone)
+        continues_as_one_device(model, alone)
         monkeypatch.setattr(Grenade, "when", when)
         x, y = make_batch(5)
         with pytest.raises(ReplicaFailed, match="rank 1 on cpu failed in step"):
             train_step(model, x, y)
         monkeypatch.setattr(Grenade, "when", None)
         train_step(alone, x, y)  # as rank 0 did
-        goes_on_as_one_device(model, alone)
+        continues_as_one_device(model, alone)
 
 
 def test_a_rank_that_fails_before_the_reduction_aborts_its_peers():
@@ -154,7 +154,7 @@ def test_a_rank_that_fails_before_the_reduction_aborts_its_peers():
         F.cross_entropy(model(make_batch(5)[0]), make_batch(5)[1]).backward()
         rank0 = net[0].weight
         kept = rank0.data
-        rank0.data = kept.clone()  # moved out of the flat tensor
+        rank0.data = kept.clone()  # no longer in the flat tensor
         start = time.monotonic()
         with pytest.raises(ReplicaFailed, match=r"rank 0.*moved to other memory"):
             model.step()
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_before_the_reduction_aborts_its_peers():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("num_given", [0, 1])
 def test_gradients_that_reach_some_replicas_only_are_cleared(num_given, error, monkeypatch):
-    """The step ends while the caller hands rank 0's gradients out."""
+    """The step fails while the caller copies rank 0's gradients."""
     given = []
 
     def copy_grads_from(replica, first):
@@ -177,7 +177,7 @@ def test_gradients_that_reach_some_replicas_only_are_cleared(num_given, error, m
         plain(replica, first)
 
     plain = LoopReplica.copy_grads_from
-    with gradients_travel("directly"), on_cpus(make_net(), 3, adamw) as model:
+    with exchanging_gradients("directly"), on_cpus(make_net(), 3, adamw) as model:
         train_step(model, *make_batch(6))
         alone = twin(model)
         x, y = make_batch(7)
@@ -196,7 +196,7 @@ def test_gradients_that_reach_some_replicas_only_are_cleared(num_given, error, m
 
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
 def test_an_interrupted_caller_can_continue(what, monkeypatch):
-    """Ctrl-C comes while the replicas work; what they still do harms nothing."""
+    """Ctrl-C occurs while the replicas work; their remaining work does no harm."""
     net = make_net()
     x, y = make_batch(6)
     wait = Job.wait
@@ -220,7 +220,7 @@ def test_an_interrupted_caller_can_continue(what, monkeypatch):
             loss.backward()
             interrupt()
             model.step()
-        if what == "step":  # which was made, or was not
+        if what == "step":  # completed or not
             model.sync_params()
             alone = twin(model)
         for _ in range(2):
@@ -231,7 +231,7 @@ def test_an_interrupted_caller_can_continue(what, monkeypatch):
 
 
 def twin(model):
-    """A plain loop that goes on from where a model stands."""
+    """A plain loop that continues from a model's current state."""
     alone = OneDevice(model.module, adamw)
     alone.optimizer.load_state_dict(copy.deepcopy(model.optimizer_state_dict()))
     return alone
@@ -312,7 +312,7 @@ def test_activations_are_freed_by_backward():
         out = model(torch.ones(4, 3))
         loss = out.sum()
         loss.backward()
-        assert out.shape == (4, 3)  # still held by the caller, as in a loop
+        assert out.shape == (4, 3)  # still referenced by the caller, as in a loop
         assert [ref() for ref in held] == [None] * 4
 
 

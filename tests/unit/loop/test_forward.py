@@ -1,4 +1,4 @@
-"""One batch over several replicas: what goes in, what comes out, and where it runs."""
+"""Forward over several replicas: inputs, outputs and threads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Output:
 
 
 class Echo(nn.Module):
-    """Returns what a function makes of its inputs, times a parameter."""
+    """Returns a function of its inputs, times a parameter."""
 
     def __init__(self, make):
         super().__init__()
@@ -130,7 +130,7 @@ def test_an_output_of_several_rows_for_each_sample_keeps_their_order():
 
 
 def test_a_mean_loss_as_output_is_weighted_by_samples():
-    """S18: with unequal pieces the mean of means would be another number."""
+    """With unequal shards the mean of means would differ."""
     x = torch.randn(7, 1, dtype=torch.float64)
     with on_cpus(Echo(lambda m, x: (x * m.w).square().mean()), 2) as model:
         loss = model(x)
@@ -201,7 +201,7 @@ def test_autocast_of_the_caller_applies_to_the_replicas():
 
 
 class Meeting(torch.autograd.Function):
-    """Waits in forward and in backward until all replicas are there."""
+    """Waits in forward and in backward until all replicas arrive."""
 
     barrier = None
     threads = None
@@ -231,7 +231,7 @@ def test_replicas_run_forward_and_backward_concurrently_in_their_own_threads():
 
 @pytest.fixture
 def num_threads():
-    """More than one intra-op thread, whatever the machine; put back afterwards."""
+    """More than one intra-op thread on any machine; restored afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield 2
@@ -308,7 +308,7 @@ def test_a_speed_hint_gives_the_first_ratios():
     def note(model, x):
         with lock:
             sizes.append((threading.current_thread().name[-1], len(x)))
-        threading.Event().wait(0.003 * len(x))  # alike, against the hint
+        threading.Event().wait(0.003 * len(x))  # equal speeds, contrary to the hint
         return x * model.w
 
     with on_cpus(Echo(note), 2, config=config) as model:
@@ -319,7 +319,7 @@ def test_a_speed_hint_gives_the_first_ratios():
         assert model.chunk_ratios[0] > 0.3
 
 
-# -- what cannot work ------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------
 
 
 def refused(make, *args, error, match, **kwargs):
@@ -327,7 +327,7 @@ def refused(make, *args, error, match, **kwargs):
         with pytest.raises(error, match=match):
             model(*args, **kwargs)
         model.make = lambda m, x: x * m.w
-        assert torch.equal(model(numbers(3)), numbers(3))  # and goes on
+        assert torch.equal(model(numbers(3)), numbers(3))  # stays usable
 
 
 def test_inputs_without_a_batch_are_refused():
@@ -370,11 +370,11 @@ def test_outputs_that_cannot_be_gathered_are_refused(make, error, match):
     refused(make, numbers(3), error=error, match=match)
 
 
-# What cannot be put together from pieces.
+# Outputs that cannot be gathered.
 
 
 class Cache:
-    """Hides tensors, as the caches of generative models do."""
+    """An opaque object with tensors, like the cache of a generative model."""
 
     def __init__(self, keys):
         self.keys = keys
@@ -390,14 +390,14 @@ def test_an_opaque_object_in_the_output_is_none_and_logged_once(num_devices, cap
             assert output.extra is None
             output.logits.sum().backward()
             model.step()
-    told = [r.getMessage() for r in caplog.records if "it is None there" in r.getMessage()]
-    assert len(told) == 1
-    assert "a Cache in 'extra' of a Output" in told[0]
+    warnings = [r.getMessage() for r in caplog.records if "it is None there" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "a Cache in 'extra' of a Output" in warnings[0]
 
 
 @dataclass
 class ModelOutput(OrderedDict):
-    """As generative models return it: what is not ``None`` is an item, too."""
+    """An output of generative models: fields that are not ``None`` are items too."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -410,14 +410,14 @@ class ModelOutput(OrderedDict):
 
 
 class BothCaches:
-    """One of the decoder and one of what the encoder gave."""
+    """A decoder output with an encoder output."""
 
     def __init__(self, keys):
         self.self_attention_cache, self.cross_attention_cache = Cache(keys), Cache(keys)
 
 
 class Generative(nn.Module):
-    """Returns its cache with each loss, as generative models do unless they are told not to."""
+    """Returns its cache with each loss, the default of generative models."""
 
     def __init__(self, cache):
         super().__init__()
@@ -433,7 +433,7 @@ class Generative(nn.Module):
 @pytest.mark.parametrize("cache", [Cache, BothCaches, lambda keys: ((keys, keys),)])
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_a_generative_model_trains_as_on_one_device(num_devices, cache):
-    """Texts of one length, whose losses weigh alike; a cache of tensors comes back whole."""
+    """Texts of one length, so that losses weigh the same; a cache of tensors is gathered."""
 
     def trained(num_devices):
         torch.manual_seed(0)
@@ -464,13 +464,13 @@ def test_an_object_that_is_the_whole_output_is_refused():
 
 
 def similar(model, x):
-    """Each sample's likeness to each other one of its piece."""
+    """Similarity of each two samples of a shard."""
     z = x * model.w
     return z @ z.T
 
 
 def contrast(model, x):
-    """As CLIP returns it, beside a loss over the piece."""
+    """The similarity with a loss over the shard, like CLIP's output."""
     logits = similar(model, x)
     loss = nn.functional.cross_entropy(logits, torch.arange(len(logits)))
     return {"loss": loss, "logits_per_image": logits, "logits_per_text": logits.T, "embeds": x}
@@ -482,7 +482,7 @@ def contrast(model, x):
 def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint, make):
     with on_cpus(Echo(make), num_devices, config=DdpConfig(speed_hint=hint)) as model:
         if hint is None:
-            model(numbers(6))  # of equal pieces it might be chance
+            model(numbers(6))  # with equal shards it might be a coincidence
         way = r"relate them .* in the loop.* runtime\.all_gather\(z\)"
         with pytest.raises(ValueError, match=way):
             model(numbers(6))

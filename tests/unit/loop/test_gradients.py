@@ -17,8 +17,8 @@ from tests.support.own_loop import (
     adamw,
     assert_close,
     assert_identical,
+    exchanging_gradients,
     gradients,
-    gradients_travel,
     make_batch,
     make_net,
     on_cpus,
@@ -31,19 +31,19 @@ ratios = st.lists(st.floats(0.05, 20.0), min_size=2, max_size=4)
 
 @pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
 def way(request):
-    with gradients_travel(request.param):
+    with exchanging_gradients(request.param):
         yield request.param
 
 
 def set_ratios(model, weights):
-    """As if devices of these speeds had been measured."""
+    """Set the state after measurements of these speeds."""
     model._engine._balancer.adopt(weights)
 
 
 @settings(max_examples=25)
 @given(ratios, st.lists(st.integers(1, 23), min_size=1, max_size=3), st.sampled_from([sgd, adamw]))
 def test_steps_equal_one_device_whatever_the_ratios(weights, sizes, optim):
-    """S18: never scaled by 1/N, never weighted twice; replicas keep the same bits."""
+    """Never scaled by 1/N, never weighted twice; replicas keep the same bits."""
     net = make_net()
     alone = OneDevice(net, optim)
     with on_cpus(net, len(weights), optim) as model:
@@ -91,7 +91,7 @@ def test_several_forward_and_backward_passes_add_up_as_on_one_device():
 
 
 def test_between_backward_and_step_gradients_are_of_the_whole_batch_and_may_be_changed():
-    """As clipping, noise or logging do in a loop for one device."""
+    """As clipping, noise or logging do in a loop on one device."""
     net = make_net()
     alone = OneDevice(net, adamw)
     with on_cpus(net, 2, adamw) as model:
@@ -154,7 +154,7 @@ def test_a_penalty_on_the_weights_counts_once():
 
 
 class TwoWays(nn.Module):
-    """Takes one layer for positive samples, another for negative ones, and one never."""
+    """Uses one layer for positive samples, another for negative ones, and a third never."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class TwoWays(nn.Module):
 
 
 def test_parameters_used_on_some_replicas_only_or_on_none():
-    """What nobody used keeps its gradient None, so that weight decay does not touch it."""
+    """Unused parameters keep the gradient None, so that weight decay does not change them."""
     net = TwoWays()
     before = net.never.weight.clone()
     x = torch.tensor([[1.0], [2.0], [-3.0], [-4.0]], dtype=torch.float64)
@@ -208,7 +208,7 @@ def test_tied_parameters_stay_tied():
 
 
 def test_gradients_reach_the_inputs_and_from_there_another_model():
-    """A generator trained through a discriminator, each over replicas of its own."""
+    """A generator trained through a discriminator, each over its own replicas."""
     maker, record_fault = make_net(), nn.Linear(NUM_CLASSES, 1).double()
     alone_maker, alone_judge = OneDevice(maker), OneDevice(record_fault)
     z = torch.randn(5, NUM_FEATURES, dtype=torch.float64)
@@ -320,7 +320,7 @@ def test_buffers_are_copied_from_the_first_device():
             model.step()
             assert_identical(model)
         assert net[1].num_batches_tracked == 2
-        model(x)  # changes each replica's in its own way
+        model(x)  # changes each replica's buffers differently
         model.eval()
         expected = net(x)
         assert_close([model(x)], [expected])
@@ -328,7 +328,7 @@ def test_buffers_are_copied_from_the_first_device():
 
 
 def test_weights_changed_in_place_reach_all_replicas():
-    """As weight clipping, or loading a part of the model, does."""
+    """As weight clipping, or loading a submodule, does."""
     net = make_net()
     x, y = make_batch(6)
     with on_cpus(net, 2) as model:

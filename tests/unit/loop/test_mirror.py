@@ -1,4 +1,4 @@
-"""What the caller does to the model or its optimizer from outside holds for every replica."""
+"""The caller's changes of the model and its optimizer reach every replica."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_statistics_of_the_first_replicas_forward_are_not_taken_for_a_change_of_
             assert not torch.equal(first, second)
             model.step()
             assert_identical(model)
-        assert sorted(copies) == [1] * 3 + [2] * 3  # once for each step
+        assert sorted(copies) == [1] * 3 + [2] * 3  # once per step
 
 
 def test_statistics_come_from_the_first_device_if_a_submodule_enters_eval_mode():
@@ -152,7 +152,7 @@ def test_buffers_made_in_inference_mode_can_be_trained_on(through_collective):
         assert_identical(model)
 
 
-# -- attributes and parts ----------------------------------------------------------------------
+# -- attributes and submodules -------------------------------------------------------------------
 
 
 @one_or_two
@@ -227,7 +227,7 @@ def test_a_buffer_registered_during_training_is_in_all_replicas(num_devices):
 
 def test_a_buffer_may_change_its_shape_if_set_on_all_replicas():
     with on_cpus(Shifted(), 2) as model:
-        model._engine._on_cpu = False  # buffers travel through the collective
+        model._engine._on_cpu = False  # buffers are broadcast by the collective
         for size in (3, 1, 3):
             model.shift = torch.ones(size, dtype=torch.float64)
             train_step(model, *make_batch(5))
@@ -274,15 +274,15 @@ def test_a_replaced_submodule_or_parameter_is_named_and_can_be_put_back():
 # -- the optimizer's groups --------------------------------------------------------------------
 
 
-def of_the_head(params):
+def head_params(params):
     return torch.optim.AdamW(list(params)[-2:], 1e-2)
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_a_parameter_group_added_during_training_is_trained_by_all_replicas(num_devices):
     net = make_net()
-    alone = OneDevice(net, of_the_head)
-    with on_cpus(net, num_devices, of_the_head) as model:
+    alone = OneDevice(net, head_params)
+    with on_cpus(net, num_devices, head_params) as model:
         for step in range(4):
             if step == 1:
                 for loop in (model.optimizer, net), (alone.optimizer, alone.model):
@@ -290,7 +290,7 @@ def test_a_parameter_group_added_during_training_is_trained_by_all_replicas(num_
             x, y = make_batch(7)
             train_step(model, x, y)
             train_step(alone, x, y)
-            alone.model.zero_grad()  # of what its optimizer does not hold yet
+            alone.model.zero_grad()  # parameters that its optimizer does not hold yet
             assert_identical(model)
             assert_close(model, alone.model)
         assert [len(o.param_groups) for o in model.optimizers] == [2] * num_devices
@@ -361,7 +361,7 @@ def test_a_state_of_the_optimizer_is_copied_and_not_shared():
 
 
 class Drifting(torch.optim.SGD):
-    """Two kinds of devices: all but the first one step a little differently."""
+    """Two kinds of devices: all but the first step slightly differently."""
 
     made = 0
 
@@ -378,10 +378,10 @@ class Drifting(torch.optim.SGD):
                 p.add_(self.error)
 
 
-@pytest.mark.parametrize("unlike", [True, False])
-def test_replicas_on_unequal_devices_do_not_drift_apart(unlike, monkeypatch):
+@pytest.mark.parametrize("devices_differ", [True, False])
+def test_replicas_on_unequal_devices_do_not_drift_apart(devices_differ, monkeypatch):
     monkeypatch.setattr(Drifting, "made", 0)
-    monkeypatch.setattr(build, "unequal_devices", lambda devices: unlike)
+    monkeypatch.setattr(build, "unequal_devices", lambda devices: devices_differ)
     net = make_net()
     alone = OneDevice(net)
     with on_cpus(net, 3, Drifting) as model:
@@ -390,13 +390,13 @@ def test_replicas_on_unequal_devices_do_not_drift_apart(unlike, monkeypatch):
             train_step(model, x, y)
             train_step(alone, x, y)
             first, second, _ = (r[0].weight for r in model.replicas)
-            assert torch.equal(first, second) == unlike
-        if unlike:
+            assert torch.equal(first, second) == devices_differ
+        if devices_differ:
             assert_identical(model)
             assert_close(model, alone.model)
 
 
-# -- what is done to gradients, optimizers and frozen parameters ---------------------------------
+# -- gradients, optimizers and frozen parameters ---------------------------------
 
 
 @one_or_two
@@ -419,7 +419,7 @@ def test_gradients_zeroed_by_the_optimizer_are_not_restored(num_devices):
             assert_close(model, alone.model)
         model.accumulate(loss_fn, batches[:2])
         model.optimizer.zero_grad()
-        train_step(model, *batches[0])  # no mix: there is nothing left of the other
+        train_step(model, *batches[0])  # not mixed: no accumulated gradients are left
         train_step(alone, *batches[0])
         assert_close(model, alone.model)
 

@@ -1,4 +1,4 @@
-"""The module that a loop gets: its face, its settings, and what it is made from."""
+"""ReplicatedModule: interface, settings and construction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.own_loop import (
     adamw,
     assert_close,
     assert_identical,
-    gradients_travel,
+    exchanging_gradients,
     make_batch,
     make_net,
     on_cpus,
@@ -166,7 +166,7 @@ def test_a_scheduler_takes_one_step_for_each_step(num_devices):
             scheduler.step()
         assert_identical(model)
         assert_close(model, alone.model)
-        # It moves the momentum too.
+        # It also changes the momentum.
         assert model.optimizer.param_groups[0]["betas"] != (0.9, 0.999)
 
 
@@ -240,7 +240,7 @@ def test_training_continues_from_a_saved_optimizer(num_devices):
             assert torch.allclose(model.state_dict()[name], tensor, rtol=1e-12)
 
 
-# -- what it is made from --------------------------------------------------------------------
+# -- construction --------------------------------------------------------------------
 
 
 @one_or_two
@@ -258,7 +258,7 @@ def test_a_factory_is_called_for_each_device_and_all_get_the_first_weights(num_d
 
 
 class Head:
-    """A task head as libraries have them: no module itself, but around one."""
+    """A task head, as in some libraries: not a module, but with a ``.module``."""
 
     def __init__(self, module):
         self.module = module
@@ -405,7 +405,7 @@ def test_the_default_is_every_gpu_or_one_cpu():
 def test_a_timeline_records_what_each_replica_did(num_devices, how, tmp_path):
     timeline = Timeline(poll_s=0.01)
     config = DdpConfig(timeline=timeline, speed_hint=(0, 2.0), max_anchor=1)
-    with gradients_travel(how), on_cpus(make_net(), num_devices, config=config) as model:
+    with exchanging_gradients(how), on_cpus(make_net(), num_devices, config=config) as model:
         train_step(model, *make_batch(6))
         model.accumulate(lambda m, b: m(b[0]).square().mean(), [make_batch(4)] * 3)
         model.step()

@@ -1,4 +1,4 @@
-"""Several batches for each device between two steps: one device refuses what many refuse."""
+"""One device raises the same errors about accumulated batches as several devices."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.unit.loop.test_accumulation import loss_fn
 one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
 
 
-def told(error):
-    """What an error says on its own account, without the rank."""
+def message_of(error):
+    """An error's message without the rank."""
     return str(error.value)
 
 
@@ -46,12 +46,12 @@ def test_backward_after_batches_that_were_accumulated_is_refused(num_devices):
         before = gradients(net)
         with pytest.raises(RuntimeError) as error:
             F.cross_entropy(model(x), y).backward()
-        assert told(error) == MIXED_GRADIENTS
+        assert message_of(error) == MIXED_GRADIENTS
         with pytest.raises(RuntimeError) as error:
             model.clip_grad_norm_(1.0)
-        assert told(error) == LOCAL_GRADIENTS
+        assert message_of(error) == LOCAL_GRADIENTS
         assert all(torch.equal(a, b) for a, b in zip(before, gradients(net), strict=True))
-        model.step()  # of what was accumulated, and of nothing else
+        model.step()  # on accumulated gradients only
         torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
         alone.step()
         assert_close(model, alone.model)
@@ -70,7 +70,7 @@ def test_batches_after_a_backward_cannot_be_accumulated(num_devices, through):
         F.cross_entropy(used(x), y).backward()
         with pytest.raises(RuntimeError) as error:
             model.accumulate(loss_fn, [make_batch(4)])
-        assert told(error) == MIXED_GRADIENTS
+        assert message_of(error) == MIXED_GRADIENTS
         model.zero_grad()
         model.accumulate(loss_fn, [make_batch(4)])
         model.zero_grad()
@@ -114,7 +114,7 @@ def test_a_failure_clears_accumulated_gradients(num_devices):
 
 
 class Exact(nn.Module):
-    """Multiplies in full precision, whatever the caller has on."""
+    """Multiplies in full precision under any autocast of the caller."""
 
     def __init__(self, weight):
         super().__init__()
@@ -146,11 +146,11 @@ def test_a_model_with_accumulated_batches_on_one_device_is_freed():
     assert (engine(), gone()) == (None, None)
 
 
-# -- several devices: what could hang, or be read too early -------------------------------------
+# -- several devices: hangs and early reads -------------------------------------
 
 
-def in_time(work):
-    """Run it in a thread, which has to come to an end; gives what it raised."""
+def ends_in_time(work):
+    """Run a function in a thread that must end; returns the raised exception."""
     found = []
 
     def body():
@@ -174,7 +174,7 @@ def test_a_replica_that_runs_backward_through_an_output_of_the_model_is_refused(
             out.sum().backward()
             return loss_fn(module, batch)
 
-        found = in_time(lambda: model.accumulate(using_out, [make_batch(4)] * 2))
+        found = ends_in_time(lambda: model.accumulate(using_out, [make_batch(4)] * 2))
         assert isinstance(found[0], ReplicaFailed)
         assert "cannot call the model that it is a part of" in str(found[0])
         train_step(model, *make_batch(4))
@@ -182,16 +182,16 @@ def test_a_replica_that_runs_backward_through_an_output_of_the_model_is_refused(
 
 
 def test_every_copy_to_the_cpu_is_waited_for(monkeypatch):
-    """One from a GPU would still be under way when the host reads it."""
+    """A non-blocking copy from a GPU may be incomplete when the host reads it."""
     wrong, to = [], torch.Tensor.to
 
-    def noting(tensor, device, *args, **kwargs):
+    def recorded_to(tensor, device, *args, **kwargs):
         if torch.device(device).type == "cpu" and kwargs.get("non_blocking"):
             wrong.append(tensor.shape)
         return to(tensor, device, *args, **kwargs)
 
     with on_cpus(make_net(), 2) as model:
-        monkeypatch.setattr(torch.Tensor, "to", noting)
+        monkeypatch.setattr(torch.Tensor, "to", recorded_to)
         x, y = make_batch(4)
         train_step(model, x.requires_grad_(), y)
         model.accumulate(loss_fn, [make_batch(4)] * 2)

@@ -1,4 +1,4 @@
-"""Threads that carry out calls for each rank: order, failures, and every way to end."""
+"""RankThreads: order, failures, and every way to end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("ranks-"))
 
 
-def end_of(threads):
+def join_all(threads):
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
@@ -82,10 +82,10 @@ def test_only_the_ranks_threads_are_recognized(make):
     threads.close()
     assert threads.exited() == {0: "ranks-0", 1: "ranks-1"}
     found = []
-    for _ in range(20):  # which get the numbers of those that have ended
+    for _ in range(20):  # which reuse the idents of ended threads
         other = threading.Thread(target=lambda: found.append(threads.is_current_thread()))
         other.start()
-        end_of([other])
+        join_all([other])
     assert found == [False] * 20
 
 
@@ -182,17 +182,17 @@ def test_close_from_one_of_the_threads_does_not_wait_for_itself(make):
     threads = make(1)
     alive = threading.enumerate()
     assert values(threads.start(lambda rank: threads.close() or "closed")) == ["closed"]
-    end_of([t for t in alive if t.name == "ranks-0"])
+    join_all([t for t in alive if t.name == "ranks-0"])
 
 
 def test_threads_end_when_they_are_garbage_collected():
     ended = threading.Event()
     owner = {"threads": RankThreads("ranks", [nullcontext] * 2, ended.set)}
     started = [t for t in threading.enumerate() if t.name.startswith("ranks-")]
-    assert owner["threads"].start(lambda rank, owner=owner: owner).wait(WAIT_S)  # refers to them
+    assert owner["threads"].start(lambda rank, owner=owner: owner).wait(WAIT_S)  # a reference cycle
     del owner
     gc.collect()
-    end_of(started)
+    join_all(started)
     assert ended.is_set()
 
 
@@ -205,7 +205,7 @@ def test_a_waiting_thread_keeps_no_reference_to_the_last_job(make):
     call = threads.start(lambda rank, thing=thing: thing)
     assert call.wait(WAIT_S)
     del call, thing
-    # The thread lets go of a call right behind its end.
+    # The thread drops a job right after its end.
     assert values(threads.start(lambda rank: None)) == [None, None]
     assert gone() is None
 
@@ -223,7 +223,7 @@ def test_a_thread_that_cannot_start_ends_those_that_did(monkeypatch):
     monkeypatch.setattr(rank_threads.threading, "Thread", Failing)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         RankThreads("ranks", [nullcontext] * 4, ended.set)
-    end_of(started)
+    join_all(started)
     assert len(started) == 2
     assert ended.wait(WAIT_S)
 
@@ -246,7 +246,7 @@ call = threads.start(lambda rank: rank)
 @pytest.mark.parametrize(
     ("then", "code", "run"),
     [
-        ("", 0, subprocess.run),  # also where nothing was imported before
+        ("", 0, subprocess.run),  # also before anything else was imported
         ("call.wait(); raise ValueError('planted')", 1, programs.run),
     ],
     ids=["ends", "raises"],
@@ -296,7 +296,7 @@ def test_a_fork_gets_an_error_that_its_threads_are_in_the_parent(monkeypatch):
 
 
 class Interrupted:
-    """An inbox that Ctrl-C comes in front of, once."""
+    """An inbox whose first put is interrupted by Ctrl-C."""
 
     def __init__(self, inbox):
         self._inbox = inbox

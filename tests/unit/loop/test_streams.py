@@ -1,4 +1,4 @@
-"""Stream order between a loop and its replicas, over the stand-in for CUDA."""
+"""Stream order between a loop and its replicas, on a fake CUDA."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OTHER = torch.device("cuda", 1)
 NUM_REPLICAS = 2
 
 
-def crossed(fake, sync):
-    """The caller on one stream, a replica on another; gives both."""
+def wait_both_ways(fake, sync):
+    """The caller on one stream and a replica on another; returns both."""
     mine, theirs = fake.new_stream(GPU), fake.new_stream(GPU)
     with fake.stream(mine):
         fake.mark("input")
@@ -50,10 +50,10 @@ def crossed(fake, sync):
 @pytest.mark.parametrize("first", [0, 1])
 def test_replicas_streams_wait_for_the_callers_and_vice_versa(first):
     fake = FakeCuda(patience=None)
-    streams = crossed(fake, StreamSync([GPU], fake))
+    streams = wait_both_ways(fake, StreamSync([GPU], fake))
     fake.run(streams[first], streams[1 - first])
     assert fake.done == ["input", "replica", "after"]
-    assert fake.calls("wait_host") == []  # the host waits for nothing
+    assert fake.calls("wait_host") == []  # the host does not wait
 
 
 def test_inputs_on_a_gpu_without_a_replica_are_waited_for_too():
@@ -74,7 +74,7 @@ def test_a_replica_on_the_cpu_waits_with_the_host():
 
 
 class PosingSync(StreamSync):
-    """Takes the replicas, whose tensors lie on the CPU, for replicas on a GPU."""
+    """Treats replicas with CPU tensors as replicas on a GPU."""
 
     def __init__(self, api):
         super().__init__([GPU], api)
@@ -87,7 +87,7 @@ class PosingSync(StreamSync):
 
 
 class Marking(nn.Module):
-    """A net that gives its stream a mark in forward and in backward."""
+    """A net that marks its stream in forward and in backward."""
 
     def __init__(self, fake):
         super().__init__()
@@ -121,7 +121,7 @@ def fake(monkeypatch):
 
 
 def posing_module(fake, net, config=None):
-    """Replicas whose threads work on streams of the stand-in."""
+    """Replicas whose threads work on streams of the fake CUDA."""
     config = config or DdpConfig()
     devices = (CPU,) * NUM_REPLICAS
     group = CollectiveGroup(partial(create_collectives, NUM_REPLICAS))
@@ -142,7 +142,7 @@ def posing_module(fake, net, config=None):
     engine = ThreadedEngine(
         [o.value for o in outcomes], runner, Balancer(NUM_REPLICAS), accumulation, recorder, None
     )
-    engine._on_cpu = False  # buffers travel through the collective
+    engine._on_cpu = False  # buffers are broadcast by the collective
     return ReplicatedModule(engine)
 
 
@@ -163,7 +163,7 @@ def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
             fake.mark("clip")
             model.step()
             fake.mark("after")
-            if replicas_first:  # each as far as it may
+            if replicas_first:  # as far as possible
                 fake.run(*(stream for stream in fake.streams if stream is not caller))
             fake.run(caller)
             assert fake.done == [
@@ -191,7 +191,7 @@ def test_after_ctrl_c_the_callers_stream_waits_for_the_replicas_remaining_work(f
             patch.setattr(Job, "wait", interrupted)
             model(make_batch(6)[0])
         fake.done.clear()
-        model.zero_grad()  # any call settles it
+        model.zero_grad()  # any call drains the replicas
         fake.mark("after")
         fake.run(caller)
         assert fake.done == [*["forward"] * NUM_REPLICAS, "after"]
@@ -214,7 +214,7 @@ def test_a_replica_never_works_on_the_callers_stream(fake):
 
 def test_training_over_streams_equals_one_device(fake):
     net = Marking(fake)
-    net.net[1].eval()  # its statistics depend on the pieces
+    net.net[1].eval()  # its statistics depend on the shards
     with posing_module(fake, net) as model:
         alone = OneDevice(net.net, adamw)
         alone.optimizer = torch.optim.AdamW(alone.model.parameters(), 1e-2)
