@@ -25,7 +25,7 @@ from runtime.core.signals import INTERRUPTS, Period
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.monitor import Monitor
-from runtime.monitor.watched_run import End
+from runtime.monitor.run_view import RunEnd
 from runtime.results import TrainedState
 from runtime.run import Run
 from runtime.settings import RunSettings
@@ -178,7 +178,7 @@ class TrainerHandle:
         with self._attaching:  # of two threads with the same monitor one comes second
             if monitor in self._monitors:
                 return self
-            monitor.watch(self._run.watched(self._started, self._end))
+            monitor.watch(self._run.monitor_view(self._started, self._end))
             with self._condition:
                 self._monitors.append(monitor)
                 ended = self._ended
@@ -186,13 +186,13 @@ class TrainerHandle:
             monitor.run_ended()
         return self
 
-    def _end(self) -> End | None:
+    def _end(self) -> RunEnd | None:
         if not self._ended:
             return None
         if self._error is not None:
-            return End(state="failed", at=self._ended_at, error=self._error)
+            return RunEnd(state="failed", at=self._ended_at, error=self._error)
         stopped = self._state is not None and self._state.stopped
-        return End(state="stopped" if stopped else "finished", at=self._ended_at)
+        return RunEnd(state="stopped" if stopped else "finished", at=self._ended_at)
 
     def join(self, timeout: float | None = None) -> TrainedState:
         """Wait for the end of the run.

@@ -54,7 +54,7 @@ from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
-from runtime.monitor.watched_run import End, WatchedRun
+from runtime.monitor.run_view import RunEnd, RunView
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import TrainedState, assemble
@@ -458,7 +458,7 @@ class Run:
             num_samples=c.num_samples,
         )
 
-    def watched(self, started: float, end: Callable[[], End | None]) -> WatchedRun:
+    def monitor_view(self, started: float, end: Callable[[], RunEnd | None]) -> RunView:
         """What a monitor may see of the run.
 
         Args:
@@ -466,7 +466,7 @@ class Run:
             end: How it ended; ``None`` while it goes on.
         """
         machine = self._machine
-        return WatchedRun(
+        return RunView(
             facts=self.facts,
             devices=self.devices,
             total_batches=self.total_batches,

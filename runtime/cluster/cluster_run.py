@@ -249,9 +249,9 @@ class ClusterRun:
         """A snapshot of this machine's counters."""
         return self._inner.statistics()
 
-    def watched(self, started: float, end: Any) -> Any:
+    def monitor_view(self, started: float, end: Any) -> Any:
         """The view of this machine's part for monitors."""
-        return self._inner.watched(started, end)
+        return self._inner.monitor_view(started, end)
 
     # Called by the inner run, on its coordinator's thread.
 
@@ -758,7 +758,7 @@ class InnerRun(Protocol):
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
 
-    def watched(self, started: float, end: Any) -> Any:
+    def monitor_view(self, started: float, end: Any) -> Any:
         """The view for monitors."""
 
     @property

@@ -1,4 +1,4 @@
-"""A live page of a run."""
+"""A live web page of a run."""
 
 from __future__ import annotations
 

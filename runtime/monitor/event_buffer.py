@@ -7,35 +7,35 @@ from collections.abc import Iterable, Sequence
 from coordinator.metrics import EpochMetrics
 from coordinator.state import Statistics
 from runtime.monitor.feed import Json
-from runtime.monitor.watched_run import End, WatchedRun
+from runtime.monitor.run_view import RunEnd, RunView
 from runtime.timeline.coordinator_lane import machine_shares
 from runtime.timeline.events import Event, Kind
 from runtime.timeline.text import one_line
 
-MAX_AT_ONCE = 40
-"""Events that are told of one look; the newest."""
+MAX_NEW_EVENTS = 40
+"""Events returned by one reading, the newest."""
 
 
-_OF_COORDINATOR = (
+_COORDINATOR_KINDS = (
     *(Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.TRANSPORT, Kind.STOP),
     Kind.MACHINES,
 )
 
 
-_OF_RANKS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
+_RANK_KINDS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
 
 
-_OFTEN = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
+_AGGREGATED_KINDS = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
 
 class EventBuffer:
-    """What happened between two looks: the timeline's events, or what the counters show.
+    """Events since the last reading, from the timeline or from changes of the counters.
 
     Args:
-        run: The run.
+        run: The observed run.
     """
 
-    def __init__(self, run: WatchedRun) -> None:
+    def __init__(self, run: RunView) -> None:
         self._timeline = run.timeline
         self._cursor: dict[str, tuple[int, ...]] | None = None
         self._before: Statistics | None = None
@@ -45,27 +45,30 @@ class EventBuffer:
         self,
         statistics: Statistics,
         epochs: Sequence[EpochMetrics],
-        end: End | None,
+        end: RunEnd | None,
         elapsed_s: float,
     ) -> list[Json]:
-        """Events that are new, oldest first.
+        """The new events, oldest first.
 
         Args:
-            statistics: The counters as they are.
-            epochs: Epochs that have closed since the last call.
-            end: How the run ended, if it has.
-            elapsed_s: Seconds since the run began.
+            statistics: The present counters.
+            epochs: Epochs closed since the last call.
+            end: The end of the run, if it has ended.
+            elapsed_s: Seconds since the start of the run.
         """
         if self._timeline is not None:
             events, self._cursor = self._timeline.read(self._cursor)
-            found = _of_timeline(events)
+            found = _timeline_events(events)
         else:
             found = self._of_counters(statistics, elapsed_s)
             found += [_event("epoch", elapsed_s, None, epoch=metrics.epoch) for metrics in epochs]
         found.sort(key=lambda event: float(event["t"]))
-        left_out = len(found) - MAX_AT_ONCE
-        if left_out > 0:
-            found = [_event("more", found[left_out]["t"], None, events=left_out), *found[left_out:]]
+        num_omitted = len(found) - MAX_NEW_EVENTS
+        if num_omitted > 0:
+            found = [
+                _event("more", found[num_omitted]["t"], None, events=num_omitted),
+                *found[num_omitted:],
+            ]
         if end is not None and not self._ended:
             self._ended = True
             found.append(_event(end.state, elapsed_s, None))
@@ -83,12 +86,12 @@ class EventBuffer:
             args = {"anchor": statistics.anchor, "before": before.anchor}
             found.append(_event(Kind.ANCHOR.value, elapsed_s, None, **args))
         if statistics.backend_reason != before.backend_reason:
-            told = {
+            transport_args = {
                 "backend": statistics.backend.name,
                 "before": before.backend.name,
                 "reason": statistics.backend_reason,
             }
-            found.append(_event(Kind.TRANSPORT.value, elapsed_s, None, **told))
+            found.append(_event(Kind.TRANSPORT.value, elapsed_s, None, **transport_args))
         last = statistics.machine_round
         if last is not None and last != before.machine_round:
             round_args: Json = {
@@ -106,18 +109,18 @@ class EventBuffer:
         return found
 
 
-def _of_timeline(events: Iterable[Event]) -> list[Json]:
+def _timeline_events(events: Iterable[Event]) -> list[Json]:
     found: list[Json] = []
-    often: dict[tuple[Kind, int | None], list[Event]] = {}
+    aggregated: dict[tuple[Kind, int | None], list[Event]] = {}
     for event in events:
-        # Of a round both the coordinator and each rank tell, and so of other things.
-        if event.kind not in (_OF_COORDINATOR if event.rank is None else _OF_RANKS):
+        # Rounds, for instance, are recorded by the coordinator and by each rank.
+        if event.kind not in (_COORDINATOR_KINDS if event.rank is None else _RANK_KINDS):
             continue
-        if event.kind in _OFTEN:
-            often.setdefault((event.kind, event.rank), []).append(event)
+        if event.kind in _AGGREGATED_KINDS:
+            aggregated.setdefault((event.kind, event.rank), []).append(event)
         else:
             found.append(_event(event.kind.value, event.end_s, event.rank, **event.args))
-    for (kind, rank), same in often.items():
+    for (kind, rank), same in aggregated.items():
         args: dict[str, object] = {"times": len(same)}
         if kind is Kind.ANCHOR:
             args.update(anchor=same[-1].args["anchor"], before=same[0].args["before"])

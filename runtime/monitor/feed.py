@@ -1,4 +1,4 @@
-"""What the pages of a monitor show: read from the run now and then, encoded once for all."""
+"""Feed: the data of a monitor's pages, encoded once for all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ Json = dict[str, Any]
 
 
 class Feed:
-    """All that a page needs: facts of the run, how it stands, its past.
+    """The data of the pages: facts, present state and past of a run, as JSON.
 
-    Every piece is encoded when it comes and never again: the history for a new page is
-    pieces put together, whose number is bounded. The texts are ASCII without line breaks,
-    ``<``, ``>`` and ``&``, so that they can stand in an event stream or within a page.
-    Any thread may call it.
+    Each item is encoded once, when it is added; the history for a new page joins the encoded
+    items, whose number is bounded. The texts are ASCII without line breaks, ``<``, ``>`` and
+    ``&``, so that they are safe in an event stream and within a page. Callable from any thread.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class Feed:
         self.begin(None)
 
     def begin(self, facts: Json | None) -> None:
-        """Forget the past; another run begins."""
+        """Clear everything and start another run."""
         with self._lock:
             self._facts = embedded(facts)
             self._now = "null"
@@ -38,31 +37,31 @@ class Feed:
             self._events: list[str] = []
 
     def add(self, now: Json, ticks: list[Json], epochs: list[Json], events: list[Json]) -> str:
-        """Add what is new.
+        """Add a reading.
 
         Args:
-            now: How the run stands.
-            ticks: Readings of the counters, in order.
-            epochs: Epochs that have closed.
-            events: What has happened.
+            now: The present state of the run.
+            ticks: New readings of the counters, in order.
+            epochs: Newly closed epochs.
+            events: New events.
 
         Returns:
-            It, encoded for the pages that have the rest.
+            The encoded update, for pages that have everything before it.
         """
-        fresh = [[embedded(item) for item in items] for items in (ticks, epochs, events)]
-        standing = embedded(now)
+        encoded_items = [[embedded(item) for item in items] for items in (ticks, epochs, events)]
+        state = embedded(now)
         with self._lock:
-            self._now = standing
-            for tick in fresh[0]:
+            self._now = state
+            for tick in encoded_items[0]:
                 self._ticks.add(tick)
-            for epoch in fresh[1]:
+            for epoch in encoded_items[1]:
                 self._epochs.add(epoch)
-            self._events = [*self._events, *fresh[2]][-MAX_EVENTS:]
-        encoded = [_list(items) for items in fresh]
-        return _object(now=standing, ticks=encoded[0], epochs=encoded[1], events=encoded[2])
+            self._events = [*self._events, *encoded_items[2]][-MAX_EVENTS:]
+        encoded = [_list(items) for items in encoded_items]
+        return _object(now=state, ticks=encoded[0], epochs=encoded[1], events=encoded[2])
 
     def history(self) -> str:
-        """Everything, encoded for a page that has nothing."""
+        """The encoded history, for a new page."""
         with self._lock:
             facts, now = self._facts, self._now
             ticks, epochs, events = self._ticks.read(), self._epochs.read(), self._events

@@ -11,21 +11,21 @@ from collections.abc import Iterable
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-ANY = "*"
+ANY_HOST = "*"
 
 
 BACKLOG = 64
 
 
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 
 
 def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """The host names that a request may use, in lower case; ``*`` stands for all.
+    """The host names accepted in requests, in lower case; ``*`` accepts all.
 
     Args:
         host: The host that the server is bound to.
-        more: Names that the user adds.
+        more: Names added by the user.
 
     Raises:
         TypeError: ``more`` is one string, or holds something other than strings.
@@ -36,11 +36,11 @@ def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
     names = {*LOOPBACK, host.strip("[]").lower()}
     for name in more:
         if not isinstance(name, str):
-            raise TypeError(f"allowed_hosts: {name!r} is not a host name; pass texts")
+            raise TypeError(f"allowed_hosts: {name!r} is not a host name; pass strings")
         found = name.strip("[]").lower()
-        if found != ANY and not _is_address(found) and not _NAME.fullmatch(found):
+        if found != ANY_HOST and not _is_address(found) and not _HOST_NAME.fullmatch(found):
             raise ValueError(
-                f"allowed_hosts: {name!r} is no host name; leave out scheme, path and port"
+                f"allowed_hosts: {name!r} is not a host name; leave out scheme, path and port"
             )
         names.add(found)
     return frozenset(names)
@@ -58,7 +58,7 @@ def host_name(header: str) -> str | None:
     """The name in a ``Host`` header, in lower case and without its port.
 
     Returns:
-        ``None`` for a header that is not well-formed.
+        ``None`` if the header is malformed.
     """
     if header.startswith("["):
         name, closed, port = header[1:].partition("]")
@@ -73,7 +73,7 @@ def host_name(header: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to this host."""
+    """True if only this machine can reach a server bound to this host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -81,15 +81,15 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens on this host and port.
+    """Open a listening socket on this host and port.
 
     Args:
         host: A name or address of this machine.
         port: The port; 0 picks a free one.
 
     Raises:
-        OSError: The port is in use or may not be used, or the host is not this machine's;
-            the message says what to do.
+        OSError: The port is in use or not permitted, or the host is not this machine's; the
+            message has the remedy.
     """
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Monitor: a live page of a run."""
+"""Monitor: a live web page of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.core.checks import check_float, check_int, need
 from runtime.core.threads import Closing
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
-from runtime.monitor.watched_run import WatchedRun
+from runtime.monitor.run_view import RunView
 from runtime.timeline.text import write_text
 
 logger = logging.getLogger(__name__)
@@ -35,23 +35,23 @@ class Monitor(Closing):
     shows one run at a time: when that run has ended, another may be attached, whose page
     replaces the first. A run may have several monitors.
 
-    Every page gets the whole history first, at each reload; a page that reads too slowly gets
-    it again instead of what it missed. The run never waits for a page or the server. A fault
-    in the monitor is logged once and affects nothing else.
+    A page receives the whole history at each load; a page that reads too slowly receives it again
+    instead of the missed messages. The run never waits for a page or the server. A failure of the
+    monitor is logged once and affects nothing else.
 
-    The server only answers read requests, and only if the request names a known host: this
-    machine's loopback, ``host`` or one of ``allowed_hosts``. There is no password: anyone who
-    can reach the server can read the page. If ``host`` is not the loopback, that is anyone on
-    the network; an SSH tunnel (``ssh -L 8080:localhost:8080 machine``) is safer.
+    The server only answers read requests with an accepted host name: this machine's loopback,
+    ``host`` or one of ``allowed_hosts``. There is no password: everyone who can reach the server
+    can read the page. If ``host`` is not the loopback, that is everyone on the network; an SSH
+    tunnel (``ssh -L 8080:localhost:8080 machine``) is safer.
 
-    Every method may be called from any thread.
+    Every method is callable from any thread.
 
     Args:
-        port: Port to listen on; 0 picks a free one, which the attribute ``port`` then holds.
+        port: Port to listen on; 0 picks a free one, see the attribute ``port``.
         host: Address or name of this machine to listen on.
         allowed_hosts: Further names and addresses, without port, under which the page may be
             opened; ``"*"`` allows all.
-        poll_s: Seconds between two readings of the run, 0.05 to 3600.
+        poll_s: Seconds between readings of the run, 0.05 to 3600.
 
     Attributes:
         host: Address or name that it listens on.
@@ -60,8 +60,8 @@ class Monitor(Closing):
 
     Raises:
         ImportError: The extra ``monitor`` is not installed.
-        OSError: The port is in use, or cannot be used.
-        TypeError, ValueError: A setting is wrong.
+        OSError: The port is in use or not permitted.
+        TypeError, ValueError: A setting is invalid.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Monitor(Closing):
         poll_s: float = 1.0,
     ) -> None:
         need("Monitor", ("aiohttp", "plotly"), "monitor")
-        # Only now: it needs the extra.
+        # Imported here: requires the extra.
         from runtime.monitor.hosts import allowed_names, is_loopback, listen, url_of
-        from runtime.monitor.server import Server
+        from runtime.monitor.server import MonitorServer
 
         number = check_int("Monitor: port", port, 0, 65535)
         if not isinstance(host, str) or not host:
@@ -87,17 +87,19 @@ class Monitor(Closing):
         self.port = int(listener.getsockname()[1])
         self.url = url_of(host, self.port)
         self._feed = Feed()
-        self._lock = threading.Lock()  # of _run, and of what is attached and closed
-        self._run: WatchedRun | None = None
-        self._server = Server(listener, names, self._feed, poll_s)
+        self._lock = threading.Lock()  # of _run, attaching and closing
+        self._run: RunView | None = None
+        self._server = MonitorServer(listener, names, self._feed, poll_s)
         self._server.start()
-        # Also at the end of the process, while threads can still be joined.
+        # Also runs at the end of the process, while threads can still be joined.
         self._close = weakref.finalize(self, self._server.stop)
         if not is_loopback(host):
-            logger.warning("the monitor at %s can be read by whoever reaches %s", self.url, host)
+            logger.warning(
+                "the monitor at %s can be read by everyone who reaches %s", self.url, host
+            )
         logger.info("monitor at %s", self.url)
 
-    def watch(self, run: WatchedRun) -> None:
+    def watch(self, run: RunView) -> None:
         """Show this run; called by :meth:`~gpuworker.TrainerHandle.attach`.
 
         Raises:
@@ -106,36 +108,36 @@ class Monitor(Closing):
         """
         with self._lock:
             if not self._close.alive:
-                raise RuntimeError("this Monitor is closed: make a new one")
+                raise RuntimeError("this Monitor is closed: create a new one")
             if self._run is not None and self._run.end() is None:
                 raise ValueError(
-                    "this Monitor shows another run that goes on: make a Monitor for each, or "
-                    "attach it when that run is over"
+                    "this Monitor shows another run that is still running: create a Monitor for "
+                    "each, or attach it after the end of that run"
                 )
             self._run = run if run.end() is None else None
             self._server.follow(run)
 
     def run_ended(self) -> None:
-        """Note that the run is over; called by its handle. Returns at once."""
+        """Record the end of the run; called by its handle. Returns at once."""
         with self._lock:
             if self._run is not None and self._run.end() is not None:
                 self._run = None
-        self._server.look()
+        self._server.read_soon()
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the current page as one file that needs no other (about 5 MB).
+        """Write the current page as one self-contained file (about 5 MB).
 
-        Works after the end of the run and after :meth:`close`, too.
+        Also works after the end of the run and after :meth:`close`.
 
         Raises:
             OSError: It cannot be written.
         """
-        self._server.look_now()
+        self._server.read_now()
         write_text(path, page.saved_page(self._feed.history()))
 
     def close(self) -> None:
         """Stop the server and notify open pages. Idempotent.
 
-        Blocks until its thread has ended: at most a second if a page reads slowly.
+        Blocks until the server's thread has ended, at most a second if a page reads slowly.
         """
         self._close()

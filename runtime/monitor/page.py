@@ -1,4 +1,4 @@
-"""The page of a monitor: served, or as one file."""
+"""The page of a monitor, served or saved as one file."""
 
 from __future__ import annotations
 
@@ -12,79 +12,79 @@ from runtime.timeline.page import asset, csp_digest, page_around
 
 TITLE = "gpuworker monitor"
 _MAP_RULES = re.compile(rb'getElementById\("([0-9a-f]{64})"\)')
-# Plotly adds its own rules to an empty style element, which this digest of nothing allows.
-_EMPTY = "sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="
-_IMAGES = "img-src data:; "  # Plotly looks at one to learn what the browser can draw
+# Digest of an empty style element, to which Plotly adds its own rules.
+_NO_STYLE = "sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="
+_IMAGES = "img-src data:; "  # Plotly tests the browser with one
 
 POLICY = (
-    f"default-src 'none'; script-src 'self'; style-src 'self' '{_EMPTY}'; connect-src 'self'; "
+    f"default-src 'none'; script-src 'self'; style-src 'self' '{_NO_STYLE}'; connect-src 'self'; "
     f"{_IMAGES}base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The policy of the served page: it loads from its own server alone, and runs nothing else."""
+"""Content security policy of the served page: everything is loaded from its own server."""
 
 SCRIPT_NAME = "monitor.js"
 STYLE_NAME = "monitor.css"
-_ICON = '<link rel="icon" href="data:,">\n'  # else browsers ask for one
+_ICON = '<link rel="icon" href="data:,">\n'  # else browsers request one
 _SCRIPT_PARTS = ("words.js", "curves.js", SCRIPT_NAME)
 
 
 def style() -> str:
-    """The rules of a timeline's page, and those of this one."""
+    """The style sheets of the timeline's page and of this one."""
     return asset("timeline", "page.css") + asset("monitor", STYLE_NAME)
 
 
 def script() -> str:
-    """What draws the page and follows the run: the parts in one function."""
+    """The script of the page: its parts in one function."""
     parts = "\n".join(asset("monitor", name) for name in _SCRIPT_PARTS)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
-def plots_name() -> str:
-    """The name under which the plots' library is served: another one for each version."""
+def plotly_name() -> str:
+    """The name under which Plotly is served, with its version."""
     return f"plotly-{importlib.metadata.version('plotly')}.min.js"
 
 
-def plots() -> bytes:
-    """The plots' library, as the package ``plotly`` brings it."""
+def plotly_script() -> bytes:
+    """The JavaScript library of the package ``plotly``."""
     return files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
 
 
 @cache
 def served_page() -> str:
-    """The page, which loads style, scripts and data from where it came."""
+    """The page, which loads style, scripts and data from its server."""
     return page_around(
         TITLE,
-        head=f'{_ICON}<link rel="stylesheet" href="{STYLE_NAME}">{_unwanted_rules(plots())}',
-        end=f'<script src="{html.escape(plots_name())}"></script>\n'
+        head=f'{_ICON}<link rel="stylesheet" href="{STYLE_NAME}">{_map_rules(plotly_script())}',
+        end=f'<script src="{html.escape(plotly_name())}"></script>\n'
         f'<script src="{SCRIPT_NAME}"></script>',
     )
 
 
 def saved_page(history: str) -> str:
-    """One page that needs nothing else, and no network.
+    """A self-contained page.
 
     Args:
-        history: What it shows, as :meth:`~runtime.monitor.feed.Feed.history` encodes it.
+        history: The data, as encoded by :meth:`~runtime.monitor.feed.Feed.history`.
     """
-    library = plots()
+    library = plotly_script()
     scripts = [library.decode("utf-8").replace("</script", "<\\/script"), script()]
     rules = style()
     digests = " ".join(f"'{csp_digest(text)}'" for text in scripts)
     policy = (
-        f"default-src 'none'; script-src {digests}; style-src '{csp_digest(rules)}' '{_EMPTY}'; "
+        f"default-src 'none'; script-src {digests}; style-src '{csp_digest(rules)}' '{_NO_STYLE}'; "
         f"{_IMAGES}base-uri 'none'; form-action 'none'"
     )
     data = f'<script type="application/json" id="data">{history}</script>'
     return page_around(
         TITLE,
         head=f'{_ICON}<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<style>{rules}</style>{_unwanted_rules(library)}",
+        f"<style>{rules}</style>{_map_rules(library)}",
         end="\n".join([data, *(f"<script>{text}</script>" for text in scripts)]),
     )
 
 
-def _unwanted_rules(library: bytes) -> str:
-    """An empty element where the library would add its rules for maps, which nothing here
-    needs and the policy refuses; nothing if it no longer does."""
+def _map_rules(library: bytes) -> str:
+    """An empty style element with the id of Plotly's map rules, which the policy would block and
+    this page does not need; empty if the library has no such rules."""
     found = _MAP_RULES.search(library)
     return f'<style id="{found[1].decode("ascii")}"></style>' if found else ""

@@ -16,7 +16,7 @@ from coordinator.state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.event_buffer import EventBuffer
 from runtime.monitor.feed import Json
-from runtime.monitor.watched_run import End, WatchedRun
+from runtime.monitor.run_view import RunEnd, RunView
 from runtime.timeline.buffers import Row
 from runtime.timeline.events import Cause
 from runtime.timeline.resources import ResourcePoller
@@ -28,31 +28,30 @@ NUM_POINTS = 120
 
 
 MAX_SCALARS = 64
-"""Scalars that are shown of an epoch."""
+"""Scalars shown of an epoch."""
 
 
-class Reader:
-    """Follows one run. Used by one thread; nothing in the run waits for it.
+class RunReader:
+    """Reads one run. Used by one thread; the run never waits for it.
 
-    A look reads counters: those of the coordinator, under its lock for some microseconds,
-    and those of the timeline without any, if the run has one. The first look tells the
-    past as well.
+    A reading takes the coordinator's counters, under its lock for some microseconds, and those of
+    the timeline without a lock, if the run has one. The first reading includes the past.
 
     Args:
         run: The run.
-        poll_s: Seconds between two looks.
+        poll_s: Seconds between readings.
     """
 
-    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+    def __init__(self, run: RunView, poll_s: float) -> None:
         self._run = run
-        self._load = MachineLoad(run, poll_s)
-        self._happenings = EventBuffer(run)
+        self._load = LoadReader(run, poll_s)
+        self._events = EventBuffer(run)
         self._num_epochs = 0
         self._first: tuple[float, int] | None = None
-        self._num_looks = 0
+        self._num_readings = 0
 
     def facts(self) -> Json:
-        """What does not change."""
+        """Constant facts of the run."""
         return {
             **asdict(self._run.facts),
             "total_batches": self._run.total_batches,
@@ -61,37 +60,37 @@ class Reader:
             "begun": time.time() - (time.monotonic() - self._run.started),
         }
 
-    def look(self) -> MonitorSnapshot:
-        """Read everything once."""
+    def read(self) -> MonitorSnapshot:
+        """Read the run once."""
         run = self._run
-        end = run.end()  # before the counters: those of a run that has ended are final
+        end = run.end()  # before the counters, which are final once the run has ended
         statistics = run.statistics()
         summary = None if run.timeline is None else run.timeline.summary()
         elapsed_s = (time.monotonic() if end is None else end.at) - run.started
         if summary is not None and summary.facts is not None:
             elapsed_s = summary.wall_s
-        ticks = [] if self._num_looks or run.timeline is None else past_ticks(run.timeline)
+        ticks = [] if self._num_readings or run.timeline is None else tick_history(run.timeline)
         ticks.append(self._tick(statistics, summary, elapsed_s))
-        self._num_looks += 1
+        self._num_readings += 1
         epochs = list(run.epochs(self._num_epochs))
         self._num_epochs += len(epochs)
         return MonitorSnapshot(
             now=self._now(statistics, summary, end, elapsed_s),
             ticks=ticks,
             epochs=[_epoch(metrics) for metrics in epochs],
-            events=self._happenings.since_last(statistics, epochs, end, elapsed_s),
+            events=self._events.since_last(statistics, epochs, end, elapsed_s),
             over=end is not None,
         )
 
     def close(self) -> None:
-        """No more looks; ends what was started for them."""
+        """End the poller; no more readings."""
         self._load.close()
 
     def _now(
         self,
         statistics: Statistics,
         summary: TimelineSummary | None,
-        end: End | None,
+        end: RunEnd | None,
         elapsed_s: float,
     ) -> Json:
         error = None if end is None else end.error
@@ -100,7 +99,7 @@ class Reader:
             self._first = (elapsed_s, step)
         return {
             "state": "running" if end is None else end.state,
-            "error": None if error is None else _told(error),
+            "error": None if error is None else _error_line(error),
             "model": "" if summary is None else summary.model,
             "elapsed_s": round(elapsed_s, 3),
             "left_s": None if end is not None else self._left_s(elapsed_s, step),
@@ -120,7 +119,7 @@ class Reader:
         }
 
     def _left_s(self, elapsed_s: float, step: int) -> float | None:
-        """At the speed since training began to be seen; ``None`` before."""
+        """Remaining seconds at the speed since the first batches; ``None`` before."""
         assert self._first is not None
         start_s, first_step = self._first
         trained, lasted = step - first_step, elapsed_s - start_s
@@ -150,14 +149,14 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSnapshot:
-    """What was seen.
+    """One reading of a run.
 
     Attributes:
-        now: How the run stands.
-        ticks: Readings of the counters that are new, in order.
-        epochs: Epochs that have closed since the last look.
-        events: What has happened since.
-        over: Whether the run has ended, and this was the last look.
+        now: The present state of the run.
+        ticks: New readings of the counters, in order.
+        epochs: Epochs closed since the last reading.
+        events: Events since the last reading.
+        over: True if the run has ended and this is the last reading.
     """
 
     now: Json
@@ -167,15 +166,15 @@ class MonitorSnapshot:
     over: bool
 
 
-class MachineLoad:
-    """The last reading: the timeline's, or that of a poller of its own.
+class LoadReader:
+    """The latest reading of load and memory: the timeline's, or that of a separate poller.
 
     Args:
         run: The run.
-        poll_s: Seconds between two readings of its own.
+        poll_s: Seconds between readings of the separate poller.
     """
 
-    def __init__(self, run: WatchedRun, poll_s: float) -> None:
+    def __init__(self, run: RunView, poll_s: float) -> None:
         self._timeline = run.timeline
         self._poller: ResourcePoller | None = None
         if run.timeline is None and run.end() is None:
@@ -183,8 +182,8 @@ class MachineLoad:
             self._poller.start()
 
     def read(self) -> dict[str, float]:
-        """By short name: ``cpu`` (percent of one core) and ``rss`` (bytes) of the process,
-        ``all`` (percent of all cores), and the load of each GPU; empty before the first
+        """Values by short name: ``cpu`` (percent of one core) and ``rss`` (bytes) of the process,
+        ``all`` (percent of all cores), load and memory of each GPU; empty before the first
         reading."""
         if self._timeline is not None:
             columns, rows = self._timeline.resources()
@@ -192,7 +191,7 @@ class MachineLoad:
             columns, rows = self._poller.columns, self._poller.rows()
         else:
             return {}
-        return named(columns, rows[-1][1:]) if rows else {}
+        return short_names(columns, rows[-1][1:]) if rows else {}
 
     def close(self) -> None:
         """End the poller. Idempotent."""
@@ -204,8 +203,8 @@ class MachineLoad:
 _NAMES = {"process_cpu_percent": "cpu", "process_rss_bytes": "rss", "machine_cpu_percent": "all"}
 
 
-def named(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, float]:
-    """A reading by short names, without what is not a number."""
+def short_names(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, float]:
+    """A reading by short names, without NaN."""
     found = {}
     for column, value in zip(columns, values, strict=True):
         name = _NAMES.get(column) or (column if column.startswith("gpu") else None)
@@ -214,17 +213,17 @@ def named(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str, floa
     return found
 
 
-def past_ticks(timeline: Timeline) -> list[Json]:
-    """Readings as they would have been, at equal distances up to now; without the last.
+def tick_history(timeline: Timeline) -> list[Json]:
+    """Ticks of the past, reconstructed from a timeline at equal intervals; without the present.
 
     Args:
-        timeline: The timeline, of a run that goes on or is over.
+        timeline: The timeline of a run, which may have ended.
     """
     width_s, rates = timeline.throughput(NUM_POINTS)
     if len(rates) < 2:
         return []
     profiles = [timeline.profile(rank) for rank in range(len(rates[0]))]
-    totals = [_running(rows) for _, rows in profiles]
+    totals = [_cumulative(rows) for _, rows in profiles]
     anchors = timeline.anchor_curve()
     columns, readings = timeline.resources()
     samples = [0.0] * len(rates[0])
@@ -236,39 +235,40 @@ def past_ticks(timeline: Timeline) -> list[Json]:
             "t": round(at, 3),
             "samples": [round(total) for total in samples],
             "causes": [
-                _at(rows, at / bin_s) for (bin_s, _), rows in zip(profiles, totals, strict=True)
+                _sums_after(rows, at / bin_s)
+                for (bin_s, _), rows in zip(profiles, totals, strict=True)
             ],
         }
-        if (anchor := _last(anchors, at)) is not None:
+        if (anchor := _last_before(anchors, at)) is not None:
             tick["anchor"] = int(anchor[1])
-        if (reading := _last(readings, at)) is not None:
-            tick.update(named(columns, reading[1:]))
+        if (reading := _last_before(readings, at)) is not None:
+            tick.update(short_names(columns, reading[1:]))
         ticks.append(tick)
     return ticks
 
 
-def _running(rows: Sequence[Row]) -> list[Row]:
-    """Sums of the rows up to each."""
+def _cumulative(rows: Sequence[Row]) -> list[Row]:
+    """Cumulative sums of rows."""
     sums: list[Row] = []
     for row in rows:
         sums.append(tuple(a + b for a, b in zip(sums[-1], row, strict=True)) if sums else row)
     return sums
 
 
-def _at(sums: Sequence[Row], bins: float) -> list[float]:
-    """The sums after so many bins, of which the last may be a part."""
+def _sums_after(sums: Sequence[Row], bins: float) -> list[float]:
+    """The sums after this number of bins, rounded to whole ones."""
     index = min(len(sums), max(1, round(bins))) - 1
     return [round(value, 3) for value in sums[index]]
 
 
-def _last(rows: Sequence[Row], at: float) -> Row | None:
-    """The last row up to a time."""
+def _last_before(rows: Sequence[Row], at: float) -> Row | None:
+    """The last row at or before a time."""
     index = bisect_right(rows, at, key=lambda row: row[0])
     return rows[index - 1] if index else None
 
 
 def _machines(statistics: Statistics) -> list[Json]:
-    """Who took part in the last round between machines, and how much each brought and was dealt."""
+    """The machines of the last round, with the samples contributed and the batches granted."""
     last = statistics.machine_round
     if last is None:
         return []
@@ -306,18 +306,18 @@ def _epoch(metrics: EpochMetrics) -> Json:
         "loss": _finite(metrics.avg_loss),
         "epoch_s": round(metrics.epoch_s, 3),
         "num_samples": metrics.num_samples,
-        # Pairs: a name could be one that objects have already.
+        # Pairs: a scalar's name could be a property of JavaScript objects.
         "scalars": [[one_line(name), _finite(value)] for name, value in scalars],
     }
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for what is not finite."""
+    """The value as JSON, which has no non-finite numbers."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
-def _told(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {one_line(error)}")
 
 

@@ -1,4 +1,4 @@
-"""The server behind a monitor: a thread with an event loop of its own."""
+"""MonitorServer: the HTTP server of a monitor, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from aiohttp import web
 
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
-from runtime.monitor.hosts import ANY, host_name
-from runtime.monitor.run_reader import Reader
+from runtime.monitor.hosts import ANY_HOST, host_name
+from runtime.monitor.run_reader import RunReader
+from runtime.monitor.run_view import RunView
 from runtime.monitor.viewer import Viewer
-from runtime.monitor.watched_run import WatchedRun
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "monitor"
 MAX_VIEWERS = 64
 MAX_CONNECTIONS = 2 * MAX_VIEWERS
-"""A page that is opened asks for its parts beside the stream of those that are open."""
+"""Twice the open pages, because a new page also loads its parts."""
 SPARE_DESCRIPTORS = 256
-"""Left to the run below the process's limit, or a quarter of that if it is less."""
-HEADER_S = 5.0
-"""How long a connection may be open without a whole request."""
-STALLED_S = 30.0
-"""How long a page may read nothing of what it is being sent."""
-SWEEP_S = 0.5
-START_S = 10.0
-LOOK_S = 5.0
-CLOSE_S = 1.0
-"""How long a page that reads slowly may hold up the end."""
-PING_S = 15.0
+"""File descriptors left to the run below the process's limit; at most a quarter of the limit."""
+REQUEST_TIMEOUT_S = 5.0
+"""Longest time for which a connection may be open without a complete request."""
+STALL_TIMEOUT_S = 30.0
+"""Longest time for which a page may read nothing of the data sent to it."""
+SWEEP_INTERVAL_S = 0.5
+START_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+"""Longest delay of the shutdown by a page that reads slowly."""
+PING_INTERVAL_S = 15.0
 RETRY_MS = 2000
 
 HEADERS = {
@@ -51,20 +51,20 @@ HEADERS = {
     "Cache-Control": "no-store",
     "Server": "gpuworker",
 }
-_FOR_GOOD = "private, max-age=31536000, immutable"
+_IMMUTABLE = "private, max-age=31536000, immutable"
 
 
-class Server:
+class MonitorServer:
     """Serves one page and its data, and reads the run at intervals.
 
-    The thread holds a reference to this object. This object holds none to the monitor and,
-    once the run is over, none to the run.
+    The thread references this object, which references neither the monitor nor, after the end of
+    the run, the run.
 
     Args:
         listener: The socket for requests; closed with the server.
-        names: Host names to which it answers.
-        feed: The data that the pages show.
-        poll_s: Seconds between two readings of the run.
+        names: Accepted host names.
+        feed: The data of the pages.
+        poll_s: Seconds between readings of the run.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Server:
         self._poll_s = poll_s
         self._thread = threading.Thread(target=self._main, name=THREAD_NAME, daemon=True)
         self._started = threading.Event()
-        # Of the loop: nothing is sent to one that was closed. The collector of cycles may call
+        # Guards _loop, which is never used once closed. Reentrant: the garbage collector may call
         # stop() in a thread that holds it.
         self._lock = threading.RLock()
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
-        self._reader: Reader | None = None
-        self._complained = False
+        self._reader: RunReader | None = None
+        self._failure_logged = False
         self._connections: _Connections | None = None
 
     # From any thread.
@@ -92,36 +92,36 @@ class Server:
         """Start the thread, and wait until it serves.
 
         Raises:
-            RuntimeError: It could not be started.
+            RuntimeError: The server did not start.
         """
         try:
             self._thread.start()
         except BaseException:
             self._listener.close()
             raise
-        if not self._started.wait(START_S) or self._error is not None:
+        if not self._started.wait(START_TIMEOUT_S) or self._error is not None:
             self.stop()
             raise RuntimeError("the monitor's server did not start") from self._error
 
-    def follow(self, run: WatchedRun) -> None:
+    def follow(self, run: RunView) -> None:
         """Show this run from now on. Returns at once."""
-        self._send(lambda: self._begin(run))
+        self._call_soon(lambda: self._begin(run))
 
-    def look(self) -> None:
-        """Read the run now. Returns at once; may be called from any thread."""
-        self._send(lambda: self._due.set())
+    def read_soon(self) -> None:
+        """Schedule a reading of the run. Returns at once."""
+        self._call_soon(lambda: self._due.set())
 
-    def look_now(self, timeout_s: float = LOOK_S) -> None:
-        """Read the run, and wait until that is done or times out; from any thread."""
+    def read_now(self, timeout_s: float = READ_TIMEOUT_S) -> None:
+        """Read the run, and wait for completion or the timeout."""
         done = threading.Event()
 
-        def look() -> None:
-            self._try_to_look()
+        def read() -> None:
+            self._try_read()
             done.set()
 
         if threading.current_thread() is self._thread:
-            self._try_to_look()
-        elif self._send(look):
+            self._try_read()
+        elif self._call_soon(read):
             done.wait(timeout_s)
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -131,23 +131,23 @@ class Server:
         """
         with self._lock:
             self._stopped = True
-        self._send(lambda: self._over.set())
+        self._call_soon(lambda: self._stopping.set())
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     @property
     def alive(self) -> bool:
-        """Whether the server is running."""
+        """True if the server is running."""
         return self._thread.is_alive()
 
     @property
     def num_connections(self) -> int:
-        """Number of open connections of any kind; from any thread."""
+        """Number of open connections of any kind."""
         connections = self._connections
         return 0 if connections is None else len(connections)
 
-    def _send(self, action: Callable[[], None]) -> bool:
-        """Have the server's thread do something; ``False`` where it does not serve."""
+    def _call_soon(self, action: Callable[[], None]) -> bool:
+        """Run an action in the server's thread; ``False`` if it is not serving."""
         with self._lock:
             if self._loop is None:
                 return False
@@ -158,123 +158,123 @@ class Server:
 
     def _main(self) -> None:
         try:
-            # Whatever loop the process prefers elsewhere.
+            # Independent of the process's event loop policy.
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
             self._error = error
             if self._started.is_set():
-                logger.exception("the monitor's server died; the run goes on")
+                logger.exception("the monitor's server failed; the run continues")
         finally:
             self._listener.close()
-            self._leave()
+            self._close_reader()
             self._started.set()
 
     async def _serve(self) -> None:
-        self._due, self._over = asyncio.Event(), asyncio.Event()
+        self._due, self._stopping = asyncio.Event(), asyncio.Event()
         self._viewers: set[Viewer] = set()
-        app = web.Application(middlewares=[self._guard], logger=_quiet)
+        app = web.Application(middlewares=[self._guard], logger=_silent_logger)
         for path, read, content_type, cached in (
             ("/", page.served_page, "text/html", "no-store"),
             (f"/{page.STYLE_NAME}", page.style, "text/css", "no-store"),
             (f"/{page.SCRIPT_NAME}", page.script, "text/javascript", "no-store"),
-            # Its name has the version: it never changes.
-            (f"/{page.plots_name()}", page.plots, "text/javascript", _FOR_GOOD),
+            # Immutable: its name has the version.
+            (f"/{page.plotly_name()}", page.plotly_script, "text/javascript", _IMMUTABLE),
         ):
-            app.router.add_get(path, partial(_part, read, content_type, cached))
+            app.router.add_get(path, partial(_page_part, read, content_type, cached))
         app.router.add_get("/events", self._events)
         runner = web.AppRunner(
             app,
             access_log=None,
-            logger=_quiet,
+            logger=_silent_logger,
             handle_signals=False,
             handler_cancellation=True,
-            shutdown_timeout=CLOSE_S,
+            shutdown_timeout=CLOSE_TIMEOUT_S,
         )
         await runner.setup()
         assert runner.server is not None
         connections = self._connections = _Connections(self._listener, runner.server)
-        looks = asyncio.create_task(self._look_on())
+        polling = asyncio.create_task(self._poll())
         try:
             connections.open()
             with self._lock:
                 self._loop = asyncio.get_running_loop()
-                if self._stopped:  # whoever started it waits no longer
-                    self._over.set()
+                if self._stopped:  # start() has timed out
+                    self._stopping.set()
             self._started.set()
-            await self._over.wait()
+            await self._stopping.wait()
         finally:
             with self._lock:
-                self._loop = None  # which is about to be closed
-            looks.cancel()
-            self._try_to_look()  # the run may be over since the last look
+                self._loop = None  # about to be closed
+            polling.cancel()
+            self._try_read()  # the run may have ended since the last reading
             for viewer in self._viewers:
                 viewer.put(b"event: bye\ndata: {}\n\n")
                 viewer.close()
-            # Let what is being sent go out for a while, then cut all connections.
+            # Let responses in progress complete for a while, then abort all connections.
             await connections.stop_accepting()
             await runner.cleanup()
             connections.abort()
-            await _turns()
+            await _loop_iterations()
 
-    def _leave(self) -> None:
+    def _close_reader(self) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
-    def _begin(self, run: WatchedRun) -> None:
+    def _begin(self, run: RunView) -> None:
         try:
             if self._reader is not None:
                 self._reader.close()
             self._reader = None
-            reader = Reader(run, self._poll_s)
+            reader = RunReader(run, self._poll_s)
             self._feed.begin(reader.facts())
             self._reader = reader
-            self._look()
+            self._read()
             for viewer in self._viewers:
                 viewer.restart()
         except Exception:
-            self._complain()
+            self._log_failure()
         self._due.set()
 
-    async def _look_on(self) -> None:
+    async def _poll(self) -> None:
         while True:
             try:
-                # Without a run there is nothing to look at, and no need to wake up.
-                timeout_s = PING_S if self._reader is None else self._poll_s
+                # Without a run only pings are due.
+                timeout_s = PING_INTERVAL_S if self._reader is None else self._poll_s
                 await asyncio.wait_for(self._due.wait(), timeout_s)
             except TimeoutError:
                 if self._reader is None:
-                    self._tell(b": still here\n\n")
+                    self._broadcast(b": still here\n\n")
             self._due.clear()
-            self._try_to_look()
+            self._try_read()
 
-    def _try_to_look(self) -> None:
+    def _try_read(self) -> None:
         try:
-            self._look()
+            self._read()
         except Exception:
-            self._complain()
+            self._log_failure()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         reader = self._reader
         if reader is None:
             return
-        look = reader.look()
-        message = self._feed.add(look.now, look.ticks, look.epochs, look.events)
-        self._tell(_message("news", message))
-        if look.over:
+        snapshot = reader.read()
+        message = self._feed.add(snapshot.now, snapshot.ticks, snapshot.epochs, snapshot.events)
+        self._broadcast(_message("news", message))
+        if snapshot.over:
             self._reader = None
             reader.close()
 
-    def _tell(self, message: bytes) -> None:
-        """Send something to all pages that are open."""
+    def _broadcast(self, message: bytes) -> None:
+        """Send a message to all open pages."""
         for viewer in self._viewers:
             viewer.put(message)
 
-    def _complain(self) -> None:
-        if not self._complained:
-            self._complained = True
-            logger.exception("the monitor failed, which it tells once; the run goes on")
+    def _log_failure(self) -> None:
+        if not self._failure_logged:
+            self._failure_logged = True
+            logger.exception("the monitor failed (logged once); the run continues")
 
     def _history(self) -> bytes:
         return _message("history", self._feed.history())
@@ -285,25 +285,25 @@ class Server:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Refuse what is not meant for this server (as by DNS rebinding), and all but reading."""
+        """Refuse requests for other hosts (DNS rebinding) and methods other than GET and HEAD."""
         hosts = request.headers.getall("Host", [])
         name = host_name(hosts[0]) if len(hosts) == 1 else None
-        if name is None or (name not in self._names and ANY not in self._names):
-            return _refusal(
+        if name is None or (name not in self._names and ANY_HOST not in self._names):
+            return _error_response(
                 421, "This monitor does not answer to this host name: see allowed_hosts of Monitor."
             )
         if request.method not in ("GET", "HEAD"):
-            return _refusal(405, "This monitor can only be read.", Allow="GET, HEAD")
+            return _error_response(405, "This monitor can only be read.", Allow="GET, HEAD")
         assert self._connections is not None
         connection = self._connections.of(request.transport)
         try:
             connection.answering = True
             return await handler(request)
         except web.HTTPException as error:
-            return _refusal(error.status, error.reason)
+            return _error_response(error.status, error.reason)
         except Exception:
-            self._complain()
-            return _refusal(500, "The monitor failed: see the log of the run.")
+            self._log_failure()
+            return _error_response(500, "The monitor failed: see the log of the run.")
         finally:
             connection.answering = False
             connection.changed = asyncio.get_running_loop().time()
@@ -312,8 +312,8 @@ class Server:
         headers = {**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         if request.method == "HEAD":
             return web.Response(headers=headers)
-        if self._over.is_set() or len(self._viewers) >= MAX_VIEWERS:
-            return _refusal(503, "Too many pages are open.")
+        if self._stopping.is_set() or len(self._viewers) >= MAX_VIEWERS:
+            return _error_response(503, "Too many pages are open.")
         viewer = Viewer(self._history)
         self._viewers.add(viewer)
         response = web.StreamResponse(headers=headers)
@@ -331,8 +331,8 @@ class Server:
 
 @dataclass(slots=True)
 class _Connection:
-    """What is known of one: whether a handler works for it, how many bytes wait to be read,
-    and when either last changed."""
+    """State of a connection: a handler is running, bytes not yet read by the client, and the time
+    of the last change of either."""
 
     changed: float
     answering: bool = False
@@ -340,15 +340,15 @@ class _Connection:
 
 
 class _Connections:
-    """Takes connections in, no more than a page needs, and closes those that are not used.
+    """Accepts connections up to a limit, and closes idle ones.
 
-    Somebody who opens many and sends nothing must not take the process's descriptors, which
-    the run shares. Above the limits nobody is taken in, and who comes waits in the system's
-    queue. In the event loop's thread alone, but for ``len()``.
+    Clients that open many connections and send nothing must not exhaust the file descriptors,
+    which the run shares. Above the limits none is accepted, and clients wait in the system's
+    backlog. Used in the event loop's thread only, except ``len()``.
 
     Args:
-        listener: Where they come in.
-        make_protocol: Makes what speaks HTTP to one.
+        listener: The listening socket.
+        make_protocol: Creates the HTTP protocol of a connection.
     """
 
     def __init__(
@@ -358,56 +358,56 @@ class _Connections:
         self._listener = listener
         self._make_protocol = make_protocol
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
-        self._entering: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[None]] = set()
         self._accepting = self._closed = False
         self._sweep_at: asyncio.TimerHandle | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._entering)
+        return len(self._open) + len(self._opening)
 
     def open(self) -> None:
-        """Take in who comes, from now on."""
+        """Accept connections from now on."""
         self._listener.setblocking(False)
-        self._go_on()
+        self._resume()
 
     def of(self, transport: asyncio.BaseTransport | None) -> _Connection:
-        """What is known of a connection; of one that was cut just now, nothing."""
+        """State of a connection; a new one if it was just aborted."""
         found = None if transport is None else self._open.get(transport)
         return _Connection(self._loop.time()) if found is None else found
 
     async def stop_accepting(self) -> None:
-        """Take nobody in any more; who is being taken in becomes known first."""
+        """Stop accepting, after connections in progress are registered."""
         self._closed = True
         self._pause()
         if self._sweep_at is not None:
             self._sweep_at.cancel()
-        while self._entering:
-            await asyncio.wait(self._entering)
-        await _turns()
+        while self._opening:
+            await asyncio.wait(self._opening)
+        await _loop_iterations()
 
     def abort(self) -> None:
-        """Cut all of them, whatever they still have to be sent."""
+        """Abort all connections, with unsent data."""
         for transport in self._open:
             _abort(transport)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._accepting and not self._closed:
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _pause(self, why: str | None = None) -> None:
-        """Take nobody in until the next look; a reader that stayed would be called at once."""
+    def _pause(self, reason: str | None = None) -> None:
+        """Stop accepting until the next sweep; a registered reader would be called at once."""
         if self._accepting:
             self._accepting = False
             self._loop.remove_reader(self._listener.fileno())
-        if why is not None:
-            if why not in self._told:
-                self._told.add(why)
+        if reason is not None:
+            if reason not in self._warned:
+                self._warned.add(reason)
                 logger.warning(
-                    "the monitor refuses new connections for now, since %s; the run goes on, and "
-                    "this warning comes once",
-                    why,
+                    "the monitor accepts no new connections for now, because %s; the run continues "
+                    "(logged once)",
+                    reason,
                 )
             self._sweep_soon()
 
@@ -422,7 +422,7 @@ class _Connections:
         except OSError as error:
             self._pause(f"the system has no more connections: {error.strerror}")
             return
-        # The system gives the lowest number that is free: all below it are in use.
+        # The system assigns the lowest free descriptor: all below it are in use.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and sock.fileno() >= limit - min(
             SPARE_DESCRIPTORS, limit // 4
@@ -430,15 +430,15 @@ class _Connections:
             sock.close()
             self._pause(f"the process nears its limit of {limit} descriptors for connections")
             return
-        task = self._loop.create_task(self._enter(sock))
-        self._entering.add(task)
-        task.add_done_callback(self._entering.discard)
+        task = self._loop.create_task(self._open_connection(sock))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
-    async def _enter(self, sock: socket.socket) -> None:
+    async def _open_connection(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(False)
             transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, sock)
-        except OSError:  # it was closed again
+        except OSError:  # already closed by the client
             sock.close()
             return
         self._open[transport] = _Connection(self._loop.time())
@@ -446,10 +446,10 @@ class _Connections:
 
     def _sweep_soon(self) -> None:
         if self._sweep_at is None and not self._closed:
-            self._sweep_at = self._loop.call_later(SWEEP_S, self._sweep)
+            self._sweep_at = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
     def _sweep(self) -> None:
-        """Close what is not used, and forget what is closed."""
+        """Close idle connections, and drop closed ones."""
         self._sweep_at = None
         now = self._loop.time()
         for transport, connection in list(self._open.items()):
@@ -460,12 +460,14 @@ class _Connections:
             elif waiting_bytes != connection.waiting_bytes:
                 connection.waiting_bytes, connection.changed = waiting_bytes, now
             elif connection.answering and not waiting_bytes:
-                pass  # a page that waits for news
-            elif now - connection.changed > (STALLED_S if waiting_bytes else HEADER_S):
+                pass  # a page waiting for messages
+            elif now - connection.changed > (
+                STALL_TIMEOUT_S if waiting_bytes else REQUEST_TIMEOUT_S
+            ):
                 transport.abort()
         if self._open:
             self._sweep_soon()
-        self._go_on()
+        self._resume()
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:
@@ -473,26 +475,26 @@ def _abort(transport: asyncio.BaseTransport) -> None:
     transport.abort()
 
 
-async def _turns() -> None:
-    """Some turns of the loop: connections are opened and closed over more than one."""
+async def _loop_iterations() -> None:
+    """Run the loop some iterations: connections open and close over several."""
     for _ in range(4):
         await asyncio.sleep(0)
 
 
-# Broken requests are the sender's trouble: they are answered, and fill nobody's log.
-_quiet = logging.getLogger(f"{__name__}.requests")
-_quiet.addHandler(logging.NullHandler())
-_quiet.propagate = False
+# Malformed requests are answered but not logged.
+_silent_logger = logging.getLogger(f"{__name__}.requests")
+_silent_logger.addHandler(logging.NullHandler())
+_silent_logger.propagate = False
 
 
 def _message(event: str, data: str) -> bytes:
     return f"event: {event}\ndata: {data}\n\n".encode("ascii")
 
 
-async def _part(
+async def _page_part(
     read: Callable[[], str | bytes], content_type: str, cached: str, request: web.Request
 ) -> web.StreamResponse:
-    """A part of the page, whatever is asked of it."""
+    """Serve a part of the page, for any query."""
     found = read()
     return web.Response(
         body=found.encode("utf-8") if isinstance(found, str) else found,
@@ -502,5 +504,5 @@ async def _part(
     )
 
 
-def _refusal(status: int, reason: str, **headers: str) -> web.Response:
+def _error_response(status: int, reason: str, **headers: str) -> web.Response:
     return web.Response(status=status, text=f"{reason}\n", headers={**HEADERS, **headers})

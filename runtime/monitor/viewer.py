@@ -7,26 +7,26 @@ from collections import deque
 from collections.abc import Callable
 
 MAX_WAITING = 8
-"""Messages that wait for a slow page; beyond, it gets the history instead."""
+"""Messages queued for a slow page; when exceeded, it gets the history instead."""
 
 
 class Viewer:
-    """One open page. Used only in the event loop's thread.
+    """The message queue of one open page. Used only in the event loop's thread.
 
     Args:
-        history: Gives the whole state, as a message.
+        history: Returns the whole history, as a message.
     """
 
     def __init__(self, history: Callable[[], bytes]) -> None:
         self._history = history
         self._waiting: deque[bytes] = deque()
-        self._behind = True  # a new page has nothing yet
+        self._behind = True  # a new page needs the history
         self._closed = False
         self._changed = asyncio.Event()
         self._changed.set()
 
     def put(self, message: bytes) -> None:
-        """Send what is new; never waits."""
+        """Queue a message; never waits."""
         if not self._behind:
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append(message)
@@ -35,13 +35,13 @@ class Viewer:
         self._changed.set()
 
     def restart(self) -> None:
-        """Send the history next, whatever is waiting."""
+        """Replace queued messages by the history."""
         self._waiting.clear()
         self._behind = True
         self._changed.set()
 
     def close(self) -> None:
-        """Send what is waiting, then nothing more."""
+        """End the queue after the queued messages."""
         self._closed = True
         self._changed.set()
 
@@ -49,7 +49,7 @@ class Viewer:
         """Wait for the next message; ``None`` after the last."""
         while True:
             if self._behind:
-                # What is made now holds all that was put before.
+                # The history includes all messages put before.
                 self._behind = False
                 return self._history()
             if self._waiting:

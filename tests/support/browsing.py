@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests of pages, or the reason why there is none."""
+"""A headless Chromium for tests of pages, or the reason for its absence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGUMENTS = (
 
 
 def why_not():
-    """Why pages cannot be looked at here; ``None`` if they can."""
+    """Reason why no browser is available; ``None`` if one is."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -30,7 +30,7 @@ def why_not():
 
 @contextmanager
 def open_browser():
-    """A driver of a browser, which is closed afterwards; skips where there is none."""
+    """A browser driver, closed afterwards; skips the test if there is none."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -53,7 +53,7 @@ def open_browser():
 
 
 def show(driver, path, width=1200, height=900):
-    """Open a file in a window of this width; gives what the browser complained of."""
+    """Open a file in a window of this size; returns the browser's errors."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(path.resolve().as_uri())

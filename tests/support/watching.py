@@ -1,4 +1,4 @@
-"""What the tests of the monitor share: requests over real sockets, and its event stream."""
+"""Requests over real sockets and the event stream, for tests of the monitor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request(monitor, path="/", method="GET", headers=None, host="localhost"):
 
 
 class Stream:
-    """An open page: the messages that it was sent."""
+    """An open page and the messages it received."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -62,7 +62,7 @@ class Stream:
 
 @contextmanager
 def open_page(monitor):
-    """The event stream of a page that reads all it is sent."""
+    """The event stream of a page that reads everything."""
     connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=WAIT_S)
     try:
         connection.request("GET", "/events")
@@ -75,12 +75,12 @@ def open_page(monitor):
 
 
 def over(whole):
-    """Whether the run on the page has ended."""
+    """True if the run on the page has ended."""
     return whole["now"] is not None and whole["now"]["state"] != "running"
 
 
 def history_of(monitor):
-    """What a page gets first."""
+    """The first message of a page."""
     with open_page(monitor) as stream:
         kind, content = stream.next()
         assert kind == "history"

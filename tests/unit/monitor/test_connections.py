@@ -1,4 +1,4 @@
-"""Connections to a monitor that are opened and not used: they take nothing from the run."""
+"""Unused connections to a monitor, which take no descriptors from the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ monitor.close()
 
 @contextmanager
 def half_sent(port, count):
-    """So many half-sent requests, from a process of their own; gives what it said."""
+    """Send ``count`` incomplete requests from a separate process; returns its output."""
     script = ROOT / "tests" / "support" / "half_sent.py"
     process = subprocess.Popen(
         [sys.executable, str(script), str(port), str(count)],
@@ -78,7 +78,7 @@ def half_sent(port, count):
 
 
 def run_with(number, tmp_path):
-    """What a run of a data set that opens files prints and logs beside so many half requests."""
+    """Output and log of a run whose data set opens files, beside incomplete requests."""
     (tmp_path / "item").write_text("1")
     process = programs.Popen(
         [sys.executable, "-W", "error", "-c", RUN, str(tmp_path / "item")],
@@ -101,7 +101,7 @@ def run_with(number, tmp_path):
         process.wait()
 
 
-def test_half_sent_requests_beyond_the_descriptors_leave_a_run_as_it_is(tmp_path):
+def test_incomplete_requests_beyond_the_descriptor_limit_do_not_affect_a_run(tmp_path):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < NUM_HALF_SENT + 100:
         pytest.skip(f"this process may open {hard} files at most")
@@ -118,10 +118,10 @@ def test_half_sent_requests_beyond_the_descriptors_leave_a_run_as_it_is(tmp_path
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Servers that wait for a header for a fifth of a second."""
-    monkeypatch.setattr(server_module, "HEADER_S", 0.2)
-    monkeypatch.setattr(server_module, "SWEEP_S", 0.05)
+def impatient(monkeypatch):
+    """Servers with a request timeout of 0.2 s."""
+    monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_module, "SWEEP_INTERVAL_S", 0.05)
 
 
 def connected(monitor):
@@ -129,7 +129,7 @@ def connected(monitor):
 
 
 def closed_after(sock, send=b""):
-    """Seconds until the server closes it, ``send`` written every twentieth of a second."""
+    """Seconds until the server closes the connection, sending ``send`` every 0.05 s."""
     began = time.monotonic()
     sock.settimeout(0.05)
     while time.monotonic() - began < WAIT_S:
@@ -157,7 +157,7 @@ def closed_after(sock, send=b""):
     ],
     ids=["nothing", "method", "line", "header", "dribbling", "post"],
 )
-def test_a_request_without_a_whole_header_is_given_up(hasty, begin, dribble):
+def test_a_connection_without_a_complete_header_is_closed(impatient, begin, dribble):
     began = time.monotonic()
     with Monitor() as monitor, connected(monitor) as sock:
         sock.sendall(begin)
@@ -166,8 +166,8 @@ def test_a_request_without_a_whole_header_is_given_up(hasty, begin, dribble):
         assert request(monitor)[0] == 200
 
 
-def test_a_connection_that_was_answered_and_asks_nothing_more_is_closed(hasty, monkeypatch):
-    monkeypatch.setattr(server_module, "HEADER_S", 1.0)
+def test_an_idle_connection_is_closed_after_its_response(impatient, monkeypatch):
+    monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 1.0)
     with Monitor() as monitor, connected(monitor) as sock:
         for _ in range(4):  # as long as it asks it stays
             sock.sendall(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -176,14 +176,14 @@ def test_a_connection_that_was_answered_and_asks_nothing_more_is_closed(hasty, m
         closed_after(sock)
 
 
-def test_a_body_that_never_comes_is_not_waited_for(hasty):
+def test_a_missing_body_is_not_waited_for(impatient):
     with Monitor() as monitor, connected(monitor) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
         closed_after(sock, b"a")
         assert request(monitor)[0] == 200
 
 
-def test_an_open_page_stays_while_it_reads(hasty):
+def test_a_page_that_reads_stays_open(impatient):
     with Monitor() as monitor, open_page(monitor) as page:
         assert page.next()[0] == "history"
         with connected(monitor) as idle:
@@ -195,10 +195,12 @@ def test_an_open_page_stays_while_it_reads(hasty):
 
 
 @pytest.mark.parametrize("path", ["/events", "/plots"])
-def test_a_page_that_stops_reading_is_closed_and_makes_room(hasty, monkeypatch, path):
-    monkeypatch.setattr(server_module, "STALLED_S", 0.5)
+def test_a_page_that_stops_reading_is_closed_and_frees_its_place(impatient, monkeypatch, path):
+    monkeypatch.setattr(server_module, "STALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(server_module, "MAX_VIEWERS", 1)
-    monkeypatch.setattr(server_module.Server, "_history", lambda self: b": x\n\n" * 4_000_000)
+    monkeypatch.setattr(
+        server_module.MonitorServer, "_history", lambda self: b": x\n\n" * 4_000_000
+    )
     with Monitor() as monitor:
         if path == "/plots":
             body = request(monitor)[2].decode()
@@ -216,12 +218,12 @@ def test_a_page_that_stops_reading_is_closed_and_makes_room(hasty, monkeypatch, 
         assert request(monitor, "/events", method="HEAD")[0] == 200
 
 
-def test_a_page_that_reads_slowly_is_not_closed(hasty, monkeypatch):
+def test_a_page_that_reads_slowly_is_not_closed(impatient, monkeypatch):
     size = 24 << 20  # more than the system's buffers take
-    monkeypatch.setattr(server_module, "STALLED_S", 1.0)
-    monkeypatch.setattr(server_module.page, "plots", lambda: b"x" * size)
+    monkeypatch.setattr(server_module, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server_module.page, "plotly_script", lambda: b"x" * size)
     with Monitor() as monitor, socket.socket() as sock:
-        path = f"/{server_module.page.plots_name()}"
+        path = f"/{server_module.page.plotly_name()}"
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         sock.settimeout(WAIT_S)
         sock.connect(("127.0.0.1", monitor.port))
@@ -240,7 +242,7 @@ def test_a_page_that_reads_slowly_is_not_closed(hasty, monkeypatch):
 # -- many at once --------------------------------------------------------------------------
 
 
-def test_no_more_than_so_many_connections_are_open_and_the_rest_wait(hasty, monkeypatch, caplog):
+def test_connections_above_the_limit_wait_in_the_backlog(impatient, monkeypatch, caplog):
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
     with Monitor() as monitor:
         idle = [connected(monitor) for _ in range(12)]
@@ -256,7 +258,7 @@ def test_no_more_than_so_many_connections_are_open_and_the_rest_wait(hasty, monk
     assert "3 connections" in caplog.text
 
 
-def test_near_the_limit_of_descriptors_nobody_is_let_in(hasty, monkeypatch, caplog):
+def test_near_the_descriptor_limit_no_connection_is_accepted(impatient, monkeypatch, caplog):
     with Monitor() as monitor:
         assert request(monitor)[0] == 200
         here = os.open(os.devnull, os.O_RDONLY)
@@ -272,7 +274,7 @@ def test_near_the_limit_of_descriptors_nobody_is_let_in(hasty, monkeypatch, capl
     assert "descriptors" in caplog.text
 
 
-def test_a_system_without_descriptors_is_told_of_once(hasty, monkeypatch, caplog):
+def test_exhausted_descriptors_are_logged_once(impatient, monkeypatch, caplog):
     refused = []
 
     class Listener(socket.socket):
@@ -282,12 +284,12 @@ def test_a_system_without_descriptors_is_told_of_once(hasty, monkeypatch, caplog
                 raise OSError(24, "Too many open files")
             return super().accept()
 
-    real = server_module.Server.__init__
+    real = server_module.MonitorServer.__init__
 
     def init(self, listener, *rest):
         real(self, Listener(fileno=listener.detach()), *rest)
 
-    monkeypatch.setattr(server_module.Server, "__init__", init)
+    monkeypatch.setattr(server_module.MonitorServer, "__init__", init)
     with Monitor() as monitor:
         assert request(monitor)[0] == 200
     assert refused == ["monitor"] * 3

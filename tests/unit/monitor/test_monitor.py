@@ -1,4 +1,4 @@
-"""A monitor and the runs that it shows: what its pages are sent."""
+"""A monitor, and the data sent to its pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
 from runtime.monitor import page as page_module
 from runtime.monitor.feed import Feed
-from runtime.monitor.run_reader import Reader, past_ticks
+from runtime.monitor.run_reader import RunReader, tick_history
 from runtime.monitor.viewer import MAX_WAITING, Viewer
 from tests.support.running import SYNC, THREAD, WAIT_S, Counter, Gate, builder, count_up
 from tests.support.watching import history_of, open_page, over, request
@@ -42,7 +42,7 @@ def slow_count(model, batch):
 
 
 def last(monitor):
-    """All that a page is told of a run, once that has ended."""
+    """The whole data of a page after the end of the run."""
     with open_page(monitor) as stream:
         return stream.until(over)
 
@@ -51,7 +51,7 @@ def last(monitor):
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["timeline", "alone"])
-def test_at_the_end_the_page_has_what_the_run_counted(monitor, recorded):
+def test_the_final_page_equals_the_counters_of_the_run(monitor, recorded):
     timeline = Timeline(poll_s=0.01) if recorded else None
     b = builder(train=slow_count, epochs=3, dataset=120, ranks=3).anchor(2)
     b.eval_fn(lambda model, epoch: {"accuracy": 0.5 + epoch / 8})
@@ -111,7 +111,7 @@ def test_shares_by_measured_speed_are_shown_over_time(monitor, balance):
 
 
 def between(monkeypatch, before=lambda: None, after=lambda: None):
-    """Have something done around the first call of a monitor's ``watch``; gives its calls."""
+    """Run hooks around the first call of ``Monitor.watch``; returns the calls."""
     watch, calls = Monitor.watch, []
 
     def watched(monitor, run):
@@ -146,7 +146,7 @@ def test_two_threads_that_attach_the_same_monitor_attach_it_once(monitor, monkey
         handle.join(WAIT_S)
 
 
-def test_a_run_that_ends_while_it_is_attached_is_let_go(monitor, monkeypatch):
+def test_a_run_that_ends_while_it_is_attached_is_released(monitor, monkeypatch):
     gate = Gate()
     handle = builder(train=gate, epochs=2).run()
 
@@ -175,7 +175,7 @@ def test_pages_follow_a_run_from_its_first_to_its_last_batch(monitor):
     assert times == sorted(times)
 
 
-def test_a_page_that_is_opened_anew_gets_the_same_past(monitor):
+def test_a_reloaded_page_gets_the_same_history(monitor):
     handle = builder(train=slow_count, epochs=3, dataset=200).timeline(Timeline()).run()
     handle.attach(monitor)
     with open_page(monitor) as stream:
@@ -187,7 +187,7 @@ def test_a_page_that_is_opened_anew_gets_the_same_past(monitor):
     assert last(monitor)["ticks"][: len(again["ticks"])] == again["ticks"]
 
 
-def test_attached_late_it_shows_what_the_timeline_has(monitor):
+def test_a_monitor_attached_late_shows_the_past_of_the_timeline(monitor):
     timeline = Timeline(poll_s=0.01)
     handle = builder(train=slow_count, epochs=2, dataset=200).timeline(timeline).run()
     handle.join(WAIT_S)
@@ -202,11 +202,11 @@ def test_attached_late_it_shows_what_the_timeline_has(monitor):
         for told, later in zip(before["causes"], after["causes"], strict=True):
             assert all(b >= a - 2e-3 for a, b in zip(told, later, strict=True))
             assert sum(told) == pytest.approx(before["t"], abs=0.05)
-    assert whole["ticks"][:-1] == past_ticks(timeline)
+    assert whole["ticks"][:-1] == tick_history(timeline)
     assert [epoch["epoch"] for epoch in whole["epochs"]] == [0, 1]
 
 
-def test_attached_after_the_end_it_shows_the_end(monitor):
+def test_a_monitor_attached_after_the_end_shows_the_end(monitor):
     handle = builder(epochs=2).run()
     state = handle.join(WAIT_S)
     handle.attach(monitor)
@@ -216,7 +216,7 @@ def test_attached_after_the_end_it_shows_the_end(monitor):
     assert whole["now"]["elapsed_s"] < WAIT_S
 
 
-def test_a_run_that_fails_says_why(monitor):
+def test_the_page_shows_the_error_of_a_failed_run(monitor):
     def fit(model, batch):
         raise ValueError("planted\n<b>" + "x" * 10_000)
 
@@ -232,7 +232,7 @@ def test_a_run_that_fails_says_why(monitor):
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["timeline", "alone"])
-def test_a_rank_that_dies_is_told_and_the_others_go_on(monitor, recorded):
+def test_the_page_shows_the_death_of_a_rank_while_the_others_continue(monitor, recorded):
     gate = Gate()
 
     def fit(model, batch):
@@ -255,7 +255,7 @@ def test_a_rank_that_dies_is_told_and_the_others_go_on(monitor, recorded):
         assert (told["rank"], told["args"]["error"]) == (1, "ValueError: planted")
 
 
-def test_a_run_that_is_stopped_says_so(monitor):
+def test_the_page_shows_that_a_run_was_stopped(monitor):
     gate = Gate()
     handle = builder(train=gate, epochs=50).run().attach(monitor)
     gate.await_entry()
@@ -265,7 +265,7 @@ def test_a_run_that_is_stopped_says_so(monitor):
     assert last(monitor)["now"]["state"] == "stopped"
 
 
-def test_hostile_names_are_harmless_in_the_stream(monitor):
+def test_hostile_names_are_escaped_in_the_stream(monitor):
     handle = run_hostile(Timeline()).attach(monitor)
     handle.join(WAIT_S)
     with open_page(monitor) as stream:
@@ -296,7 +296,7 @@ def test_one_monitor_shows_one_run_after_the_other(monitor):
         fresh = stream.until(lambda w: w["facts"]["num_epochs"] == 3)
         assert fresh["epochs"] == []
         third = builder().run()
-        with pytest.raises(ValueError, match="another run that goes on"):
+        with pytest.raises(ValueError, match="another run that is still running"):
             third.attach(monitor)
         gate.opened.set()
         second.join(WAIT_S)
@@ -320,18 +320,18 @@ def test_a_run_may_have_several_monitors(monitor):
         assert last(monitor)["now"]["step"] == last(other)["now"]["step"] == 10
 
 
-def test_what_cannot_be_attached_is_refused():
+def test_attaching_anything_but_an_open_monitor_raises():
     handle = builder().run()
     with pytest.raises(TypeError, match=r"pass a gpuworker\.Monitor"):
         handle.attach(8080)
     closed = Monitor()
     closed.close()
-    with pytest.raises(RuntimeError, match="closed: make a new one"):
+    with pytest.raises(RuntimeError, match="closed: create a new one"):
         handle.attach(closed)
     handle.join(WAIT_S)
 
 
-def test_a_monitor_may_be_closed_while_the_run_goes_on():
+def test_a_monitor_may_be_closed_during_the_run():
     gate = Gate()
     with Monitor(poll_s=POLL_S) as monitor:
         handle = builder(train=gate).timeline(Timeline()).run().attach(monitor)
@@ -343,16 +343,16 @@ def test_a_monitor_may_be_closed_while_the_run_goes_on():
 # -- the run is not harmed ---------------------------------------------------------------------
 
 
-def test_a_monitor_that_fails_is_told_of_once_and_goes_on(monitor, monkeypatch, caplog):
-    looks, look = [], Reader.look
+def test_a_failing_monitor_logs_once_and_continues(monitor, monkeypatch, caplog):
+    readings, read = [], RunReader.read
 
     def broken(self):
-        looks.append(1)
-        if len(looks) <= 3:
+        readings.append(1)
+        if len(readings) <= 3:
             raise ZeroDivisionError("planted")
-        return look(self)
+        return read(self)
 
-    monkeypatch.setattr(Reader, "look", broken)
+    monkeypatch.setattr(RunReader, "read", broken)
     gate = Gate()
     with caplog.at_level(logging.ERROR, "runtime.monitor"):
         handle = builder(train=gate).run().attach(monitor)
@@ -361,11 +361,11 @@ def test_a_monitor_that_fails_is_told_of_once_and_goes_on(monitor, monkeypatch, 
         gate.opened.set()
         handle.join(WAIT_S)
         assert last(monitor)["now"]["state"] == "finished"
-    assert len(looks) > 3
+    assert len(readings) > 3
     assert len(re.findall("the monitor failed", caplog.text)) == 1
 
 
-def test_the_end_is_shown_at_once_however_rarely_it_looks():
+def test_the_end_is_shown_at_once_with_a_long_poll_interval():
     gate = Gate()
     with Monitor(poll_s=3600) as monitor:
         handle = builder(train=gate).run().attach(monitor)
@@ -376,7 +376,7 @@ def test_the_end_is_shown_at_once_however_rarely_it_looks():
             assert stream.until(over)["now"]["state"] == "finished"
 
 
-def test_a_request_that_fails_is_told_of_once(monitor, monkeypatch, caplog):
+def test_a_failing_request_is_logged_once(monitor, monkeypatch, caplog):
     def broken(folder, name):
         raise ZeroDivisionError("planted")
 
@@ -389,7 +389,7 @@ def test_a_request_that_fails_is_told_of_once(monitor, monkeypatch, caplog):
     assert request(monitor)[0] == 200
 
 
-def test_a_page_that_reads_nothing_holds_up_neither_run_nor_other_pages(monitor):
+def test_a_page_that_reads_nothing_delays_neither_run_nor_other_pages(monitor):
     with socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S) as sock:
         sock.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         handle = builder(train=slow_count, dataset=100, epochs=3).timeline(Timeline()).run()
@@ -397,7 +397,7 @@ def test_a_page_that_reads_nothing_holds_up_neither_run_nor_other_pages(monitor)
         assert last(monitor)["now"]["state"] == "finished"
 
 
-def test_a_run_that_is_over_is_kept_by_no_monitor():
+def test_a_monitor_holds_no_reference_to_an_ended_run():
     models = []
 
     def model(device):
@@ -449,7 +449,7 @@ def test_the_feed_is_bounded():
     assert [event["kind"] for event in whole["events"]] == [str(n) for n in range(2800, 3000)]
 
 
-def test_a_page_that_falls_behind_gets_the_whole_state_instead():
+def test_a_page_that_falls_behind_gets_the_history():
     async def play():
         viewer = Viewer(lambda: b"all")
         assert await viewer.next() == b"all"
@@ -464,7 +464,7 @@ def test_a_page_that_falls_behind_gets_the_whole_state_instead():
     assert asyncio.run(play()) == [b"all", None]
 
 
-def test_a_page_waits_for_what_is_new():
+def test_a_viewer_waits_for_messages():
     async def play():
         viewer = Viewer(lambda: b"all")
         assert await viewer.next() == b"all"
@@ -478,8 +478,8 @@ def test_a_page_waits_for_what_is_new():
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_the_saved_page_of_a_run_that_is_over_shows_its_end(closed, tmp_path):
-    """However seldom the monitor looks, and however soon after join() the page is saved."""
+def test_the_saved_page_of_an_ended_run_shows_its_end(closed, tmp_path):
+    """Also with a long poll interval, directly after join()."""
     with Monitor(poll_s=60.0) as monitor:
         gate, busy = threading.Event(), threading.Event()
 
@@ -490,7 +490,7 @@ def test_the_saved_page_of_a_run_that_is_over_shows_its_end(closed, tmp_path):
         running = Gate()
         handle = builder(train=running, epochs=2).run().attach(monitor)
         running.await_entry()
-        monitor._server._send(dawdle)
+        monitor._server._call_soon(dawdle)
         assert busy.wait(WAIT_S)
         running.opened.set()
         handle.join(WAIT_S)

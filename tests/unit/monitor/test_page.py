@@ -20,8 +20,8 @@ TALL = 12_000  # plots are drawn where they can be seen
 
 
 @pytest.fixture(scope="module")
-def watched():
-    """A run of eight ranks that is over, its timeline, and the monitor that shows it."""
+def monitored():
+    """An ended run of eight ranks, its timeline and its monitor."""
 
     def fit(model, batch):
         time.sleep(0.001 * (1 + int(batch[0][0]) % 3))
@@ -38,7 +38,7 @@ def watched():
 
 
 def visit(driver, url, width=1200):
-    """Open a page; gives what the browser complained of."""
+    """Open a page; returns the browser's errors."""
     size = {"width": width, "height": TALL, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.get(url)
@@ -51,7 +51,7 @@ def complaints(driver):
 
 
 def wait(driver, script, *arguments):
-    """Wait until a script gives something that is true, and give that."""
+    """Wait until a script returns a true value, and return it."""
     deadline = time.monotonic() + WAIT_S
     while True:
         found = driver.execute_script(script, *arguments)
@@ -80,7 +80,7 @@ def value(driver, name, within="#head"):
 
 
 def wait_until_drawn(driver, chart, xs):
-    """Wait until the first curve of a chart has these points: drawing comes after the data."""
+    """Wait until the first curve of a chart has these points; it is drawn after the data."""
     deadline = time.monotonic() + WAIT_S
     while (found := drawn(driver, chart)[0][0]) != xs:
         assert time.monotonic() < deadline, (found, xs)
@@ -88,7 +88,7 @@ def wait_until_drawn(driver, chart, xs):
 
 
 def drawn(driver, chart):
-    """Points of each curve of a chart, once it is drawn, as the plots' library holds them."""
+    """Points of each curve of a drawn chart, from Plotly."""
     wait(driver, "return document.querySelector(arguments[0] + ' .main-svg') !== null", f"#{chart}")
     return driver.execute_script(
         "return document.querySelector(arguments[0]).data.map(t => [[...t.x], [...t.y]])",
@@ -96,8 +96,8 @@ def drawn(driver, chart):
     )
 
 
-def test_the_page_has_what_the_run_counted(browser, watched):
-    monitor, handle, timeline = watched
+def test_the_page_shows_the_counters_of_the_run(browser, monitored):
+    monitor, handle, timeline = monitored
     assert visit(browser, monitor.url) == []
     statistics, summary = handle.statistics(), timeline.summary()
     assert text(browser, "#state") == "finished"
@@ -130,8 +130,8 @@ def test_the_page_has_what_the_run_counted(browser, watched):
         assert int(values(browser, f"{panel} canvas", "data-columns")[0]) >= 2
 
 
-def test_the_curves_are_those_of_the_run(browser, watched):
-    monitor, handle, _ = watched
+def test_the_curves_are_those_of_the_run(browser, monitored):
+    monitor, handle, _ = monitored
     visit(browser, monitor.url)
     metrics = handle.state.metrics
     assert drawn(browser, "loss") == [[[0, 1, 2], [m.avg_loss for m in metrics]]]
@@ -154,8 +154,8 @@ def test_the_curves_are_those_of_the_run(browser, watched):
     assert complaints(browser) == []
 
 
-def test_events_are_listed_newest_first(browser, watched):
-    monitor, _, _ = watched
+def test_events_are_listed_newest_first(browser, monitored):
+    monitor, _, _ = monitored
     visit(browser, monitor.url)
     kinds = values(browser, "#events li", "data-kind")
     assert kinds[0] == "finished"
@@ -209,8 +209,8 @@ def test_pages_follow_the_run_and_survive_a_reload(browser):
 
 
 @pytest.mark.parametrize("width", [320, 400, 900, 1600])
-def test_nothing_sticks_out_at_any_width(browser, watched, width):
-    monitor, _, _ = watched
+def test_nothing_overflows_at_any_width(browser, monitored, width):
+    monitor, _, _ = monitored
     assert visit(browser, monitor.url, width) == []
     drawn(browser, "throughput")
     inner, whole = browser.execute_script(
@@ -257,8 +257,8 @@ def check_hostile(browser):
     assert complaints(browser) == []
 
 
-def test_the_saved_page_needs_no_server(browser, watched, tmp_path):
-    monitor, handle, _ = watched
+def test_the_saved_page_needs_no_server(browser, monitored, tmp_path):
+    monitor, handle, _ = monitored
     monitor.save_html(tmp_path / "run.html")
     assert show(browser, tmp_path / "run.html", height=TALL) == []
     assert value(browser, "step") == handle.statistics().global_step

@@ -1,4 +1,4 @@
-"""The monitor's server: what it answers to whom, where it listens, how it ends."""
+"""The monitor's server: requests, hosts, listening and shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def servers():
 # -- what it answers -----------------------------------------------------------------------
 
 
-def test_the_page_and_all_that_it_loads_come_from_the_server(open_monitor):
+def test_the_page_and_its_parts_are_served(open_monitor):
     status, headers, body = request(open_monitor)
     assert status == 200
     assert headers["Content-Type"] == "text/html; charset=utf-8"
@@ -57,7 +57,7 @@ def test_the_page_and_all_that_it_loads_come_from_the_server(open_monitor):
         assert headers["Content-Type"].startswith("text/")
 
 
-def test_every_answer_has_a_strict_policy(open_monitor):
+def test_every_response_has_a_strict_policy(open_monitor):
     answers = [
         request(open_monitor),
         request(open_monitor, "/monitor.js"),
@@ -92,21 +92,21 @@ def test_every_answer_has_a_strict_policy(open_monitor):
         "/\\..\\x",
     ],
 )
-def test_nothing_else_is_served(open_monitor, path):
+def test_other_paths_are_not_served(open_monitor, path):
     status, _, body = request(open_monitor, path)
     assert status in (400, 404)
     assert len(body) < 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_the_server_can_only_be_read(open_monitor, method):
+def test_only_read_methods_are_accepted(open_monitor, method):
     for path in ("/", "/events", "/nothing"):
         status, headers, _ = request(open_monitor, path, method=method)
         assert status == 405
         assert headers["Allow"] == "GET, HEAD"
 
 
-def test_head_gives_the_headers_alone(open_monitor):
+def test_head_returns_only_headers(open_monitor):
     for path in ("/", "/monitor.js", "/events"):
         status, _, body = request(open_monitor, path, method="HEAD")
         assert (status, body) == (200, b"")
@@ -155,7 +155,7 @@ def test_other_hosts_may_be_allowed():
         assert request(monitor, host="whatever.example")[0] == 200
 
 
-def test_bytes_that_are_no_request_leave_it_standing(open_monitor, caplog):
+def test_malformed_requests_do_not_stop_the_server(open_monitor, caplog):
     for junk in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"A" * 70_000, b"\r\n" * 50):
         with socket.create_connection(("127.0.0.1", open_monitor.port), timeout=WAIT_S) as sock:
             sock.sendall(junk)
@@ -166,7 +166,7 @@ def test_bytes_that_are_no_request_leave_it_standing(open_monitor, caplog):
     assert caplog.text == ""
 
 
-def test_a_page_without_a_run_says_so(open_monitor):
+def test_a_page_without_a_run_shows_none(open_monitor):
     content = history_of(open_monitor)
     assert (content["facts"], content["now"], content["ticks"]) == (None, None, [])
 
@@ -178,7 +178,7 @@ def test_too_many_pages_are_refused(monkeypatch):
         assert request(monitor, "/events")[0] == 503
 
 
-def test_a_page_that_was_closed_makes_room(monkeypatch):
+def test_a_closed_page_frees_its_place(monkeypatch):
     monkeypatch.setattr(server_module, "MAX_VIEWERS", 1)
     with Monitor() as monitor:
         for _ in range(5):
@@ -197,7 +197,7 @@ def test_a_page_that_was_closed_makes_room(monkeypatch):
 # -- where it listens -----------------------------------------------------------------------
 
 
-def test_port_0_picks_one_that_is_free():
+def test_port_0_picks_a_free_port():
     with Monitor() as one, Monitor(0) as two:
         assert one.port != two.port
         assert one.url == f"http://127.0.0.1:{one.port}/"
@@ -205,7 +205,7 @@ def test_port_0_picks_one_that_is_free():
             pass
 
 
-def test_a_port_in_use_is_a_clear_error_and_leaves_nothing():
+def test_a_port_in_use_raises_with_the_remedy_and_leaves_no_thread():
     before = servers()
     with Monitor() as monitor:
         with pytest.raises(OSError, match="is in use: pass another port, or port=0"):
@@ -215,21 +215,21 @@ def test_a_port_in_use_is_a_clear_error_and_leaves_nothing():
         assert request(again)[0] == 200
 
 
-def test_a_host_of_another_machine_is_a_clear_error():
+def test_a_host_of_another_machine_raises_with_the_remedy():
     with pytest.raises(OSError, match="pass a host of this machine"):
         Monitor(host="192.0.2.1")
 
 
-def test_a_host_beyond_this_machine_is_warned_of(caplog):
+def test_a_host_other_than_the_loopback_logs_a_warning(caplog):
     with Monitor(host="0.0.0.0") as monitor:
         assert monitor.url == f"http://127.0.0.1:{monitor.port}/"
         assert request(monitor)[0] == 200
         assert request(monitor, host="evil.example")[0] == 421
-    assert "can be read by whoever reaches 0.0.0.0" in caplog.text
+    assert "can be read by everyone who reaches 0.0.0.0" in caplog.text
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
-def test_it_listens_on_ipv6_too():
+def test_the_server_listens_on_ipv6():
     try:
         monitor = Monitor(host="[::1]")
     except OSError:
@@ -253,26 +253,26 @@ def test_it_listens_on_ipv6_too():
         ({"poll_s": 0}, ValueError, "at least 0.05"),
         ({"poll_s": float("nan")}, ValueError, "at least 0.05"),
         ({"allowed_hosts": "box"}, TypeError, "pass a list"),
-        ({"allowed_hosts": [7]}, TypeError, "pass texts"),
-        ({"allowed_hosts": [""]}, ValueError, "no host name"),
+        ({"allowed_hosts": [7]}, TypeError, "pass strings"),
+        ({"allowed_hosts": [""]}, ValueError, "not a host name"),
         ({"allowed_hosts": ["http://box"]}, ValueError, "leave out scheme"),
         ({"allowed_hosts": ["box:80"]}, ValueError, "leave out scheme"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_starts(settings, error, words):
+def test_invalid_settings_raise_before_anything_starts(settings, error, words):
     before = servers()
     with pytest.raises(error, match=words):
         Monitor(**settings)
     assert servers() == before
 
 
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'gpuworker\[monitor\]'"):
         Monitor()
 
 
-def test_names_of_hosts_are_read_as_browsers_write_them():
+def test_host_headers_are_parsed_as_browsers_send_them():
     assert host_name("LOCALHOST:80") == "localhost"
     assert host_name("[::1]:80") == "::1"
     assert host_name("a:") == "a"
@@ -285,7 +285,7 @@ def test_names_of_hosts_are_read_as_browsers_write_them():
 # -- the end --------------------------------------------------------------------------------
 
 
-def test_a_monitor_that_is_closed_leaves_nothing():
+def test_a_closed_monitor_leaves_no_thread_and_no_socket():
     before = servers()
     monitor = Monitor()
     port = monitor.port
@@ -296,7 +296,7 @@ def test_a_monitor_that_is_closed_leaves_nothing():
         socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
 
 
-def test_open_pages_are_told_of_the_end():
+def test_open_pages_are_notified_of_the_end():
     with Monitor() as monitor, open_page(monitor) as stream:
         assert stream.next()[0] == "history"
         monitor.close()
@@ -304,14 +304,14 @@ def test_open_pages_are_told_of_the_end():
         assert stream.next() is None
 
 
-def test_a_connection_that_was_just_made_is_closed_with_the_server():
+def test_a_new_connection_is_closed_with_the_server():
     for _ in range(6):
         with Monitor() as monitor:
             socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S).close()
         gc.collect()  # what is left open is an error here
 
 
-def test_a_forgotten_monitor_ends_its_thread():
+def test_a_garbage_collected_monitor_ends_its_thread():
     before = servers()
     monitor = Monitor()
     (thread,) = (thread for thread in servers() if thread not in before)
@@ -321,7 +321,7 @@ def test_a_forgotten_monitor_ends_its_thread():
     assert not thread.is_alive()
 
 
-def test_a_page_that_reads_nothing_holds_up_the_end_for_a_second_at_most():
+def test_a_page_that_reads_nothing_delays_the_shutdown_by_a_second_at_most():
     monitor = Monitor()
     with socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -333,7 +333,7 @@ def test_a_page_that_reads_nothing_holds_up_the_end_for_a_second_at_most():
         assert time.monotonic() - start < 4.0
 
 
-def test_a_process_that_closes_nothing_ends(tmp_path):
+def test_a_process_with_an_open_monitor_ends(tmp_path):
     code = (
         "import faulthandler\n"
         "faulthandler.dump_traceback_later(90, exit=True)\n"  # says where it hangs, if it does

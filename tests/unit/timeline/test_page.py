@@ -113,7 +113,7 @@ def test_marks_stand_for_evaluations_and_checkpoints(browser, page, recorded):
 
 
 @pytest.mark.parametrize("width", [320, 480, 900, 1600])
-def test_nothing_sticks_out_at_any_width(browser, page, width):
+def test_nothing_overflows_at_any_width(browser, page, width):
     assert show(browser, page, width=width) == []
     inner, whole = browser.execute_script(
         "return [innerWidth, document.documentElement.scrollWidth]"

@@ -1,4 +1,4 @@
-"""WatchedRun: the read-only view of a run that monitors are given."""
+"""RunView: a read-only view of a run for monitors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runtime.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedRun:
-    """A run, as far as a monitor may see it. Every function returns at once, in any thread.
+class RunView:
+    """A read-only view of a run for monitors. Every function returns at once, from any thread.
 
     Attributes:
-        facts: What was known when it began.
-        devices: Of each rank.
-        total_batches: Of the whole run, over all ranks.
-        started: When it began, by ``time.monotonic``.
-        timeline: What it is recorded in, if it is.
-        statistics: The coordinator's counters.
-        epochs: The closed epochs, without the first so many.
-        end: How it ended; ``None`` while it goes on.
+        facts: Facts known at the start.
+        devices: The device of each rank.
+        total_batches: Batches of the whole run, over all ranks.
+        started: Start of the run, by ``time.monotonic``.
+        timeline: The run's timeline, if it has one.
+        statistics: Returns the coordinator's counters.
+        epochs: Returns the closed epochs from this number on.
+        end: Returns the end of the run; ``None`` while it is running.
     """
 
     facts: RunFacts
@@ -35,17 +35,17 @@ class WatchedRun:
     timeline: Timeline | None
     statistics: Callable[[], Statistics]
     epochs: Callable[[int], Sequence[EpochMetrics]]
-    end: Callable[[], End | None]
+    end: Callable[[], RunEnd | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How a run ended.
+class RunEnd:
+    """The end of a run.
 
     Attributes:
         state: ``"finished"``, ``"stopped"`` or ``"failed"``.
-        at: When, by ``time.monotonic``.
-        error: What stopped it, if it failed.
+        at: Time of the end, by ``time.monotonic``.
+        error: The error, if it failed.
     """
 
     state: str
