@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import runtime
+import gpuworker
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,11 +22,11 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-PACKAGES = ("benchmarks", "coordinator", "examples", "runtime", "tests")
+PACKAGES = ("benchmarks", "coordinator", "examples", "gpuworker", "runtime", "tests")
 FILE = re.compile(r"`([\w/]+\.py)`")
 NAMING = [*PAGES, *(ROOT / p for p in ("CONTRIBUTING.md", "examples/README.md"))]
 CLASS = re.compile(r"`([A-Z]\w*[a-z]\w*)(?:\.(\w+))?`")
-NAMED = re.compile(r"`((?:benchmarks|coordinator|examples|runtime|tests)/[\w/]+(?:\.py)?)/?[` ]")
+NAMED = re.compile(rf"`((?:{'|'.join(PACKAGES)})/[\w/]+(?:\.py)?)/?[` ]")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def test_classes_that_the_design_page_names_exist():
 def test_the_reference_has_every_public_name_once():
     pages = (ROOT / "docs" / "api").glob("*.md")
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    names = re.findall(r"^\.\. auto\w+:: runtime\.(\w+)$", text, re.MULTILINE)
-    assert sorted(names) == sorted(runtime.__all__)
+    names = re.findall(r"^\.\. auto\w+:: gpuworker\.(\w+)$", text, re.MULTILINE)
+    assert sorted(names) == sorted(gpuworker.__all__)
 
 
 def test_the_search_puts_the_background_pages_last():
