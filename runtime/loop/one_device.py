@@ -153,13 +153,11 @@ class SingleDeviceEngine:
         self._recorder.step += 1
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients."""
         if self._num_accumulated:
             raise RuntimeError(LOCAL_GRADIENTS)
         return nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def zero_grad(self) -> None:
-        """Clear all gradients."""
         self._num_accumulated = 0
         self._weights = []
         self._remove_guards()
@@ -169,15 +167,12 @@ class SingleDeviceEngine:
         """No effect: there is one replica."""
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load the optimizer's state."""
         self._optimizer.load_state_dict(state)
 
     def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of the model."""
         setattr(self._model, name, to_replica(value, self._device, copy=False))
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to the model."""
         own = to_replica(tensor, self._device, copy=False)
         self._model.register_buffer(name, own, persistent)
 

@@ -113,7 +113,6 @@ class ThreadedEngine:
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Number of batches of each device between two reductions."""
         return self._accumulation.batch_counts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,7 +392,6 @@ class ThreadedEngine:
             return norm
 
     def zero_grad(self) -> None:
-        """Clear all gradients since the last step."""
         with self._exclusive():
             self._recover()
             self._clear_gradients(stashed=False)
@@ -428,26 +426,22 @@ class ThreadedEngine:
         return reduction_seconds([r.sync_timer.take(wait=False) for r in self._replicas])
 
     def sync_params(self) -> None:
-        """Copy rank 0's parameters and buffers to all replicas."""
         with self._exclusive():
             self._recover()
             self._mirror.sync()
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state on every rank."""
         with self._exclusive():
             self._recover()
             self._mirror.load_optimizer(state)
 
     def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of every replica."""
         with self._exclusive():
             self._recover()
             for replica in self._replicas:
                 replica.set_attribute(name, value)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to every replica."""
         with self._exclusive():
             self._recover()
             for replica in self._replicas:
