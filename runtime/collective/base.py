@@ -84,14 +84,17 @@ class Collective(ABC):
         """Reduces a tensor over all ranks, in place; integers (no bool) or floats."""
         self._run(Request("all_reduce_", (tensor,), op))
 
-    def all_reduce_coalesced_(self, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> None:
+    def all_reduce_coalesced_(
+        self, tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, tally: float = 0.0
+    ) -> None:
         """:meth:`all_reduce_` of each tensor, in one meeting of the ranks and with one wait.
 
         Args:
             tensors: As many on every rank; their shapes and dtypes may differ.
             op: The reduction.
+            tally: Any number; the sum over the ranks is in ``tally`` afterwards.
         """
-        self._run_coalesced("all_reduce_", [(tensor,) for tensor in tensors], op)
+        self._run_coalesced("all_reduce_", [(tensor,) for tensor in tensors], op, tally)
 
     def weighted_mean_(
         self, tensors: Sequence[Tensor], weight: float, *, tally: float = 0.0
@@ -154,7 +157,12 @@ class Collective(ABC):
         self._run(Request("reduce_scatter_into", (output, input), op))
 
     def reduce_scatter_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        tally: float = 0.0,
     ) -> None:
         """:meth:`reduce_scatter_into` of each pair, in one meeting of the ranks and with one wait.
 
@@ -162,8 +170,9 @@ class Collective(ABC):
             outputs: As many on every rank.
             inputs: One for each output.
             op: The reduction.
+            tally: Any number; the sum over the ranks is in ``tally`` afterwards.
         """
-        self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op)
+        self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op, tally)
 
     def tell(self, number: float) -> tuple[float, ...]:
         """Returns every rank's number, in order of rank; on the host alone."""
@@ -230,7 +239,11 @@ class Collective(ABC):
             self._release()
 
     def _run_coalesced(
-        self, name: str, rows: Sequence[tuple[Tensor, ...]], op: ReduceOp | None = None
+        self,
+        name: str,
+        rows: Sequence[tuple[Tensor, ...]],
+        op: ReduceOp | None = None,
+        tally: float = 0.0,
     ) -> None:
         """Carries out one operation for each row of tensors, several in one request."""
         request: list[Tensor] = []
@@ -242,7 +255,7 @@ class Collective(ABC):
                 request, num_bytes = [], 0
             request.extend(row)
             num_bytes += row_bytes
-        self._run(Request(name, tuple(request), op))
+        self._run(Request(name, tuple(request), op, tally=tally))
 
     def _run(self, request: Request) -> float:
         """Carries a collective out. Returns the sum of the weights."""
@@ -277,11 +290,11 @@ class Collective(ABC):
         if first.name in ("tell", "agree", _ROWS):
             return Plan(tallies=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
+        tally = float(sum([request.tally for request in requests]))
         if first.name not in MEANS:
-            return Plan(done=num_elements == 0, is_long=num_elements >= LONG)
+            return Plan(done=num_elements == 0, is_long=num_elements >= LONG, tally=tally)
         weights = [request.weight for request in requests]
         total = float(sum(weights))
-        tally = float(sum([request.tally for request in requests]))
         if total == 0 or num_elements == 0:
             return Plan(total=total, tally=tally)
         factors = tuple([weight / total for weight in weights])

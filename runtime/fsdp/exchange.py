@@ -66,7 +66,7 @@ def reduce_gradients(
     flats: Sequence[Tensor],
     owners: Sequence[Tensor],
     groups: ShardGroups,
-) -> list[Tensor]:
+) -> tuple[list[Tensor], float]:
     """Average full gradients over all ranks, in one coalesced reduce-scatter.
 
     Args:
@@ -77,8 +77,12 @@ def reduce_gradients(
         groups: Groups of the shards and of the replicas.
 
     Returns:
-        A new flat shard of gradients of each layout; its padding is zero.
+        A new flat shard of gradients of each layout, whose padding is zero, and the number of
+        missing gradients, summed over all ranks.
     """
+    num_missing: float = sum(
+        owners[slot.index].grad is None for layout in layouts for slot in layout.slots
+    )
     shards = [torch.zeros_like(flat) for flat in flats]
     outputs: list[Tensor] = []
     inputs: list[Tensor] = []
@@ -87,11 +91,20 @@ def reduce_gradients(
             # One at a time: small gradients are freed once copied, so that the peak does not grow.
             inputs.append(_take_gradients(layout, bucket, owners, flat))
             outputs.append(shard[bucket.start : bucket.stop])
-    groups.shard.reduce_scatter_coalesced(outputs, inputs, ReduceOp.AVG)
+    groups.shard.reduce_scatter_coalesced(outputs, inputs, ReduceOp.AVG, tally=num_missing)
+    num_missing = groups.shard.tally
     inputs.clear()
     if groups.replicate is not None:
-        groups.replicate.all_reduce_coalesced_(shards, ReduceOp.AVG)
-    return shards
+        groups.replicate.all_reduce_coalesced_(shards, ReduceOp.AVG, tally=num_missing)
+        num_missing = groups.replicate.tally
+    return shards, num_missing
+
+
+def used_on_any_rank(used: Sequence[bool], world: Collective) -> list[bool]:
+    """True for each parameter that has a gradient on any rank; a collective call on the host."""
+    flags = torch.tensor(used, dtype=torch.int32)
+    world.all_reduce_(flags, ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def _take_gradients(

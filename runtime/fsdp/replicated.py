@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from runtime.collective import Collective, ReduceOp
-from runtime.fsdp.exchange import from_rank0
+from runtime.fsdp.exchange import from_rank0, used_on_any_rank
 from runtime.fsdp.layout import Bucket, make_layouts
-from runtime.fsdp.shared_parameters import SharedParameter
+from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.replica.flat import dense_stride
 
 
@@ -40,10 +40,13 @@ class ReplicatedParameters:
     shards_changed = False
     needs_all_gather = False
     is_prefetching = False
+    gradients_changed = False
 
     def __init__(self, found: Sequence[SharedParameter], world: Collective) -> None:
         self.names = [each.name for each in found]
         self.shards = [each.parameter for each in found]
+        for each in found:
+            describe_original(each.parameter, each.parameter, each.name)
         self._world = world
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
@@ -103,6 +106,11 @@ class ReplicatedParameters:
         """No effect: the module always holds the parameters."""
         return nullcontext()
 
+    as_full_shapes = as_shards
+
+    def record_gradients(self) -> None:
+        """No effect: each rank has all gradients."""
+
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
         for parameter in self._trainable:
@@ -118,6 +126,7 @@ class ReplicatedParameters:
 
         Call after :meth:`check_gradients`.
         """
+        used = [parameter.grad is not None for parameter in self._trainable]
         for parameter in self._trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -130,12 +139,19 @@ class ReplicatedParameters:
                     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
                     copied.append((flat, gradients))
                 flats.append(flat)
-        self._world.all_reduce_coalesced_(flats, ReduceOp.AVG)
+        self._world.all_reduce_coalesced_(flats, ReduceOp.AVG, tally=used.count(False))
+        num_missing = self._world.tally
         for flat, gradients in copied:
             parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(
                 gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
             )
+        if num_missing:
+            for parameter, is_used in zip(
+                self._trainable, used_on_any_rank(used, self._world), strict=True
+            ):
+                if not is_used:
+                    parameter.grad = None
         self._added.clear()
 
     @property

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective
 from runtime.device import cuda_api
-from runtime.fsdp.exchange import gather_into, gathered_slots, reduce_gradients
+from runtime.fsdp.exchange import (
+    gather_into,
+    gathered_slots,
+    reduce_gradients,
+    used_on_any_rank,
+)
 from runtime.fsdp.layout import Layout, Slot, make_layouts
 from runtime.fsdp.param_prefetch import ParamPrefetch
-from runtime.fsdp.shared_parameters import SharedParameter
+from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.fsdp.strategy import ShardGroups
 
 
@@ -51,6 +56,7 @@ class ShardedParameters:
         self.names = [each.name for each in found]
         self.generation = 0
         self.is_unsharded = False
+        self._world = world
         self._groups = groups
         self._keep_full = keep_full
         self._params = [each.parameter for each in found]
@@ -67,6 +73,7 @@ class ShardedParameters:
         self._stream: cuda_api.Stream | None = None  # of prefetches, on a GPU
         self._prefetch_group: Collective | None = None
         self._may_be_stale = False
+        self._grad_versions: dict[int, int] = {}  # by parameter, one of each flat gradient
         shards: dict[int, nn.Parameter] = {}
         for layout in self._layouts:
             self._flats.append(self._shard(layout, world, shards))
@@ -95,7 +102,7 @@ class ShardedParameters:
             start, stop = slot.extent(self._rank)
             shard = slot.shard_of(flat, self._rank)
             shard.copy_(values[start:stop])
-            shards[slot.index] = nn.Parameter(shard, requires_grad=param.requires_grad)
+            shards[slot.index] = _shard_parameter(shard, param, self.names[slot.index])
             param.data, param.grad = empty, None
         return flat
 
@@ -183,6 +190,27 @@ class ShardedParameters:
         self._install_params()
         for param in self._params:
             param.grad = None
+
+    @contextmanager
+    def as_full_shapes(self) -> Iterator[None]:
+        """Install the original parameters, with their shapes, for the duration of the context.
+
+        Their values are undefined unless the module is unsharded.
+        """
+        if self.is_unsharded:
+            yield
+            return
+        for layout, empty in zip(self._layouts, self._empties, strict=True):
+            for slot in layout.slots:
+                self._params[slot.index].data = empty.new_empty(1).expand(slot.shape)
+        self._install(self._params)
+        try:
+            yield
+        finally:
+            self._install(self.shards)
+            for layout, empty in zip(self._layouts, self._empties, strict=True):
+                for slot in layout.slots:
+                    self._params[slot.index].data = empty
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
@@ -302,17 +330,41 @@ class ShardedParameters:
             if self.shards[layout.slots[0].index].requires_grad
         ]
         layouts = [layout for layout, _ in trained]
-        reduced = reduce_gradients(
+        used = [param.grad is not None for param in self._params]
+        reduced, num_missing = reduce_gradients(
             layouts, [flat for _, flat in trained], self._params, self._groups
         )
+        if num_missing:
+            used = used_on_any_rank(used, self._world)
         for layout, gradients in zip(layouts, reduced, strict=True):
             for slot in layout.slots:
+                if not used[slot.index]:
+                    continue  # as on one device: no gradient, so that no optimizer touches it
                 gradient = slot.shard_of(gradients, self._rank)
                 shard = self.shards[slot.index]
                 if shard.grad is None:
                     shard.grad = gradient
                 else:
                     shard.grad.add_(gradient)
+        self.record_gradients()
+
+    def record_gradients(self) -> None:
+        """Remember the reduced gradients as they are now, for :attr:`gradients_changed`."""
+        self._grad_versions = {}
+        for layout in self._layouts:
+            for slot in layout.slots:
+                # Those of a layout are views of one tensor, with one version counter.
+                if (gradient := self.shards[slot.index].grad) is not None:
+                    self._grad_versions[slot.index] = gradient._version
+                    break
+
+    @property
+    def gradients_changed(self) -> bool:
+        """True if reduced gradients, spread over several ranks, were written to since."""
+        if self._groups.shard.world_size == 1:
+            return False
+        gradients = [(self.shards[i].grad, version) for i, version in self._grad_versions.items()]
+        return any(g is not None and g._version != version for g, version in gradients)
 
     def gradients(self) -> list[Tensor]:
         """The full gradients not yet reduced."""
@@ -360,3 +412,11 @@ class ShardedParameters:
             if slot in layout.slots:
                 return slot.padded_of(full, layout.num_shards)
         raise AssertionError("slot is in no layout")
+
+
+def _shard_parameter(shard: Tensor, original: nn.Parameter, name: str) -> nn.Parameter:
+    """A shard with the attributes that the user set on the original, its shape and its name."""
+    parameter = nn.Parameter(shard, requires_grad=original.requires_grad)
+    parameter.__dict__.update(original.__dict__)
+    describe_original(parameter, original, name)
+    return parameter

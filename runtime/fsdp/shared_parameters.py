@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +31,53 @@ class SharedParameter:
     name: str
     parameter: nn.Parameter
     locations: tuple[tuple[nn.Module, str], ...]
+
+
+def describe_original(shard: nn.Parameter, original: nn.Parameter, name: str) -> None:
+    """Set ``original_shape`` and ``original_name``, by which parameter groups can be made."""
+    shard.original_shape = original.size()  # type: ignore[attr-defined]
+    shard.original_name = name  # type: ignore[attr-defined]
+
+
+class ParameterClaims:
+    """Prevents that two open wrappers shard the same parameter. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[object]]] = {}
+
+    def claim(self, parameters: Iterable[tuple[str, nn.Parameter]], owner: object) -> None:
+        """Register the wrapper of parameters, for as long as it lives or until :meth:`release`.
+
+        Raises:
+            ValueError: Another wrapper has one of them; none is registered.
+        """
+        named = list(parameters)
+        with self._lock:
+            for key in [key for key, (ref, _) in self._owners.items() if ref() is None]:
+                del self._owners[key]
+            for name, p in named:
+                ref, other = self._owners.get(id(p), (None, None))
+                if ref is None or other is None or ref() is not p:
+                    continue
+                if other() not in (None, owner):
+                    raise ValueError(
+                        f"parameter {name!r} belongs to another FSDP: another rank has wrapped "
+                        "this module, or a part of it. Build one module for each rank, or make the "
+                        "copies with copy.deepcopy(module) before any rank wraps its own"
+                    )
+            for _, p in named:
+                self._owners[id(p)] = weakref.ref(p), weakref.ref(owner)
+
+    def release(self, owner: object) -> None:
+        """Let others wrap the parameters of this wrapper."""
+        with self._lock:
+            for key in [key for key, (_, ref) in self._owners.items() if ref() is owner]:
+                del self._owners[key]
+
+
+CLAIMS = ParameterClaims()
+"""The claims of this process."""
 
 
 def find_parameters(module: nn.Module) -> list[SharedParameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.fsdp.shared_parameters import SharedParameter
+
+logger = logging.getLogger(__name__)
+
+GROUPED_BY_SHAPE = (
+    "%s: %s. Shards of FSDP have one dimension, so that p.dim(), p.ndim, p.shape and p.numel() do "
+    "not describe the parameters: make the groups by len(p.original_shape), by the names of "
+    "fsdp.named_parameters(), or with fsdp.param_groups(f), where f(module) sees full shapes"
+)
 
 
 class OptimizerStepChecks:
@@ -77,6 +86,7 @@ class OptimizerStepChecks:
 
     def _checks_of(self, optimizer: Optimizer) -> Sequence[weakref.ref[StepCheck]]:
         found: dict[int, weakref.ref[StepCheck]] = {}
+        is_sharded = False
         for group in optimizer.param_groups:
             for p in group["params"]:
                 ref, name = self._sharded.get(id(p), (None, ""))
@@ -89,7 +99,23 @@ class OptimizerStepChecks:
                 shard = self._shards.get(id(p))
                 if shard is not None and shard[0]() is p:
                     found[id(shard[1])] = shard[1]
+                    is_sharded |= getattr(p, "original_shape", None) != getattr(p, "shape", None)
+        if is_sharded and (suspicion := _grouped_by_shape(optimizer)) is not None:
+            logger.warning(GROUPED_BY_SHAPE, type(optimizer).__name__, suspicion)
         return tuple(found.values())
+
+
+def _grouped_by_shape(optimizer: Optimizer) -> str | None:
+    """A sign that groups were made by the shapes of shards, or ``None``."""
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        if not group["params"]:
+            return f"parameter group {index} is empty"
+    if len(groups) == 1:
+        for name, default in optimizer.defaults.items():
+            if groups[0].get(name, default) != default and "lr" not in name:
+                return f"all parameters are in one group, whose {name} is not the optimizer's"
+    return None
 
 
 StepCheck = Callable[[Optimizer], None]

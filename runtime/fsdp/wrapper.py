@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective, split
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
@@ -19,6 +22,7 @@ from runtime.fsdp.replicated import ReplicatedParameters
 from runtime.fsdp.sharded import ShardedParameters
 from runtime.fsdp.sharded_norm import check_clip, clip_by_, sharded_norm
 from runtime.fsdp.shared_parameters import (
+    CLAIMS,
     SharedParameter,
     check_same_on_all_ranks,
     describe_module,
@@ -27,6 +31,15 @@ from runtime.fsdp.shared_parameters import (
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.gradients import scale_for_mean_
+
+logger = logging.getLogger(__name__)
+
+CHANGED_GRADIENTS = (
+    "FSDP: gradients were changed between sync_gradients() and the optimizer's step. A rank holds "
+    "a part of them: torch.nn.utils.clip_grad_norm_, and other helpers that read all gradients, "
+    "compute another result on each rank. Use fsdp.clip_grad_norm_(max_norm). Elementwise changes, "
+    "such as scaling by a constant, are right"
+)
 
 
 class FSDP(nn.Module):
@@ -81,8 +94,10 @@ class FSDP(nn.Module):
 
     Clip gradients only with :meth:`clip_grad_norm_` of this object.
     ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that read all
-    gradients at once, read only this rank's shards: each rank would clip by the norm of its
-    own shards, without any error.
+    gradients at once, read only this rank's shards; a warning names them.
+
+    **Parameter groups.** A shard carries the attributes of its original, and ``original_shape`` and
+    ``original_name``. Make groups by these, or with :meth:`param_groups`.
 
     Args:
         module: On its device, with its final dtypes, the same on every rank. The wrapper owns
@@ -126,15 +141,18 @@ class FSDP(nn.Module):
         self.strategy = strategy
         self._closed = False
         self._has_forward = False
+        self._has_warned = False
         self._subgroups = OwnedGroups()
         self._calls = agreement_of(collective)
         with self._aborting():
+            CLAIMS.claim(((each.name, each.parameter) for each in found), self)
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
             check_same_on_all_ranks([how, *describe_module(module, found)], collective)
             groups = make_groups(collective, strategy, intra_node_size)
             self._subgroups.add(groups.owned)
             self._groups = groups
             self._store: ParameterStore = _make_parameters(found, collective, groups, strategy)
+            CLAIMS.claim(zip(self._store.names, self._store.shards, strict=True), self)
             sync_buffers(module, collective)
         is_replicated = strategy is ShardingStrategy.NO_SHARD
         STEP_CHECKS.watch(self._check_synced, self._store.shards, () if is_replicated else found)
@@ -217,8 +235,8 @@ class FSDP(nn.Module):
     def sync_gradients(self, weight: float | Tensor | None = None) -> None:
         """Average the gradients over all ranks into ``.grad`` of the shards; a collective call.
 
-        Adds to existing gradients. Parameters that no rank used get zeros, frozen ones no gradient.
-        Frees full parameters and gradients.
+        Adds to existing gradients. Parameters that no rank used, and frozen ones, get none, as on
+        one device. Frees full parameters and gradients.
 
         Args:
             weight: The count that this rank's loss is a mean over: tokens, or a sum of class
@@ -252,11 +270,16 @@ class FSDP(nn.Module):
 
     def _check_synced(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before each step of an optimizer of the shards."""
-        if not self._closed and self._store.has_unreduced:
+        if self._closed:
+            return
+        if self._store.has_unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step without the gradients of the other ranks: "
                 "call fsdp.sync_gradients() after backward() and before optimizer.step()"
             )
+        if not self._has_warned and self._store.gradients_changed:
+            self._has_warned = True
+            logger.warning(CHANGED_GRADIENTS)
 
     def broadcast_updated_params(self) -> None:
         """Gather the updated parameters under ``SHARD_GRAD_OP``; a collective call.
@@ -333,8 +356,27 @@ class FSDP(nn.Module):
         with self._aborting():
             self._store.wait_prefetch()
             total = sharded_norm(shards, self._groups.shard, norm_type)
+        changed = self._store.gradients_changed
         clip_by_(shards, total, max_norm, error_if_nonfinite=error_if_nonfinite)
+        if not changed:
+            self._store.record_gradients()
         return total
+
+    def param_groups(self, f: Callable[[nn.Module], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return parameter groups of shards for an optimizer, made by the full parameters.
+
+        Args:
+            f: ``f(module) -> list of parameter groups``, called once with the bare module. Its
+                parameters have their full shapes, names and attributes, and undefined values.
+        """
+        self._check_open()
+        self._refuse_pending("param_groups()")
+        with self._store.as_full_shapes():
+            groups = f(self.module)
+            return [
+                {**group, "params": [self._store.shard_of(p) for p in group["params"]]}
+                for group in groups
+            ]
 
     def reshard(self) -> None:
         """Free full parameters, and drop a prefetch and gradients not yet synced.
@@ -420,6 +462,7 @@ class FSDP(nn.Module):
         stays open.
         """
         self._closed = True
+        CLAIMS.release(self)
         self._subgroups.close()
         self._store.drop_prefetch()  # ends, since its group is closed
 
@@ -441,8 +484,17 @@ class FSDP(nn.Module):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a :meth:`state_dict` of this rank at this world size."""
+        """Load a :meth:`state_dict` of this rank at this world size, or a full state.
+
+        A state with the keys of the bare module is loaded by :meth:`load_full_state_dict`.
+        """
         self._refuse_pending("load_state_dict()")
+        names = {plain_key(name) for name in self.module.state_dict()}
+        given = {plain_key(name) for name in state_dict}
+        if given & names and not given & {f"module.{name}" for name in names}:
+            strict = args[0] if args else kwargs.get("strict", True)
+            self.load_full_state_dict(state_dict, strict=strict)
+            return _IncompatibleKeys(sorted(names - given), sorted(given - names))
         with self._store.as_shards():
             return super().load_state_dict(state_dict, *args, **kwargs)
 
