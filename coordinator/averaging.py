@@ -1,4 +1,4 @@
-"""Weighted average of the replicas' state on the CPU, and how far they are apart."""
+"""Weighted average of the replicas' states on the CPU, with their divergence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from coordinator.messages import Payload
 class Averager:
     """Averages payloads into two result buffers used in turn.
 
-    A result stays valid until the second :meth:`average` after the one that made it;
-    copy what has to live longer. A coordinator that computes a round only after every
-    rank has acknowledged the one before, or the one before was given up, keeps within
-    that. Payloads are only read, and none is kept.
+    A result stays valid until the second following call of :meth:`average`; copy it to keep it
+    longer. The coordinator respects that: it computes a round only after every rank has
+    acknowledged the last one, or the last one was abandoned. Payloads are only read, and not kept.
 
     Not thread-safe: one call at a time, from any thread. CPU only; blocks until done,
     with the intra-op threads of the calling thread.
 
-    States of all ranks together of at most ``SERIAL_BYTES`` are mixed without intra-op
-    threads, whatever the settings.
+    States of at most ``SERIAL_BYTES`` in all are averaged without intra-op threads.
     """
 
     def __init__(self) -> None:
@@ -46,22 +44,22 @@ class Averager:
 
         Args:
             payloads: One for each rank, flat CPU tensors.
-            weights: Of each payload, such as the samples behind it. One of weight 0 is not
-                read into the average, so its values may be NaN. If all are 0 the result is a
-                copy of the first payload.
+            weights: Weight of each payload, such as its samples. A payload of weight 0 is not part
+                of the average, so its values may be NaN. If all are 0 the result is a copy of the
+                first payload.
             squares: For each payload the squared norm of each of its parameter tensors, or
                 ``None``. Where all are known, of two ranks and in float32 or wider, the norm
                 of the average follows from them and is not measured.
 
         Returns:
-            The average, valid until the second call after this one. Buffers that are
-            taken and not averaged come from the largest weight, the lowest rank first.
+            The average, valid until the second call after this one. ``other_buffers`` are copied
+            from the largest weight, of equal ones from the lowest rank.
 
         Raises:
             ValueError: No payload, another number of weights, a negative weight, a
                 tensor that is not on the CPU, or payloads that differ in shape or
                 dtype, or squared norms of another number of payloads or tensors. Earlier
-                results are then as they were.
+                results stay unchanged.
         """
         _check(payloads, weights)
         _check_squares(payloads, squares)
@@ -100,7 +98,7 @@ class Averager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageResult:
-    """What came out of a round.
+    """The result of a round.
 
     Attributes:
         average: The averaged state. Its tensors belong to the :class:`Averager`.
@@ -125,14 +123,14 @@ def clone_payload(payload: Payload) -> Payload:
 
 
 def usable_weights(samples: Sequence[float | None]) -> list[float]:
-    """The weights of a round in which some states may not be used.
+    """The weights of a round with some unusable states.
 
     Args:
-        samples: Weight of each state, such as its samples; ``None``: not to be used.
+        samples: Weight of each state, such as its samples; ``None``: unusable.
 
     Returns:
-        The weights, 0 for what is not used. Where that would leave nothing, the states that
-        can be used and have no weight count alike, so that the others can take them.
+        The weights, 0 for unusable states. If all would be 0, usable states have equal weights, so
+        that the other ranks can copy them.
     """
     weights = [n or 0 for n in samples]
     if any(weights) or None not in samples:
@@ -143,11 +141,11 @@ def usable_weights(samples: Sequence[float | None]) -> list[float]:
 def _of_each_tensor(
     squares: Sequence[tuple[float, ...] | None], num_tensors: int
 ) -> Sequence[tuple[float, ...] | None]:
-    """What is known of each tensor, for all payloads; ``None`` where one did not tell."""
-    told = [of_payload for of_payload in squares if of_payload is not None]
-    if not told or len(told) < len(squares):
+    """The squared norms of each tensor in all payloads; ``None`` unless all were measured."""
+    measured = [of_payload for of_payload in squares if of_payload is not None]
+    if not measured or len(measured) < len(squares):
         return [None] * num_tensors
-    return list(zip(*told, strict=True))
+    return list(zip(*measured, strict=True))
 
 
 def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -177,7 +175,7 @@ def _check_squares(
 
 def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
     if not payloads:
-        raise ValueError("nothing to average: hand over at least one payload")
+        raise ValueError("nothing to average: pass at least one payload")
     if len(weights) != len(payloads):
         raise ValueError(
             f"{len(payloads)} payloads but {len(weights)} weights: give one for each payload"
@@ -197,56 +195,56 @@ def _check(payloads: Sequence[Payload], weights: Sequence[float]) -> None:
 
 
 _SERIAL_NUMEL = 32_768
-"""Elements that PyTorch's own operations, other than products, never split between threads."""
+"""Number of elements up to which PyTorch operations, except products, run on one thread."""
 
 SERIAL_BYTES = 1 << 22
-"""States of all ranks together up to which a team of threads costs more than it brings where the
-workers use the same cores: its threads wait for each other at the end of each operation."""
+"""Size of all states together up to which intra-op threads cost more than they gain while workers
+use the same cores: the threads synchronise at the end of each operation."""
 
 _CANCELLATION = 0.01
-"""A squared norm that is less than this part of those it is the difference of is measured: what
-is wrong with their last digits would show."""
+"""A squared norm obtained as a difference is measured instead if it is below this share of the
+operands: cancellation would amplify their rounding errors."""
 
 _TINY_NORM = 1e-10
 
 
 class WeightedMean:
-    """The weights of one round, and the squared norms summed up in it.
+    """A weighted mean, with its norm and the distance of each source.
 
-    Ranks are blended one after the other, ``mean += share * (source - mean)`` in the form of
-    ``torch.lerp`` from the heavier side: a tensor that is equal on all ranks averages to
-    exactly itself, signs of zeros included, which a sum of products would not give.
+    Sources are blended one by one, ``mean += share * (source - mean)``, by ``torch.lerp`` from the
+    heavier side: a tensor that is equal on all ranks averages to exactly itself, with the signs of
+    zeros, unlike in a sum of products.
 
     Args:
         weights: One for each source, not negative, not all 0.
-        num_threads: Intra-op threads of the calling thread; 0: start none, whatever it has.
-            The mean has the same bits for any number of them, the norms up to rounding.
+        num_threads: Intra-op threads of the calling thread; 0: use none. The mean is bitwise equal
+            for any number, the norms up to rounding.
     """
 
     def __init__(self, weights: Sequence[float], num_threads: int = 1) -> None:
         total = sum(weights)
         self._shares = [w / total for w in weights]
         self._live = [i for i, w in enumerate(weights) if w > 0]
-        # When rank i is blended in, its part of all that has been blended so far.
+        # Share of source i in the sources blended up to it.
         running: float = 0
         self._fractions: list[float] = []
         for i in self._live:
             running += weights[i]
             self._fractions.append(weights[i] / running)
         self._threads = num_threads
-        # MKL splits a product of 8,192 elements already.
+        # MKL splits products from 8,192 elements on.
         self._square = dot_square if num_threads else _squared_norm
         self._distances = [0.0] * len(weights)
         self._norm = 0.0
 
     @property
     def norm(self) -> float:
-        """The norm of the mean, over all that was measured."""
+        """The norm of the mean, over all measured tensors."""
         return math.sqrt(max(0.0, self._norm))
 
     @property
     def divergences(self) -> tuple[float, ...]:
-        """``||source - mean|| / ||mean||`` for each source, over all that was measured."""
+        """``||source - mean|| / ||mean||`` for each source, over all measured tensors."""
         norm = math.sqrt(self._norm)
         if norm <= _TINY_NORM:
             return (0.0,) * len(self._distances)
@@ -263,10 +261,10 @@ class WeightedMean:
         """Write the mean of one flat tensor.
 
         Args:
-            out: Where to.
+            out: The destination.
             sources: One for each weight.
-            measure: Whether to add to the norms.
-            squares: The squared norm of each source, if known: may spare measuring the mean's.
+            measure: Add to the norm and the distances.
+            squares: The squared norm of each source, if known: may avoid measuring the mean.
         """
         if out.is_complex():
             out, sources = _as_real(out), [_as_real(s) for s in sources]
@@ -296,12 +294,11 @@ class WeightedMean:
         measure: bool,
         squares: Sequence[float] | None,
     ) -> None:
-        """Both are on one line with their mean: one difference gives it and both distances.
+        """Average two sources: one difference gives their mean and both distances.
 
-        Where the difference is finite, so is the mean; where it or its square is not, the mean
-        is mended as far as it can be.
+        A finite difference gives a finite mean; otherwise the mean is repaired where possible.
         """
-        # The other threads wait while this one interprets: nothing is looked up twice.
+        # Other threads wait for the GIL meanwhile: attributes are resolved once.
         sub, square_of, isfinite = torch.sub, self._square, math.isfinite
         shares = self._shares
         light, heavy = (0, 1) if shares[0] < shares[1] else (1, 0)
@@ -309,7 +306,7 @@ class WeightedMean:
         distance = norm = 0.0
         needs_norm = measure and squares is None
         length = max(1, self._length(out.dtype))
-        # Of a large state the differences use the same memory, which stays in the cache.
+        # In a large state all differences reuse one block of memory, which stays in the cache.
         is_large = self._threads > 0 and out.numel() > length
         spare = torch.empty(length if is_large else 0, dtype=out.dtype)
         for target, less, more in blocks([out, sources[light], sources[heavy]], length):
@@ -333,10 +330,10 @@ class WeightedMean:
         self._distances[1] += distance * shares[0] ** 2
 
     def _norm_of_mean(self, mean: Tensor, squares: Sequence[float], spread: float) -> float:
-        """The squared norm of a mean: the sources' mean one, less their variance around it."""
+        """The squared norm of a mean: the mean squared norm of the sources less their variance."""
         whole = sum(share * square for share, square in zip(self._shares, squares, strict=True))
         norm = whole - spread
-        if norm > _CANCELLATION * whole:  # not so for what is NaN, or nearly all cancelled
+        if norm > _CANCELLATION * whole:  # False for NaN and for heavy cancellation
             return norm
         length = max(1, self._length(mean.dtype))
         return sum(sum_squares(block, self._square) for (block,) in blocks([mean], length))
@@ -356,7 +353,7 @@ class WeightedMean:
         self._blend(mean, sources)
         target.copy_(mean)
         if measure:
-            # The ranks get the rounded average, so the distance is to that one.
+            # The ranks receive the rounded average: distances are to that one.
             self._norm += self._sum_squares(mean.copy_(target))
             self._add_distances(mean, sources, scratch)
 
@@ -368,7 +365,7 @@ class WeightedMean:
             return self._sum_squares(acc)
         before = parts[first]
         for i, fraction in zip(others, self._fractions[1:], strict=True):
-            # From the heavier side: a negative zero on all ranks then keeps its sign.
+            # From the heavier side, so that a negative zero on all ranks keeps its sign.
             if fraction < 0.5:
                 torch.lerp(parts[i], before, 1.0 - fraction, out=acc)
             else:
@@ -377,7 +374,7 @@ class WeightedMean:
         return self._finite_norm(acc, parts)
 
     def _finite_norm(self, acc: Tensor, parts: Sequence[Tensor]) -> float:
-        """The squared norm of a mean, which is mended where it is not finite."""
+        """The squared norm of a mean, which is repaired where it is not finite."""
         norm = self._sum_squares(acc)
         if math.isfinite(norm):
             return norm
@@ -385,10 +382,10 @@ class WeightedMean:
         return self._sum_squares(acc)
 
     def _mend(self, acc: Tensor, parts: Sequence[Tensor]) -> None:
-        """Redo as a sum of products what a difference made NaN or infinite.
+        """Recompute as a sum of products where a difference was NaN or infinite.
 
-        An infinity on all ranks (an attention mask kept as a buffer) stays itself, and
-        so does every value whose difference overflowed but whose mean does not.
+        An infinity on all ranks, as in an attention mask kept as a buffer, is preserved, and a
+        value whose difference overflowed but whose mean does not becomes finite.
         """
         first, *others = self._live
         mean = parts[first] * self._shares[first]
@@ -418,35 +415,34 @@ def _as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1)
 
 
-# A block stays in the processor's caches from the first reading to the last norm: of each
-# source one reading and of the result one writing reach the memory.
+# A block stays in the CPU caches from the first read to the last norm: each source is read from
+# memory once, and the result written once.
 
 BLOCK_BYTES = 1 << 19
-"""Size of an intra-op thread's part of a block. Smaller ones fit into the core's own cache, but
-every operation on a block starts anew, and all threads meet in it: on a processor with 1 MiB of
-cache for each core and 32 MiB for all, 512 to 1,024 KiB took a tenth less time than 256, and a
-tenth to a quarter less than 2,048. Threads of Python with a share each are slower, for every
-operation waits for the interpreter's lock."""
+"""Size of an intra-op thread's part of a block. Smaller parts fit the core's cache, but cost more
+calls and synchronisation: on a CPU with 1 MiB of cache per core and 32 MiB shared, 512 to 1,024 KiB
+took a tenth less time than 256, and a tenth to a quarter less than 2,048. Python threads with a
+share each are slower, since every operation waits for the GIL."""
 
 _MAX_BLOCK_BYTES = 8 << 20
-"""Size of a block however many threads share it: three or four are to stay in the caches."""
+"""Maximum size of a block: three or four of them must fit the caches."""
 
 _BLOCKS_PER_SPLIT = 64
-"""Blocks of which the views are made at once, which holds the interpreter's lock."""
+"""Blocks whose views are created in one call, which holds the GIL."""
 
 
 def block_length(dtype: torch.dtype, num_threads: int) -> int:
-    """Elements of a block.
+    """Number of elements in a block.
 
     Args:
-        dtype: What the elements are.
-        num_threads: Intra-op threads that share it.
+        dtype: The dtype.
+        num_threads: Intra-op threads that share the block.
     """
     return min(num_threads * BLOCK_BYTES, _MAX_BLOCK_BYTES) // dtype.itemsize
 
 
 def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of the first tensor, each with those of the others, all of one length but the last."""
+    """Corresponding blocks of the tensors, of one length except for the last."""
     numel = flats[0].numel()
     if numel <= length:
         if numel:
@@ -460,38 +456,38 @@ def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]
 
 
 def dot_square(block: Tensor) -> float:
-    """The squared norm of a block of real numbers, by as many threads as there are.
+    """The squared norm of a block of real numbers, on all intra-op threads.
 
-    Summed in the block's own dtype: of a few million float32 numbers that are alike the fourth
-    digit is wrong already, so that longer tensors are to be cut.
+    Accumulated in the block's dtype: with a few million equal float32 numbers the fourth digit is
+    wrong, so longer tensors must be split into blocks.
     """
     square: float = torch.dot(block, block).item()
     return square
 
 
 def sum_squares(block: Tensor, square_of: Callable[[Tensor], float] = dot_square) -> float:
-    """The squared norm of a block, also where its squares overflow; NaN or infinite if it is."""
+    """The squared norm of a block, even if its squares overflow; not finite if the block is not."""
     square = square_of(block)
     if not math.isfinite(square):
         square = float(block.double().square().sum())
     return square
 
 
-# A pass over a large state touches a new page every thousand float32 numbers, and the processor
-# has to look each of them up. Linux gives pages of 2 MiB to whoever asks for them, unless
-# ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``never``.
+# A pass over a large state touches a new page, and needs a TLB entry, every 1,024 float32 numbers.
+# Linux provides pages of 2 MiB on request, unless
+# ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``never``.
 
 _HUGE_PAGE_MIN_BYTES = 32 << 20
-"""Smaller tensors lie in the caches, or in memory that was used before and has its pages."""
+"""Smaller tensors fit the caches, or reuse memory whose pages exist."""
 
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
-"""``None`` where the system cannot be asked."""
+"""``None`` if the system has no huge pages."""
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor of that shape and dtype whose values are not initialised.
+    """An uninitialised contiguous CPU tensor of the same shape and dtype, in huge pages if large.
 
-    It asks for no gradient, and lies on the CPU whatever the thread's default device is.
+    It requires no gradient, and is on the CPU whatever the thread's default device is.
     """
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if made.nbytes >= _HUGE_PAGE_MIN_BYTES and _MADV_HUGEPAGE is not None:
@@ -500,9 +496,9 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """Tell the kernel what a range of memory is for; ordinary pages do where it will not hear.
+    """Call ``madvise`` for a range of memory; errors are ignored.
 
-    A block of this size has pages of its own, so that those at its ends are asked for, too.
+    A block of this size does not share its first and last page, so they are included.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = address + num_bytes - start

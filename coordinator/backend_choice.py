@@ -1,4 +1,4 @@
-"""Which transport carries the averagings of a run: the cheaper one, and never one that failed."""
+"""Choice of the averaging backend: by rule, by measured cost, and away from one that fails."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 from coordinator.config import ApplyPolicy, AverageBackend
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 1, 2
-"""Rounds of a trial: the first over a transport allocates its memory and does not count."""
+"""Rounds of a trial: the first one allocates memory and is not measured."""
 MAX_TRIAL_ROUNDS = 10
-"""Rounds after which a trial is given up in which too few could be measured."""
+"""Rounds after which a trial ends with fewer measurements."""
 RETRIAL_ROUNDS, MAX_RETRIAL_ROUNDS = 100, 1600
-"""Rounds until the other transport is looked at again, twice as many each time that the choice
-was confirmed, and the most."""
+"""Rounds until the other backend is tried again, doubled with each confirmed choice, and the
+maximum."""
 RETRIAL_SHARE = 0.01
-"""Part of the time trained since the last look that the next one may cost, judged by the last."""
+"""Share of the time trained since the last trials that the next ones may cost, as estimated."""
 SWITCH_MARGIN = 0.9
-"""A choice is given up for what costs less than this part of it: noise is no reason."""
+"""The choice changes only to a cost below this share of the present one: noise must not flip it."""
 COST_WEIGHT = 0.25
-"""Weight of a round in the cost of the transport in use."""
+"""Weight of a round in the moving average of the cost of the backend in use."""
 
 
 class BackendChoice:
-    """Tries each transport, keeps the cheaper one, and leaves one that fails.
+    """Tries each backend, keeps the cheapest one, and excludes one that fails.
 
-    It changes only when it is told of a round, a failure or a death, and what it says holds
-    for the next round: one in flight keeps the transport that it began with. Deterministic.
+    Its state changes only with a recorded round, fault or death, and applies to the next round: a
+    round in flight keeps the backend that it started with. Deterministic.
 
     Args:
-        candidates: What can serve the run, the first to begin with; one alone is never left.
-        measures: Whether costs decide; if not, only failures do.
-        reason: Why the first one comes first.
+        candidates: Usable backends, the first one to start with; a single one is never excluded.
+        measures: Choose by cost; otherwise only faults change the choice.
+        reason: Reason for the first one.
 
     Attributes:
-        chosen: The transport in use.
-        before: What was in use when something was decided last.
-        reason: Why, in a sentence.
-        num_faults: Rounds that failed because their transport did, since the last good one.
+        chosen: The backend in use.
+        before: The backend in use before the last decision.
+        reason: Reason for the choice, in a sentence.
+        num_faults: Rounds since the last good one that failed because of their backend.
     """
 
     def __init__(
@@ -55,64 +55,64 @@ class BackendChoice:
         self._measured: list[RoundCost] = []
         self._num_tried = 0
         self.num_faults = 0
-        self._rounds_since_look = 0
-        self._trained_since_look_s = 0.0
-        self._look_after = RETRIAL_ROUNDS
+        self._rounds_since_trials = 0
+        self._trained_since_trials_s = 0.0
+        self._retrial_after = RETRIAL_ROUNDS
         self._anchor = 0
         if self._measures:
             self._trials = list(self._candidates)
 
     @property
     def next(self) -> AverageBackend:
-        """What carries the next round: the transport in use, or one that is tried."""
+        """The backend of the next round: the one in use, or one on trial."""
         return self._trials[0] if self._trials else self.chosen
 
     @property
     def usable(self) -> tuple[AverageBackend, ...]:
-        """What has not failed among these ranks."""
+        """The candidates that have not failed among the present ranks."""
         return tuple(b for b in self._candidates if b not in self._failed)
 
     @property
     def collective(self) -> AverageBackend | None:
-        """The collective in which ranks are to be able to meet, if there is one."""
+        """The collective that ranks stay connected over; ``None``: none is usable."""
         meeting = [b for b in self.usable if b is not AverageBackend.CPU]
         return self.chosen if self.chosen in meeting else next(iter(meeting), None)
 
     def is_trial(self, backend: AverageBackend) -> bool:
-        """Whether a round over this transport is no more than a trial."""
+        """True if a round over this backend is a trial."""
         return backend is not self.chosen
 
-    def note(
+    def record_round(
         self, backend: AverageBackend, cost: RoundCost | None, trained_s: float, anchor: int
     ) -> bool:
-        """A round is over, and went well.
+        """Record a completed round.
 
         Args:
-            backend: What carried it.
-            cost: What it cost; ``None``: it did more than averaging, and tells nothing.
-            trained_s: Time that the ranks trained for it, summed over them.
+            backend: Its backend.
+            cost: Its cost; ``None``: the round did more than averaging and is not measured.
+            trained_s: Compute time of the ranks since the last round, summed over ranks.
             anchor: Batches between two rounds.
 
         Returns:
-            Whether anything was decided that is to be told.
+            True if a decision was made that is to be announced.
         """
         self.num_faults = 0
         if not self._measures or len(self.usable) < 2:
             return False
-        self._rounds_since_look += 1
-        self._trained_since_look_s += trained_s
+        self._rounds_since_trials += 1
+        self._trained_since_trials_s += trained_s
         if not self._trials:
-            known = self._costs.get(backend)
+            last = self._costs.get(backend)
             if cost is not None and backend is self.chosen:
-                self._costs[backend] = cost if known is None else known.mixed(cost, COST_WEIGHT)
+                self._costs[backend] = cost if last is None else last.mixed(cost, COST_WEIGHT)
             if self._is_due(anchor):
                 self._trials = [b for b in self.usable if b is not self.chosen]
             return False
-        return self._note_trial(backend, cost, anchor)
+        return self._record_trial(backend, cost, anchor)
 
-    def _note_trial(self, backend: AverageBackend, cost: RoundCost | None, anchor: int) -> bool:
+    def _record_trial(self, backend: AverageBackend, cost: RoundCost | None, anchor: int) -> bool:
         if backend is not self._trials[0]:
-            return False  # it began before the ranks were others
+            return False  # it started before the last change of ranks
         self._num_tried += 1
         if cost is not None and self._num_tried > WARM_UP_ROUNDS:
             self._measured.append(cost)
@@ -131,50 +131,50 @@ class BackendChoice:
         self._measured, self._num_tried = [], 0
 
     def _is_due(self, anchor: int) -> bool:
-        """Whether the other transport is to be looked at, and the look is not too dear."""
+        """True if the other backend is due for a trial whose estimated cost is acceptable."""
         moved = anchor >= 2 * self._anchor or 2 * anchor <= self._anchor
-        if not moved and self._rounds_since_look < self._look_after:
+        if not moved and self._rounds_since_trials < self._retrial_after:
             return False
         others = [self._costs[b] for b in self.usable if b is not self.chosen and b in self._costs]
         price_s = sum(cost.total_s for cost in others) * (WARM_UP_ROUNDS + MEASURED_ROUNDS)
-        return price_s <= RETRIAL_SHARE * self._trained_since_look_s
+        return price_s <= RETRIAL_SHARE * self._trained_since_trials_s
 
     def _decide(self, anchor: int) -> bool:
-        """All trials are over."""
-        self._rounds_since_look, self._trained_since_look_s = 0, 0.0
+        """Choose by the costs, after the last trial."""
+        self._rounds_since_trials, self._trained_since_trials_s = 0, 0.0
         self._anchor = anchor
-        told = {b: self._costs[b] for b in self.usable if b in self._costs}
-        if not told:
+        measured = {b: self._costs[b] for b in self.usable if b in self._costs}
+        if not measured:
             return False
         before, was_first = self.chosen, self._is_first
         self.before, self._is_first = before, False
-        best = min(told, key=lambda b: told[b].total_s)
-        own = told.get(before)
-        if own is None or was_first or told[best].total_s < SWITCH_MARGIN * own.total_s:
+        best = min(measured, key=lambda b: measured[b].total_s)
+        own = measured.get(before)
+        if own is None or was_first or measured[best].total_s < SWITCH_MARGIN * own.total_s:
             self.chosen = best
         confirmed = self.chosen is before and not was_first
-        self._look_after = (
-            min(2 * self._look_after, MAX_RETRIAL_ROUNDS) if confirmed else RETRIAL_ROUNDS
+        self._retrial_after = (
+            min(2 * self._retrial_after, MAX_RETRIAL_ROUNDS) if confirmed else RETRIAL_ROUNDS
         )
-        self.reason = "measured: " + ", ".join(f"{b.name} {told[b]}" for b in told)
+        self.reason = "measured: " + ", ".join(f"{b.name} {measured[b]}" for b in measured)
         return not confirmed
 
     def record_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
-        """A round has failed because its transport did.
+        """Record a round that failed because of its backend.
 
         Args:
-            backend: What carried it.
-            cost: What it cost.
+            backend: Its backend.
+            cost: Its cost.
         """
         if self._trials and backend is self._trials[0]:
             self._measured.append(cost)
         self.num_faults += 1
 
-    def leave(self, backend: AverageBackend, why: str) -> bool:
-        """A transport has failed: it is not used again among these ranks.
+    def exclude(self, backend: AverageBackend, why: str) -> bool:
+        """Exclude a backend that failed, until the ranks change.
 
         Returns:
-            Whether the run goes on over another; if not, there is none, and it stays what it was.
+            True if another backend is in use now; False if there is none, and nothing changes.
         """
         if backend in self._failed or backend not in self._candidates:
             return False
@@ -186,23 +186,23 @@ class BackendChoice:
         self.before = self.chosen
         if backend is self.chosen:
             self.chosen = others[0]
-        self.reason = f"{backend.name} was left: {why}"
+        self.reason = f"{backend.name} failed: {why}"
         return True
 
     def reset(self) -> None:
-        """The ranks are others: what was measured and what failed holds no more."""
+        """Discard measurements and exclusions: the ranks have changed."""
         if not self._measures:
             return
         self._failed.clear()
         self._costs.clear()
         self.num_faults = 0
-        self._look_after = RETRIAL_ROUNDS
+        self._retrial_after = RETRIAL_ROUNDS
         self._measured, self._num_tried = [], 0
         self._is_first = True
         self._trials = sorted(self._candidates, key=lambda b: b is not self.chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and what it is made from, as plain values."""
+        """The choice and its measurements, as plain values."""
         return {
             "candidates": [b.value for b in self._candidates],
             "chosen": self.chosen.value,
@@ -211,14 +211,14 @@ class BackendChoice:
                 b.value: [cost.ranks_s, cost.own_s, cost.stale_s] for b, cost in self._costs.items()
             },
             "anchor": self._anchor,
-            "look_after": self._look_after,
+            "look_after": self._retrial_after,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the choice of a run that had the same transports to choose from."""
+        """Restore the choice of a run that had the same candidates; otherwise keep this one."""
         mine = {b.value for b in self._candidates}
-        told = {state["chosen"], *state["costs"]}
-        same = set(state["candidates"]) == mine and told <= mine
+        measured = {state["chosen"], *state["costs"]}
+        same = set(state["candidates"]) == mine and measured <= mine
         if not (self._measures and state["decided"] and same):
             return
         self.chosen = AverageBackend(state["chosen"])
@@ -226,7 +226,7 @@ class BackendChoice:
             AverageBackend(name): RoundCost(ranks_s=parts[0], own_s=parts[1], stale_s=parts[2])
             for name, parts in state["costs"].items()
         }
-        self._anchor, self._look_after = int(state["anchor"]), int(state["look_after"])
+        self._anchor, self._retrial_after = int(state["anchor"]), int(state["look_after"])
         self._is_first, self._trials = False, []
         figures = ", ".join(f"{b.name} {cost}" for b, cost in self._costs.items())
         self.reason = f"measured before the checkpoint: {figures}"
@@ -234,13 +234,13 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundCost:
-    """What one averaging round cost, in seconds.
+    """The cost of one averaging round, in seconds.
 
     Attributes:
-        ranks_s: Time that ranks did not train, summed over them.
-        own_s: The coordinator's own time, with that of the average.
-        stale_s: Time that ranks trained on while the average was made, summed over them, as
-            far as it counts.
+        ranks_s: Time lost by the ranks, summed over ranks.
+        own_s: CPU time of the coordinator, including the average.
+        stale_s: Time that ranks trained while the average was computed, summed over ranks and
+            weighted.
     """
 
     ranks_s: float
@@ -249,11 +249,11 @@ class RoundCost:
 
     @property
     def total_s(self) -> float:
-        """What transports are compared by."""
+        """The cost by which backends are compared."""
         return self.ranks_s + self.own_s + self.stale_s
 
     def mixed(self, other: RoundCost, weight: float) -> RoundCost:
-        """This cost moved towards another by that part of their difference."""
+        """Move this cost towards another by ``weight`` of their difference."""
         return RoundCost(
             ranks_s=self.ranks_s + weight * (other.ranks_s - self.ranks_s),
             own_s=self.own_s + weight * (other.own_s - self.own_s),
@@ -276,19 +276,19 @@ def choose_backend(
     shared_gpu_fault: str | None = "NCCL refuses two ranks on one GPU",
     nccl_fault: str | None = None,
 ) -> tuple[AverageBackend, str]:
-    """Resolve ``AUTO`` and refuse what cannot work.
+    """Resolve ``AUTO``, and reject a backend that cannot work.
 
     Args:
-        requested: What the user asked for.
-        policy: When replicas average.
+        requested: The backend that the user requested.
+        policy: Averaging policy.
         devices: One device name for each rank, such as ``"cpu"`` or ``"cuda:0"``.
-        nccl_available: Whether this build of PyTorch has NCCL.
-        shared_gpu_fault: Why ``NCCL`` cannot be requested for a GPU that is named twice; ``None``:
-            it can. ``AUTO`` never chooses it there.
+        nccl_available: True if this build of PyTorch has NCCL.
+        shared_gpu_fault: Reason why ``NCCL`` cannot be requested for a GPU that is named twice;
+            ``None``: it can. ``AUTO`` never chooses it there.
         nccl_fault: Reason why NCCL would fail in this process, with the remedy; ``None``: none.
 
     Returns:
-        The backend and a sentence that says why.
+        The backend and the reason, as a sentence.
 
     Raises:
         ValueError: The requested backend cannot serve these devices.
@@ -318,7 +318,7 @@ def choose_backend(
         )
     if requested is AverageBackend.CPU and policy is ApplyPolicy.SYNC:
         return requested, "SYNC over CPU is the in-process reduction in CPU memory, as THREAD"
-    return requested, "asked for"
+    return requested, "requested"
 
 
 def _choose_auto(
@@ -329,13 +329,13 @@ def _choose_auto(
     nccl_fault: str | None,
 ) -> tuple[AverageBackend, str]:
     default = AverageBackend.THREAD if policy is ApplyPolicy.SYNC else AverageBackend.CPU
-    what = "SYNC reduces in shared memory" if policy is ApplyPolicy.SYNC else "nobody waits on CPU"
+    what = "SYNC reduces in shared memory" if policy is ApplyPolicy.SYNC else "no rank waits on CPU"
     if len(devices) == 1:
         return default, "one device: nothing is averaged"
     if not all(on_cuda):
         return default, f"not all devices are CUDA devices, so NCCL is out; {what}"
     if not distinct:
-        return default, f"a GPU stands more than once, which NCCL refuses; {what}"
+        return default, f"a GPU is named more than once, which NCCL rejects; {what}"
     if nccl_fault is not None:
         return default, f"{nccl_fault}; {what}"
     return AverageBackend.NCCL, f"{len(devices)} distinct CUDA devices and NCCL is available"
@@ -344,12 +344,12 @@ def _choose_auto(
 def candidate_backends(
     requested: AverageBackend, policy: ApplyPolicy, chosen: AverageBackend, world_size: int
 ) -> tuple[AverageBackend, ...]:
-    """The backends that ``AUTO`` may use in a run; only one if the user named it.
+    """The backends that a run may use: several for ``AUTO``, otherwise the requested one.
 
     Args:
-        requested: What the user asked for.
-        policy: When replicas average.
-        chosen: The result of :func:`choose_backend`, which comes first.
+        requested: The backend that the user requested.
+        policy: Averaging policy.
+        chosen: The result of :func:`choose_backend`, which becomes the first one.
         world_size: Number of ranks.
     """
     if requested is not AverageBackend.AUTO or world_size == 1:

@@ -1,8 +1,7 @@
-"""How many batches each rank trains between two averagings.
+"""Cadence of averaging: batches of each rank between two rounds, and when a round is due.
 
-The rule is that of "El Che" in flodl: a column marches at the pace of its slowest, and
-the others carry more. The slowest rank trains ``anchor`` batches between two
-averagings, every other rank as many as it can in that time.
+The rule is "El Che" of flodl: the slowest rank trains ``anchor`` batches between two averagings,
+and every other rank as many as it can in the same time.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from coordinator.config import ApplyPolicy, CoordinatorConfig
 
 
 class ElChe:
-    """Batch counts in proportion to measured speeds, and how far averagings lie apart.
+    """Batch counts in proportion to measured speeds, and the interval between averagings.
 
-    The anchor grows while averaging costs more than ``overhead_target`` of the slowest
-    rank's computing time, at most twofold in a round, and comes back once averaging costs
-    less than half of the target: slowly to where it started, faster from there to
-    ``min_anchor``.
+    The anchor grows while averaging costs more than ``overhead_target`` of the slowest rank's
+    compute time, at most twofold in a round, and shrinks once averaging costs less than half of
+    the target: slowly to its initial value, faster from there to ``min_anchor``.
 
-    Usable in a loop of your own::
+    For use in custom loops::
 
         cadence = ElChe(world_size=2, anchor=10)
         while training:
@@ -33,19 +31,19 @@ class ElChe:
             sync_s = average(weights=counts)
             cadence.report_timing(times, counts, sync_s)
 
-    Deterministic and not thread-safe: no clock and no thread of its own.
+    Deterministic and not thread-safe: no clock, no thread.
 
     Args:
         world_size: Number of ranks.
         anchor: Batches of the slowest rank between two averagings, at the start.
-        min_anchor: The anchor comes back to this; ``None``: to where it started.
-        max_anchor: The anchor never grows beyond this.
-        overhead_target: Part of the computing time that averaging may cost, 0.01 to 0.50.
-        speed_hint: ``(slow rank, ratio)``: the others are ``ratio`` times faster. Holds
-            until every live rank was measured.
+        min_anchor: Minimum of the anchor; ``None``: its initial value.
+        max_anchor: Maximum of the anchor.
+        overhead_target: Share of the compute time that averaging may cost, 0.01 to 0.50.
+        speed_hint: ``(slow rank, ratio)``: the others are ``ratio`` times faster. Used until every
+            live rank is measured.
 
     Raises:
-        ValueError: A value out of range; the message says what to give.
+        ValueError: A value is out of range.
     """
 
     def __init__(
@@ -79,24 +77,24 @@ class ElChe:
     @property
     def batch_counts(self) -> tuple[int, ...]:
         """Batches of each rank between two averagings, at least 1; 0 for a dead rank."""
-        return self._now().batch_counts
+        return self._derived_values().batch_counts
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each rank's part of the throughput; they sum to 1 while a rank lives."""
-        return self._now().shares
+        """Each rank's share of the throughput; the sum is 1 while a rank lives."""
+        return self._derived_values().shares
 
     @property
     def seconds_per_batch(self) -> tuple[float, ...] | None:
-        """Estimated computing time of a batch; ``None`` until every live rank was measured.
+        """Estimated compute time of a batch, 0.0 for a dead rank.
 
-        0.0 for a dead rank.
+        ``None`` until every live rank is measured.
         """
-        return self._now().seconds_per_batch
+        return self._derived_values().seconds_per_batch
 
     @property
     def slowest(self) -> int | None:
-        """The live rank with the longest batches, the lowest such rank; ``None`` as above."""
+        """The lowest live rank with the slowest batches; ``None`` until all are measured."""
         seconds = self.seconds_per_batch
         if seconds is None:
             return None
@@ -106,16 +104,14 @@ class ElChe:
         )
 
     def observe(self, rank: int, compute_s: float, num_batches: int) -> None:
-        """Take in the timing of one rank between two rounds.
+        """Record the timing of one rank between two rounds.
 
-        The first measurement counts whole, later ones half. One that is off by more than
-        a factor of 2 counts little, unless the next one confirms it: then the rank has
-        really changed and the estimate follows at once.
+        The estimate is a moving average with weight 0.5. A measurement that is off by more than a
+        factor of 2 is clamped, unless the next one confirms it: it then replaces the estimate.
 
         Args:
-            rank: The rank that was timed.
-            compute_s: Seconds it computed; a time that is not finite and positive is
-                ignored.
+            rank: The rank.
+            compute_s: Compute time in seconds; ignored unless finite and positive.
             num_batches: Batches in that time; 0 keeps the estimate.
         """
         if num_batches > 0 and _is_time(compute_s):
@@ -126,15 +122,14 @@ class ElChe:
     def report_timing(
         self, compute_s: Sequence[float], num_batches: Sequence[int], sync_s: float
     ) -> None:
-        """Take in a round: update the speeds, then fit the anchor to the overhead.
+        """Record a round: update the speeds, then fit the anchor to the overhead.
 
-        A rank whose batches were already told to :meth:`observe` since the last round
-        is not measured a second time.
+        Ranks already recorded by :meth:`observe` since the last round are not measured again.
 
         Args:
-            compute_s: Seconds that each rank computed since the last round.
-            num_batches: Batches that each rank trained in that time.
-            sync_s: What the averaging cost, in seconds.
+            compute_s: Compute time of each rank since the last round, in seconds.
+            num_batches: Batches of each rank in that time.
+            sync_s: Cost of the averaging, in seconds.
 
         Raises:
             ValueError: The sequences do not have one entry for each rank.
@@ -160,10 +155,10 @@ class ElChe:
             self._fit_anchor(sync_s / slowest)
 
     def nudge_down(self, factor: float = 0.5) -> None:
-        """Lower the anchor, and with it the value towards which it comes back.
+        """Lower the anchor, and its minimum if that is larger.
 
         Args:
-            factor: The new anchor is this part of the old one, at least 1.
+            factor: Ratio of the new anchor, which is at least 1, to the old one.
 
         Raises:
             ValueError: ``factor`` is not between 0 and 1.
@@ -175,16 +170,16 @@ class ElChe:
         self._figures = None
 
     def hold_growth(self, flag: bool) -> None:
-        """Forbid (``True``) or allow (``False``) the anchor to grow, until called again."""
+        """Forbid (``True``) or allow (``False``) growth of the anchor, until called again."""
         self._growth_held = flag
 
     def drop(self, rank: int) -> None:
-        """Take a dead rank out: its count and share are 0, the others share the rest."""
+        """Remove a dead rank: its count and share become 0."""
         self._live[rank] = False
         self._figures = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor and speeds as plain numbers and lists; 0.0 is a rank not measured."""
+        """Anchor and speeds as plain numbers and lists; a speed of 0.0 is not measured."""
         return {
             "anchor": self._anchor,
             "floor": self._floor,
@@ -194,10 +189,10 @@ class ElChe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore anchor and speeds from :meth:`state_dict`.
 
-        Limits, hint and the set of live ranks stay as they are here. A state of another
-        world size gives its anchor, but not its speeds.
+        Limits, hint and live ranks are kept. From a state of another world size only the anchor is
+        restored.
         """
         self._anchor = min(int(state["anchor"]), self._max_anchor)
         self._floor = min(int(state["floor"]), self._anchor)
@@ -211,11 +206,11 @@ class ElChe:
             ):
                 speed.seconds, speed.suspect = float(seconds), int(suspect)
 
-    def _now(self) -> _Derived:
-        """What follows from anchor and speeds, kept until one of them changes."""
+    def _derived_values(self) -> _Derived:
+        """Values derived from anchor and speeds, cached until one of them changes."""
         if self._figures is None:
             seconds = self._seconds()
-            paces = self._paces(seconds)
+            paces = self._relative_speeds(seconds)
             anchor, total = self._anchor, sum(paces) or 1.0
             self._figures = _Derived(
                 seconds_per_batch=seconds,
@@ -231,11 +226,11 @@ class ElChe:
         seconds = [
             speed.seconds if alive else 0.0 for speed, alive in zip(self._speeds, live, strict=True)
         ]
-        # The dead count as 0.0, and so does a live rank that was not measured.
+        # 0.0 for dead ranks, and for live ranks that are not measured.
         return tuple(seconds) if seconds.count(0.0) == live.count(False) else None
 
-    def _paces(self, seconds: tuple[float, ...] | None) -> list[float]:
-        """Speed of each rank as a multiple of the slowest live one's; 0.0 if dead."""
+    def _relative_speeds(self, seconds: tuple[float, ...] | None) -> list[float]:
+        """Speed of each rank relative to the slowest live one; 0.0 if dead."""
         if seconds is not None:
             slowest = max(seconds)
             return [slowest / s if s else 0.0 for s in seconds]
@@ -248,21 +243,21 @@ class ElChe:
     def _fit_anchor(self, sync_in_batches: float) -> None:
         """Fit the anchor to the cost of a round, in batches of the slowest rank.
 
-        The cost is held against a full round of ``anchor`` batches, so that a round cut
-        short by the end of an epoch does not look expensive.
+        The cost is related to a full round of ``anchor`` batches, so that a round shortened by the
+        end of an epoch does not look expensive.
         """
         self._figures = None
         overhead = sync_in_batches / self._anchor
         if overhead > self._overhead_target:
             if not self._growth_held:
-                # The margin is for quotients that rounding lifts above a whole number.
-                wanted = min(sync_in_batches / self._overhead_target, 2.0 * self._anchor)
-                self._anchor = min(math.ceil(wanted * (1 - 1e-9)), self._max_anchor)
+                # The margin absorbs rounding errors just above an integer.
+                target = min(sync_in_batches / self._overhead_target, 2.0 * self._anchor)
+                self._anchor = min(math.ceil(target * (1 - 1e-9)), self._max_anchor)
         elif overhead < self._overhead_target / 2:
-            self._anchor = max(self._floor, self._lowered(sync_in_batches))
+            self._anchor = max(self._floor, self._lowered_anchor(sync_in_batches))
 
-    def _lowered(self, sync_in_batches: float) -> int:
-        """A tenth less above where it started; below, at once what is cheap, at most half."""
+    def _lowered_anchor(self, sync_in_batches: float) -> int:
+        """The lowered anchor: by a tenth above its initial value, by at most half below."""
         if self._anchor > self._start:
             return max(self._start, self._anchor - max(1, self._anchor // 10))
         cheap = math.ceil(sync_in_batches / (self._overhead_target / 2))
@@ -271,7 +266,7 @@ class ElChe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Derived:
-    """What follows from the anchor and the speeds."""
+    """Values derived from the anchor and the speeds."""
 
     seconds_per_batch: tuple[float, ...] | None
     batch_counts: tuple[int, ...]
@@ -282,16 +277,16 @@ _SPEED_WEIGHT = 0.5
 """Weight of a new measurement in the moving average."""
 
 _OUTLIER_FACTOR = 2.0
-"""A measurement that is off by more than this factor is an outlier or a real change."""
+"""A measurement off by more than this factor is an outlier, unless confirmed by the next."""
 
 _CLAMPED_FACTOR = 1.5
-"""An outlier counts as if it were off by this factor."""
+"""An outlier is clamped to this factor."""
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 
 class _Speed:
-    """Moving average of a rank's seconds for each batch; 0.0 before the first."""
+    """Moving average of a rank's seconds per batch; 0.0 before the first measurement."""
 
     __slots__ = ("seconds", "suspect")
 
@@ -357,20 +352,19 @@ def _check(
         )
 
 
-_ROUNDS_IN_A_ROW = 3
+_CONSECUTIVE_ROUNDS = 3
 
 
 class ConvergenceGuard:
-    """Judges each averaging round by how far the replicas were apart.
+    """Adjusts the cadence by the divergence of the replicas in each averaging round.
 
-    Above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. Above it in three
-    rounds in a row with the last no smaller than the first:
-    :attr:`CadenceAction.NUDGE_DOWN`, after which the guard forgets these rounds, so that each
-    step down needs three rounds of its own.
+    Divergence above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. In three
+    consecutive rounds, with the last no smaller than the first:
+    :attr:`CadenceAction.NUDGE_DOWN`, after which the count starts again.
 
     Args:
-        threshold: Largest divergence, ``||pre - post|| / ||post||``, that is no concern.
-        enabled: ``False``: every round is stable and nothing is remembered.
+        threshold: Largest acceptable divergence, ``||pre - post|| / ||post||``.
+        enabled: ``False``: every round is stable.
 
     Raises:
         ValueError: ``threshold`` is not a positive finite number.
@@ -380,46 +374,45 @@ class ConvergenceGuard:
         if not (math.isfinite(threshold) and threshold > 0):
             raise ValueError(
                 f"divergence threshold must be a positive number, got {threshold!r}; "
-                "0.05 is the default, and the guard can be switched off instead"
+                "0.05 is the default; to disable the guard, pass enabled=False"
             )
         self._threshold = threshold
         self._enabled = enabled
-        self._row: list[float] = []
+        self._above: list[float] = []
 
     def report(self, divergences: Sequence[float]) -> CadenceAction:
-        """Judge a round; call it once for each.
+        """Record a round.
 
         Args:
-            divergences: One for each rank that was in the round. One that is not finite
-                counts as above the threshold. Empty: nothing was measured, which is
-                stable and neither continues nor ends a row.
+            divergences: The divergence of each rank in the round. A value that is not finite
+                is above the threshold. Empty, if not measured: stable, and not counted.
 
         Returns:
-            What the round asks of the cadence.
+            The action for the cadence.
         """
         if not self._enabled or not divergences:
             return CadenceAction.STABLE
         worst = max(d if math.isfinite(d) else math.inf for d in divergences)
         if worst <= self._threshold:
-            self._row.clear()
+            self._above.clear()
             return CadenceAction.STABLE
-        self._row = [*self._row, worst][-_ROUNDS_IN_A_ROW:]
-        if len(self._row) == _ROUNDS_IN_A_ROW and self._row[-1] >= self._row[0]:
-            self._row.clear()
+        self._above = [*self._above, worst][-_CONSECUTIVE_ROUNDS:]
+        if len(self._above) == _CONSECUTIVE_ROUNDS and self._above[-1] >= self._above[0]:
+            self._above.clear()
             return CadenceAction.NUDGE_DOWN
         return CadenceAction.SUPPRESS_GROWTH
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds in the current row, as plain floats."""
-        return {"row": list(self._row)}
+        """The divergences of the consecutive rounds above the threshold."""
+        return {"row": list(self._above)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; threshold and switch stay as built."""
-        self._row = [float(d) for d in state["row"]]
+        """Restore :meth:`state_dict`; threshold and ``enabled`` are kept."""
+        self._above = [float(d) for d in state["row"]]
 
 
 class CadenceAction(Enum):
-    """What a round's divergence asks of the cadence."""
+    """Action of the cadence on a round's divergence."""
 
     STABLE = "stable"
     """The anchor may grow."""

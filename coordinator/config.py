@@ -1,4 +1,4 @@
-"""The coordinator's settings."""
+"""Settings of the coordinator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 
 class ApplyPolicy(Enum):
-    """When replicas exchange their work."""
+    """Averaging policy: when replicas exchange gradients or parameters."""
 
     SYNC = "sync"
     """Gradients are averaged before every optimizer step, weighted by samples or by the weights
@@ -24,11 +24,11 @@ class AverageBackend(Enum):
     """The transport of an averaging."""
 
     AUTO = "auto"
-    """A rule chooses the first transport by devices and policy (see
-    ``coordinator.choose_backend``); under ``CADENCE`` and ``ASYNC`` the run then measures those
-    that fit, and keeps the cheaper one. It changes away from one that fails."""
+    """The first transport follows from devices and policy (see ``coordinator.choose_backend``);
+    under ``CADENCE`` and ``ASYNC`` the run then measures the usable ones and keeps the cheapest.
+    A transport that fails is replaced."""
     CPU = "cpu"
-    """Snapshots are averaged by the coordinator; no rank waits for another."""
+    """The coordinator averages snapshots; no rank waits for another."""
     THREAD = "thread"
     """All-reduce between the worker threads in shared memory."""
     GLOO = "gloo"
@@ -38,13 +38,13 @@ class AverageBackend(Enum):
 
     @property
     def collective(self) -> str:
-        """The kind of collective that ranks use over it; only for a resolved backend."""
+        """Kind of collective that the ranks use; only for a resolved backend."""
         return "thread" if self is AverageBackend.CPU else self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
-    """Settings of the machine; validated by the builder that fills them.
+    """Settings of the coordinator; validated by the builder that fills them.
 
     Attributes:
         devices: Device of each rank, by name; their number is the world size.
@@ -53,46 +53,46 @@ class CoordinatorConfig:
         batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
             mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
         num_epochs: Epochs in the run.
-        policy: When replicas average.
-        backend: The resolved transport, never ``AUTO``; the first one if there are alternatives.
-        alternatives: Other transports that the run may choose, or fall back to.
-        backend_reason: Why it is the first one.
-        drop_last: Leave an epoch's short batch out.
+        policy: Averaging policy.
+        backend: The first transport, resolved, never ``AUTO``.
+        alternatives: Other transports that the run may switch to.
+        backend_reason: Reason for the first transport.
+        drop_last: Omit the short batch of an epoch.
         accumulate: Micro-batches in an optimizer step.
-        anchor: Batches of the slowest rank between two averagings, at first.
+        anchor: Batches of the slowest rank between two averagings, at the start.
         min_anchor: Lower limit to which the anchor shrinks while averaging is cheap; ``None``:
             ``anchor``.
         max_anchor: Upper limit of the anchor.
         overhead_target: Share of the ranks' time that averaging may cost. The coordinator's own
-            time has a separate limit, ``rounds.COORDINATOR_SHARE``.
+            CPU time has a separate limit, ``rounds.COORDINATOR_SHARE``.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
             ``None``: a quarter of the count, at least 2.
-        divergence_threshold: ``None``: no guard.
+        divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, cut each global batch by measured speed.
-        sync_batchnorm: Under ``SYNC``, each rank trains its part of a global batch in one pass,
-            because its layers synchronise with those of the other ranks.
-        all_gather: Likewise, because its losses need rows of the other ranks.
-        advise_balance: Under ``SYNC`` with equal batches, warn once what ``balance`` would gain
-            if ranks differ in speed.
+        sync_batchnorm: Under ``SYNC``, batch norm layers synchronise across ranks, so that each
+            rank trains its part of a global batch in one pass.
+        all_gather: The same, for losses that gather rows of the other ranks.
+        advise_balance: Under ``SYNC`` with equal batches, warn once if ranks differ in speed,
+            with the gain of ``balance``.
         progressive: Hand out chunks on demand instead of one partition per epoch.
         machine: The name of this machine in a cluster.
-        granted: Whether batches are granted bit by bit from outside, because other machines
-            train the rest, and the run ends when told to; otherwise it trains all batches.
+        granted: In a cluster, train only the batches granted by each round between machines, and
+            end when a round says so; otherwise train all batches.
         max_steps: End after this many batches over all ranks.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
-        evaluate: Whether there is an evaluation function.
+        evaluate: Evaluate at the end of each epoch.
         eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: only
             at its end.
         checkpoint_every: Epochs between two calls of the checkpoint function.
-        scheduler_metric: Metric of each closed epoch that ranks get, to step a scheduler.
+        scheduler_metric: Metric of each closed epoch that is sent to the ranks' schedulers.
         save_every: Epochs between two saves of the whole state, which is also saved at the
-            end; ``None``: only when asked.
-        save_every_s: Seconds between two saves within an epoch; ``None``: none by time.
+            end; ``None``: only on request.
+        save_every_s: Seconds between two saves within an epoch; ``None``: off.
         save_every_steps: Batches over all ranks between two saves within an epoch; ``None``:
-            none by count.
+            off.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
@@ -146,7 +146,7 @@ class CoordinatorConfig:
 
     @property
     def batch_parts(self) -> tuple[Fraction | int, ...]:
-        """What a batch of each rank counts as: batches of the mean size."""
+        """A batch of each rank, in batches of the mean size."""
         sizes = self.batch_sizes
         if sizes is None or self.policy is ApplyPolicy.SYNC:
             return (1,) * self.world_size
@@ -154,14 +154,14 @@ class CoordinatorConfig:
 
     @property
     def counted_as(self) -> Fraction | int:
-        """What a batch of the ledger counts as: batches of the mean size."""
+        """A batch of the ledger, in batches of the mean size."""
         if self.batch_sizes is None or self.policy is ApplyPolicy.SYNC:
             return 1
         return Fraction(self.batch_size * len(self.batch_sizes), sum(self.batch_sizes))
 
     @property
     def uses_collectives(self) -> bool:
-        """Whether ranks use a collective, in their steps or in rounds."""
+        """True if ranks use a collective, in their steps or in rounds."""
         if self.world_size == 1:
             return False
         return self.policy is ApplyPolicy.SYNC or any(
@@ -170,7 +170,7 @@ class CoordinatorConfig:
 
     @property
     def backends(self) -> tuple[AverageBackend, ...]:
-        """All transports that the run may use, in order; it begins with the first."""
+        """All transports that the run may use, the first one first."""
         return (self.backend, *self.alternatives)
 
     @property

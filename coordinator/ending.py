@@ -14,17 +14,17 @@ from coordinator.transports import Round
 
 
 class Ending:
-    """Brings a run to its end, in either way.
+    """Ends a run, with its result or with a failure.
 
     Attributes:
-        deadline: After a failure, when ranks that have not left are given up.
+        deadline: After a failure, the time at which ranks that have not left are abandoned.
     """
 
     def __init__(
         self,
         core: Core,
         epochs: EpochScheduler,
-        saving: SavesAtEnd,
+        saving: FinalCheckpoints,
         survival: Survival,
         round: Round,
         give_up_round: Callable[[], object],
@@ -38,7 +38,7 @@ class Ending:
         self.deadline: float | None = None
 
     def dismiss(self) -> None:
-        """Ask every rank to leave with its last state."""
+        """Shut every rank down, and request its last state."""
         core = self._core
         c = core.config
         whole = core.outcome.stopped or c.max_steps is not None or c.granted
@@ -53,7 +53,7 @@ class Ending:
         self._core.phase = Phase.LEAVING
 
     def collect(self) -> None:
-        """Once all have left, make the result of their last states."""
+        """Make the result from the last states, once all ranks have left."""
         if any(r.present for r in self._core.ranks):
             return
         sent = [r.final for r in self._core.ranks if r.final is not None]
@@ -79,7 +79,7 @@ class Ending:
             self._saving.freeze_end(finals)
             limited = self._core.config.max_steps is not None and not self._core.config.granted
             if limited and not self._core.outcome.stopped:
-                # Not in the checkpoint: a run that goes on tells of the whole epoch.
+                # Not in the checkpoint: a resumed run publishes the whole epoch.
                 self._epochs.publish_cut()
         if len(finals) <= 1 or not any(weights):
             self._core.outcome.payload = finals[0].payload if finals else None
@@ -97,7 +97,7 @@ class Ending:
         )
 
     def on_averaged(self, event: m.Averaged) -> None:
-        """The average of the last states is there."""
+        """Take the average of the last states as the result."""
         if self._core.phase is not Phase.AVERAGING:
             return
         self._core.outcome.payload = event.average
@@ -108,7 +108,7 @@ class Ending:
         self.finish()
 
     def fail(self, failure: Failure, now: float) -> None:
-        """End the run without a result: wake everybody, and wait for a while."""
+        """End the run without a result: wake all ranks, and wait for at most ``grace_s``."""
         if self._core.outcome.failure is None:
             self._core.outcome.failure = failure
         if self._core.phase is Phase.FAILING:
@@ -124,7 +124,7 @@ class Ending:
                 self._core.send(rank.rank, m.Shutdown(snapshot=False))
 
     def finish(self) -> None:
-        """The outcome is final."""
+        """Make the outcome final and release tensors."""
         self._core.phase = Phase.DONE
         self.deadline = None
         self._round.deadline = None
@@ -133,18 +133,18 @@ class Ending:
             rank.final = None
 
 
-class SavesAtEnd(Protocol):
-    """See :class:`~coordinator.saving.RunCheckpointer`."""
+class FinalCheckpoints(Protocol):
+    """The end of :class:`~coordinator.saving.RunCheckpointer`."""
 
     @property
     def final_checkpoint_due(self) -> bool:
-        """Whether the last states of the ranks shall make a checkpoint."""
+        """True if the ranks' last states are saved as a checkpoint."""
 
     def cancel(self) -> None:
-        """The checkpoint in the making is void."""
+        """Discard the checkpoint in progress."""
 
     def freeze_end(self, finals: Sequence[m.FinalSnapshot]) -> None:
-        """All ranks have left, and the result is made of these states."""
+        """Capture the run at its end, with these last states."""
 
     def emit_end(self, payload: m.Payload | None) -> None:
-        """The result is there."""
+        """Save the final checkpoint with the result."""

@@ -1,4 +1,4 @@
-"""Dealing epochs out and closing them in order."""
+"""Scheduling of epochs: plans to the ranks, evaluation, closing and publishing in order."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from coordinator.shares import Shares
 from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5
-"""Optimizer steps in a plan where shares are measured, or batches granted. While ranks train one
-the next lies with them, so that a new speed is followed in the fourth plan at the latest."""
+"""Optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the next plan
+while they train one, so that a changed speed takes effect in the fourth plan at the latest."""
 FIRST_PLANS, FIRST_PLAN_STEPS = 5, 2
-"""The first plans where shares are measured are short: as many as it takes until what the sizes of
-the probe took is known. Until then the slowest rank has as many samples as the others."""
+"""The first plans with measured shares are short, until the probe sizes have been measured: before
+that the slowest rank trains as many samples as the others."""
 FIXED_PLAN_STEPS = 50
-"""Optimizer steps in a plan of pieces that follow nothing, and so need fewer messages."""
+"""Optimizer steps in a plan of pieces with fixed sizes."""
 
 
 class EpochScheduler:
-    """Sends plans, closes epochs whose every batch is settled, publishes their metrics."""
+    """Sends plans, closes epochs once all batches are settled, and publishes their metrics."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
-        self._num_evaluated = 0  # multiples of eval_every that are behind
-        self._asked: tuple[int, int] | None = None  # who evaluates, after how many batches
+        self._num_evaluated = 0  # multiples of eval_every passed
+        self._evaluating: tuple[int, int] | None = None  # (rank, batches before)
         self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
-        """The run starts, or goes on :attr:`resumed_s` after the last epoch closed."""
+        """Start the run, :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
         self._mark_evaluated()
 
@@ -47,20 +47,20 @@ class EpochScheduler:
         return self._core.now - self._last_close
 
     def closing(self) -> list[tuple[Epoch, float]]:
-        """Epochs that wait to be published, and how long they took."""
+        """Closed epochs that are not published yet, and their durations."""
         return [(closing.epoch, closing.epoch_s) for closing in self._closing]
 
     def all_open(self) -> list[Epoch]:
-        """Every epoch that is not published."""
+        """Every epoch that is open or not published yet."""
         return [*(closing.epoch for closing in self._closing), *self._core.ledger.epochs]
 
     @property
     def all_published(self) -> bool:
-        """Whether no closed epoch waits for what the lead does with its average."""
+        """True if no closed epoch waits for its evaluation or checkpoint call."""
         return not self._closing
 
     def _find(self, number: int) -> Epoch | None:
-        """An epoch that is open or waits to be published."""
+        """An epoch that is open or not published yet."""
         for closing in self._closing:
             if closing.epoch.epoch == number:
                 return closing.epoch
@@ -68,51 +68,51 @@ class EpochScheduler:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether a rank is evaluating within an epoch."""
-        return self._asked is not None and self._core.is_live(self._asked[0])
+        """True while a rank evaluates within an epoch."""
+        return self._evaluating is not None and self._core.is_live(self._evaluating[0])
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the open epoch is to be evaluated as it is now."""
+        """True if an evaluation within the open epoch is due."""
         every, oldest = self._core.config.eval_every, self._core.ledger.oldest
         if every is None or oldest is None or self.is_evaluating:
             return False
         return self._core.num_trained // every > self._num_evaluated
 
     def begin_evaluation(self, lead: int) -> tuple[int, int]:
-        """A rank is to evaluate within the open epoch.
+        """Record the start of an evaluation within the open epoch.
 
         Returns:
-            The epoch, and the batches after which it is evaluated.
+            The epoch, and the number of batches before the evaluation.
         """
         oldest = self._core.ledger.oldest
-        assert oldest is not None, "asked whether one is due"
-        self._asked = lead, self._core.num_trained
+        assert oldest is not None, "no evaluation is due"
+        self._evaluating = lead, self._core.num_trained
         return oldest.epoch, self._core.num_trained
 
     def cancel_evaluation(self, eval_at: int | None) -> None:
-        """The weights that were to be evaluated there are none: it is due again."""
-        if self._asked is not None and self._asked[1] == eval_at:
-            self._asked = None
+        """Make an evaluation due again: its average was not made."""
+        if self._evaluating is not None and self._evaluating[1] == eval_at:
+            self._evaluating = None
 
     def evaluate_if_due(self) -> None:
-        """Have the first live rank evaluate the weights that it has."""
+        """Send an evaluation of the live weights to the first live rank."""
         if self.evaluation_due:
             lead = self._core.live[0].rank
             epoch, eval_at = self.begin_evaluation(lead)
             self._core.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
 
     def _mark_evaluated(self) -> None:
-        """What is due now is evaluated, or was before."""
+        """Mark all evaluations up to now as done."""
         every = self._core.config.eval_every
         if every is not None:
             self._num_evaluated = self._core.num_trained // every
 
     def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
-        """Batches to deal before all ranks stop for an evaluation; ``None``: there is none.
+        """Batches to deal before all ranks stop for an evaluation; ``None``: no limit.
 
         Args:
-            plan: What was dealt last; ``None``: it is trained.
+            plan: The plan in progress; ``None``: the last one is trained.
         """
         core, every = self._core, self._core.config.eval_every
         if every is None:
@@ -123,11 +123,11 @@ class EpochScheduler:
         return max(0, -(-left // in_step) * in_step)
 
     def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
-        if self._asked != (event.rank, eval_at):
-            return  # of an average that was undone
-        self._asked = None
+        if self._evaluating != (event.rank, eval_at):
+            return  # of an average that was rolled back
+        self._evaluating = None
         self._mark_evaluated()
-        told = StepMetrics(
+        metrics = StepMetrics(
             step=eval_at,
             epoch=event.epoch,
             num_batches=0,
@@ -136,10 +136,10 @@ class EpochScheduler:
             learning_rate=math.nan,
             throughput=math.nan,
         )
-        self._core.publish_steps([told])
+        self._core.publish_steps([metrics])
 
     def on_evaluated(self, event: m.EvalReport) -> None:
-        """The lead has evaluated an epoch, or within it."""
+        """Handle the results of an evaluation."""
         if event.eval_at is not None:
             self._on_mid_epoch_evaluation(event, event.eval_at)
             return
@@ -148,23 +148,23 @@ class EpochScheduler:
             epoch.evaluation = dict(event.values)
 
     def on_saved(self, event: m.CheckpointDone) -> None:
-        """The lead's checkpoint function has returned."""
+        """Handle the return of the lead's checkpoint function."""
         epoch = self._find(event.version - 1)
         if epoch is not None:
             epoch.saved = True
 
     def _is_done(self, epoch: Epoch) -> bool:
-        """Whether the lead has done everything with the epoch's average."""
-        return self.per_epoch(epoch) == (None, None)
+        """True if evaluation and checkpoint call of the epoch are done."""
+        return self.pending_work(epoch) == (None, None)
 
     def deal(self) -> None:
-        """Keep two plans with every rank: one in progress, one behind it.
+        """Keep two plans queued on every rank: one in progress and the next.
 
-        Everyone gets a first plan before anyone gets a second one. Under a limit on the
-        lead all train at one pace, so that chunks follow the limit and not the speed.
+        Every rank receives a first plan before any receives a second. Under a lead limit all ranks
+        train at one pace, so that chunks follow the limit and not the speed.
         """
-        wanting = [rank for rank in self._core.live if rank.num_queued < 2]
-        if not wanting:
+        short = [rank for rank in self._core.live if rank.num_queued < 2]
+        if not short:
             return
         lead = self._core.config.max_batch_diff
         max_chunk = None if lead is None else lead + 1
@@ -179,7 +179,7 @@ class EpochScheduler:
                 return
         shares, seconds = self._core.elche.shares, self._core.elche.seconds_per_batch
         for depth in (1, 2):
-            for rank in wanting:
+            for rank in short:
                 if rank.num_queued >= depth:
                     continue
                 chunk = self._core.ledger.deal_chunk(
@@ -200,10 +200,10 @@ class EpochScheduler:
         return m.EpochPlan(epoch=epoch, batches=numbers, pieces=pieces)
 
     def _send_empty_plans(self, rank: Rank, before: int) -> None:
-        """A rank without a batch in an epoch still hears of it, before the next one."""
+        """Send empty plans of earlier epochs in which the rank has no batch."""
         for epoch in self._core.ledger.epochs:
-            if epoch.epoch < before and rank.rank not in epoch.told:
-                epoch.told.add(rank.rank)
+            if epoch.epoch < before and rank.rank not in epoch.notified:
+                epoch.notified.add(rank.rank)
                 self._start(rank, m.EpochPlan(epoch=epoch.epoch))
 
     def _start(self, rank: Rank, plan: m.EpochPlan) -> None:
@@ -215,18 +215,18 @@ class EpochScheduler:
         self._core.send(rank.rank, m.StartEpoch(plan=plan))
 
     def deal_lockstep(self) -> None:
-        """Deal the next epoch to all ranks once they are through with the last.
+        """Send the next epoch to all ranks once they have trained the last.
 
-        Where global batches are cut into pieces, the next steps of it, once all are through with
-        the plan before the last: their sizes are the same on all ranks, because they come with
-        the plan, and what the steps took decides those of the plan after the next.
+        Where global batches are cut into pieces, send the next steps once all ranks have trained
+        the plan before the last. Sizes come with the plan, so that all ranks agree on them; the
+        measured times of a plan decide the sizes of the plan after the next.
         """
         while self._deal_next():
             pass
 
     @property
     def _cuts(self) -> bool:
-        """Whether global batches are cut into pieces, and not one batch for each rank."""
+        """True if global batches are cut into pieces instead of one batch per rank."""
         core = self._core
         if core.config.partition_ratios is not None:
             return False
@@ -237,14 +237,14 @@ class EpochScheduler:
         live, accumulate = core.live, core.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
         if most_queued > int(cuts) or not self.all_published:
-            # Peers of a lead that evaluates wait here, where no timeout runs.
+            # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
         before = core.plan if most_queued else None
         if before is not None and not before.has_whole_steps(accumulate):
             return False
         oldest = core.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
-            return False  # they have yet to hear of an epoch that other machines have trained
+            return False  # an epoch trained by other machines is announced first
         if not most_queued:
             self.evaluate_if_due()
         left = self._batches_until_evaluation(before)
@@ -268,7 +268,7 @@ class EpochScheduler:
             epoch.num_averagings += plan.num_windows
             core.num_averagings += plan.num_windows
         if before is not None:
-            assert plan.epoch == before.epoch, "an epoch begins when the one before is trained"
+            assert plan.epoch == before.epoch, "an epoch begins after the one before"
             plan.first_step = before.first_step + before.num_batches
         core.num_windows += plan.num_windows
         for own in self._own_plans(plan):
@@ -283,7 +283,7 @@ class EpochScheduler:
     def _plan(
         self, number: int, parts: dict[int, tuple[range, ...]], *, cuts: bool
     ) -> LockstepPlan:
-        """What the ranks were dealt, with the pieces of global batches that are cut."""
+        """The plan of all ranks, with the pieces of cut global batches."""
         core = self._core
         plan = LockstepPlan(
             epoch=number,
@@ -297,19 +297,19 @@ class EpochScheduler:
             plan.num_slices = core.num_slices(ranks)
             (span,) = parts[ranks[0]]
             pieces, plan.counts = core.ledger.cut_pieces(
-                span, core.per_global, plan.num_slices, self._sizes(ranks), self._shares.short
+                span, core.per_global, plan.num_slices, self._sizes(ranks), self._shares.short_sizes
             )
-            plan.give(pieces)
-        longest = max(plan.num_loads(rank) for rank in parts)
+            plan.set_pieces(pieces)
+        longest = max(plan.num_micro_batches(rank) for rank in parts)
         plan.num_windows = -(-longest // (core.config.accumulate * plan.num_slices))
         return plan
 
     def _own_plans(self, plan: LockstepPlan) -> Iterator[tuple[Rank, m.EpochPlan]]:
-        """A plan as each rank is told of it."""
+        """The plan of each rank."""
         core, live = self._core, self._core.live
         shares = [0] * len(core.ranks)
         for rank in plan.parts:
-            shares[rank] = plan.num_loads(rank)
+            shares[rank] = plan.num_micro_batches(rank)
         batches: Mapping[int, tuple[range, ...]] = plan.parts
         if plan.pieces:
             (span,) = plan.parts[live[0].rank]
@@ -333,7 +333,7 @@ class EpochScheduler:
             )
 
     def measure(self, rank: int) -> None:
-        """A rank is through with a plan: what it took says how large its pieces shall be."""
+        """Record the time of a rank's completed plan in the shares."""
         shares, plan = self._core.shares, self._core.plan
         if shares is None or plan is None:
             return
@@ -343,14 +343,14 @@ class EpochScheduler:
 
     @property
     def _shares(self) -> Shares:
-        """How large the pieces of global batches are; equal ones where nobody says it."""
+        """Sizes of the pieces of global batches; equal ones by default."""
         core = self._core
         if core.shares is None:
             core.shares = Shares(len(core.ranks), fixed=True)
         return core.shares
 
     def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
-        """The piece of each rank in a slice of a global batch, by what was measured."""
+        """The piece of each rank in a slice of a global batch."""
         total = self._core.slice_samples(ranks)
         some = ranks[:total]
         return dict.fromkeys(ranks, 0) | dict(
@@ -358,37 +358,37 @@ class EpochScheduler:
         )
 
     def has_work(self, epoch: int) -> bool:
-        """Whether the average that closes the epoch is evaluated or handed over."""
+        """True if the average that closes the epoch is evaluated or handed over."""
         every = self._core.config.checkpoint_every
         return self._core.config.evaluate or (every is not None and (epoch + 1) % every == 0)
 
-    def per_epoch(self, epoch: Epoch) -> tuple[int | None, int | None]:
-        """What the lead has yet to do with the average that closes the epoch."""
+    def pending_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
+        """The epoch to evaluate and the version to hand over that are pending on its average."""
         every = self._core.config.checkpoint_every
         version = epoch.epoch + 1
         due = every is not None and version % every == 0 and not epoch.saved
         evaluate = self._core.config.evaluate and epoch.evaluation is None
         return epoch.epoch if evaluate else None, version if due else None
 
-    def orphan(self) -> Epoch | None:
-        """A closed epoch whose lead died before it had evaluated or handed it over."""
+    def orphaned(self) -> Epoch | None:
+        """A closed epoch whose lead died before it evaluated or handed it over."""
         for closing in self._closing:
             if not self._is_done(closing.epoch) and not self._core.is_live(closing.epoch.lead):
                 return closing.epoch
         return None
 
     def uses_live_weights(self, epoch: Epoch) -> bool:
-        """Whether the lead needs no averaging for what it does with a closed epoch.
+        """True if the lead needs no averaging round for its work on a closed epoch.
 
-        Under lockstep, and where one rank is left, the live weights are the average. In a
-        cluster the state of all machines is at hand.
+        Under lockstep and with one rank the live weights are the average. In a cluster the state
+        of all machines is available.
         """
         return self._core.lockstep or self._core.alone or epoch.epoch in self._core.common
 
     def request_work(self, epoch: Epoch) -> None:
-        """Have the first live rank evaluate and hand over its weights as they are, or the state
-        of all machines."""
-        evaluate, checkpoint = self.per_epoch(epoch)
+        """Have the first live rank evaluate and hand over its live weights, or the state of all
+        machines."""
+        evaluate, checkpoint = self.pending_work(epoch)
         lead, state = self._core.live[0].rank, self._core.common.get(epoch.epoch)
         epoch.lead = lead
         if evaluate is not None:
@@ -397,9 +397,9 @@ class EpochScheduler:
             self._core.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
 
     def close(self, now: float) -> None:
-        """Close epochs whose every batch is settled, in order.
+        """Close epochs whose batches are all settled, in order.
 
-        Those that one averaging closes at once share the time since the last one closed.
+        Epochs closed by one averaging share the time since the last one closed.
         """
         num_before = len(self._closing)
         self._close_settled()
@@ -427,10 +427,10 @@ class EpochScheduler:
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
     def publish(self, *, anyway: bool = False) -> None:
-        """Publish closed epochs, in order, once the lead is done with them.
+        """Publish closed epochs, in order, once their evaluation and checkpoint call are done.
 
         Args:
-            anyway: Nobody is left who could do anything with them.
+            anyway: Do not wait for them: no rank is left.
         """
         while self._closing and (anyway or self._is_done(self._closing[0].epoch)):
             head = self._closing.popleft()
@@ -438,7 +438,7 @@ class EpochScheduler:
             self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
 
     def publish_cut(self) -> None:
-        """Publish what was trained of the epochs within which ``max_steps`` ends the run."""
+        """Publish the trained part of the epochs within which ``max_steps`` ends the run."""
         cut = [e for e in self._core.ledger.epochs if e.stats.num_samples]
         for epoch in cut:
             num_samples = epoch.stats.num_samples - epoch.num_retrained
@@ -464,14 +464,14 @@ class EpochScheduler:
             partial=partial,
         )
         self._core.outcome.metrics.append(metrics)
-        # Users may write to what they are given, while a checkpoint reads what is kept.
+        # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._core.out.append(PublishEpoch(metrics=given))
 
 
 @dataclass(slots=True)
 class _Closing:
-    """A closed epoch that waits for its evaluation or for the checkpoint function."""
+    """A closed epoch that waits for its evaluation or checkpoint call."""
 
     epoch: Epoch
     epoch_s: float

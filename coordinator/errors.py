@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class GpuWorkerError(RuntimeError):
-    """Base of the errors that a run raises on its own account."""
+    """Base of the errors that gpuworker itself raises."""
 
 
 class AveragingFailed(RuntimeError):
@@ -12,7 +12,7 @@ class AveragingFailed(RuntimeError):
 
 
 class RunAborted(GpuWorkerError):
-    """A run was ended by a second Ctrl-C or SIGTERM, without waiting for its steps."""
+    """A second Ctrl-C or SIGTERM ended the run before the steps in progress completed."""
 
 
 class RunStalled(GpuWorkerError):
@@ -20,7 +20,7 @@ class RunStalled(GpuWorkerError):
 
     Attributes:
         report: The coordinator's state, the last messages of each rank and the stack of
-            every thread of the process, when it was found.
+            every thread of the process, at the time of detection.
     """
 
     report: str = ""

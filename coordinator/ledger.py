@@ -1,10 +1,10 @@
-"""The chunk pool: which batches are open, assigned, trained or settled, and who has them.
+"""Ledger of batches: which are open, assigned, trained or settled, and on which rank.
 
-A batch goes through four states. *Open*: nobody has it. *Assigned*: in a plan sent to
-a rank. *Trained*: the rank reported it, but its effect is in that rank's replica
-alone. *Settled*: an averaging round has put its effect into the result. Only a settled
-batch survives the death of the rank that trained it, so an epoch closes when all of its
-batches are settled, and a death takes assigned and trained batches back to open.
+A batch passes through four states. *Open*: no rank has it. *Assigned*: in a plan sent to a rank.
+*Trained*: reported by the rank, with an effect on that rank's replica only. *Settled*: an averaging
+round has put its effect into the result. Only a settled batch survives the death of the rank that
+trained it: an epoch closes when all of its batches are settled, and a death returns assigned and
+trained batches to open.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from coordinator.metrics import EpochAccumulator, MachineStats
 from coordinator.splitting import BatchSet, batch_bounds, count_batches, cut, split_by_ratio
 
 CHUNK_S = 0.2
-"""Time a chunk shall take on its rank, where the epoch has that much left."""
+"""Target duration of a chunk on its rank."""
 MAX_UNMEASURED_CHUNK = 1
-"""Batches in a chunk for a rank whose speed is not known yet."""
+"""Batches in a chunk for a rank whose speed is not measured yet."""
 
 
 class BatchLedger:
-    """Deals the batches of up to two epochs at a time and follows each to its end.
+    """Deals the batches of up to two open epochs, and tracks each batch until it is settled.
 
     Args:
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
         num_epochs: Epochs in the run.
         world_size: Ranks at the start.
-        drop_last: Leave the short batch of an epoch out.
-        ratios: Fixed share of each rank, or ``None`` to follow measured speed.
-        progressive: Deal chunks as ranks ask; otherwise whole partitions.
+        drop_last: Omit the short batch of an epoch.
+        ratios: Fixed share of each rank; ``None``: by measured speed.
+        progressive: Deal chunks on demand; otherwise one partition per epoch.
         granularity: Chunks are multiples of this many batches (an accumulation window).
-        max_batches: Deal no more than this many batches in the whole run.
-        look_ahead: Whether a rank may start on the next epoch before this one closes.
-        granted: Only what :meth:`grant` adds is dealt, and :meth:`end` says when all is.
-        sizes: Where ranks have batches of sizes of their own, how many of the batches counted
-            here make up one of each rank; ``None``: one.
+        max_batches: Maximum number of batches dealt in the run.
+        look_ahead: A rank may start the next epoch before this one closes.
+        granted: Deal only the batches added by :meth:`grant`, until :meth:`end`.
+        sizes: For ranks with unequal batch sizes, the size of each rank's batch in batches of the
+            ledger; ``None``: 1.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchLedger:
         self._ratios = None if ratios is None else tuple(ratios)
         self._progressive = progressive
         self._granularity = granularity
-        self._budget = max_batches
+        self._batches_left = max_batches
         self._look_ahead = look_ahead
         self._granted = granted
         self._ended = False
@@ -77,8 +77,8 @@ class BatchLedger:
         self._next_epoch = 0
 
     def open_epoch(self, shares: Sequence[float]) -> Epoch | None:
-        """Open the next epoch, if there is one left."""
-        if self._next_epoch >= self._num_epochs or self._budget == 0:
+        """Open the next epoch; ``None`` at the end of the run."""
+        if self._next_epoch >= self._num_epochs or self._batches_left == 0:
             return None
         total = self.batches_per_epoch
         epoch = Epoch(
@@ -95,30 +95,30 @@ class BatchLedger:
         return epoch
 
     def quotas(self, count: int, shares: Sequence[float]) -> list[int] | None:
-        """How many of so many batches are reserved for each rank, if any are."""
+        """Split ``count`` batches into a quota for each rank; ``None``: there are no quotas."""
         if self._ratios is not None:
             return list(split_by_ratio(count, self._masked(self._ratios, shares)))
         return None if self._progressive else list(split_by_ratio(count, shares))
 
     def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> None:
-        """These batches of an epoch may be dealt, too; opens it, and those before it."""
+        """Add batches of an epoch to those that may be dealt; opens it and all before it."""
         while self._next_epoch <= number and self.open_epoch(shares) is not None:
             pass
-        epoch = self._known(number)
-        assert epoch.granted is not None, "nothing is granted where all is there from the start"
+        epoch = self._get(number)
+        assert epoch.granted is not None, "grants need granted=True"
         epoch.granted.put_back(spans)
         epoch.open.put_back(spans)
         if epoch.quotas is not None:
             more = self.quotas(sum(map(len, spans)), shares) or [0] * len(epoch.quotas)
             epoch.quotas = [q + added for q, added in zip(epoch.quotas, more, strict=True)]
 
-    def give_back(
+    def revoke_open(
         self, count: int, shares: Sequence[float]
     ) -> tuple[tuple[int, tuple[range, ...]], ...]:
-        """Keep so many of the batches that nobody has; the others are not granted any more.
+        """Keep ``count`` of the open granted batches and revoke the grant of the others.
 
         Returns:
-            Those that are not, by epoch.
+            The revoked batches, by epoch.
         """
         returned = []
         for epoch in self.epochs:
@@ -126,23 +126,23 @@ class BatchLedger:
                 continue
             kept = epoch.open.take(count)
             count -= sum(map(len, kept))
-            gone, epoch.open = epoch.open.spans, BatchSet(kept)
-            epoch.granted.remove(gone)
+            revoked, epoch.open = epoch.open.spans, BatchSet(kept)
+            epoch.granted.remove(revoked)
             if epoch.quotas is not None:
                 epoch.quotas = self.quotas(len(epoch.open), shares)
-            if gone:
-                returned.append((epoch.epoch, gone))
+            if revoked:
+                returned.append((epoch.epoch, revoked))
         return tuple(returned)
 
     def end(self) -> None:
-        """No more is granted."""
+        """Record that no further batches will be granted."""
         self._ended = True
 
     def is_idle(self, *, in_order: bool) -> bool:
-        """Whether no rank has anything to train, nor could be given anything.
+        """True if no batch is assigned and none can be dealt now.
 
         Args:
-            in_order: Whether an epoch begins only when the one before has closed.
+            in_order: An epoch begins only when the one before has closed.
         """
         ahead = self._look_ahead and not in_order
         dealable = list(self.epochs) if ahead else list(self.epochs)[:1]
@@ -150,53 +150,55 @@ class BatchLedger:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that is opened next."""
+        """Number of the next epoch to open."""
         return self._next_epoch
 
-    def resume(self, epochs: Iterable[Epoch], *, next_epoch: int, num_spent: int) -> None:
-        """Go on with epochs that were begun, after so many batches of the run's."""
+    def restore(self, epochs: Iterable[Epoch], *, next_epoch: int, num_spent: int) -> None:
+        """Restore open epochs of a checkpoint, with ``num_spent`` batches of the run dealt."""
         self.epochs.extend(epochs)
         self._next_epoch = next_epoch
-        if self._budget is not None:
-            self._budget = max(0, self._budget - num_spent)
+        if self._batches_left is not None:
+            self._batches_left = max(0, self._batches_left - num_spent)
 
     @staticmethod
     def _masked(ratios: Sequence[float], shares: Sequence[float]) -> list[float]:
-        """The user's ratios, without the ranks that are gone (share 0)."""
+        """The ratios with 0 for dead ranks (share 0)."""
         kept = [r if s > 0 else 0.0 for r, s in zip(ratios, shares, strict=True)]
         return kept if sum(kept) > 0 else list(shares)
 
     def find(self, epoch: int) -> Epoch | None:
-        """The open epoch of that number."""
+        """The open epoch with that number, if any."""
         return next((e for e in self.epochs if e.epoch == epoch), None)
 
     @property
     def oldest(self) -> Epoch | None:
-        """The epoch that closes next."""
+        """The oldest open epoch, which closes next."""
         return self.epochs[0] if self.epochs else None
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing is left to deal now or later, short of a death."""
-        if any(epoch.open for epoch in self.epochs) and self._budget != 0:
+        """True if nothing is left to deal now or later, unless a rank dies."""
+        if any(epoch.open for epoch in self.epochs) and self._batches_left != 0:
             return False
         if self._granted:
             return self._ended
-        return self._next_epoch >= self._num_epochs or self._budget == 0
+        return self._next_epoch >= self._num_epochs or self._batches_left == 0
 
     def fully_trained(self, epoch: Epoch) -> bool:
-        """Whether every batch of the epoch is trained, settled or not."""
+        """True if every batch of the epoch is trained, settled or not."""
         if epoch.open or not epoch.complete:
             return False
         return not any(e == epoch.epoch for led in self.by_rank for e, _ in led.assigned)
 
     def has_more(self, epoch: Epoch) -> bool:
-        """Whether anything of the epoch is left to deal."""
-        return bool(epoch.open) and self._budget != 0
+        """True if batches of the epoch are left to deal."""
+        return bool(epoch.open) and self._batches_left != 0
 
     def first_unsettled(self) -> tuple[int, int]:
-        """The first batch whose effect is not in the result, as ``(epoch, batch)``: no batch
-        before it is dealt any more, but for those that :meth:`recount` takes back."""
+        """The first unsettled batch, as ``(epoch, batch)``.
+
+        No batch before it is dealt again, except those that :meth:`recount` reopens.
+        """
         epoch = self.oldest
         if epoch is None:
             return self._next_epoch, 0
@@ -207,7 +209,7 @@ class BatchLedger:
         return epoch.epoch, min(starts, default=epoch.num_batches)
 
     def pop_oldest(self) -> Epoch:
-        """Close the oldest epoch."""
+        """Remove and return the oldest epoch."""
         return self.epochs.popleft()
 
     def deal_chunk(
@@ -219,16 +221,25 @@ class BatchLedger:
         max_chunk: int | None = None,
         limit: int | None = None,
     ) -> tuple[int, tuple[range, ...]] | None:
-        """Next chunk for a rank as ``(epoch, ranges)``, or ``None``: nothing for it now.
+        """Assign the next chunk to a rank; ``None``: no batch for it now.
 
-        Chunks take about ``CHUNK_S``, and shrink towards the end of an epoch to half of what is
-        due to the rank, so that ranks of any speed finish it together (factoring, Hummel,
-        Schonberg and Flynn 1992). Near the end a rank gets nothing if the others would be done
-        with the rest before it had trained one more batch; it then starts on the next epoch.
-        With ``max_chunk``, for ranks that are held together, chunks are no longer than that and
-        no rank is refused. With ``limit`` they are no longer than that either.
+        Chunks take about ``CHUNK_S``, and shrink towards the end of an epoch to half of the
+        rank's remaining share, so that ranks of any speed finish it together (factoring, Hummel,
+        Schonberg and Flynn 1992). Near the end a rank receives nothing if the others finish the
+        rest before it could train one more batch; it then starts the next epoch.
+
+        Args:
+            rank: The rank.
+            shares: Each rank's share of the throughput.
+            seconds_per_batch: Measured time of each rank's batches; ``None``: not measured.
+            max_chunk: For ranks under a lead limit: maximum size of chunks, which then do not
+                depend on speed.
+            limit: Maximum size of this chunk.
+
+        Returns:
+            The epoch and the ranges of the chunk.
         """
-        if self._budget == 0:
+        if self._batches_left == 0:
             return None
         if self.unequal:
             parts = [share * size for share, size in zip(shares, self._sizes, strict=True)]
@@ -237,7 +248,7 @@ class BatchLedger:
                 each = zip(seconds_per_batch, self._sizes, strict=True)
                 seconds_per_batch = [seconds / size for seconds, size in each]
             max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
-        older = 0  # Open batches of older epochs: what is left of the run is theirs first.
+        older = 0  # Open batches of older epochs, which come first in what is left of the run.
         for epoch in self._dealable(shares):
             if max_chunk is None:
                 count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
@@ -269,8 +280,8 @@ class BatchLedger:
         unmeasured: int = MAX_UNMEASURED_CHUNK,
     ) -> int:
         left = len(epoch.open)
-        if self._budget is not None:
-            left = min(left, max(0, self._budget - older))
+        if self._batches_left is not None:
+            left = min(left, max(0, self._batches_left - older))
         if epoch.quotas is not None:
             left = min(left, epoch.quotas[rank])
             if not self._progressive:
@@ -278,7 +289,7 @@ class BatchLedger:
         if left == 0:
             return 0
         if shares[rank] == 1.0 and not self._granted:
-            return left  # nobody to balance with, and the end of a plan waits for the device
+            return left  # one rank: a plan's end would synchronise with the device
         if seconds is None or seconds[rank] <= 0:
             count = max(unmeasured, self._sizes[rank])
         else:
@@ -292,13 +303,13 @@ class BatchLedger:
     def _others_are_faster(
         self, left: int, rank: int, seconds: Sequence[float], shares: Sequence[float]
     ) -> bool:
-        """Whether the others finish ``left`` batches before this rank one more.
+        """True if the others finish ``left`` batches before this rank could train one more.
 
-        Of those that take the same time the lowest comes first, or none would take any.
+        Ties go to the lowest rank, or no rank would take a batch.
         """
         count = self.by_rank[rank].num_assigned + min(self._sizes[rank], left)
         if left * shares[rank] > count:
-            return False  # more than all ranks together finish until then
+            return False  # more than all ranks together finish by then
         mine = count * seconds[rank]
         capacity = 0
         for r, s in enumerate(seconds):
@@ -315,18 +326,18 @@ class BatchLedger:
         most: int | None = None,
         limit: int | None = None,
     ) -> tuple[int, dict[int, tuple[range, ...]]] | None:
-        """Deal what is open in the oldest epoch at once, for lockstep training.
+        """Assign the open batches of the oldest epoch at once, for lockstep training.
 
-        Equal shares interleave: global step ``s`` trains the open batches
-        ``s * W`` to ``s * W + W - 1``, so that what is consumed is always a prefix. Fixed
-        ratios deal contiguous ranges.
+        Equal shares interleave: global step ``s`` trains the open batches ``s * W`` to
+        ``s * W + W - 1``, so that the consumed batches are always a prefix. Fixed ratios assign
+        contiguous ranges.
 
         Args:
-            ranks: Who takes part.
-            shares: Each rank's part of the work.
-            most: For global batches that are cut into pieces: deal one range of no more than so
+            ranks: The participating ranks.
+            shares: Each rank's share of the work.
+            most: For global batches that are cut into pieces: assign one range of at most this
                 many batches, all to the first rank; ``None``: all of them.
-            limit: Deal no more than so many batches; ``None``: all.
+            limit: Maximum number of batches; ``None``: all.
 
         Returns:
             The epoch and the ranges of each rank, or ``None`` at the end of the run.
@@ -334,7 +345,11 @@ class BatchLedger:
         if not self.epochs and self.open_epoch(shares) is None:
             return None
         epoch = self.epochs[0]
-        left = len(epoch.open) if self._budget is None else min(len(epoch.open), self._budget)
+        left = (
+            len(epoch.open)
+            if self._batches_left is None
+            else min(len(epoch.open), self._batches_left)
+        )
         if left == 0:
             return None
         left = left if limit is None else min(left, limit)
@@ -343,34 +358,34 @@ class BatchLedger:
             dealt = {rank: spans if rank == ranks[0] else () for rank in ranks}
         else:
             spans = epoch.open.take(left)
-            # As they were dealt before the run was interrupted, if it was.
+            # After a resume, as they were dealt before the interruption.
             dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
         for rank, part in dealt.items():
-            self._note(epoch, rank, part)
+            self._mark_assigned(epoch, rank, part)
         return epoch.epoch, dealt
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
         spans = epoch.open.take(count, whole=self._sizes[rank])
         if epoch.quotas is not None:
             epoch.quotas[rank] -= sum(map(len, spans))
-        self._note(epoch, rank, spans)
+        self._mark_assigned(epoch, rank, spans)
         return spans
 
-    def _note(self, epoch: Epoch, rank: int, spans: tuple[range, ...]) -> None:
-        epoch.told.add(rank)
+    def _mark_assigned(self, epoch: Epoch, rank: int, spans: tuple[range, ...]) -> None:
+        epoch.notified.add(rank)
         for span in spans:
             if span:
                 self.by_rank[rank].assigned.append((epoch.epoch, span))
-        if self._budget is not None:
-            self._budget -= sum(len(span) for span in spans)
+        if self._batches_left is not None:
+            self._batches_left -= sum(len(span) for span in spans)
 
-    def trained(self, rank: int, count: int) -> None:
-        """The rank trained its next ``count`` batches, of its own size, of those assigned."""
+    def record_trained(self, rank: int, count: int) -> None:
+        """Record that a rank trained its next ``count`` assigned batches, in its own batch size."""
         ledger, size = self.by_rank[rank], self._sizes[rank]
         while count > 0:
             epoch, span = ledger.assigned.popleft()
             done, rest = span[: count * size], span[count * size :]
-            ledger.note_trained(epoch, done)
+            ledger.add_trained(epoch, done)
             if rest:
                 ledger.assigned.appendleft((epoch, rest))
             count -= -(-len(done) // size)
@@ -378,9 +393,11 @@ class BatchLedger:
     def batches_of_rank(
         self, rank: int, spans: Sequence[range]
     ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
-        """Ranges cut into batches of the rank's size: their numbers, and their samples.
+        """Cut ranges into batches of the rank's size.
 
-        Each is the number of its first batch; the last one of a range may be a shorter one.
+        Returns:
+            The number of each batch, which is that of its first batch in the ledger, and its
+            samples. The last batch of a range may be short.
         """
         numbers = tuple(span[:: self._sizes[rank]] for span in spans)
         pieces = []
@@ -393,23 +410,23 @@ class BatchLedger:
         return numbers, tuple(pieces)
 
     def freeze(self, rank: int) -> None:
-        """What the rank trained so far is in its snapshot for the round."""
+        """Record that the rank's trained batches are in its snapshot for the round."""
         ledger = self.by_rank[rank]
         ledger.in_round.extend(ledger.trained)
         ledger.trained.clear()
 
-    def thaw(self) -> None:
-        """The round was given up: what was in it waits for the next."""
+    def unfreeze(self) -> None:
+        """Return the batches of an abandoned round to trained, for the next round."""
         for ledger in self.by_rank:
             ledger.trained[:0] = ledger.in_round
             ledger.in_round.clear()
 
     def settle(self, rank: int) -> int:
-        """The effect of the rank's frozen batches is in the result; gives their number."""
+        """Settle the rank's frozen batches; returns their number."""
         ledger = self.by_rank[rank]
         count = sum(len(span) for _, span in ledger.in_round)
         for number, span in ledger.in_round:
-            epoch = self._known(number)
+            epoch = self._get(number)
             epoch.num_settled += len(span)
             epoch.num_samples += self._samples(span)
         ledger.in_round.clear()
@@ -423,21 +440,21 @@ class BatchLedger:
         sizes: Mapping[int, int],
         short: Callable[[int, Mapping[int, int]], Sequence[int]],
     ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
-        """The samples of each rank's micro-batches, where ranks share global batches out.
+        """Cut global batches into pieces, the micro-batches of each rank.
 
-        A global batch is trained in slices, one after the other, each cut into contiguous
-        pieces in the order of ranks: it holds the same samples whoever trains them.
+        A global batch is trained in consecutive slices, each cut into contiguous pieces in the
+        order of ranks: its samples do not depend on the split.
 
         Args:
-            span: Batches, from the beginning of a global batch on.
+            span: Batches, from the start of a global batch.
             per_global: Batches in a global batch; the last one may have fewer.
-            num_slices: Slices of each.
-            sizes: The piece of each rank in a whole slice; 0: none.
-            short: Cuts so many samples of a smaller one like these sizes of its ranks.
+            num_slices: Slices of a global batch.
+            sizes: The size of each rank's piece in a whole slice; 0: none.
+            short: Splits the samples of a short slice in the proportions of these sizes.
 
         Returns:
-            For each rank and micro-batch its positions ``[start, stop)`` in the epoch's
-            permutation; and the batches of each global batch.
+            The micro-batches of each rank, as positions ``[start, stop)`` in the epoch's
+            permutation, and the number of batches in each global batch.
         """
         pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
         counts = []
@@ -462,9 +479,9 @@ class BatchLedger:
     def draw_keys(
         self, span: range, per_global: int, num_slices: int, num_ranks: int
     ) -> list[tuple[range, ...]]:
-        """Numbers for the micro-batches of each rank, by which data sets draw: no two alike.
+        """Unique numbers of each rank's micro-batches, which seed the random draws of data sets.
 
-        One for each rank in a global batch of as many batches are the numbers of these.
+        With one micro-batch per batch of the global batch they are the numbers of the batches.
         """
         beyond = self.batches_per_epoch + per_global
         keys: list[list[range]] = [[] for _ in range(num_ranks)]
@@ -482,33 +499,33 @@ class BatchLedger:
     def _samples(self, span: range) -> int:
         total = len(span) * self._batch_size
         if span and (excess := (span[-1] + 1) * self._batch_size - self._num_samples) > 0:
-            total -= excess  # the epoch's last batch is a shorter one
+            total -= excess  # the epoch's last batch is short
         return total
 
-    def take_back(self, rank: int, shares: Sequence[float], *, in_round: bool = True) -> None:
-        """The rank is dead: its unsettled batches are open again.
+    def reopen_rank(self, rank: int, shares: Sequence[float], *, in_round: bool = True) -> None:
+        """Reopen the unsettled batches of a dead rank.
 
         Args:
-            rank: Who died.
-            shares: Each rank's part of the work from here on; 0 for this one.
-            in_round: Also those in the round in progress, which is then lost.
+            rank: The dead rank.
+            shares: Each rank's share of the work from now on; 0 for this one.
+            in_round: Include those in the round in progress, whose effect is lost.
         """
         ledger = self.by_rank[rank]
-        gone = [*ledger.trained, *(ledger.in_round if in_round else ())]
-        for number, span in gone:
-            epoch = self._known(number)
+        lost = [*ledger.trained, *(ledger.in_round if in_round else ())]
+        for number, span in lost:
+            epoch = self._get(number)
             epoch.num_retrained += self._samples(span)
-        for number, span in (*ledger.assigned, *gone):
-            epoch = self._known(number)
+        for number, span in (*ledger.assigned, *lost):
+            epoch = self._get(number)
             self._reopen(epoch, [span])
             if epoch.quotas is not None:
                 epoch.quotas[rank] += len(span)
         for epoch in self.epochs:
-            self._hand_over(epoch, rank, shares)
+            self._redistribute_quota(epoch, rank, shares)
         self.by_rank[rank] = RankLedger(in_round=[] if in_round else ledger.in_round)
 
-    def _hand_over(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
-        """What was reserved for a rank goes to the others, in proportion."""
+    def _redistribute_quota(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
+        """Distribute a rank's quota to the others, in proportion."""
         if epoch.quotas is None or not any(shares):
             return
         weights = shares if self._ratios is None else self._masked(self._ratios, shares)
@@ -516,51 +533,52 @@ class BatchLedger:
         epoch.quotas[rank] = 0
         epoch.quotas = [q + part for q, part in zip(epoch.quotas, parts, strict=True)]
 
-    def _known(self, number: int) -> Epoch:
+    def _get(self, number: int) -> Epoch:
         epoch = self.find(number)
         assert epoch is not None, "a batch outlived its epoch"
         return epoch
 
     def _reopen(self, epoch: Epoch, spans: Sequence[range]) -> None:
         epoch.open.put_back(spans)
-        if self._budget is not None:
-            self._budget += sum(len(span) for span in spans)
+        if self._batches_left is not None:
+            self._batches_left += sum(len(span) for span in spans)
 
     def recount(
-        self, rank: int, number: int, spans: Sequence[range], *, told: int, made: int
+        self, rank: int, number: int, spans: Sequence[range], *, reported: int, made: int
     ) -> tuple[int, int]:
-        """Under lockstep, after a death: only the first ``made`` batches of a plan count.
+        """After a death in lockstep, settle the first ``made`` batches of a plan, reopen the rest.
 
         Args:
-            rank: Whose plan it is.
-            number: Its epoch.
+            rank: The rank of the plan.
+            number: The epoch of the plan.
             spans: Its batches, in order.
-            told: Batches of it that the rank reported, which are settled.
-            made: Batches whose effect the ranks that are left have.
+            reported: Batches that the rank reported, which are settled.
+            made: Batches whose effect is in the surviving replicas.
 
         Returns:
-            Samples in the batches that count and were not told, and in those that were told and
-            do not count.
+            Samples in unreported batches that now count, and in reported batches that do not.
         """
         self.by_rank[rank] = RankLedger()
         order = [batch for span in spans for batch in span]
-        if told == made == len(order):
+        if reported == made == len(order):
             return 0, 0
-        epoch = self._known(number)
-        untold, undone = (self.count_samples(p) for p in (order[told:made], order[made:told]))
-        epoch.num_settled += made - told
-        epoch.num_samples += untold - undone
+        epoch = self._get(number)
+        unreported, undone = (
+            self.count_samples(p) for p in (order[reported:made], order[made:reported])
+        )
+        epoch.num_settled += made - reported
+        epoch.num_samples += unreported - undone
         self._reopen(epoch, [range(b, b + 1) for b in order[made:]])
-        return untold, undone
+        return unreported, undone
 
     def disable_look_ahead(self) -> None:
-        """From here on an epoch begins only when the one before has closed."""
+        """Start an epoch only when the one before has closed, from now on."""
         self._look_ahead = False
 
 
 @dataclass(slots=True)
 class RankLedger:
-    """What one rank holds, oldest first, as ``(epoch, ranges of batches)``."""
+    """The unsettled batches of one rank, oldest first, as ``(epoch, range of batches)``."""
 
     assigned: deque[tuple[int, range]] = field(default_factory=deque)
     trained: list[tuple[int, range]] = field(default_factory=list)
@@ -570,8 +588,8 @@ class RankLedger:
     def num_assigned(self) -> int:
         return sum(len(span) for _, span in self.assigned)
 
-    def note_trained(self, epoch: int, span: range) -> None:
-        """Batches were trained; with those right before them they are one range."""
+    def add_trained(self, epoch: int, span: range) -> None:
+        """Record trained batches, merged with an adjacent range."""
         if self.trained:
             number, last = self.trained[-1]
             if number == epoch and last.stop == span.start and last.step == span.step == 1:
@@ -584,15 +602,28 @@ class RankLedger:
 class Epoch:
     """One open epoch.
 
-    ``told`` are the ranks that had a plan of it, ``worked`` says that a round has carried
-    its evaluation and checkpoint to ``lead``, ``evaluation`` is what came back, ``saved``
-    says that the checkpoint function has returned, ``parts`` is what each rank was dealt of
-    it before the run was interrupted. ``divergence`` is the largest of a rank in one of its
-    rounds, ``norm`` that of the parameters when it was measured last.
-
-    Where batches are granted, ``granted`` are those that this machine was granted and has not
-    given back, ``num_elsewhere`` counts those that other machines have settled, ``complete``
-    says that all are settled, here or there, and ``others`` are then the sums of the others.
+    Attributes:
+        epoch: Its number, from 0.
+        num_batches: Its batches.
+        stats: Sums of the ranks' reports.
+        open: Open batches.
+        quotas: Open batches reserved for each rank; ``None``: not reserved.
+        num_settled: Settled batches.
+        num_samples: Samples in them.
+        num_retrained: Samples trained again after a death.
+        num_averagings: Averaging rounds in the epoch.
+        divergence: Largest divergence of a rank in its rounds; ``None``: not measured.
+        norm: Last measured norm of the parameters; ``None``: not measured.
+        notified: Ranks that received a plan of it.
+        worked: The lead was sent its evaluation and checkpoint.
+        lead: The rank that evaluates it and calls the checkpoint function.
+        evaluation: Results of the evaluation.
+        saved: The checkpoint function has returned.
+        parts: The parts of the ranks before the run was interrupted.
+        granted: In a cluster, batches granted to this machine and not returned.
+        num_elsewhere: In a cluster, batches settled by other machines.
+        complete: In a cluster, all batches are settled by some machine.
+        others: In a cluster, the sums of the other machines, once complete.
     """
 
     epoch: int
@@ -606,7 +637,7 @@ class Epoch:
     num_averagings: int = 0
     divergence: float | None = None
     norm: float | None = None
-    told: set[int] = field(default_factory=set)
+    notified: set[int] = field(default_factory=set)
     worked: bool = False
     lead: int = -1
     evaluation: dict[str, float] | None = None
@@ -619,13 +650,13 @@ class Epoch:
 
     @property
     def settled(self) -> bool:
-        """Whether the effect of every batch is in the result."""
+        """True if every batch is settled."""
         return self.complete and self.num_settled + self.num_elsewhere == self.num_batches
 
     def take_parts(
         self, ranks: Sequence[int], spans: Sequence[range]
     ) -> dict[int, tuple[range, ...]]:
-        """What an interrupted run had dealt, if it is all of ``spans`` and for these ranks."""
+        """Take the parts of an interrupted run, if they cover ``spans`` and fit these ranks."""
         parts, self.parts = self.parts, None
         if parts is None or set(parts) != set(ranks):
             return {}
@@ -635,22 +666,22 @@ class Epoch:
 
 @dataclass(slots=True)
 class LockstepPlan:
-    """What all ranks were dealt together under ``SYNC``, and what is known of it.
+    """The present plan of all ranks under ``SYNC``, and the progress reported of it.
 
-    Where global batches are cut into pieces it is dealt little by little: ranks hold its next
-    steps before they are through with those before. Its batches then belong to no rank: those
-    of a global batch count once the first rank has reported its last piece of it.
+    Where global batches are cut into pieces, a plan is extended step by step: ranks hold its next
+    steps before they complete the last. Its batches then belong to no single rank: those of a
+    global batch count once the first rank has reported its last piece of it.
 
     Attributes:
         epoch: Its epoch.
-        parts: The batches of each rank, in order; with pieces the first rank has all of them.
+        parts: The batches of each rank, in order; with pieces, all belong to the first rank.
         first_window: Optimizer steps that every rank had made before it.
         num_windows: Optimizer steps in it.
         first_step: Batches that all ranks had trained before it.
-        pieces: The samples of each micro-batch of each rank; empty: each is a batch of its own.
+        pieces: The samples of each micro-batch of each rank; empty: micro-batches are batches.
         counts: With pieces, the batches of each global batch.
         num_slices: With pieces, the micro-batches of each rank in a global batch.
-        told: Micro-batches of it that each rank has reported.
+        reported: Micro-batches of it that each rank has reported.
     """
 
     epoch: int
@@ -661,52 +692,52 @@ class LockstepPlan:
     pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
     num_slices: int = 1
-    told: dict[int, int] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
     _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
     _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.give(self.pieces)
+        self.set_pieces(self.pieces)
 
-    def give(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
-        """Its global batches are cut into these pieces."""
+    def set_pieces(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
+        """Set the pieces of its global batches."""
         self.pieces = pieces
         self._untimed = {rank: deque(_sizes(own)) for rank, own in pieces.items()}
 
     @property
     def num_batches(self) -> int:
-        """Batches in it, of all ranks."""
+        """Batches of all ranks in it."""
         return sum(len(span) for spans in self.parts.values() for span in spans)
 
-    def num_loads(self, rank: int) -> int:
-        """Micro-batches of a rank."""
+    def num_micro_batches(self, rank: int) -> int:
+        """Number of a rank's micro-batches."""
         if self.pieces:
             return len(self.pieces[rank])
         return sum(len(span) for span in self.parts[rank])
 
-    def num_complete_batches(self, rank: int, num_loads: int) -> int:
-        """Batches that count once a rank has trained so many of its micro-batches."""
+    def num_complete_batches(self, rank: int, num_micro_batches: int) -> int:
+        """Batches that are complete after ``num_micro_batches`` of a rank."""
         if not self.pieces:
-            return num_loads
+            return num_micro_batches
         if rank != next(iter(self.parts)):
             return 0
-        return sum(self.counts[: num_loads // self.num_slices])
+        return sum(self.counts[: num_micro_batches // self.num_slices])
 
     def num_reported(self, rank: int) -> int:
-        """Batches that count by what a rank has reported."""
-        return self.num_complete_batches(rank, self.told.get(rank, 0))
+        """Batches that are complete by a rank's reports."""
+        return self.num_complete_batches(rank, self.reported.get(rank, 0))
 
     def part(self, per_global: int) -> Fraction | int:
-        """What a micro-batch counts as, in batches."""
+        """The size of a micro-batch, in batches."""
         num = self.num_slices * len(self.parts)
         return Fraction(per_global, num) if self.pieces and num != per_global else 1
 
     def has_whole_steps(self, accumulate: int) -> bool:
-        """Whether more can follow: an optimizer step that was cut short is the last one."""
+        """True if it can be extended: a short optimizer step is the last one."""
         return len(self.counts) % accumulate == 0
 
     def extend(self, more: LockstepPlan) -> None:
-        """The same ranks were dealt more of the epoch."""
+        """Append a plan of the same ranks and epoch."""
         self.num_windows += more.num_windows
         self.counts += more.counts
         for rank, spans in more.parts.items():
@@ -715,9 +746,9 @@ class LockstepPlan:
             self._untimed[rank] += more._untimed[rank]
 
     def drop_reported(self, accumulate: int) -> None:
-        """Leave out the steps that every rank has told: no death can take them back."""
+        """Drop the steps that every rank has reported: no death can undo them."""
         per_step = accumulate * self.num_slices
-        windows = min(self.told.get(rank, 0) for rank in self.parts) // per_step
+        windows = min(self.reported.get(rank, 0) for rank in self.parts) // per_step
         num = windows * per_step
         self.first_window += windows
         self.num_windows -= windows
@@ -726,12 +757,12 @@ class LockstepPlan:
             self.first_step += counted
             self.parts[rank] = _without_first(spans, counted)
             del self.pieces[rank][:num]
-            self.told[rank] = self.told.get(rank, 0) - num
+            self.reported[rank] = self.reported.get(rank, 0) - num
         del self.counts[: windows * accumulate]
 
-    def note(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
-        """A rank has reported batches, and the time of batches, which may come later."""
-        self.told[rank] = self.told.get(rank, 0) + num_batches
+    def record(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
+        """Record a report of micro-batches, and of compute time, which may lag behind."""
+        self.reported[rank] = self.reported.get(rank, 0) + num_batches
         untimed = self._untimed.get(rank, deque())
         num_timed = min(num_timed, len(untimed))
         num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
@@ -739,7 +770,7 @@ class LockstepPlan:
         self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
 
     def take_times(self, rank: int) -> tuple[float, float] | None:
-        """What a rank's pieces took since the last call: their mean samples and seconds."""
+        """Mean samples and seconds of a rank's pieces since the last call; ``None``: none timed."""
         num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
         return (samples / num, seconds / num) if num else None
 
@@ -749,7 +780,7 @@ class LockstepPlan:
 
 
 def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """Samples of each piece that has any."""
+    """Sizes of the non-empty pieces."""
     return [stop - start for start, stop in pieces if stop > start]
 
 

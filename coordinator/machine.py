@@ -1,9 +1,8 @@
-"""The coordinator: a message and a time go in, commands come out.
+"""The coordinator: an event and a time go in, commands come out.
 
-No thread, no queue, no clock and no random number: the same machine runs behind
-:mod:`coordinator.service` and under a simulated clock. After each event it looks at the
-whole state and does what is due, so the order of messages decides little and a lost
-wake-up cannot be.
+It has no thread, queue, clock or random numbers: the same state machine runs in
+:mod:`coordinator.service` and under a simulated clock. After each event it inspects the whole state
+and does all that is due, so that the order of messages matters little and no wake-up can be lost.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from coordinator.ending import Ending
 from coordinator.epochs import EpochScheduler
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
-from coordinator.rounds import Limits, RoundRunner
+from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_state import restore_run
 from coordinator.saving import RunCheckpointer
 from coordinator.shares import ImbalanceDetector
@@ -29,8 +28,8 @@ from coordinator.transports import RoundState
 
 logger = logging.getLogger(__name__)
 STEPS_BACK = 2
-"""Optimizer steps under lockstep whose samples are kept though all ranks told of them. A death
-can take back one: the others may not have made it."""
+"""Optimizer steps under lockstep whose samples are kept after all ranks reported them. A death can
+undo one, if the other ranks have not made it."""
 
 
 class Coordinator:
@@ -38,7 +37,7 @@ class Coordinator:
 
     Args:
         config: Settings.
-        resume: The state of an earlier machine, of which it goes on; see
+        resume: The state of an earlier coordinator to continue from; see
             :class:`~coordinator.messages.SaveCheckpoint`.
     """
 
@@ -60,58 +59,58 @@ class Coordinator:
             self._rounds.round,
             self._rounds.give_up,
         )
-        self._limits = Limits(self._core, self._rounds)
-        self._watch = StallDetector(self._core, self._rounds.round)
-        self._inequality = ImbalanceDetector()
+        self._limits = LimitSender(self._core, self._rounds)
+        self._stall_detector = StallDetector(self._core, self._rounds.round)
+        self._imbalance = ImbalanceDetector()
 
     @property
     def phase(self) -> Phase:
-        """Where the run stands."""
+        """Phase of the run."""
         return self._core.phase
 
     @property
     def done(self) -> bool:
-        """Whether ``outcome`` is final."""
+        """True once ``outcome`` is final."""
         return self._core.phase is Phase.DONE
 
     @property
     def outcome(self) -> Outcome:
-        """The end of the run."""
+        """Outcome of the run so far."""
         return self._core.outcome
 
     @property
     def core(self) -> Core:
-        """The state behind the decisions, to be looked at by tests and reports."""
+        """The state of the run; read-only for tests and reports."""
         return self._core
 
     @property
     def rounds(self) -> RoundRunner:
-        """The averaging rounds, to be looked at by tests and reports."""
+        """The averaging rounds; read-only for tests and reports."""
         return self._rounds
 
     @property
     def deadline(self) -> float | None:
-        """When to send a :class:`~coordinator.messages.Tick`, if nothing else comes."""
-        due = (self._ending.deadline, self._rounds.round.deadline, self._watch.deadline)
+        """Time of the next :class:`~coordinator.messages.Tick` if no event arrives before."""
+        due = (self._ending.deadline, self._rounds.round.deadline, self._stall_detector.deadline)
         return min((t for t in due if t is not None), default=None)
 
-    def watch(self, now: float) -> None:
-        """Count the time without progress from here: the run starts, or was suspended."""
-        self._watch.restart(now)
+    def restart_stall_timer(self, now: float) -> None:
+        """Restart the stall timer: the run starts, or was suspended."""
+        self._stall_detector.restart(now)
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
-        """Take one event and return what is to be done, in order."""
+        """Handle one event; returns the commands to execute, in order."""
         self._core.out, self._core.now = [], now
-        self._rounds.cpu_time.note(event)
+        self._rounds.cpu_time.record(event)
         if self._core.phase is not Phase.DONE:
-            self._take(event, now)
+            self._dispatch(event, now)
             if self._core.limits.any_limit or not self._rounds.round.is_partial_reply(event):
                 self._advance(now)
-            self._watch.look(event, now)
+            self._stall_detector.observe(event, now)
         return self._core.out
 
     def first_needed(self) -> tuple[int, int]:
-        """The first batch that may be dealt yet, now or after a death, as ``(epoch, batch)``."""
+        """The first batch that may be dealt, now or after a death, as ``(epoch, batch)``."""
         epoch, batch = self._core.ledger.first_unsettled()
         if self._core.plan is not None:
             batch -= STEPS_BACK * self._core.config.accumulate * self._core.per_global
@@ -121,7 +120,7 @@ class Coordinator:
         """A snapshot of counters."""
         return self._core.statistics()
 
-    def _take(self, event: m.Event, now: float) -> None:
+    def _dispatch(self, event: m.Event, now: float) -> None:
         match event:
             case m.Ready():
                 self._on_ready(event)
@@ -190,8 +189,8 @@ class Coordinator:
             self._take_reply(event, now)
 
     def _take_reply(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> None:
-        if not self._rounds.take(event, now):
-            # A round in which a rank died is not held against the run.
+        if not self._rounds.receive(event, now):
+            # A round in which a rank died does not count as failed.
             self._give_up(now, counts=not self._rounds.round.must_fail)
 
     def _on_ready(self, event: m.Ready) -> None:
@@ -201,7 +200,7 @@ class Coordinator:
         rank.move(RankState.LIVE)
 
     def _begin(self, now: float) -> None:
-        """Once every rank that is left is built, the run begins."""
+        """Begin the run once every surviving rank is built."""
         if not any(r.state is RankState.BUILDING for r in self._core.ranks):
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
@@ -228,33 +227,33 @@ class Coordinator:
             part = self._core.config.batch_parts[event.rank]
             if plan is not None:
                 part = plan.part(self._core.per_global)
-            told = self._core.steps.add(event.rank, event.epoch, stats, self._core.now, part)
-            self._core.publish_steps(told)
+            steps = self._core.steps.add(event.rank, event.epoch, stats, self._core.now, part)
+            self._core.publish_steps(steps)
         plan, num_batches = self._core.plan, stats.num_batches
         if plan is not None:
             before = plan.num_reported(event.rank)
-            plan.note(event.rank, num_batches, timed, stats.compute_s)
+            plan.record(event.rank, num_batches, timed, stats.compute_s)
             num_batches = plan.num_reported(event.rank) - before
         if self._core.shares is not None:
-            self._core.shares.bound(event.rank, stats.most_samples)
-        self._core.ledger.trained(event.rank, num_batches)
+            self._core.shares.set_memory_limit(event.rank, stats.most_samples)
+        self._core.ledger.record_trained(event.rank, num_batches)
         if self._core.alone or self._core.lockstep:
-            # One replica, or replicas that moved together: the effect is in the result.
+            # One replica, or identical replicas: the effect is in the result.
             self._core.ledger.freeze(event.rank)
             self._core.global_step += self._core.ledger.settle(event.rank)
         if self._core.lockstep and self._core.config.advise_balance:
             self._advise_balance()
 
     def _advise_balance(self) -> None:
-        found = self._inequality.look(
+        imbalance = self._imbalance.check(
             {r.rank: (r.num_batches, r.compute_s) for r in self._core.live}
         )
-        if found is not None:
-            rank, ratio, gain = found
+        if imbalance is not None:
+            rank, ratio, gain = imbalance
             logger.warning(
                 "rank %d takes %.2f times as long for a batch as the fastest rank, which waits for "
                 "it in every step: balance(True) would cut the global batches by speed and make "
-                "steps about %.2f times as fast, with results that agree up to rounding; "
+                "steps about %.2f times as fast, with results equal up to rounding; "
                 "balance(False) keeps equal batches without this warning",
                 rank,
                 ratio,
@@ -266,7 +265,7 @@ class Coordinator:
         if info.state in (RankState.GONE, RankState.DEAD):
             return
         if self._core.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
-            # A peer may wait for it in the collective.
+            # A peer may be waiting for it in the collective.
             error = RuntimeError(f"rank {rank} left before the run was over")
             self._on_death(Failure(error=error, rank=rank), now)
             return
@@ -282,13 +281,13 @@ class Coordinator:
     def _on_thread_ended(self, rank: int, now: float) -> None:
         if self._core.ranks[rank].state in (RankState.GONE, RankState.DEAD):
             return
-        error = RuntimeError(f"the thread of rank {rank} ended without a word")
+        error = RuntimeError(f"the thread of rank {rank} ended without a message")
         self._on_death(Failure(error=error, rank=rank), now)
 
     def _on_death(self, failure: Failure, now: float, *, fatal: bool = False) -> None:
-        """A rank is dead: the run fails, or the others go on."""
+        """Handle a death: the run fails, or the other ranks continue."""
         info = self._core.ranks[failure.rank]
-        # The others take their weights from rank 0.
+        # The others receive their weights from rank 0.
         fatal |= info.state is RankState.BUILDING and failure.rank == 0
         had_left = info.state is RankState.GONE
         info.move(RankState.DEAD)
@@ -297,22 +296,22 @@ class Coordinator:
         if fatal or not self._core.config.continue_on_failure or self._core.phase is Phase.FAILING:
             self._ending.fail(failure, now)
         elif had_left or self._core.phase in (Phase.LEAVING, Phase.AVERAGING):
-            # Its last state counts if it came; the others are on their way out.
+            # Its last state counts if it was received; the others are leaving.
             self._core.outcome.failures.append(failure)
             if not had_left and self._core.lockstep:
                 self._core.out.append(AbortCollective(generation=self._core.generation))
         elif not self._survival.survivors:
             self._ending.fail(failure, now)
         else:
-            self._survival.lose(failure, in_round=self._rounds.holds(failure.rank))
+            self._survival.remove(failure, in_round=self._rounds.holds(failure.rank))
             if not self._rounds.on_death(failure.rank):
                 self._give_up(now, counts=False)
             self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
-        """A lockstep rank has halted."""
+        """Handle the halt of a lockstep rank."""
         if event.too_large and self._core.phase is Phase.LEAVING:
-            # The others are on their way out, and wait for it in the last step.
+            # The others are leaving, and wait for it in the last step.
             self._core.out.append(AbortCollective(generation=self._core.generation))
         if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             return
@@ -336,38 +335,38 @@ class Coordinator:
         return True
 
     def _on_all_halted(self, now: float) -> None:
-        """Every rank has said where it stands: they go on from there, perhaps over another
-        transport; peers that do not come again and again end the run."""
+        """Continue from the steps that the halted ranks report, over another backend after
+        repeated faults; too many halts in a row end the run."""
         core, survival = self._core, self._survival
-        survival.judge()
+        survival.count_halts()
         fault, limit = survival.fault, core.config.max_failed_rounds
         if fault is not None and survival.num_halts >= limit:
             why = f"{survival.num_halts} reductions failed in a row: {fault}"
             if core.exclude_backend(core.backend_choice.chosen, why):
                 survival.num_halts = 0
         if not self._fail_if_halted_too_often(now):
-            # What is to end anyway ends with the state that each rank has.
+            # A stopping run ends with the present state of each rank.
             survival.agree(regroup=core.phase is not Phase.STOPPING)
 
     def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
-        """A group could not be connected: another transport serves, or the run ends."""
+        """Handle a group that could not be connected: use another backend, or end the run."""
         ends = self._core.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
-        known = event.backend not in self._core.backend_choice.usable
-        if event.generation != self._core.generation or ends or known:
+        excluded = event.backend not in self._core.backend_choice.usable
+        if event.generation != self._core.generation or ends or excluded:
             return
         why = f"the ranks could not be connected: {event.error}"
         if self._core.exclude_backend(event.backend, why):
-            self._survival.num_halts = 0  # they were those of the one that was left
+            self._survival.num_halts = 0  # of the excluded backend
             return
         error = AveragingFailed(f"{event.backend.name}: {why}")
         self._ending.fail(Failure(error=error), now)
 
     def _shrink(self, event: m.Halted) -> bool:
-        """Limit the share of a rank that had no memory for it; returns whether the rest fits."""
+        """Shrink the share of a rank that ran out of memory; False if the others cannot fit it."""
         shares, ranks = self._core.shares, [r.rank for r in self._core.live]
-        assert shares is not None, "only measured shares are made smaller"
-        is_news = shares.limit(event.rank, event.too_large)
-        return is_news and shares.bearable(self._core.slice_samples(ranks), ranks)
+        assert shares is not None, "only pieces of cut global batches can shrink"
+        is_new = shares.record_out_of_memory(event.rank, event.too_large)
+        return is_new and shares.may_fit(self._core.slice_samples(ranks), ranks)
 
     def _on_stop(self) -> None:
         if self._core.phase in (Phase.STARTING, Phase.RUNNING):
@@ -376,7 +375,7 @@ class Coordinator:
             self._core.phase = Phase.STOPPING
 
     def _on_granted(self, event: m.ClusterRoundDone) -> None:
-        """A round between machines is over."""
+        """Handle the end of a round between machines."""
         core = self._core
         if core.phase not in (Phase.STARTING, Phase.RUNNING):
             return
@@ -403,18 +402,18 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was granted is trained, and nothing is on its way."""
+        """True if all granted batches are trained and no message is in flight."""
         core = self._core
         if core.phase is not Phase.RUNNING or self._rounds.round.in_flight or core.pending_deltas:
             return False
         return core.idle and not any(rank.num_queued for rank in core.live)
 
     def _give_up(self, now: float, *, counts: bool = True) -> None:
-        """The round failed; too many of them in a row end the run.
+        """Abandon the round; too many failures in a row end the run.
 
         Args:
-            now: The time.
-            counts: Whether that is held against the run; not if a rank died in it.
+            now: The present time.
+            counts: False if a rank died in the round: it then does not count.
         """
         rnd, broken = self._rounds.round, self._rounds.transport.waits
         if counts and rnd.fault is not None:
@@ -425,10 +424,10 @@ class Coordinator:
         if not counts:
             rnd.num_failed -= 1
         if rnd.backend not in self._core.backend_choice.usable:
-            rnd.num_failed = 0  # it was left while the round was in flight
+            rnd.num_failed = 0  # excluded while the round was in flight
         elif counts and self._core.backend_choice.num_faults and self._too_many_failed():
-            # Also where the last one failed because of a death that is not known yet.
-            fault = rnd.fault or "a rank did not come to the last one"
+            # Also if the last one failed because of a death that is not known yet.
+            fault = rnd.fault or "a rank did not join the last one"
             why = f"{rnd.num_failed} rounds failed in a row: {fault}"
             if self._core.exclude_backend(rnd.backend, why):
                 rnd.num_failed = 0
@@ -448,7 +447,7 @@ class Coordinator:
 
     def _remedy(self) -> str:
         c = self._core.config
-        name = self._rounds.transport.timeout
+        name = self._rounds.transport.timeout_setting
         value = getattr(c, f"{name}_s")
         if self._rounds.round.fault is not None:
             return f"over {self._rounds.round.backend.name}: {self._rounds.round.fault}"
@@ -459,7 +458,7 @@ class Coordinator:
         if rnd.deadline is not None and now >= rnd.deadline:
             if rnd.state is RoundState.COLLECTING:
                 self._give_up(now)
-            elif (missing := self._rounds.late(now)) and self._too_many_failed():
+            elif (missing := self._rounds.extend_deadline(now)) and self._too_many_failed():
                 error = AveragingFailed(
                     f"the ranks {list(missing)} have not answered a round for "
                     f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._remedy()}"
@@ -468,12 +467,12 @@ class Coordinator:
         if self._ending.deadline is not None and now >= self._ending.deadline:
             self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
             self._ending.finish()
-        stalled = self._watch.check(now)
+        stalled = self._stall_detector.check(now)
         if stalled is not None:
             self._ending.fail(Failure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
-        """Do everything that is due in the present state."""
+        """Do all that is due in the present state."""
         if self._survival.all_halted:
             self._on_all_halted(now)
         if self._survival.recovery is not Recovery.NONE:
@@ -490,7 +489,7 @@ class Coordinator:
             self._survival.continue_alone()
         if self._core.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
-            orphan = self._epochs.orphan()
+            orphan = self._epochs.orphaned()
             if orphan is not None and self._epochs.uses_live_weights(orphan):
                 self._epochs.request_work(orphan)
         self._epochs.publish()
@@ -498,15 +497,15 @@ class Coordinator:
             self._core.send_deltas()
         if self._core.phase is Phase.RUNNING:
             if (self._core.lockstep or self._core.alone) and self._may_save():
-                self._saving.ask()
+                self._saving.request_states()
             if self._core.lockstep:
-                if not self._saving.asking:
+                if not self._saving.is_collecting:
                     self._epochs.deal_lockstep()
             else:
                 self._epochs.deal()
                 self._limits.adjust()
                 self._average_if_due(now)
-            if self._over():
+            if self._is_over():
                 self._core.phase = Phase.STOPPING
         if self._core.phase is Phase.STOPPING and not self._rounds.round.in_flight:
             self._ending.dismiss()
@@ -516,31 +515,31 @@ class Coordinator:
             self._ending.finish()
 
     def _may_save(self) -> bool:
-        """Whether a checkpoint is due now; the end of the run makes one of its own."""
-        return self._saving.due and not self._over()
+        """True if a checkpoint is due now; the end of the run makes its own."""
+        return self._saving.due and not self._is_over()
 
-    def _over(self) -> bool:
-        """Whether nothing is left to train, average, evaluate or publish."""
+    def _is_over(self) -> bool:
+        """True if nothing is left to train, average, evaluate or publish."""
         if not self._epochs.all_published or self._rounds.round.in_flight:
             return False
         if not self._core.ledger.exhausted:
             return False
         if any(r.num_queued for r in self._core.live):
             return False
-        # With max_steps the last epoch stays open; one that is trained has yet to close.
+        # With max_steps the last epoch stays open; a fully trained one must close first.
         return not any(self._core.ledger.fully_trained(e) for e in self._core.ledger.epochs)
 
     def _average_if_due(self, now: float) -> None:
         live = self._core.live
         if self._rounds.round.in_flight or len(live) < 2:
             return
-        orphan = self._epochs.orphan()
+        orphan = self._epochs.orphaned()
         if orphan is not None:
-            self._rounds.start(now, orphan, self._epochs.per_epoch(orphan))
+            self._rounds.start(now, orphan, self._epochs.pending_work(orphan))
             return
         busy = self._epochs.is_evaluating or not self._epochs.all_published
         if busy and self._rounds.next_transport.waits:
-            return  # peers would wait for the lead, which is evaluating, inside the collective
+            return  # peers would wait in the collective for the evaluating lead
         oldest = self._core.ledger.oldest
         if oldest is not None and not self._core.ledger.fully_trained(oldest):
             oldest = None
@@ -551,7 +550,7 @@ class Coordinator:
             or self._may_save()
             or self._core.limits.is_round_due(live)
         ):
-            work = (None, None) if oldest is None else self._epochs.per_epoch(oldest)
+            work = (None, None) if oldest is None else self._epochs.pending_work(oldest)
             eval_at = None
             if evaluates:
                 epoch, eval_at = self._epochs.begin_evaluation(live[0].rank)
@@ -561,9 +560,9 @@ class Coordinator:
 
 def _out_of_memory_error(event: m.Halted) -> BaseException:
     error = MemoryError(
-        f"rank {event.rank} had no memory for a piece of {event.too_large} samples, and all ranks "
-        "together have none for the global batch: use a smaller batch_size, with accumulate(n) "
-        "for the same steps"
+        f"rank {event.rank} ran out of memory on a piece of {event.too_large} samples, and all "
+        "ranks together have no memory for the global batch: use a smaller batch_size, with "
+        "accumulate(n) for the same steps"
     )
     error.__cause__ = event.error
     return error

@@ -1,8 +1,8 @@
 """The protocol between the coordinator and the workers.
 
-Every message is a frozen dataclass; there is one union for each direction. A
-request carries the id of its averaging round and every reply repeats it, so a
-reply to a round that was given up can be told from a reply to the current one.
+Every message is a frozen dataclass; there is one union for each direction. A request carries the id
+of its averaging round and every reply repeats it, so that replies to an abandoned round are
+recognised.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMet
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tensors travel inside :class:`Payload`: flat CPU tensors that belong to the message and
-# alias nothing that training writes to.
+# Tensors are sent in a :class:`Payload`: flat CPU tensors owned by the message, which alias nothing
+# that training writes to.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """Batches of one epoch that one rank shall train.
+    """Batches of one epoch for one rank to train.
 
     Attributes:
         epoch: Epoch, counted from 0.
         batches: Positions of the batches within the epoch's permutation, in the
             order of training. Batch ``b`` holds the samples
             ``permutation[b * batch_size : (b + 1) * batch_size]``. With ``pieces``, a number of
-            each piece, which keys what a data set draws for it.
-        shares: Under ``SYNC``, how many micro-batches each rank of the world trains in
-            this plan: from it every rank knows when the others run out and how far
-            the learning-rate schedule has moved. Empty under the other policies.
+            each piece, which seeds the data set's random draws for it.
+        shares: Under ``SYNC``, the number of micro-batches of each rank in this plan, from which
+            every rank derives when the others run out and the position of the learning-rate
+            schedule. Empty under the other policies.
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
         pieces: Under ``SYNC`` where global batches are cut, the samples of each micro-batch, as
-            positions ``[start, stop)`` in the epoch's permutation; empty: the batch's own. A
-            piece without samples is loaded by nobody: the others train the whole global batch.
+            positions ``[start, stop)`` in the epoch's permutation; empty: those of the batches. An
+            empty piece is not loaded: the others train the whole global batch.
         per_global: With pieces, the batches in a global batch.
         num_slices: With pieces, the micro-batches of each rank in a global batch.
-        more: Whether more of the epoch follows for the same ranks, short of a death or an
-            end, so that nothing is closed behind this plan.
-        metrics: Of each epoch that has closed, what a scheduler is stepped by; ``None``: the
-            epoch has no such metric. Empty where none is.
+        more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
+        metrics: Value of each closed epoch for a scheduler that steps by a metric; ``None``: the
+            epoch has no such metric. Empty without such a scheduler.
     """
 
     epoch: int
@@ -65,7 +64,7 @@ class EpochPlan:
 
     @property
     def num_loads(self) -> int:
-        """Batches of it that have samples for this rank."""
+        """Number of batches with samples for this rank."""
         if not self.pieces:
             return self.num_batches
         return sum(stop > start for start, stop in self.pieces)
@@ -79,7 +78,7 @@ class Payload:
         params: One flat tensor for each dtype of the trainable parameters.
         buffers: One flat tensor for each dtype of the floating-point buffers.
         other_buffers: One flat tensor for each dtype of the other buffers, which are not
-            averaged but taken from the rank with the most samples.
+            averaged but copied from the rank with the most samples.
     """
 
     params: tuple[Tensor, ...]
@@ -88,7 +87,7 @@ class Payload:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
+        """All tensors."""
         return (*self.params, *self.buffers, *self.other_buffers)
 
     @property
@@ -97,7 +96,7 @@ class Payload:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def map(self, make: Callable[[Tensor], Tensor]) -> Payload:
-        """What ``make`` gives for each tensor."""
+        """A payload with ``make`` applied to each tensor."""
         return Payload(
             params=tuple(map(make, self.params)),
             buffers=tuple(map(make, self.buffers)),
@@ -107,12 +106,12 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchBudget:
-    """How far a worker may go after an averaging round, counted in batches since it.
+    """Limits of a worker after an averaging round, in batches since the round.
 
     Attributes:
-        limit: The worker parks once it has trained this many; ``None``: no limit.
-        report_after: The worker reports at the latest after this many; ``None``: only
-            at the end of a plan and after ``report_interval_s``.
+        limit: The worker parks after this many batches; ``None``: no limit.
+        report_after: The worker reports after at most this many batches; ``None``: only at the end
+            of a plan and after ``report_interval_s``.
     """
 
     limit: int | None = None
@@ -135,11 +134,11 @@ class SyncNow:
 
     Attributes:
         round: Id of the round.
-        allowance: How far to go after it.
+        budget: Limits after it.
         evaluate: Epoch to evaluate on the averaged weights, if any.
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
-        capture: Whether the acknowledgement shall carry the rank's own state.
+        capture: The acknowledgement must carry the rank's own state.
     """
 
     round: int
@@ -156,7 +155,7 @@ class RequestParams:
 
     Attributes:
         round: Id of the round.
-        capture: Whether the snapshot shall carry the rank's own state.
+        capture: The snapshot must carry the rank's own state.
     """
 
     round: int
@@ -168,8 +167,8 @@ class TakeCheckpoint:
     """Send a :class:`CapturedState`: between two steps, under ``SYNC`` the same on every rank.
 
     Attributes:
-        id: Counts the captures of a run. A worker that has answered this one, because a
-            peer heard of it first, skips the message.
+        id: Counts the captures of a run. A worker that has already replied, because a peer
+            received the message first, skips it.
     """
 
     id: int
@@ -177,13 +176,13 @@ class TakeCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Take the average of a round: add ``average - own snapshot`` to the live state.
+    """Apply the average of a round: add ``average - own snapshot`` to the live state.
 
     Attributes:
         round: Id of the round whose snapshot the average was made from.
         average: The averaged state; read-only, shared by all ranks.
         num_samples: Sum of the weights; 0: the round changes nothing.
-        allowance: How far to go after it.
+        budget: Limits after it.
         evaluate: Epoch to evaluate on the average, if any.
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
@@ -200,14 +199,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyDelta:
-    """Add what the other machines' training has changed to the live state, between two steps;
-    under ``SYNC`` the same step on every rank.
+    """Add the other machines' changes to the live state, between two steps; under ``SYNC`` at the
+    same step on every rank.
 
     Sent while no averaging round is in flight, so that every rank has it before the next one.
 
     Attributes:
-        id: Counts the shifts of a run, from 1. A lockstep rank that has taken this one, because
-            a peer heard of it first, skips the message.
+        id: Counts the deltas of a run, from 1. A lockstep rank that has already applied it, because
+            a peer received it first, skips the message.
         delta: Differences of parameters and float buffers; of the other buffers the new values.
             Read-only, shared by all ranks.
     """
@@ -225,14 +224,14 @@ class SetGlobalStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throttle:
-    """Park once ``limit`` batches have been trained since the last round (0: at once)."""
+    """Park once ``limit`` batches are trained since the last round (0: immediately)."""
 
     limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Go on, as far as the allowance says (by default: no limit)."""
+    """Continue within the budget (by default without limit)."""
 
     budget: BatchBudget = field(default_factory=BatchBudget)
 
@@ -244,7 +243,7 @@ class Evaluate:
     Attributes:
         epoch: The epoch.
         eval_at: Batches of all ranks after which it is evaluated; ``None``: at its end.
-        state: In a cluster, what to evaluate in place of the live weights; read-only.
+        state: In a cluster, the state to evaluate in place of the live weights; read-only.
     """
 
     epoch: int
@@ -257,8 +256,8 @@ class CallCheckpointFn:
     """Hand the live weights, which hold the average, to the checkpoint function.
 
     Attributes:
-        version: Of the checkpoint.
-        state: In a cluster, what to hand over in place of the live weights; read-only.
+        version: Version of the checkpoint.
+        state: In a cluster, the state to hand over in place of the live weights; read-only.
     """
 
     version: int
@@ -270,8 +269,8 @@ class Shutdown:
     """Finish at the next step boundary, send the final snapshot, leave.
 
     Attributes:
-        snapshot: Whether a :class:`FinalSnapshot` is wanted; not after a failure.
-        capture: Whether that shall carry the rank's own state.
+        snapshot: Reply with a :class:`FinalSnapshot`; False after a failure.
+        capture: The snapshot must carry the rank's own state.
     """
 
     snapshot: bool = True
@@ -280,10 +279,10 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """Undo the collective of a round, which a peer could not complete.
+    """Undo the collective of a round that a peer did not complete.
 
-    The worker takes back what the round changed and keeps what it trained since; its
-    counters are those of before the round plus what came after.
+    The worker reverts the changes of the round and keeps its training since then; its counters
+    continue from their values before the round.
     """
 
     round: int
@@ -291,11 +290,11 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
-    """Under ``SYNC``, between two steps: leave the plan and say where you stand.
+    """Under ``SYNC``, leave the plan between two steps and report the number of steps.
 
     Attributes:
-        generation: The group of ranks that is broken. A worker that has halted for it
-            already, or belongs to a later one, skips the message.
+        generation: The broken group. A worker that has already halted for it, or belongs to a
+            later one, skips the message.
     """
 
     generation: int
@@ -303,15 +302,15 @@ class Halt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regroup:
-    """Leave the collective of before and join the one of these ranks.
+    """Leave the previous collective and join the one of these ranks.
 
     Attributes:
         generation: Counts the groups of a run; the first is 0.
-        ranks: The ranks that are left, ascending; their places are their new ranks.
-        backend: Over what they meet.
-        step: Under ``SYNC``, the optimizer steps that count; a rank that made fewer takes
-            everything from ``donor``.
-        donor: A rank that has made all of them.
+        ranks: The surviving ranks, ascending; their positions are their new ranks.
+        backend: Backend of the collective.
+        step: Under ``SYNC``, the optimizer steps that count; a rank with fewer steps copies the
+            state of ``donor``.
+        donor: A rank that made all of them.
     """
 
     generation: int
@@ -340,7 +339,7 @@ ToWorker = (
 )
 
 
-# From the machine to its service.
+# From the coordinator to its service.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,15 +352,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Compute a weighted average in the background and answer with ``Averaged``.
+    """Compute a weighted average in the background and reply with ``Averaged``.
 
     Attributes:
         round: Id of the round; -1: the final average.
-        ranks: Whose payloads these are.
-        payloads: One for each of ``ranks``.
-        weights: Of each; samples, or what the losses of its batches were means over.
-        squares: Squared norms of the parameter tensors of each, as far as they are known.
-        keep: Whether a copy of the average is wanted, too.
+        ranks: The ranks of the payloads.
+        payloads: One for each rank.
+        weights: Weight of each: samples, or total weight of its losses.
+        squares: Squared norms of the parameter tensors of each; ``None``: not measured.
+        keep: Return a copy of the average as well.
     """
 
     round: int
@@ -374,10 +373,10 @@ class Average:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortCollective:
-    """Wake every rank that waits in a collective; its buffers hold garbage.
+    """Wake every rank that waits in a collective; its buffers are then undefined.
 
     Attributes:
-        generation: The group to break; ``None``: whatever there is, for good.
+        generation: The group to abort; ``None``: all, permanently.
     """
 
     generation: int | None = None
@@ -392,20 +391,20 @@ class PublishEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSteps:
-    """Some more batches are trained, with ``metrics_every``, or were evaluated."""
+    """Metrics of ``metrics_every`` batches, or of an evaluation within an epoch."""
 
     metrics: StepMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChosen:
-    """What carries the averagings from the next round on, to be told; see ``BackendChoice``.
+    """The backend of the following rounds; see :class:`~coordinator.backend_choice.BackendChoice`.
 
     Attributes:
-        backend: The transport.
-        before: What was used.
-        reason: Why, in a sentence.
-        failed: Whether one has failed.
+        backend: The backend.
+        before: The backend before.
+        reason: Reason for the choice, in a sentence.
+        failed: The backend before has failed.
     """
 
     backend: AverageBackend
@@ -416,11 +415,11 @@ class BackendChosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStall:
-    """Write into ``error`` what everybody is doing, and log it.
+    """Complete the report of ``error`` with messages and stacks, and log it.
 
     Attributes:
-        error: What the run is about to fail with.
-        state: The machine's state before it fails.
+        error: The error that the run is about to fail with.
+        state: The coordinator's state before the failure, as text.
     """
 
     error: RunStalled
@@ -429,18 +428,18 @@ class ReportStall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """The whole state of the run at one moment; it aliases nothing that is written to.
+    """The whole state of the run at one point; aliases nothing that is written to.
 
     Attributes:
         payload: The averaged weights and buffers.
         ranks: The own state of each rank, in order of rank.
-        run: The machine's state, as plain numbers, lists and dictionaries.
-        epoch: Closed epochs.
+        run: The coordinator's state, as plain numbers, lists and dictionaries.
+        epoch: Number of closed epochs.
         global_step: Batches trained by all ranks together.
-        scheduled: Whether it was due; if not, it was made for the tickets alone.
-        within: Whether it was made in the middle of an epoch.
-        tickets: The calls of ``save()`` that it answers.
-        final: Whether the run ends with it.
+        scheduled: True if it was due; otherwise it was made for the tickets only.
+        within: True if it was made within an epoch.
+        tickets: The calls of ``save()`` that it completes.
+        final: True if the run ends with it.
         returned: In answer to :class:`ClusterCheckpointRequested`, the batches given back, by
             epoch.
     """
@@ -459,11 +458,11 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """A checkpoint could not be made; training goes on.
+    """A checkpoint failed; training continues.
 
     Attributes:
-        error: Why.
-        tickets: The calls of ``save()`` that it was made for.
+        error: The cause.
+        tickets: The calls of ``save()`` that it fails.
     """
 
     error: Exception
@@ -488,10 +487,10 @@ SAVE_ROUND = -2
 # From a worker to the coordinator.
 
 Extra = dict[str, Any] | Exception
-"""A rank's own part of a checkpoint: tensors of the CPU and plain values; or why there is none."""
+"""A rank's own part of a checkpoint, CPU tensors and plain values; or the error."""
 MAX_REPORT_INTERVAL_S = 0.5
-"""A run's ranks tell at the latest after this long what they have trained, however many there
-are: what is shown of a run comes from the reports."""
+"""Maximum time between two reports of a rank, for any number of ranks: the monitor shows what the
+reports contain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -512,9 +511,9 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """A plan is done (or was left at a stop); ``stats`` is what no report has told yet.
+    """A plan is complete (or was left at a stop); ``stats`` holds what is not reported yet.
 
-    Where no round measures it, the lowest rank tells the norm of its parameters.
+    If no round measures the norm of the parameters, the lowest rank sends it.
     """
 
     rank: int
@@ -525,21 +524,21 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncAck:
-    """A round is done on this rank. Never counted as a batch.
+    """A round is complete on this rank. Never counted as a batch.
 
     Attributes:
-        rank: Who reports.
+        rank: The sender.
         round: Id of the round.
         divergence: ``||pre - post|| / ||post||`` over the parameters.
         norm: ``||post||``, over a collective.
-        sync_s: Time the round cost this rank, its wait for the others excluded.
-        wait_s: That wait.
-        ok: False where the collective was aborted or timed out; the live state is then
-            the one before the round.
-        fault: Why, where the transport itself failed and no rank was late, left or died.
-        report: What was trained before the round and not yet told.
-        extra: The rank's own state after the round, if it was asked for.
-        average: With it, from the lead, what the round has averaged; owned by the message.
+        sync_s: Time of the round on this rank, without its wait for the others.
+        wait_s: Time of that wait.
+        ok: False if the collective was aborted or timed out; the live state is then the one before
+            the round.
+        fault: The error, if the transport failed and no rank was late, left or died.
+        report: Training before the round that is not reported yet.
+        extra: The rank's own state after the round, if requested.
+        average: With ``extra``, from the lead: the average; owned by the message.
         done_at: ``time.monotonic()`` when the rank had done its part.
     """
 
@@ -562,16 +561,16 @@ class ParamSnapshot:
     """The rank's state at a step boundary, for averaging on the CPU.
 
     Attributes:
-        rank: Who reports.
-        round: Id of the round that asked for it.
+        rank: The sender.
+        round: Id of the requesting round.
         payload: The state; owned by the message.
         num_samples: Samples trained since the last round.
         num_batches: Batches trained since the last round.
-        healthy: Whether the parameters are finite; if not, the weight is 0.
-        squares: Squared norms of the payload's parameter tensors, if the rank has measured them.
-        report: What of it was not yet told; it counts even if the round was given up.
-        extra: The rank's own state at that boundary, if it was asked for.
-        weight: Of what was trained, in the round; ``None``: the samples.
+        healthy: True if the parameters are finite; otherwise the weight is 0.
+        squares: Squared norms of the payload's parameter tensors; ``None``: not measured.
+        report: Training that is not reported yet; it counts even if the round is abandoned.
+        extra: The rank's own state at that boundary, if requested.
+        weight: Weight of the state in the round; ``None``: the samples.
     """
 
     rank: int
@@ -596,15 +595,15 @@ class FinalSnapshot:
     """The last state of a rank, sent as it leaves.
 
     Attributes:
-        rank: Who leaves.
+        rank: The leaving rank.
         payload: Its state; owned by the message.
-        num_samples: Samples behind what is not yet averaged: the parameters since the last
-            round, or, under ``SYNC``, the buffers.
+        num_samples: Samples since the last averaging of the parameters, or, under ``SYNC``, of the
+            buffers.
         step: Under ``SYNC``, the optimizer steps made: after a death ranks may differ.
-        fault: Set where the parameters are not finite: the state must not be used, and
-            this is how the run ends if no rank has a better one.
-        extra: The rank's own state, if it was asked for.
-        weight: Of what is not yet averaged; ``None``: the samples.
+        fault: Set if the parameters are not finite: the state must not be used, and the run fails
+            with this if no rank has a finite one.
+        extra: The rank's own state, if requested.
+        weight: Weight in the final average; ``None``: the samples.
     """
 
     rank: int
@@ -626,14 +625,14 @@ class CapturedState:
     """The rank's whole state between two steps, all of which is in the result.
 
     Attributes:
-        rank: Who reports.
-        id: Of the :class:`TakeCheckpoint` that asked for it.
+        rank: The sender.
+        id: Id of the :class:`TakeCheckpoint`.
         payload: Weights and buffers; owned by the message. Under ``SYNC`` the parameters
-            come from the lowest rank alone, since all have the same.
-        num_samples: Samples that the buffers have seen since they were averaged.
+            come from the lowest rank only, since all are equal.
+        num_samples: Samples since the last averaging of the buffers.
         step: Optimizer steps made since the start of the run.
         extra: The rank's own state.
-        report: What was trained and not yet told.
+        report: Training that is not reported yet.
     """
 
     rank: int
@@ -647,7 +646,7 @@ class CapturedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """What the evaluation function returned for an epoch, or within it; see :class:`Evaluate`."""
+    """Results of the evaluation function; see :class:`Evaluate`."""
 
     rank: int
     epoch: int
@@ -657,7 +656,7 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDone:
-    """The checkpoint function has returned, or failed, which the rank has logged."""
+    """The checkpoint function has returned, or failed and the rank has logged the error."""
 
     rank: int
     version: int
@@ -665,7 +664,7 @@ class CheckpointDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exiting:
-    """The rank leaves on purpose; nothing more comes from it."""
+    """The rank leaves; its last message."""
 
     rank: int
 
@@ -675,11 +674,11 @@ class Failed:
     """The rank died of an exception.
 
     Attributes:
-        rank: Who died.
-        epoch: Epoch it was in.
-        step: Batches it had trained.
+        rank: The dead rank.
+        epoch: Its epoch.
+        step: Batches that it had trained.
         error: The exception.
-        fatal: Whether no run can go on after it, whatever the settings say.
+        fatal: The run fails even with ``continue_on_failure``.
     """
 
     rank: int
@@ -691,17 +690,17 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halted:
-    """The rank has left its plan, because its group of ranks is broken (``SYNC``).
+    """The rank has left its plan because its collective group is broken (``SYNC``).
 
     Attributes:
-        rank: Who reports.
+        rank: The sender.
         generation: The broken group.
         step: Optimizer steps made since the start of the run.
-        num_syncs: Times it has averaged its buffers.
-        fault: Why the group broke, where the transport itself failed.
-        report: What was trained and not yet told.
-        too_large: Samples of the piece for which the rank had no memory; 0: that is not why.
-        error: What was raised then.
+        num_syncs: Number of averagings of its buffers.
+        fault: The error, if the transport itself failed.
+        report: Training that is not reported yet.
+        too_large: Samples of the piece that ran out of memory; 0: another cause.
+        error: The out-of-memory error.
     """
 
     rank: int
@@ -716,7 +715,7 @@ class Halted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """All ranks of a new group have met, and stand at the same step (``SYNC``)."""
+    """All ranks of a new group are connected, at the same step (``SYNC``)."""
 
     rank: int
     generation: int
@@ -724,13 +723,13 @@ class Regrouped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectFailed:
-    """A group of ranks could not be connected, and another transport may serve them.
+    """A group of ranks could not be connected; another backend may serve them.
 
     Attributes:
-        rank: Who reports; every rank of the group may.
+        rank: The sender; every rank of the group may send it.
         generation: The group.
-        backend: Over what.
-        error: Why, as text.
+        backend: Its backend.
+        error: The error, as text.
     """
 
     rank: int
@@ -759,7 +758,7 @@ FromWorker = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged:
-    """The background computation of a round has ended.
+    """The background computation of an average has ended.
 
     Attributes:
         round: Id of the round; -1 for the final average.
@@ -768,8 +767,8 @@ class Averaged:
         divergences: ``(rank, ||snapshot - average|| / ||average||)``.
         norm: ``||average||`` over the parameters; ``None``: not measured.
         compute_s: Time the computation took.
-        error: Why there is no result.
-        kept: A copy of the result that nobody overwrites, if it was asked for.
+        error: The error, without a result.
+        kept: A copy of the result that is not overwritten, if requested.
     """
 
     round: int
@@ -793,13 +792,13 @@ CLUSTER_TICKET = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCheckpointRequested:
-    """Make a checkpoint as this machine's part of a round between machines; from outside.
+    """Make a checkpoint as this machine's part of a round between machines.
 
-    From that checkpoint on only what the ranks have, and a reserve, is trained: the rest of
-    what was granted is given back in ``SaveCheckpoint.returned``.
+    From then on only the assigned batches and a reserve are trained: the other granted batches are
+    returned in ``SaveCheckpoint.returned``.
 
     Attributes:
-        reserve_s: How long the reserve shall last, in seconds of training.
+        reserve_s: Duration of the reserve, in seconds of training.
     """
 
     reserve_s: float
@@ -807,16 +806,15 @@ class ClusterCheckpointRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochGrant:
-    """What a machine is granted of an epoch, and what is known of the others' part.
+    """Batches of an epoch granted to a machine, and the progress of the other machines.
 
     Attributes:
         epoch: Epoch, counted from 0.
-        batches: Batches that it may train beside those that it has.
-        num_elsewhere: Batches whose effect other machines have brought into the result;
-            ``None``: as before.
-        complete: Whether the effect of every batch is in the result of all machines.
-        num_samples: Then, distinct samples trained by all machines.
-        others: Then, the sums of the other machines, by machine.
+        batches: Additional batches that it may train.
+        num_elsewhere: Batches settled by other machines; ``None``: unchanged.
+        complete: Every batch is settled by some machine.
+        num_samples: If complete, distinct samples trained by all machines.
+        others: If complete, the sums of the other machines, by machine.
     """
 
     epoch: int
@@ -832,11 +830,11 @@ class MachineRound:
     """A committed round between machines.
 
     Attributes:
-        step: Counts them.
-        machines: Who took part, by name.
-        num_samples: What each has brought into it.
-        num_granted: Batches that each may train until the next one.
-        round_s: Seconds that it took, as this machine saw it.
+        step: Number of the round.
+        machines: Names of the participating machines.
+        num_samples: Samples that each contributed.
+        num_granted: Batches granted to each until the next round.
+        round_s: Duration in seconds, measured on this machine.
     """
 
     step: int
@@ -848,17 +846,16 @@ class MachineRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRoundDone:
-    """A round between machines is over; from outside.
+    """A round between machines has ended.
 
     Attributes:
-        epochs: What is granted; nothing of other epochs.
-        delta: What it has changed; see :class:`ApplyDelta`. ``None``: nothing.
-        num_batches: Batches that other machines have trained since the last round, which move
-            the schedule.
-        over: Whether the run ends once its open epochs are closed.
-        state: What all machines have come to with it, which closes the complete epochs; it is
-            only read from here on.
-        round: What is told of the round; ``None``: it failed.
+        epochs: The grants, by epoch.
+        delta: Changes by the other machines; see :class:`ApplyDelta`. ``None``: none.
+        num_batches: Batches that other machines trained since the last round, which advance the
+            schedule.
+        over: The run ends once its open epochs are closed.
+        state: The state of all machines, with which the complete epochs close; read-only.
+        round: Figures of the round; ``None``: it failed.
     """
 
     epochs: tuple[EpochGrant, ...] = ()
@@ -874,7 +871,7 @@ class SaveRequested:
     """``save()`` was called.
 
     Attributes:
-        ticket: Tells the calls apart.
+        ticket: Identifies the call.
     """
 
     ticket: int
@@ -882,19 +879,19 @@ class SaveRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequested:
-    """A second signal: the run ends without waiting for a step boundary."""
+    """A second signal: end the run without waiting for a step boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadEnded:
-    """A worker's thread has ended; if nothing was heard of it before, it is dead."""
+    """A worker's thread has ended; without a message before, the rank is dead."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """A deadline of the machine may have passed."""
+    """A deadline of the coordinator may have passed."""
 
 
 FromService = (

@@ -1,4 +1,4 @@
-"""Metrics of epochs, ranks, machines and steps, and the sums that they are made from."""
+"""Metrics of epochs, ranks, machines and steps, and their accumulation from reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EpochMetrics:
         epoch_s: Duration in seconds: the time since the last epoch closed. Epochs that close
             together share it in equal parts.
         num_samples: Distinct samples trained.
-        num_retrained: Samples that were trained again after the death of a rank.
+        num_retrained: Samples trained again after the death of a rank.
         num_skipped: Samples trained whose effect was dropped because a loss, a gradient or
             a parameter was not finite.
         num_averagings: Averagings completed in the epoch.
@@ -42,8 +42,8 @@ class EpochMetrics:
             with one rank, at the epoch's end. NaN if it was not measured.
         learning_rate: Learning rate of the optimizer's first group, as last reported in the
             epoch by the lowest rank that trained; NaN if unknown.
-        partial: Whether ``max_steps`` ended the run within the epoch: then all values cover the
-            trained part, and nothing was evaluated.
+        partial: True if ``max_steps`` ended the run within the epoch: all values then cover the
+            trained part, without evaluation.
     """
 
     epoch: int
@@ -74,7 +74,7 @@ class EpochMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMetrics:
-    """What one rank did in an epoch.
+    """Results of one rank in an epoch.
 
     Attributes:
         rank: The rank.
@@ -95,7 +95,7 @@ class RankMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMetrics:
-    """What one machine of a cluster did in an epoch.
+    """Results of one machine of a cluster in an epoch.
 
     Attributes:
         machine: Its name.
@@ -149,7 +149,7 @@ def metrics_state(metrics: EpochMetrics) -> dict[str, Any]:
 
 
 def metrics_from_state(state: Mapping[str, Any]) -> EpochMetrics:
-    """Metrics from what :func:`metrics_state` gave."""
+    """Restore metrics from :func:`metrics_state`."""
     values = dict(state)
     values["per_rank"] = tuple(RankMetrics(**rank) for rank in state["per_rank"])
     values["machines"] = tuple(MachineMetrics(**found) for found in state.get("machines", ()))
@@ -160,22 +160,22 @@ def metrics_from_state(state: Mapping[str, Any]) -> EpochMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportStats:
-    """What a rank trained since its last report.
+    """Counts and sums of a rank since its last report.
 
     Attributes:
         num_batches: Micro-batches trained.
         num_samples: Samples in them.
         num_skipped: Samples whose effect was dropped because a value was not finite.
         compute_s: Time spent in training steps, waits for data and peers excluded.
-        num_timed: Micro-batches that ``compute_s`` covers, if not ``num_batches`` because the
-            times of the last ones have not been read from the device yet.
+        num_timed: Micro-batches covered by ``compute_s``; ``None``: all. Fewer while the times of
+            the last ones have not been read from the device.
         loss_sum: Sum over batches of mean loss times weight, in step order.
         loss_samples: Total weight in ``loss_sum``: samples, or the weights of ``train_fn``.
-            Samples are fewer than ``num_samples`` while losses have not been read from the
-            device yet; these come with a later report.
+            Fewer than ``num_samples`` while losses have not been read from the device; these
+            come with a later report.
         scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
-        losses: With ``metrics_every``, the mean loss of each batch and its weight, in step
-            order, as far as they were read; weight 0 if there is no loss.
+        losses: With ``metrics_every``, mean loss and weight of each batch whose loss has been
+            read, in step order; weight 0 without a loss.
         learning_rate: Learning rate of the optimizer's first group; ``None``: not known.
         most_samples: Most samples of a micro-batch that fit the device's measured memory;
             ``None``: not known, or not bounded.
@@ -201,7 +201,7 @@ class MachineStats:
     Attributes:
         machine: Its name.
         ranks: Partial sums of each of its ranks; see :meth:`EpochAccumulator.rank_state`.
-        num_retrained: Samples that it trained again after a rank had died.
+        num_retrained: Samples trained again after the death of a rank.
     """
 
     machine: str
@@ -210,14 +210,14 @@ class MachineStats:
 
 
 SILENT_S = 1.0
-"""Metrics of steps wait no longer than this for a rank, which tells of its batches far sooner."""
+"""Maximum wait of step metrics for a rank's report; reports are far more frequent."""
 
 
 class EpochAccumulator:
-    """Sums up what the ranks report of one epoch.
+    """Accumulates the ranks' reports of one epoch.
 
-    Sums are exact until they are rounded at the end, so no bit depends on the order of the
-    reports or on where one ends and the next begins.
+    Sums are exact and rounded once at the end, so that no bit depends on the order or the
+    boundaries of reports.
 
     Args:
         world_size: Number of ranks.
@@ -246,7 +246,7 @@ class EpochAccumulator:
         others: Sequence[MachineStats] = (),
         partial: bool = False,
     ) -> EpochMetrics:
-        """Make the metrics of the epoch; changes nothing, so it can be called again.
+        """Compute the metrics of the epoch; can be called again.
 
         Args:
             epoch: Epoch, counted from 0.
@@ -255,12 +255,12 @@ class EpochAccumulator:
             devices: Device of each rank.
             num_averagings: Averagings completed in the epoch.
             num_retrained: Samples trained again because a rank died.
-            extra_scalars: Values that no rank recorded, as those of the evaluation.
-            divergence: The largest in its rounds; ``None``: not measured.
+            extra_scalars: Additional scalars, such as those of the evaluation.
+            divergence: Largest divergence in its rounds; ``None``: not measured.
             param_norm: Norm of the parameters at its end; ``None``: not measured.
             machine: The name of this machine in a cluster.
-            others: What the other machines have told; they count in all that is not of ranks.
-            partial: Whether the run ends within the epoch.
+            others: Sums of the other machines, included in all values except those of ranks.
+            partial: The run ends within the epoch.
 
         Returns:
             The metrics, losses that are not finite included.
@@ -298,11 +298,11 @@ class EpochAccumulator:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that this machine's ranks have trained, repeats included."""
+        """Samples trained by this machine's ranks, including repeats."""
         return sum(sums.num_samples for sums in self._ranks)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """The partial sums of one rank as they are now, as plain numbers and lists."""
+        """The present partial sums of one rank, as plain numbers and lists."""
         return self._ranks[rank].state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,10 +310,10 @@ class EpochAccumulator:
         return {"ranks": [sums.state_dict() for sums in self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the sums by those of :meth:`state_dict`.
+        """Restore the sums from :meth:`state_dict`.
 
-        At another world size the sums of saved rank ``r`` go to rank
-        ``r mod world_size``, so that the totals of the epoch stay whole.
+        At another world size the sums of saved rank ``r`` are added to rank ``r % world_size``, so
+        that the totals of the epoch are preserved.
         """
         self._ranks = [_RankSums() for _ in self._ranks]
         for rank, saved in enumerate(state["ranks"]):
@@ -321,25 +321,25 @@ class EpochAccumulator:
 
 
 class StepAccumulator:
-    """Makes metrics of every ``every`` batches from what the ranks report.
+    """Computes metrics of every ``every`` batches from the ranks' reports.
 
-    A report covers several steps of one rank. Reports wait until there are enough batches of
-    each rank: equally many under lockstep, otherwise in proportion to what the ranks have
-    reported so far. A rank that has long been silent is not waited for.
+    A report covers several steps of one rank. Metrics wait for enough batches of each rank: equal
+    numbers under lockstep, otherwise in proportion to the batches reported so far. They do not
+    wait for a rank whose last report is older than ``SILENT_S``.
 
     Deterministic and not thread-safe.
 
     Args:
-        every: Batches of all ranks in each.
+        every: Batches of all ranks in each metrics.
         world_size: Number of ranks.
-        equal: Whether all ranks train alike.
+        equal: All ranks train equal numbers of batches.
     """
 
     def __init__(self, every: int, world_size: int, *, equal: bool) -> None:
         self._every = every
         self._equal = equal
         self._waiting: list[deque[_Loss]] = [deque() for _ in range(world_size)]
-        self._told: list[Fraction | int] = [0] * world_size
+        self._reported: list[Fraction | int] = [0] * world_size
         self._held: list[Fraction | int] = [0] * world_size  # batches that wait
         self._ahead: Fraction | int = 0  # batches taken beyond the last metrics
         self._last = [-math.inf] * world_size
@@ -350,40 +350,40 @@ class StepAccumulator:
         self.step = 0
 
     def begin(self, now: float) -> None:
-        """Note that all ranks begin to train."""
+        """Start the clock: all ranks begin to train."""
         self._since = self._now = now
         self._last = [now] * len(self._last)
 
     def add(
         self, rank: int, epoch: int, stats: ReportStats, now: float, part: Fraction | int = 1
     ) -> list[StepMetrics]:
-        """Add a report; return the metrics that it completes.
+        """Add a report; returns the metrics that it completes.
 
         Args:
-            rank: The rank that reports.
+            rank: The reporting rank.
             epoch: The rank's epoch.
-            tally: What the rank trained.
+            stats: The report.
             now: The time.
-            part: What each of its micro-batches counts as, in batches.
+            part: Size of each of its micro-batches, in batches.
         """
         self._now, self._epoch = now, max(epoch, self._epoch)
         self._last[rank] = now
         self._sums.add(stats)
         self._waiting[rank].extend((loss, weight, part) for loss, weight in stats.losses)
-        self._told[rank] += part * len(stats.losses)
+        self._reported[rank] += part * len(stats.losses)
         self._held[rank] += part * len(stats.losses)
         return self._complete(SILENT_S)
 
     def drop(self, rank: int) -> None:
-        """Remove a rank; what it has reported still counts."""
+        """Remove a rank; its reports still count."""
         self._last[rank] = -math.inf
 
     def flush(self) -> list[StepMetrics]:
-        """Return the metrics that can be made without further reports."""
+        """The metrics that can be computed without further reports."""
         return self._complete(-1.0)
 
     def _complete(self, patience_s: float) -> list[StepMetrics]:
-        """All that can be told of."""
+        """All metrics with enough batches."""
         windows = []
         while window := self._take(patience_s):
             windows.append(window)
@@ -412,27 +412,27 @@ class StepAccumulator:
         return found
 
     def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
-        """The next batches and their number, of each rank as many as are its part, or where one
-        has been silent for so long, of the others; ``None``: they have to wait."""
+        """The losses of the next batches and their number, in each rank's proportion; without a
+        rank whose last report is older than ``patience_s``. ``None``: wait."""
         missing = self._every - self._ahead
         if sum(self._held) < missing:
             return None
-        parts = [1 if self._equal else told for told in self._told]
-        wanted = [self._every * part // sum(parts) for part in parts]
+        parts = [1 if self._equal else num for num in self._reported]
+        quotas = [self._every * part // sum(parts) for part in parts]
         for waiting, held, num, last in zip(
-            self._waiting, self._held, wanted, self._last, strict=True
+            self._waiting, self._held, quotas, self._last, strict=True
         ):
             if (not waiting or held < num) and self._now - last <= patience_s:
                 return None
         taken: list[_Loss] = []
-        for rank, num in enumerate(wanted):
+        for rank, num in enumerate(quotas):
             until = self._held[rank] - num
             while self._waiting[rank] and self._held[rank] > until and missing > 0:
                 missing -= self._pop(rank, taken)
         while missing > 0:
             longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
             missing -= self._pop(longest, taken)
-        # Several times as many where one micro-batch counts as that many.
+        # A multiple of ``every`` if one micro-batch is larger than that.
         times, self._ahead = divmod(-missing, self._every)
         return taken, self._every * (1 + int(times))
 
@@ -444,21 +444,20 @@ class StepAccumulator:
 
 
 _Loss = tuple[float, float, Fraction | int]
-"""The loss of a micro-batch, its weight, and what it counts as, in batches."""
+"""Loss of a micro-batch, its weight, and its size in batches."""
 
 
-# A report is sent when its time has come, so the losses of an epoch are summed in pieces
-# that differ from run to run. Each piece carries what rounding left out of it, and the sum
-# of all pieces is the exact sum of the values, rounded once. The method is that of
-# Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric
-# Predicates" (1997), as in ``math.fsum``.
+# Reports are sent by time, so the losses of an epoch are summed in pieces that differ from run to
+# run. Each piece carries its rounding errors, and the sum of all pieces is the exact sum of the
+# values, rounded once. Method: Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast
+# Robust Geometric Predicates" (1997), as in ``math.fsum``.
 
 
 class RoundedSum(float):
-    """A rounded sum that also holds the exact one.
+    """A rounded sum with the exact one attached.
 
     Attributes:
-        parts: Numbers whose exact sum is the exact sum; empty: the sum is this number.
+        parts: Numbers that add up to the exact sum; empty: this number is exact.
     """
 
     __slots__ = ("parts",)
@@ -475,7 +474,7 @@ class RoundedSum(float):
 
 
 class WeightSum:
-    """Adds weights without losing anything: whole numbers stay whole numbers."""
+    """Exact sum of weights; integers stay integers."""
 
     __slots__ = ("_rest", "_whole")
 
@@ -484,7 +483,7 @@ class WeightSum:
         self._rest: ExactSum | None = None
 
     def add(self, weight: float) -> None:
-        """Add a weight, or what :meth:`value` or :attr:`parts` gave of others."""
+        """Add a weight, or a :meth:`value` or item of :attr:`parts` of another sum."""
         if isinstance(weight, int):
             self._whole += weight
         elif weight.is_integer() and not getattr(weight, "parts", ()):
@@ -502,12 +501,12 @@ class WeightSum:
             self.add(weight)
 
     def value(self) -> float:
-        """The sum: an ``int``, or a :class:`RoundedSum` where a weight was no whole number."""
+        """The sum: an ``int``, or a :class:`RoundedSum` if a weight was not an integer."""
         return self._whole if self._rest is None else self._sum(self._rest).value()
 
     @property
     def parts(self) -> int | list[float]:
-        """What :meth:`add` makes the same sum of, piece by piece where it is a list."""
+        """Number or list of numbers that restore the sum by :meth:`add`."""
         return self._whole if self._rest is None else list(self._sum(self._rest).parts)
 
     def _sum(self, rest: ExactSum) -> ExactSum:
@@ -516,18 +515,18 @@ class WeightSum:
 
 
 class ExactSum:
-    """Adds numbers without losing anything; NaN and infinities stay what they are."""
+    """Exact sum of floats; NaN and infinities are preserved."""
 
     __slots__ = ("_parts", "_special")
 
     def __init__(self, parts: Sequence[float] = ()) -> None:
-        self._parts: list[float] = []  # they do not overlap, and rise in size
+        self._parts: list[float] = []  # non-overlapping, in ascending magnitude
         self._special = 0.0
         for x in parts:
             self._add(x)
 
     def add(self, value: float) -> None:
-        """Add a number, or a :class:`RoundedSum` with all that is in it."""
+        """Add a number, or a :class:`RoundedSum` with its parts."""
         if isinstance(value, RoundedSum) and value.parts:
             for x in value.parts:
                 self._add(x)
@@ -539,11 +538,11 @@ class ExactSum:
         left = [*self._parts, *values]
         parts: list[float] = []
         try:
-            # Each sum is rounded once, and what rounding left out is summed next.
+            # Each sum is rounded once, and its rounding error is summed next.
             while (rounded := math.fsum(left)) and rounded - rounded == 0.0:
                 parts.append(rounded)
                 left.append(-rounded)
-        except (OverflowError, ValueError):  # on the way to it, or opposite infinities
+        except (OverflowError, ValueError):  # intermediate overflow, or opposite infinities
             rounded = math.nan
         if rounded == 0.0:
             self._parts = parts[::-1]
@@ -570,7 +569,7 @@ class ExactSum:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """What :class:`ExactSum` can be made from again."""
+        """Numbers from which :class:`ExactSum` can be restored."""
         if self._special or math.isnan(self._special):
             return (self._special,)
         return tuple(self._parts)
@@ -583,7 +582,7 @@ class ExactSum:
 
 
 OPTIONAL_METRICS = ("divergence", "param_norm", "learning_rate")
-"""What of an epoch is NaN where nobody has measured it."""
+"""Fields of :class:`EpochMetrics` that are NaN if not measured."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -616,7 +615,7 @@ class _RankSums:
         weight.add_all(weights)
 
     def means(self) -> dict[str, float]:
-        """Of each scalar."""
+        """Mean of each scalar."""
         pairs = ((name, sum_.value(), n.value()) for name, (sum_, n) in self.scalars.items())
         return {name: _mean(total, weight) for name, total, weight in pairs}
 
@@ -694,5 +693,5 @@ def _mean(total: float, weight: float) -> float:
 
 
 def _weights(saved: Any) -> Sequence[float]:
-    """What :attr:`WeightSum.parts` gave, also where it is a single number."""
+    """The items of :attr:`WeightSum.parts`."""
     return [float(part) for part in saved] if isinstance(saved, list) else [int(saved)]

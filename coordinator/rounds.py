@@ -1,4 +1,4 @@
-"""Carrying averaging rounds out: who is asked, what is averaged, what is learnt."""
+"""Averaging rounds: start, replies, failures, and what the cadence learns from their cost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from coordinator.transports import (
 
 _NO_WORK = (None, None)
 COORDINATOR_SHARE, REFERENCE_RATE_PER_S = 0.012, 1000.0
-"""Part of a core that the coordinator's thread may take for averaging rounds where all ranks
-together train so many batches a second or more: the ranks miss that time, since they share the
-interpreter with it, and none of their clocks shows it. With fewer batches it may take more: what
-averaging seldom costs in quality follows the batches between two rounds and not the time. A tuning
-for steps of about a millisecond, see docs/measurements.md."""
+"""Share of a core that the coordinator's thread may spend on averaging rounds, at this rate of
+batches of all ranks or above: the ranks lose that time to the GIL, and their clocks do not show it.
+At lower rates it may spend more, since rare averaging costs quality per batch and not per second.
+Tuned for steps of about a millisecond, see docs/measurements.md."""
 
 
 class RoundRunner:
-    """Runs one averaging round at a time, each over the transport that is chosen when it begins.
+    """Runs one averaging round at a time, each over the transport chosen at its start.
 
     Attributes:
         round: The round in progress, or the last one.
-        transport: How it travels.
-        cpu_time: What rounds cost the coordinator's thread.
+        transport: Its transport.
+        cpu_time: CPU time of the coordinator's thread for rounds.
     """
 
     def __init__(self, core: Core, saving: RoundCheckpoints) -> None:
@@ -50,7 +49,7 @@ class RoundRunner:
 
     @property
     def next_transport(self) -> Transport:
-        """How the next round travels."""
+        """The transport of the next round."""
         return self._transports[self._core.backend_choice.next]
 
     def start(
@@ -60,12 +59,12 @@ class RoundRunner:
         work: tuple[int | None, int | None] = _NO_WORK,
         eval_at: int | None = None,
     ) -> None:
-        """Ask every live rank for its part; if a checkpoint is due it is made of the round.
+        """Start a round of all live ranks; it makes a checkpoint if one is due.
 
         Args:
-            now: The time.
+            now: The present time.
             epoch: The epoch that the average closes, or one whose lead died.
-            work: Epoch to evaluate and version to hand over on the average.
+            work: The epoch to evaluate and the checkpoint version to hand over, on the average.
             eval_at: See :class:`~coordinator.messages.Evaluate`.
         """
         evaluate, checkpoint = work
@@ -75,7 +74,7 @@ class RoundRunner:
         by_rank = self._core.ledger.by_rank
         self.transport = self.next_transport
         self.round.begin(
-            self.transport.first,
+            self.transport.first_state,
             ranks,
             epoch=epoch,
             generation=self._core.generation,
@@ -88,19 +87,19 @@ class RoundRunner:
             idle=frozenset(rank for rank in ranks if not by_rank[rank].assigned),
         )
         self._core.limits.new_round()
-        self.transport.ask(now)
+        self.transport.request(now)
 
     @property
     def limits_frozen(self) -> bool:
-        """Whether the ranks' limits are left alone: one could be read against either round."""
+        """True while limits must not change: one could be applied to either of two rounds."""
         return self.round.in_flight and self.transport.waits
 
-    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> bool:
-        """Take a reply to the round; returns False if the round must be given up."""
-        return self._apply(self.transport.take(event, now))
+    def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> bool:
+        """Handle a reply to the round; returns False if the round must be abandoned."""
+        return self._apply(self.transport.receive(event, now))
 
     def on_death(self, rank: int) -> bool:
-        """A rank of the round may be dead; returns False if the round must be given up."""
+        """Handle a death; returns False if the round must be abandoned."""
         if not self.round.in_flight or rank not in self.round.ranks:
             return True
         return self._apply(self.transport.on_death(rank))
@@ -111,17 +110,17 @@ class RoundRunner:
         return progress is not Progress.FAILED
 
     def holds(self, rank: int) -> bool:
-        """Whether the round in progress may still bring a dead rank's part into the result."""
+        """True if a dead rank's part may still enter the result of the round."""
         return self.round.in_flight and self.transport.holds(rank)
 
-    def late(self, now: float) -> tuple[int, ...]:
-        """The deadline of a round has passed that cannot be given up before all have answered.
+    def extend_deadline(self, now: float) -> tuple[int, ...]:
+        """Extend the deadline of a round that cannot be abandoned before all replies.
 
         Returns:
-            The ranks that it waits for, but for a lead that evaluates.
+            The late ranks, without a lead that evaluates.
         """
         rnd = self.round
-        rnd.deadline = now + self.transport.patience_s
+        rnd.deadline = now + self.transport.timeout_s
         busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NO_WORK else -1
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
@@ -130,7 +129,7 @@ class RoundRunner:
         return missing
 
     def _end_round(self) -> None:
-        """Every rank has acknowledged: learn from the round."""
+        """Complete the round: update cadence, guard and backend choice."""
         rnd = self.round
         rnd.move(RoundState.NONE)
         rnd.deadline = None
@@ -139,11 +138,11 @@ class RoundRunner:
             self._core.ranks[rank].sync_s += ack.sync_s
         own_s = self.cpu_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
-        # The background computation takes its time from the ranks' cores.
+        # The background average competes with the ranks for cores.
         sync_s += rnd.average_s / len(rnd.ranks)
-        sync_s += self._own_cost(own_s)
+        sync_s += self._cpu_cost(own_s)
         if self._core.backend_choice.is_trial(rnd.backend):
-            sync_s = math.nan  # the cadence follows what is in use
+            sync_s = math.nan  # the cadence follows the backend in use
         times = [(0.0, 0)] * len(self._core.ranks)
         for rank in rnd.ranks:
             info = self._core.ranks[rank]
@@ -156,14 +155,16 @@ class RoundRunner:
             self._core.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)
         anchor = self._core.elche.anchor
-        if self._core.backend_choice.note(rnd.backend, self._cost(own_s), trained_s, anchor):
+        if self._core.backend_choice.record_round(
+            rnd.backend, self._cost(own_s), trained_s, anchor
+        ):
             self._core.announce_backend()
 
     def _cost(self, own_s: float) -> RoundCost | None:
-        """What the round took from the training; ``None`` if it did more than averaging.
+        """The cost of the round to training; ``None`` if it did more than averaging.
 
-        Ranks that go on while an average is made train on what the others have not seen: of
-        that time the part counts that averaging may cost altogether.
+        While an average is computed, ranks train from stale parameters: that time counts at the
+        rate of ``overhead_target``.
         """
         rnd = self.round
         if rnd.capture or (rnd.evaluate, rnd.checkpoint) != _NO_WORK:
@@ -176,26 +177,26 @@ class RoundRunner:
             stale_s=self._core.config.overhead_target * rnd.stale_s * len(busy),
         )
 
-    def _own_cost(self, own_s: float) -> float:
-        """What the round cost in this thread, as if it had cost the ranks so many seconds.
+    def _cpu_cost(self, own_s: float) -> float:
+        """CPU time of this thread in the round, converted to seconds of the ranks.
 
-        One target serves both: where this thread takes all that it may, it is reached.
+        Scaled so that ``overhead_target`` is reached when this thread uses its whole share.
         """
         seconds = self._core.elche.seconds_per_batch
         rate = sum(1 / s for s in seconds if s) if seconds else REFERENCE_RATE_PER_S
         share = COORDINATOR_SHARE * max(1.0, REFERENCE_RATE_PER_S / rate)
         weight = self._core.config.overhead_target / share
-        # As with the computation, a core that it takes is one of theirs.
+        # Like the average, it takes a core of the ranks.
         return own_s * max(weight, 1 / len(self.round.ranks))
 
     def record_fault(self, now: float) -> None:
-        """The round fails because its transport did."""
+        """Record that the round fails because of its backend."""
         rnd = self.round
-        lost_s = (now - rnd.began_at) * len(rnd.ranks)
+        lost_s = (now - rnd.started_at) * len(rnd.ranks)
         self._core.backend_choice.record_fault(rnd.backend, RoundCost(ranks_s=lost_s))
 
     def give_up(self) -> list[int]:
-        """The round failed: every rank keeps its own weights and what it trained waits.
+        """Abandon the round: every rank keeps its weights, and its batches stay unsettled.
 
         Returns:
             The live ranks that must undo it.
@@ -207,25 +208,25 @@ class RoundRunner:
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.drop_snapshots()
-        self.cpu_time.take()  # what was noted so far is no cost of the next one
+        self.cpu_time.take()  # no cost of the next round
         rnd.num_failed += 1
         self._core.num_failed_rounds += 1
-        self._core.ledger.thaw()
+        self._core.ledger.unfreeze()
         for info in self._core.ranks:
             if info.state is RankState.DEAD:
-                self._core.ledger.take_back(info.rank, self._core.elche.shares)
+                self._core.ledger.reopen_rank(info.rank, self._core.elche.shares)
         return undo
 
 
-class Limits:
-    """Sends each rank the limit that the :class:`~coordinator.cadence.BatchLimits` gives it."""
+class LimitSender:
+    """Sends each rank its limit; see :class:`~coordinator.cadence.BatchLimits`."""
 
     def __init__(self, core: Core, rounds: RoundRunner) -> None:
         self._core = core
         self._rounds = rounds
 
     def begin(self) -> None:
-        """The run begins: tell every rank its first allowance."""
+        """Send every rank its first budget."""
         if self._core.alone or self._core.lockstep:
             return
         for rank in self._core.live:
@@ -234,11 +235,11 @@ class Limits:
             self._core.send(rank.rank, m.Resume(budget=budget))
 
     def readjust(self) -> None:
-        """Tell every rank anew how far it may go, and whose count makes a round due."""
+        """Send every rank a new budget, after a change of ranks."""
         if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
             return
         if self._rounds.limits_frozen:
-            return  # done when the round ends
+            return  # sent when the round ends
         live = self._core.live
         self._core.limits.new_round()
         for rank in live:
@@ -247,7 +248,7 @@ class Limits:
             self._core.send(rank.rank, m.Resume(budget=self._core.budget(rank.rank, limit)))
 
     def adjust(self) -> None:
-        """Tell those ranks whose limit has changed."""
+        """Send a message to each rank whose limit has changed."""
         if not self._core.limits.any_limit or self._core.alone or self._rounds.limits_frozen:
             return
         live = self._core.live
@@ -267,11 +268,10 @@ _ROUND_EVENTS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 
 
 class RoundCpuTime:
-    """Tells the coordinator's CPU time for rounds from that for dealing batches out.
+    """CPU time of the coordinator's thread for rounds, apart from that for dealing batches.
 
-    Fewer rounds make the one less, longer chunks the other. Of reports those between two chunks
-    belong to a round if their rank has reached the count that makes one due; others only come
-    with time, or with the end of a chunk.
+    A report belongs to rounds if its rank has reached the count that makes one due; other reports
+    come by time or at the end of a chunk.
     """
 
     def __init__(self, core: Core) -> None:
@@ -281,8 +281,8 @@ class RoundCpuTime:
         self._reporter: int | None = None
         self._rounds_s = 0.0
 
-    def note(self, event: m.Event) -> None:
-        """An event is to be handled: what was spent since the last one was spent on that."""
+    def record(self, event: m.Event) -> None:
+        """Attribute the CPU time since the last event to that event."""
         spent_s = self._core.spent_s
         if self._of_round or self._has_reached():
             self._rounds_s += spent_s - self._before_s
@@ -297,6 +297,6 @@ class RoundCpuTime:
         return self._core.ranks[self._reporter].since_round >= count > 0
 
     def take(self) -> float:
-        """Seconds for rounds since this was last called; 0.0 where nobody measures them."""
+        """Seconds for rounds since the last call; 0.0 if not measured."""
         taken, self._rounds_s = self._rounds_s, 0.0
         return taken

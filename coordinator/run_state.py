@@ -37,26 +37,26 @@ _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """What a rank had told when its part of a checkpoint came.
+    """A rank's reported totals at its cut of a checkpoint.
 
     Attributes:
         sums: Its partial sums of each open epoch.
         totals: Its totals of the run.
-        told: Under ``SYNC``, the micro-batches of the plan that it had told.
+        num_reported: Under ``SYNC``, its reported micro-batches of the plan.
     """
 
     sums: dict[int, dict[str, Any]]
     totals: dict[str, Any]
-    told: int
+    num_reported: int
 
     @classmethod
     def of(cls, core: Core, epochs: Iterable[Epoch], rank: int) -> RankCut:
-        """The note of a rank, as everything stands now."""
+        """The cut of a rank at present."""
         info = core.ranks[rank]
         return cls(
             {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
             {name: getattr(info, name) for name in _TOTALS},
-            0 if core.plan is None else core.plan.told.get(rank, 0),
+            0 if core.plan is None else core.plan.reported.get(rank, 0),
         )
 
 
@@ -64,45 +64,45 @@ def capture_run(
     core: Core,
     closing: Sequence[tuple[Epoch, float]],
     elapsed_s: float,
-    notes: Mapping[int, RankCut],
+    cuts: Mapping[int, RankCut],
     step: int | None,
 ) -> dict[str, Any]:
-    """The state of a machine, with what is settled as consumed and all the rest as open.
+    """The coordinator's state, with settled batches as consumed and all others as open.
 
     Args:
-        core: The machine's state.
-        closing: Epochs that wait to be published, and how long they took.
+        core: The coordinator's state.
+        closing: Closed epochs that are not published, and their durations.
         elapsed_s: Time since the last epoch closed.
-        notes: What each rank that is left had told.
+        cuts: The cut of each surviving rank.
         step: Under ``SYNC``, the optimizer steps made.
 
     Returns:
         Numbers, strings, ``None``, lists and dictionaries.
     """
     plan = core.plan
-    late = _reported_later(core, notes)  # Under SYNC others may have gone on meanwhile.
+    late = _reported_later(core, cuts)  # under SYNC, by ranks that continued meanwhile
     num_late = sum(len(batches) for batches in late.values())
     undone = 0
     if plan is not None and step is not None and not core.alone:
         undone = plan.num_windows - (step - plan.first_window)
     totals = [
-        notes[r.rank].totals if r.rank in notes else {n: getattr(r, n) for n in _TOTALS}
+        cuts[r.rank].totals if r.rank in cuts else {n: getattr(r, n) for n in _TOTALS}
         for r in core.ranks
     ]
-    epochs = [_epoch_state(core, epoch, notes, epoch_s=s) for epoch, s in closing]
+    epochs = [_epoch_state(core, epoch, cuts, epoch_s=s) for epoch, s in closing]
     for epoch in core.ledger.epochs:
-        state = _epoch_state(core, epoch, notes)
+        state = _epoch_state(core, epoch, cuts)
         if plan is not None and plan.epoch == epoch.epoch:
             batches = sorted(b for found in late.values() for b in found)
             state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
             state["num_samples"] -= core.ledger.count_samples(batches)
             state["num_averagings"] -= undone
-            state["parts"] = _parts_left(core, notes)
+            state["parts"] = _parts_left(core, cuts)
         epochs.append(state)
     return {
         "world_size": len(core.ranks),
         "per_global": core.per_global,
-        "saved_ranks": sorted(notes),
+        "saved_ranks": sorted(cuts),
         "global_step": core.global_step - num_late,
         "num_windows": core.num_windows if step is None else step,
         "num_averagings": core.num_averagings - undone,
@@ -118,32 +118,32 @@ def capture_run(
     }
 
 
-def _reported_later(core: Core, notes: Mapping[int, RankCut]) -> dict[int, list[int]]:
-    """Batches that ranks have told since their notes, all of them of the present plan."""
+def _reported_later(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[int]]:
+    """Batches of the present plan that ranks reported after their cuts."""
     plan = core.plan
     if plan is None:
         return {}
     late = {}
     for rank, spans in plan.parts.items():
-        if rank in notes:
-            first = plan.num_complete_batches(rank, notes[rank].told)
+        if rank in cuts:
+            first = plan.num_complete_batches(rank, cuts[rank].num_reported)
             late[rank] = _order(spans)[first : plan.num_reported(rank)]
     return late
 
 
-def _parts_left(core: Core, notes: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
-    """What each rank has yet to train of the present plan, in order."""
+def _parts_left(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
+    """The unreported batches of the present plan for each rank, in order."""
     plan = core.plan
-    if plan is None or plan.pieces or set(plan.parts) != set(notes):
-        return None  # global batches that are cut belong to nobody
-    left = {rank: _order(spans)[notes[rank].told :] for rank, spans in plan.parts.items()}
+    if plan is None or plan.pieces or set(plan.parts) != set(cuts):
+        return None  # cut global batches belong to no single rank
+    left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
     if not any(left.values()):
         return None
     return {rank: [[s.start, s.stop, s.step] for s in _spans(part)] for rank, part in left.items()}
 
 
 def _epoch_state(
-    core: Core, epoch: Epoch, notes: Mapping[int, RankCut], *, epoch_s: float | None = None
+    core: Core, epoch: Epoch, cuts: Mapping[int, RankCut], *, epoch_s: float | None = None
 ) -> dict[str, Any]:
     unsettled: list[list[range]] = [
         [
@@ -154,12 +154,10 @@ def _epoch_state(
         for ledger in core.ledger.by_rank
     ]
     rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
-    known = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
+    available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
     nothing = EpochAccumulator(1).rank_state(0)
     sums = [
-        notes[rank].sums.get(epoch.epoch, nothing)
-        if rank in notes
-        else epoch.stats.rank_state(rank)
+        cuts[rank].sums.get(epoch.epoch, nothing) if rank in cuts else epoch.stats.rank_state(rank)
         for rank in range(len(core.ranks))
     ]
     quotas = epoch.quotas
@@ -169,9 +167,9 @@ def _epoch_state(
     return {
         "epoch": epoch.epoch,
         "epoch_s": epoch_s,
-        "consumed": _pairs(b for span in known for b in span if b not in rest),
+        "consumed": _pairs(b for span in available for b in span if b not in rest),
         "num_samples": epoch.num_samples,
-        "num_retrained": epoch.num_retrained - _lost_since(core, epoch, notes, sums),
+        "num_retrained": epoch.num_retrained - _lost_since(core, epoch, cuts, sums),
         "num_averagings": epoch.num_averagings,
         "divergence": epoch.divergence,
         "norm": epoch.norm,
@@ -182,10 +180,10 @@ def _epoch_state(
 
 
 def _lost_since(
-    core: Core, epoch: Epoch, notes: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
+    core: Core, epoch: Epoch, cuts: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Samples that ranks trained after their part of the cut, and that died with them since."""
-    died = [rank for rank in notes if core.ranks[rank].state is RankState.DEAD]
+    """Samples trained after the cut by ranks that died since."""
+    died = [rank for rank in cuts if core.ranks[rank].state is RankState.DEAD]
     return sum(
         int(epoch.stats.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
         for rank in died
@@ -235,25 +233,25 @@ def _check_scalar(value: Any, where: str) -> None:
 
 
 def _check_weight(value: Any, where: str) -> None:
-    """A sum of weights: a number, or the parts whose sum it is."""
+    """A sum of weights: a number, or a list of its parts."""
     (items(real()) if isinstance(value, list) else real(0.0))(value, where)
 
 
 def check_run(
     state: Any, *, num_samples: int, batch_size: int, drop_last: bool, num_rank_states: int
 ) -> None:
-    """Refuse a state that :func:`capture_run` cannot have given.
+    """Validate a state of :func:`capture_run`.
 
     Args:
-        state: What was read.
-        num_samples: Length of the data set that it was written with.
+        state: The deserialized state.
+        num_samples: Length of the data set of the checkpoint.
         batch_size: Samples in a batch.
-        drop_last: Whether an epoch's short batch was left out.
-        num_rank_states: How many ranks' own states the checkpoint holds.
+        drop_last: The short batch of an epoch was omitted.
+        num_rank_states: Number of rank states in the checkpoint.
 
     Raises:
-        ValueError: Names the first field that is missing, of another type or out of range, or
-            that contradicts another one.
+        ValueError: A field is missing, of the wrong type, out of range or contradicts another
+            one; names the first such field.
     """
     num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
     record({"world_size": whole(1)})(state, "run")
@@ -294,8 +292,8 @@ def check_run(
     opened = [epoch["epoch"] for epoch in state["epochs"]]
     if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
         raise ValueError(
-            f"run['epochs'] are {opened}, where all from {closed}, the number of closed ones, to "
-            f"run['next_epoch'] = {next_epoch} belong"
+            f"run['epochs'] are {opened}, expected all from {closed}, the number of closed, to "
+            f"run['next_epoch'] = {next_epoch}"
         )
     if state["global_step"] > num_batches * next_epoch:
         most = num_batches * next_epoch
@@ -361,7 +359,7 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
         end = 0
         for i, (start, stop) in enumerate(value["consumed"]):
             if not end <= start < stop:
-                refuse(f"{where}['consumed'][{i}]", [start, stop], "a range behind the last one")
+                refuse(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
             end = stop
         taken = set(_expand(value["consumed"]))
         for rank, spans in (value["parts"] or {}).items():
@@ -369,21 +367,21 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
                 refuse(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
             for b in _order(range(*span) for span in spans):
                 if b in taken:
-                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b}, which is taken")
+                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b} a second time")
                 taken.add(b)
 
     return check
 
 
 def restore_run(core: Core, state: Mapping[str, Any]) -> None:
-    """Make a new machine go on from what :func:`capture_run` gave.
+    """Restore a state of :func:`capture_run` into a new coordinator.
 
-    At the same world size every rank keeps its share of an epoch; at another one what is
-    open is dealt anew, under ``SYNC`` in global batches of the same size.
+    At the same world size every rank keeps its share of an epoch; at another one open batches are
+    dealt again, under ``SYNC`` in global batches of the same size.
 
     Args:
-        core: A machine's state, in which nothing has happened yet.
-        state: What was captured.
+        core: The state of a coordinator that has not started.
+        state: The captured state.
     """
     core.global_step = int(state["global_step"])
     if core.steps is not None:
@@ -401,9 +399,9 @@ def restore_run(core: Core, state: Mapping[str, Any]) -> None:
         for name in _TOTALS:
             setattr(info, name, getattr(info, name) + totals[name])
     core.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
-    # Some may have been opened ahead of which nothing is trained, and that are too many now.
+    # Epochs opened ahead may exceed a smaller num_epochs.
     last = core.config.num_epochs
-    core.ledger.resume(
+    core.ledger.restore(
         [_epoch_of(core, saved) for saved in state["epochs"] if saved["epoch"] < last],
         next_epoch=min(int(state["next_epoch"]), last),
         num_spent=core.global_step,
@@ -419,7 +417,7 @@ def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
     stats = EpochAccumulator(world)
     stats.load_state_dict(saved["tally"])
     if core.config.granted:
-        left = BatchSet()  # what this machine may train of it, it is granted
+        left = BatchSet()  # all its batches are granted
     quotas = core.ledger.quotas(len(left), core.elche.shares)
     if same and quotas is not None and saved["quotas"] is not None:
         quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
@@ -445,7 +443,7 @@ def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
             for rank, spans in saved["parts"].items()
         }
     if epoch.settled:
-        epoch.told = set(range(world))  # nobody has anything to train in it
+        epoch.notified = set(range(world))  # no batch of it is left
     return epoch
 
 
@@ -454,7 +452,7 @@ def _order(spans: Iterable[range]) -> list[int]:
 
 
 def _pairs(batches: Iterable[int]) -> list[list[int]]:
-    """Rising batches as ``[start, stop]`` of ranges."""
+    """Ascending batches as ranges ``[start, stop]``."""
     return [[span.start, span.stop] for span in compress(batches)]
 
 
@@ -468,7 +466,7 @@ def _without(batches: Iterable[int], gone: Iterable[int]) -> list[int]:
 
 
 def _spans(order: Sequence[int]) -> list[range]:
-    """Batches in any order as rising ranges with steps."""
+    """Batches in any order as ascending ranges with steps."""
     spans: list[range] = []
     i = 0
     while i < len(order):

@@ -1,11 +1,10 @@
-"""Checkpoints of the whole run: when one is due, and what goes into it.
+"""Checkpoints of the whole run: when one is due, and the consistent cut that it saves.
 
-A checkpoint is a cut through the run: each rank's own state between two steps, the
-average that these steps are in, and the machine's state with exactly their batches
-counted. Where replicas are averaged by rounds, the cut is a round, whose answers carry
-the ranks' own states. Under ``SYNC`` all ranks answer at the same step, a single rank at
-its next. What a rank tells after its part of the cut is not in it: the sums that a later
-report would change are noted when the rank's part arrives.
+A checkpoint is a consistent cut: each rank's state between two steps, the average that contains
+these steps, and the coordinator's state with exactly their batches counted. Where replicas are
+averaged by rounds, the cut is a round whose replies carry the ranks' states. Under ``SYNC`` all
+ranks reply at the same step, a single rank at its next. Reports after a rank's reply are not part
+of the cut: sums that they would change are copied when the reply arrives.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from coordinator.state import Core
 
 
 class RunCheckpointer:
-    """Makes cuts and turns each into one :class:`~coordinator.messages.SaveCheckpoint`."""
+    """Takes consistent cuts and emits each as a :class:`~coordinator.messages.SaveCheckpoint`."""
 
     def __init__(self, core: Core, epochs: EpochScheduler) -> None:
         self._core = core
@@ -43,11 +42,11 @@ class RunCheckpointer:
 
     @property
     def _due_within(self) -> bool:
-        """Whether the time or the batches between two saves within an epoch are over."""
+        """True if a save within the epoch is due, by time or by batches."""
         c, core = self._core.config, self._core
         oldest = core.ledger.oldest
         if self._saved_at is None or oldest is None or core.ledger.fully_trained(oldest):
-            return False  # the end of an epoch is near
+            return False  # the epoch is about to close
         if c.save_every_s is not None and core.now - self._saved_at >= c.save_every_s:
             return True
         every = c.save_every_steps
@@ -55,50 +54,50 @@ class RunCheckpointer:
 
     @property
     def due(self) -> bool:
-        """Whether a cut is to be made at the next opportunity."""
+        """True if a cut is due at the next opportunity."""
         return self._cut is None and (
             self._periods > self._periods_saved or bool(self._tickets) or self._due_within
         )
 
     def begin(self, now: float) -> None:
-        """Training begins: the time and the batches until the next save count from here."""
+        """Start counting time and batches to the next save: training begins."""
         self._saved_at, self._saved_step = now, self._core.num_trained
 
     @property
-    def asking(self) -> bool:
-        """Whether the ranks are on their way to a cut."""
+    def is_collecting(self) -> bool:
+        """True while replies of the ranks are outstanding."""
         return self._cut is not None and self._cut.run is None
 
     @property
     def final_checkpoint_due(self) -> bool:
-        """Whether the last states of the ranks shall make a checkpoint."""
+        """True if the ranks' last states are saved as a checkpoint."""
         config = self._core.config
         return config.save_every is not None or config.granted or bool(self._tickets)
 
     def resumed(self) -> None:
-        """The machine goes on from a checkpoint: its periods are saved."""
+        """Record that the periods up to a restored checkpoint are saved."""
         self._periods_saved = self._periods
 
     def request(self, ticket: int) -> None:
-        """Somebody asked for a checkpoint."""
+        """Request a checkpoint."""
         self._tickets.append(ticket)
 
     def request_cluster_checkpoint(self, reserve_s: float) -> None:
-        """The cluster asks for this machine's part of a round."""
+        """Request this machine's part of a round between machines."""
         self._reserve_s = reserve_s
         self.request(m.CLUSTER_TICKET)
 
     @property
     def _reserve(self) -> int:
-        """Batches that all ranks together train in the time that was asked for, and two more
-        for each, so that none waits for the next grant."""
+        """Batches that all ranks train in the requested time, and two more for each rank, so that
+        none waits for the next grant."""
         seconds = self._core.elche.seconds_per_batch or ()
         live = [rank.rank for rank in self._core.live]
         speed = sum(1 / seconds[rank] for rank in live if seconds and seconds[rank] > 0)
         return math.ceil(speed * self._reserve_s) + 2 * len(live)
 
     def cancel(self) -> None:
-        """The cut in the making is void; what it was made for stays due."""
+        """Discard the cut in progress; its requests stay due."""
         self._cut = None
 
     def _begin(self, ranks: Sequence[int]) -> ConsistentCut:
@@ -110,28 +109,28 @@ class RunCheckpointer:
             scheduled=closes or self._due_within,
             within=not closes,
             num_periods=self._periods,
-            began_at=self._core.now,
-            began_step=self._core.num_trained,
+            started_at=self._core.now,
+            started_step=self._core.num_trained,
             tickets=tuple(self._tickets),
         )
         return self._cut
 
     def begin_round(self, ranks: Sequence[int]) -> None:
-        """A round begins whose answers carry the ranks' own states."""
+        """Start a cut with a round whose replies carry the ranks' states."""
         self._begin(ranks)
 
-    def note(self, rank: int, extra: m.Extra | None, payload: Payload | None = None) -> None:
-        """A rank's part has come, with everything told that is in it.
+    def add_rank(self, rank: int, extra: m.Extra | None, payload: Payload | None = None) -> None:
+        """Add a rank's part; all training in it has been reported.
 
         Args:
             rank: The rank.
-            extra: Its own state.
-            payload: The average, if this rank is the one that sends it.
+            extra: Its own state, or an error.
+            payload: The average, from the rank that sends it.
         """
         cut = self._cut
         if cut is None or extra is None:
             return
-        cut.notes[rank] = RankCut.of(self._core, self._epochs.all_open(), rank)
+        cut.cuts[rank] = RankCut.of(self._core, self._epochs.all_open(), rank)
         if isinstance(extra, Exception):
             cut.error = extra
         else:
@@ -140,10 +139,10 @@ class RunCheckpointer:
             cut.lead_payload = payload
 
     def commit(self, payload: Payload | None) -> None:
-        """The round has settled what is in it.
+        """Complete the cut with its round.
 
         Args:
-            payload: A copy of the average; ``None``: the lead has sent it.
+            payload: A copy of the average; ``None``: the lead sent it.
         """
         cut = self._cut
         if cut is None:
@@ -152,19 +151,19 @@ class RunCheckpointer:
         self._emit(cut, cut.lead_payload if payload is None else payload)
         self._cut = None
 
-    def ask(self) -> None:
-        """Have every rank send its state, at the same step."""
+    def request_states(self) -> None:
+        """Request the state of every rank, at the same step."""
         ranks = [rank.rank for rank in self._core.live]
         cut = self._begin(ranks)
         for rank in ranks:
             self._core.send(rank, m.TakeCheckpoint(id=cut.id))
 
     def on_captured(self, event: m.CapturedState) -> None:
-        """A rank has sent its state; its report was taken in before."""
+        """Handle the state of a rank; its report has been recorded."""
         cut = self._cut
         if cut is None or event.id != cut.id or event.rank not in cut.ranks:
             return
-        self.note(event.rank, event.extra)
+        self.add_rank(event.rank, event.extra)
         cut.parts[event.rank] = event
         if len(cut.parts) < len(cut.ranks):
             return
@@ -178,7 +177,7 @@ class RunCheckpointer:
             self._emit(cut, lead)
             self._cut = None
             return
-        # The replicas' parameters are the same; their buffers are not.
+        # The replicas' parameters are equal, their buffers are not.
         buffers = [
             Payload(
                 params=(), buffers=part.payload.buffers, other_buffers=part.payload.other_buffers
@@ -196,7 +195,7 @@ class RunCheckpointer:
         )
 
     def on_averaged(self, event: m.Averaged) -> None:
-        """The average of the buffers is there, or could not be computed."""
+        """Complete the cut with the average of the buffers."""
         cut = self._cut
         if cut is not None and cut.run is not None:
             kept, lead = event.kept, cut.parts[cut.ranks[0]].payload
@@ -209,13 +208,13 @@ class RunCheckpointer:
         self._cut = None
 
     def freeze_end(self, finals: Sequence[m.FinalSnapshot]) -> None:
-        """All ranks have left, and the result is made of these states."""
+        """Take the final cut, from these last states."""
         self._cut = None
         core = self._core
         if not finals or any(final.extra is None for final in finals):
             return
         if core.config.granted and m.CLUSTER_TICKET not in self._tickets:
-            self._tickets.append(m.CLUSTER_TICKET)  # the cluster wants to know what was trained
+            self._tickets.append(m.CLUSTER_TICKET)  # the cluster requires the trained batches
         used = {final.rank for final in finals}
         cut = self._begin(sorted(used))
         cut.scheduled = core.config.save_every is not None
@@ -226,24 +225,24 @@ class RunCheckpointer:
                 if not (core.alone or core.lockstep):
                     core.global_step += num_batches
             elif not core.lockstep:
-                core.ledger.take_back(rank.rank, core.elche.shares)
+                core.ledger.reopen_rank(rank.rank, core.elche.shares)
         for final in finals:
-            self.note(final.rank, final.extra)
+            self.add_rank(final.rank, final.extra)
         cut.step = finals[0].step if core.lockstep else None
         self._freeze(cut)
 
     def emit_end(self, payload: Payload | None) -> None:
-        """The result is there."""
+        """Save the final cut with the result."""
         cut = self._cut
         if cut is not None and cut.run is not None and payload is not None:
             self._emit(cut, payload, final=True)
         self._cut = None
 
     def _freeze(self, cut: ConsistentCut) -> None:
-        """The machine's state at the cut; nothing that comes later shows in it."""
+        """Capture the coordinator's state at the cut."""
         core = self._core
         cut.run = capture_run(
-            core, self._epochs.closing(), self._epochs.elapsed_s, cut.notes, cut.step
+            core, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts, cut.step
         )
         cut.epoch = len(core.outcome.metrics)
         cut.global_step = cut.run["global_step"]
@@ -252,10 +251,10 @@ class RunCheckpointer:
         assert cut.run is not None
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods
-        self._saved_at, self._saved_step = cut.began_at, cut.began_step
+        self._saved_at, self._saved_step = cut.started_at, cut.started_step
         returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
         if m.CLUSTER_TICKET in cut.tickets:
-            returned = self._core.ledger.give_back(self._reserve, self._core.elche.shares)
+            returned = self._core.ledger.revoke_open(self._reserve, self._core.elche.shares)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
@@ -278,17 +277,17 @@ class RunCheckpointer:
 
 @dataclass(slots=True)
 class ConsistentCut:
-    """A checkpoint in the making; ``run`` is set once every rank's part is there."""
+    """A checkpoint in progress; ``run`` is set once every rank has replied."""
 
     id: int
     ranks: tuple[int, ...]
     scheduled: bool
     within: bool
     num_periods: int
-    began_at: float
-    began_step: int
+    started_at: float
+    started_step: int
     tickets: tuple[int, ...]
-    notes: dict[int, RankCut] = field(default_factory=dict)
+    cuts: dict[int, RankCut] = field(default_factory=dict)
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     parts: dict[int, m.CapturedState] = field(default_factory=dict)
     lead_payload: Payload | None = None

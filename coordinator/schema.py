@@ -1,4 +1,4 @@
-"""Checks of plain data read from outside; each refuses a value by naming its place."""
+"""Checks of deserialized data; each error names the place of the wrong value."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any, str], None]
-"""Raises ``ValueError`` unless a value is as it must be; the second argument names its place."""
+"""Raises ``ValueError`` for an invalid value; the second argument is its place, for the message."""
 
 
-def refuse(where: str, value: object, wanted: str) -> None:
-    """Raise the error that names a place, what stands there and what belongs there."""
-    raise ValueError(f"{where} is {value!r:.80}, where {wanted} belongs")
+def refuse(where: str, value: object, expected: str) -> None:
+    """Raise the error that names a place, its value and the expected one."""
+    raise ValueError(f"{where} is {value!r:.80}, expected {expected}")
 
 
 _MOST = 2**62
@@ -32,7 +32,7 @@ def whole(low: int = 0, high: int | None = None) -> Check:
 
 
 def real(low: float | None = None) -> Check:
-    """A number; finite and from ``low`` up where a lowest one is given."""
+    """A number; with ``low``, finite and at least that."""
 
     def check(value: Any, where: str) -> None:
         if type(value) not in (int, float):
@@ -54,7 +54,7 @@ def of_type(kind: type) -> Check:
 
 
 def one_of(*allowed: str) -> Check:
-    """One of these texts."""
+    """One of these strings."""
 
     def check(value: Any, where: str) -> None:
         if value not in allowed:
@@ -64,18 +64,18 @@ def one_of(*allowed: str) -> Check:
 
 
 def either(check: Check) -> Check:
-    """``None``, or what another check allows."""
+    """``None``, or a value that another check accepts."""
     return lambda value, where: None if value is None else check(value, where)
 
 
 def items(check: Check, length: int | None = None) -> Check:
-    """A list or tuple, of that length where one is given."""
+    """A list or tuple, with ``length`` of exactly that length."""
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, (list, tuple)):
             refuse(where, values, "a list")
         if length is not None and len(values) != length:
-            raise ValueError(f"{where} has {len(values)} entries, where {length} belong")
+            raise ValueError(f"{where} has {len(values)} entries, expected {length}")
         for i, value in enumerate(values):
             check(value, f"{where}[{i}]")
 
@@ -83,7 +83,7 @@ def items(check: Check, length: int | None = None) -> Check:
 
 
 def mapping(key: Check, value: Check) -> Check:
-    """A dictionary, each key and value of which is as it must be."""
+    """A dictionary with valid keys and values."""
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, Mapping):
@@ -96,11 +96,11 @@ def mapping(key: Check, value: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = None) -> Check:
-    """A dictionary with these fields, and perhaps some others.
+    """A dictionary with these fields.
 
     Args:
-        fields: What must be there.
-        may: What may be there. Fields that neither names are let alone.
+        fields: Required fields.
+        may: Optional fields. Other fields are not checked.
     """
 
     def check_all(values: Any, where: str) -> None:

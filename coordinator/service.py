@@ -1,8 +1,8 @@
-"""The thread that joins the machine to its inbox, the workers' inboxes and a clock.
+"""The thread that connects the coordinator to its inbox, the workers' inboxes and a clock.
 
-It blocks on its inbox: no polling, since each wake-up takes the interpreter from a
-worker. Averages are computed on a second thread, so that dispatch and
-throttling go on meanwhile; user callbacks run on neither.
+It blocks on its inbox and never polls, since each wake-up takes the GIL from a worker. Averages are
+computed on a second thread, so that dispatch and throttling continue meanwhile; user callbacks run
+on neither.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from coordinator.stall import MessageLog, stall_report
 from coordinator.state import Failure, Statistics
 
 logger = logging.getLogger(__name__)
-MAX_WAIT_S = 86_400.0  # a queue takes no timeout of more than some centuries
+MAX_WAIT_S = 86_400.0  # queue.get() overflows for timeouts of centuries
 Observer = Callable[[m.Event, Sequence[Command], float], None]
 SUSPENDED_S = 1.0
-"""Waking up so much too late means that the whole process was stopped meanwhile."""
+"""Delay of a wake-up that indicates a suspended process."""
 
 
 class Service:
-    """Runs a :class:`~coordinator.machine.Coordinator` on a thread of its own.
+    """Runs a :class:`~coordinator.machine.Coordinator` on its own thread.
 
     Args:
-        machine: The machine.
-        inbox: Where events arrive, from any thread.
+        machine: The coordinator.
+        inbox: Queue of events, from any thread.
         outboxes: The inbox of each worker.
-        abort_collective: Wakes all ranks that wait in the collective of a generation, or,
-            given ``None``, in any.
-        on_metrics: Called with those of each closed epoch and of steps, on the coordinator's
-            thread: it must only hand the value on.
+        abort_collective: Wakes all ranks that wait in the collective of a generation, or in any
+            with ``None``.
+        on_metrics: Called with epoch and step metrics on the coordinator's thread; must only
+            enqueue them.
         on_save: Called with each checkpoint of the run, likewise.
-        on_end: Called once, when the outcome is final, on the coordinator's thread.
+        on_end: Called once on the coordinator's thread, when the outcome is final.
     """
 
     def __init__(
@@ -83,11 +83,10 @@ class Service:
         self._observed_s = 0.0
 
     def observe(self, observer: Observer) -> None:
-        """Show ``observer`` each event from here on, with what the machine decided on it.
+        """Call ``observer`` for each event from now on; from any thread.
 
-        It is called in the coordinator's thread with the event, the commands and the time at
-        which the event was taken, after the commands were carried out: it must be quick
-        and must not raise. From any thread.
+        It is called on the coordinator's thread with the event, the resulting commands and the
+        time of the event, after the commands were executed. It must be quick and must not raise.
         """
         with self._lock:
             self._observers = (*self._observers, observer)
@@ -102,21 +101,21 @@ class Service:
             raise
 
     def handle_first(self, event: m.Event) -> None:
-        """Take an event in the calling thread, before :meth:`start`."""
+        """Handle an event on the calling thread, before :meth:`start`."""
         self._handle(event)
 
     @property
     def started(self) -> bool:
-        """Whether the threads were started."""
+        """True if the threads were started."""
         return self._thread.ident is not None
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the coordinator's thread; returns whether it has ended."""
+        """Wait for the coordinator's thread; returns True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def statistics(self) -> Statistics:
-        """A snapshot of the machine's counters; from any thread."""
+        """A snapshot of the coordinator's counters; from any thread."""
         with self._lock:
             return self._machine.statistics()
 
@@ -125,11 +124,11 @@ class Service:
     def _run(self) -> None:
         machine = self._machine
         try:
-            machine.watch(time.monotonic())
+            machine.restart_stall_timer(time.monotonic())
             while not machine.done:
-                self._turn()
+                self._handle_arrivals()
         except BaseException as error:
-            # Python's queues never disconnect: whoever waits must be told.
+            # Python's queues never disconnect: waiting workers need a message.
             logger.exception("the coordinator's thread died")
             with self._lock:
                 machine.outcome.failure = Failure(error=error)
@@ -141,8 +140,8 @@ class Service:
             self._averager.join()
             self._on_end()
 
-    def _turn(self) -> None:
-        """Wait for an event or the deadline, then handle all that has arrived."""
+    def _handle_arrivals(self) -> None:
+        """Wait for an event or the deadline, then handle all events in the inbox."""
         machine = self._machine
         deadline = machine.deadline
         event: m.Event
@@ -155,7 +154,7 @@ class Service:
             except queue.Empty:
                 event = m.Tick()
                 if (now := time.monotonic()) - deadline > SUSPENDED_S:
-                    machine.watch(now)
+                    machine.restart_stall_timer(now)
         while True:
             self._handle(event)
             try:
@@ -164,7 +163,7 @@ class Service:
                 return
 
     def _handle(self, event: m.Event) -> None:
-        """Have the machine take an event, and do what it decides."""
+        """Pass an event to the coordinator and execute its commands."""
         machine = self._machine
         now = time.monotonic()
         self._log.received(event, now)
@@ -174,7 +173,7 @@ class Service:
         for command in commands:
             self._execute(command, now)
         if self._observers:
-            # No cost of averaging: whoever looks on must not change the cadence.
+            # Not a cost of averaging: observers must not change the cadence.
             start = time.thread_time()
             for observer in self._observers:
                 observer(event, commands, now)
@@ -192,11 +191,11 @@ class Service:
             case PublishEpoch() | PublishSteps():
                 self._on_metrics(command.metrics)
             case BackendChosen():
-                told = (command.backend.name, command.reason)
+                backend, reason = command.backend.name, command.reason
                 if command.failed:
-                    logger.warning("the run goes on over %s: %s", *told)
+                    logger.warning("the run continues over %s: %s", backend, reason)
                 else:
-                    logger.info("averaging over %s: %s", *told)
+                    logger.info("averaging over %s: %s", backend, reason)
             case SaveCheckpoint() | SaveFailed():
                 if self._on_save is not None:
                     self._on_save(command)
@@ -210,7 +209,7 @@ class Service:
         try:
             error.report = stall_report(str(error), command.state, self._log, now)
         except Exception:
-            logger.exception("no report could be made")  # the run still ends as it must
+            logger.exception("the stall report failed")  # the run still ends
         error.add_note(error.report)
         logger.error("%s", error.report)
 

@@ -1,4 +1,4 @@
-"""Each rank's share of a global batch, by measured speed and memory."""
+"""Each rank's share of a global batch, from measured speed and memory."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from coordinator.splitting import Cost, seconds, split_by_cost, split_like, spli
 _TIME_WEIGHT = 0.3
 """Weight of a new measurement in the moving average of the seconds for a sample."""
 _OUTLIER_SHARE = 0.25
-"""A time that is off by more than this part is an outlier, or the second time a new speed."""
+"""Relative deviation of an outlier; a second one in the same direction is a new speed."""
 _MIN_GAIN = 0.03
-"""Part of the step that new sizes have to save: sizes that repeat are worth something."""
+"""Share of the step time that new sizes must save: repeated sizes reuse memory and kernels."""
 _PROBE = (2, 1)
-"""Ratios of neighbouring ranks in the second size that is measured."""
+"""Ratio of neighbouring ranks in the second sizes that are measured."""
 _MIN_SIZE_DIFFERENCE = 0.1
-"""Two sizes tell the fixed part of the time if they differ by more than this part."""
+"""Relative difference of two sizes from which the fixed part of the time is fitted."""
 _MAX_FIXED_SHARE = 0.9
-"""The fixed part of the time is at most this much of it."""
+"""Upper bound of the fixed part, as a share of the time."""
 _IDLE_GAIN = 0.1
-"""A rank gets nothing where the step without it is shorter by this part, and 1 sample delays it."""
+"""A rank idles if 1 sample on it delays the step by at least this share."""
 PROBE_PLANS, MAX_PROBE_PLANS = 20, 1280
-"""Plans until such a rank gets 1 sample again, at first and at most: twice as many each time."""
+"""Plans until an idle rank is probed with 1 sample, at first and at most; doubled each time."""
 CHECK_BATCHES = 200
-"""Batches of each rank behind a look at whether equal batches suit the ranks."""
+"""Batches of each rank between two checks for imbalance."""
 IMBALANCE_RATIO = 1.15
-"""Ranks are unequal if the slowest takes this many times the fastest one's time."""
+"""Ranks are unequal if the slowest takes this multiple of the fastest one's time."""
 _OUT_OF_MEMORY_FACTOR = 0.8
-"""A device that had no memory for a piece gets no more than this part of it."""
+"""A device that ran out of memory on a piece receives at most this share of it."""
 
 
 class Shares:
-    """Follows the speed of each rank and says how large its piece of a global batch is.
+    """Tracks the speed of each rank and sizes its piece of the global batches.
 
-    The step time is not linear in the piece, so that ``a + b n`` is fitted. Each rank's first
-    measurement is left out; the second is of equal pieces, the third of unequal ones, and
-    both together give ``a``. From there ``b`` follows what is measured: smoothly, but at once
-    where a time is far off for the second time in a row. New sizes are given only where they
-    save a few percent of the step. A rank that was seen to delay the others with 1 sample gets
-    nothing, and 1 sample in a plan now and then, to see whether it still does.
+    The compute time of ``n`` samples is modelled as ``a + b n``. The first measurement of a rank
+    is discarded; the second is of equal pieces, the third of unequal ones, and both together give
+    ``a``. From then on ``b`` is a moving average of the measurements, replaced at once by the
+    second of two outliers in a row. Sizes change only if that saves a few percent of the step. A
+    rank that delays the others even with 1 sample receives none, and is probed with 1 sample at
+    growing intervals.
 
-    Deterministic and not thread-safe: no clock and no thread of its own.
+    Deterministic and not thread-safe: no clock, no thread.
 
     Args:
         world_size: Number of ranks.
         first: Sizes of the first pieces; ``None``: equal ones.
-        fixed: Whether pieces stay like the first ones, whatever is measured.
+        fixed: Keep the proportions of the first pieces, whatever is measured.
 
     Attributes:
-        num_plans: How often sizes were given.
+        num_plans: Number of calls of :meth:`sizes`.
     """
 
     def __init__(
@@ -62,52 +62,52 @@ class Shares:
         self._ranks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._has_probed = False
-        self._failed: dict[int, int] = {}  # limits by pieces that were too large
-        self._limits: dict[int, int] = {}  # these, and those by measured memory
-        self._bounds: dict[int, int] = {}
+        self._failed: dict[int, int] = {}  # limits after out-of-memory errors
+        self._limits: dict[int, int] = {}  # these and ``_bounds`` together
+        self._bounds: dict[int, int] = {}  # limits by measured memory
         self._idle_ranks: dict[int, _IdleRank] = {}
         self.num_plans = 0
 
     def observe(self, rank: int, num_samples: float, compute_s: float) -> None:
-        """Take the mean time of some micro-batches of a rank.
+        """Record the mean time of some micro-batches of a rank.
 
         Args:
-            rank: Whose they are.
-            num_samples: Samples in one of them, on the mean.
-            compute_s: Seconds for one of them, waits for data and peers excluded.
+            rank: The rank.
+            num_samples: Mean number of samples in one of them.
+            compute_s: Mean seconds of one of them, waits for data and peers excluded.
         """
         if num_samples > 0 and math.isfinite(compute_s) and compute_s > 0:
             self._fits[rank].add(num_samples, compute_s, anew=rank in self._idle_ranks)
 
     def cost(self, rank: int) -> Cost | None:
-        """Seconds for a piece and for each sample in it; ``None``: not measured yet."""
+        """The fitted cost of a rank; ``None``: not measured yet."""
         fit = self._fits[rank]
-        return (fit.fixed_s, fit.sample_s) if fit.known else None
+        return (fit.fixed_s, fit.sample_s) if fit.is_fitted else None
 
     @property
     def current(self) -> dict[int, int]:
-        """The piece of each rank that was dealt last."""
+        """The size of each rank's piece in the last plan."""
         return dict(zip(self._ranks, self._sizes, strict=True))
 
-    def limit(self, rank: int, num_samples: int) -> bool:
-        """A rank had no memory for a piece of so many samples: it gets smaller ones only.
+    def record_out_of_memory(self, rank: int, num_samples: int) -> bool:
+        """Record that a rank ran out of memory on a piece: its later ones are smaller.
 
         Returns:
-            Whether that is news; not where its piece was above its limit already, because the
-            ranks that were left had no memory for a smaller global batch.
+            False if the piece was above the rank's limit already, because the remaining ranks
+            have no memory for the global batch.
         """
-        known = self._failed.get(rank, num_samples)
+        limit = self._failed.get(rank, num_samples)
         most = max(1, min(num_samples - 1, int(_OUT_OF_MEMORY_FACTOR * num_samples)))
-        self._failed[rank] = min(most, known)
+        self._failed[rank] = min(most, limit)
         self._set_limits()
-        return num_samples <= known
+        return num_samples <= limit
 
-    def bound(self, rank: int, most: int | None) -> None:
-        """By its measured memory a rank bears pieces of at most so many samples.
+    def set_memory_limit(self, rank: int, most: int | None) -> None:
+        """Limit the pieces of a rank by its measured memory.
 
         Args:
-            rank: Whose memory it is.
-            most: Samples, from 1 up; ``None``: not known. The last one counts.
+            rank: The rank.
+            most: Maximum samples, at least 1; ``None``: not measured. Replaces the last one.
         """
         if most is not None and most != self._bounds.get(rank):
             self._bounds[rank] = most
@@ -118,38 +118,38 @@ class Shares:
         for rank, most in self._failed.items():
             self._limits[rank] = min(most, self._limits.get(rank, most))
 
-    def bearable(self, total: int, ranks: Sequence[int]) -> bool:
-        """Whether no failure so far says that these ranks have no memory for so many samples."""
+    def may_fit(self, total: int, ranks: Sequence[int]) -> bool:
+        """True unless out-of-memory errors so far rule out ``total`` samples on these ranks."""
         return sum(self._failed.get(rank, total) for rank in ranks) >= total
 
     def fits(self, total: int, ranks: Sequence[int]) -> bool:
-        """Whether the memory of these ranks bears so many samples, as far as is known."""
+        """True if ``total`` samples are within the known limits of these ranks."""
         return sum(self._limits.get(rank, total) for rank in ranks) >= total
 
     def sizes(self, total: int, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The pieces of the next global batches.
+        """Choose the pieces of the next global batches.
 
         Args:
-            total: Samples in one of them, at least one for each rank.
-            ranks: Who takes part.
+            total: Samples in one global batch, at least one for each rank.
+            ranks: The participating ranks.
 
         Returns:
-            The size of each rank's piece; their sum is ``total``. 0: 1 would delay the others.
+            The size of each rank's piece; their sum is ``total``. 0: the rank idles.
         """
         self.num_plans += 1
         self._sizes = self._next(total, tuple(ranks))
         self._ranks = tuple(ranks)
         return self._sizes
 
-    def short(self, total: int, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """The pieces of a smaller global batch, cut like those of a whole one.
+    def short_sizes(self, total: int, sizes: Mapping[int, int]) -> tuple[int, ...]:
+        """Choose the pieces of a short global batch, in the proportions of a whole one.
 
         Args:
             total: Samples in it, at least one for each rank.
-            sizes: Of its ranks, in a whole one.
+            sizes: The pieces of its ranks in a whole one.
 
         Returns:
-            The size of each rank's piece, within its limit if the ranks' memory bears them all.
+            The size of each rank's piece, within its limit if the sum of the limits allows.
         """
         chosen = [rank for rank, n in sizes.items() if n]
         if not chosen or not self.fits(total, chosen):
@@ -180,8 +180,10 @@ class Shares:
     def _by_cost(
         self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
     ) -> tuple[int, ...]:
-        best = self._with_one_more(total, ranks, costs, self._without_slow(total, ranks, costs))
-        probed = self._probed(best)
+        best = self._with_idle_ranks(
+            total, ranks, costs, self._without_slow_ranks(total, ranks, costs)
+        )
+        probed = self._with_probe(best)
         if probed != best:
             return tuple(probed.values())
         within = all(
@@ -199,12 +201,12 @@ class Shares:
         )
         return dict(zip(ranks, parts, strict=True))
 
-    def _without_slow(
+    def _without_slow_ranks(
         self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]
     ) -> dict[int, int]:
-        """The best sizes, with nothing for ranks that would delay the others with 1 sample.
+        """The best sizes, with 0 for ranks that delay the others with 1 sample.
 
-        Ranks that are slow alike go together: without one of them the step is as long as with it.
+        Equally slow ranks are left out together: leaving out one of them gains nothing.
         """
         best = sizes = self._cut(total, ranks, costs)
         while True:
@@ -214,30 +216,30 @@ class Shares:
             if sizes[slow] > 1 or not others or not self.fits(total, others):
                 return best
             if self._fits[slow].least > 1:
-                return best  # it gets 1 sample first, which shows whether it delays
+                return best  # 1 sample on it is measured first
             sizes = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
             if _step_s(costs, sizes) <= (1 - _IDLE_GAIN) * _step_s(costs, best):
                 best = sizes
 
-    def _with_one_more(
+    def _with_idle_ranks(
         self,
         total: int,
         ranks: tuple[int, ...],
         costs: Mapping[int, Cost],
         best: dict[int, int],
     ) -> dict[int, int]:
-        """The best sizes, or better ones with one more rank, as long as there are any.
+        """Add idle ranks one by one to the sizes as long as the step gets shorter.
 
-        Where several have none, the best sizes may be held up by another one of them: those
-        that have some now may be better with one of the others, too.
+        The present sizes are tried as a start as well: where several ranks idle, ``best`` may
+        include a slow one in place of a faster one.
         """
         if ranks == self._ranks and sum(self._sizes) == total:
-            best = self._one_more(total, ranks, costs, best, self.current)
-        while (better := self._one_more(total, ranks, costs, best, best)) is not best:
+            best = self._with_one_idle_rank(total, ranks, costs, best, self.current)
+        while (better := self._with_one_idle_rank(total, ranks, costs, best, best)) is not best:
             best = better
         return best
 
-    def _one_more(
+    def _with_one_idle_rank(
         self,
         total: int,
         ranks: tuple[int, ...],
@@ -245,7 +247,7 @@ class Shares:
         best: dict[int, int],
         sizes: Mapping[int, int],
     ) -> dict[int, int]:
-        """The best sizes, or better ones for the ranks of ``sizes`` and one that has none there."""
+        """``best``, or better sizes for the busy ranks of ``sizes`` and one idle rank."""
         some = {rank for rank, n in sizes.items() if n}
         for rank in ranks:
             more = [r for r in ranks if r in some or r == rank]
@@ -254,17 +256,17 @@ class Shares:
                 best = min(best, cut, key=lambda sizes: _step_s(costs, sizes))
         return best
 
-    def _probed(self, best: dict[int, int]) -> dict[int, int]:
-        """The sizes with 1 sample for one rank that has rested long enough."""
+    def _with_probe(self, best: dict[int, int]) -> dict[int, int]:
+        """The sizes with 1 sample for an idle rank that is due to be probed."""
         self._idle_ranks = {
             r: self._idle_ranks.get(r, _IdleRank()) for r, n in best.items() if n == 0
         }
-        for rank, rest in self._idle_ranks.items():
-            rest.num_plans += 1
+        for rank, idle in self._idle_ranks.items():
+            idle.num_plans += 1
             most = max(best, key=lambda r: best[r])
-            if rest.num_plans > rest.interval and best[most] > 1:
-                rest.num_plans = 0
-                rest.interval = min(2 * rest.interval, MAX_PROBE_PLANS)
+            if idle.num_plans > idle.interval and best[most] > 1:
+                idle.num_plans = 0
+                idle.interval = min(2 * idle.interval, MAX_PROBE_PLANS)
                 return {**best, rank: 1, most: best[most] - 1}
         return best
 
@@ -275,7 +277,7 @@ def _step_s(costs: Mapping[int, Cost], sizes: Mapping[int, int]) -> float:
 
 @dataclass(slots=True)
 class _TimeFit:
-    """What one rank takes for a piece: ``fixed_s + sample_s * n``."""
+    """The time of a piece on one rank: ``fixed_s + sample_s * n``."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
@@ -283,16 +285,16 @@ class _TimeFit:
     first: tuple[float, float] | None = None
     was_off: int = 0
     least: float = math.inf
-    """The fewest samples that were measured: below them the fixed part is a guess."""
+    """The fewest samples measured: for fewer, the fixed part is extrapolated."""
 
     @property
-    def known(self) -> bool:
+    def is_fitted(self) -> bool:
         return self.sample_s > 0
 
     def add(self, n: float, time_s: float, *, anew: bool = False) -> None:
         self.num_seen += 1
         if self.num_seen == 1:
-            return  # libraries load and allocators grow in the first steps
+            return  # in the first steps libraries load and allocators grow
         self.least = min(self.least, n)
         if self.first is not None and abs(n / self.first[0] - 1) > _MIN_SIZE_DIFFERENCE:
             slope = (time_s - self.first[1]) / (n - self.first[0])
@@ -300,13 +302,13 @@ class _TimeFit:
             self.fixed_s = min(max(fixed_s, 0.0), _MAX_FIXED_SHARE * min(time_s, self.first[1]))
             self.sample_s = (time_s - self.fixed_s) / n
             self.first = None
-        elif not self.known:
+        elif not self.is_fitted:
             self.first = (n, time_s)
             self.sample_s = time_s / n
         else:
-            self._follow(n, time_s, anew=anew)
+            self._update(n, time_s, anew=anew)
 
-    def _follow(self, n: float, time_s: float, *, anew: bool) -> None:
+    def _update(self, n: float, time_s: float, *, anew: bool) -> None:
         self.fixed_s = min(self.fixed_s, _MAX_FIXED_SHARE * time_s)
         new = (time_s - self.fixed_s) / n
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
@@ -319,33 +321,33 @@ class _TimeFit:
 
 @dataclass(slots=True)
 class _IdleRank:
-    """A rank that gets nothing: plans until it is probed, and those since it was."""
+    """A rank without samples: plans between two probes, and plans since the last one."""
 
     interval: int = PROBE_PLANS
     num_plans: int = 0
 
 
 class ImbalanceDetector:
-    """Notices that ranks take unequal times for equal batches. Not thread-safe.
+    """Detects ranks that take unequal times for equal batches. Not thread-safe.
 
-    Each look covers ``CHECK_BATCHES`` batches of each rank.
+    Checks after every ``CHECK_BATCHES`` batches of each rank, until the first detection.
     """
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[int, float]] = {}
-        self.noticed = False
+        self.detected = False
 
-    def look(self, totals: Mapping[int, tuple[int, float]]) -> tuple[int, float, float] | None:
-        """See whether the ranks are unequal; once they were, there is no further look.
+    def check(self, totals: Mapping[int, tuple[int, float]]) -> tuple[int, float, float] | None:
+        """Check the ranks for imbalance.
 
         Args:
-            totals: Batches of each live rank so far, and the seconds of computing in them.
+            totals: Batches of each live rank so far, and their compute seconds.
 
         Returns:
-            The slowest rank, how many times the fastest one's time it takes, and how many times
-            as fast steps would be with shares; ``None``: there is nothing to say.
+            The slowest rank, its time as a multiple of the fastest one's, and the speed-up of
+            steps with balanced shares; ``None``: balanced, or too early to tell.
         """
-        if self.noticed:
+        if self.detected:
             return None
         if self._since.keys() != totals.keys() or len(totals) < 2:
             self._since = dict(totals)
@@ -359,6 +361,6 @@ class ImbalanceDetector:
         fastest_s = min(times.values())
         if fastest_s <= 0 or times[slowest] < IMBALANCE_RATIO * fastest_s:
             return None
-        self.noticed = True
+        self.detected = True
         gain = times[slowest] * sum(1 / s for s in times.values()) / len(times)
         return slowest, times[slowest] / fastest_s, gain

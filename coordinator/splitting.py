@@ -1,4 +1,4 @@
-"""Splits of an epoch: its permutation, its batches, and parts in proportion to ratios or costs."""
+"""Permutation and batches of an epoch, and splits of them by ratio or by measured cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class BatchSet:
-    """Disjoint ranges of batch positions, taken from the front in rising order."""
+    """A set of batch positions as disjoint ascending ranges, taken from the front."""
 
     def __init__(self, spans: Iterable[range] = ()) -> None:
         self._spans: list[range] = []
@@ -23,16 +23,16 @@ class BatchSet:
 
     @property
     def spans(self) -> tuple[range, ...]:
-        """What is left, as ranges in rising order."""
+        """The batches of the set, as ascending ranges."""
         return tuple(self._spans)
 
     def take(self, count: int, *, whole: int = 1) -> tuple[range, ...]:
         """Remove and return the first ``count`` batches (fewer if fewer are left).
 
         Args:
-            count: How many.
-            whole: Of a range that is not taken to its end take a multiple of this many, where
-                that leaves any.
+            count: Number of batches.
+            whole: Where a range is not taken to its end, take a multiple of this many batches, if
+                that is not 0.
         """
         taken: list[range] = []
         while count > 0 and self._spans:
@@ -52,12 +52,12 @@ class BatchSet:
         return tuple(taken)
 
     def put_back(self, spans: Iterable[range]) -> None:
-        """Return batches, for instance those that died with a rank."""
+        """Put batches back, such as those of a dead rank."""
         every = [span for span in (*self._spans, *spans) if span]
         if any(span.step != 1 for span in every):
             self._spans = list(compress(sorted(b for span in every for b in span)))
             return
-        # By ends alone: an epoch may have millions of batches.
+        # Without expanding the ranges: an epoch may have millions of batches.
         self._spans = []
         for span in sorted(every, key=lambda span: span.start):
             if self._spans and self._spans[-1].stop == span.start:
@@ -66,7 +66,7 @@ class BatchSet:
                 self._spans.append(span)
 
     def remove(self, spans: Iterable[range]) -> None:
-        """Take these batches out, as far as they are there. All ranges have step 1."""
+        """Remove those of these batches that the set holds. All ranges have step 1."""
         left: list[range] = []
         gone = iter(BatchSet(spans).spans)
         hole = next(gone, None)
@@ -77,7 +77,7 @@ class BatchSet:
                     left.append(range(start, hole.start))
                 start = max(start, hole.stop)
                 if hole.stop > span.stop:
-                    break  # it reaches into the next one
+                    break  # it extends into the next range
                 hole = next(gone, None)
             if start < span.stop:
                 left.append(range(start, span.stop))
@@ -85,7 +85,7 @@ class BatchSet:
 
 
 def permutation(num_samples: int, epoch: int, seed: int) -> npt.NDArray[np.int64]:
-    """The order in which an epoch visits the data set, from ``(seed, epoch)`` alone.
+    """The order in which an epoch visits the data set; depends on ``(seed, epoch)`` only.
 
     Args:
         num_samples: Length of the data set.
@@ -111,9 +111,9 @@ def batch_bounds(batch: int, num_samples: int, batch_size: int) -> tuple[int, in
 
 
 def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Cut ``total`` into whole parts proportional to ``ratios`` that sum to ``total``.
+    """Split ``total`` into integers proportional to ``ratios``, by largest remainder.
 
-    The largest remainders get what rounding down leaves, the lower rank first.
+    Of equal remainders the lower rank is rounded up first.
     """
     scale = total / sum(ratios)
     exact = [ratio * scale for ratio in ratios]
@@ -125,29 +125,29 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def split_like(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Cut ``total`` in proportion to ``sizes``, none of the parts below 1."""
+    """Split ``total`` in proportion to ``sizes``, with parts of at least 1."""
     rest = total - len(sizes)
     return tuple(1 + n for n in split_by_ratio(rest, sizes))
 
 
 Cost = tuple[float, float]
-"""Seconds that a rank takes for a piece: a part that does not depend on it, and those a sample."""
+"""Compute time of a piece on a rank: ``(fixed seconds, seconds per sample)``."""
 
 
 def seconds(cost: Cost, num_samples: float) -> float:
-    """The time of a piece."""
+    """The compute time of a piece, in seconds."""
     return cost[0] + cost[1] * num_samples
 
 
 def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
-    """Cut ``total`` samples so that the slowest piece is done as early as can be.
+    """Split ``total`` samples so that the longest compute time is minimal.
 
     Args:
         total: Samples, at least one for each rank.
-        costs: Of each rank; the seconds for a sample are above 0.
+        costs: Cost of each rank; the seconds per sample are above 0.
 
     Returns:
-        Whole parts of at least 1 that sum to ``total``.
+        Integers of at least 1 that sum to ``total``.
     """
     assert total >= len(costs), f"{total} samples are too few for {len(costs)} ranks"
     parts = [1] * len(costs)
@@ -166,7 +166,7 @@ def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
         if rest > 0:
             i = min(range(len(parts)), key=lambda i: seconds(costs[i], parts[i] + 1))
             parts[i] += 1
-        else:  # by rounding of floats
+        else:  # float rounding
             i = max((i for i, n in enumerate(parts) if n > 1), key=lambda i: parts[i])
             parts[i] -= 1
     return tuple(parts)
@@ -178,13 +178,13 @@ def split_within(
     limits: Mapping[int, int],
     split: Callable[[int, Sequence[int]], Sequence[int]],
 ) -> tuple[int, ...]:
-    """Cut ``total`` samples so that no part is above the limit of its rank.
+    """Split ``total`` samples so that no part is above the limit of its rank.
 
     Args:
-        total: Samples, at least one for each rank and not more than the limits allow.
-        ranks: Whose parts these are.
-        limits: The most samples of a rank; without one there is none.
-        split: Cuts so many samples for these ranks without limits.
+        total: Samples, at least one for each rank and at most the sum of the limits.
+        ranks: The ranks.
+        limits: Maximum samples of a rank; a missing one means no limit.
+        split: Splits a number of samples between ranks, without limits.
 
     Returns:
         The part of each rank.
@@ -202,17 +202,17 @@ def split_within(
 def cut(
     spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
 ) -> dict[int, tuple[range, ...]]:
-    """Parts of all ranks: interleaved, or contiguous if there are ratios, one for each rank
-    there ever was; equal ones if these ranks have none of them."""
+    """Parts of the ranks: interleaved, or contiguous where ``ratios`` has one for each rank of the
+    run; equal parts if the ratios of these ranks are all 0."""
     if ratios is None:
         return {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
-    rest, wanted = BatchSet(spans), [ratios[rank] for rank in ranks]
-    parts = split_by_ratio(len(rest), wanted if sum(wanted) > 0 else [1.0] * len(ranks))
+    rest, chosen = BatchSet(spans), [ratios[rank] for rank in ranks]
+    parts = split_by_ratio(len(rest), chosen if sum(chosen) > 0 else [1.0] * len(ranks))
     return {rank: rest.take(count) for rank, count in zip(ranks, parts, strict=True)}
 
 
 def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
-    """Every ``step``-th batch of the ranges laid end to end, from ``first`` on."""
+    """Every ``step``-th batch of the concatenated ranges, from ``first`` on."""
     picked: list[range] = []
     skip = first
     for span in spans:
@@ -224,7 +224,7 @@ def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, .
 
 
 def compress(positions: Iterable[int]) -> Iterable[range]:
-    """Rising positions as maximal ranges of step 1."""
+    """Ascending positions as maximal ranges of step 1."""
     start = stop = None
     for b in positions:
         if start is None or stop is None:

@@ -1,4 +1,4 @@
-"""Detection of a run without progress, and its report: state, last messages, threads."""
+"""Detection of a run without progress, and its report: state, last messages, stacks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from coordinator.state import Core, Phase
 from coordinator.transports import Round
 
 NUM_KEPT = 8
-"""Messages kept of each rank and direction."""
+"""Messages kept for each rank and direction."""
 MAX_CHARS = 400
-"""Length at which a message in the report is cut."""
+"""Maximum length of a message in the report."""
 
 
 class StallDetector:
-    """Ends a run that stands still, whatever the cause.
+    """Detects a run without progress for ``stall_timeout``, whatever the cause.
 
-    Progress is: a rank became ready, trained, evaluated, handed a checkpoint over or left;
-    a round was completed; an epoch was published. Rounds that fail, limits and requests are
-    none, or ranks that wait for each other would look busy.
+    Progress means: a rank became ready, trained, evaluated, completed a checkpoint call or left;
+    a round completed; an epoch was published. Failed rounds, limits and requests do not count, or
+    ranks that wait for each other would look busy.
     """
 
     def __init__(self, core: Core, round: Round) -> None:
@@ -41,21 +41,21 @@ class StallDetector:
         self._seen = (0, 0)
 
     def restart(self, now: float) -> None:
-        """Count from here."""
+        """Restart the timer."""
         self._last = now
 
     @property
     def deadline(self) -> float | None:
-        """When the run is given up if there is no progress until then."""
+        """Time at which the run fails unless it makes progress; ``None``: never."""
         core = self._core
         if self._last is None or core.phase in (Phase.FAILING, Phase.DONE):
             return None
         if core.config.granted and core.phase is Phase.RUNNING and core.idle:
-            return None  # other machines are waited for
+            return None  # waiting for other machines
         return self._last + self._core.config.stall_timeout_s
 
-    def look(self, event: m.Event, now: float) -> None:
-        """An event was handled: see whether it brought the run on."""
+    def observe(self, event: m.Event, now: float) -> None:
+        """Restart the timer if a handled event made progress."""
         if isinstance(event, m.ClusterRoundDone):
             self._last = now
         rnd = self._round
@@ -73,9 +73,9 @@ class StallDetector:
         error = RunStalled(
             f"the run made no progress for {timeout_s:g} s (phase {core.phase.value}); raise "
             "stall_timeout if a step, an evaluation, a checkpoint or the building of a model "
-            "takes that long; .report tells what every thread was doing"
+            "takes that long; .report holds the stack of every thread"
         )
-        # The first command: what follows wakes the threads that it is to show.
+        # Reported before the commands of a failure wake the threads.
         core.out.append(ReportStall(error=error, state=describe(core, self._round)))
         return error
 
@@ -95,7 +95,7 @@ def _is_progress(event: m.Event) -> bool:
 
 
 def describe(core: Core, round: Round) -> str:
-    """The machine's state in words, for a report: phase, round, ranks and pool."""
+    """The coordinator's state as text: phase, round, ranks and ledger."""
     lines = [
         f"phase {core.phase.value}, policy {core.config.policy.name} over "
         f"{core.backend_choice.chosen.name}, global step {core.global_step}, "
@@ -104,23 +104,25 @@ def describe(core: Core, round: Round) -> str:
     ]
     lines += [f"rank {rank.rank}: {_fields(rank)}" for rank in core.ranks]
     if not core.ledger.epochs:
-        lines.append("pool: no epoch is open")
+        lines.append("ledger: no epoch is open")
     for epoch in core.ledger.epochs:
-        lines.append(f"pool: epoch {epoch.epoch}, {len(epoch.open)} batches open, {_fields(epoch)}")
+        lines.append(
+            f"ledger: epoch {epoch.epoch}, {len(epoch.open)} batches open, {_fields(epoch)}"
+        )
     for rank, ledger in enumerate(core.ledger.by_rank):
         assigned, trained, in_round = (
             sum(len(span) for _, span in spans)
             for spans in (ledger.assigned, ledger.trained, ledger.in_round)
         )
         lines.append(
-            f"pool: rank {rank} holds {assigned} batches assigned, {trained} trained, "
+            f"ledger: rank {rank} holds {assigned} batches assigned, {trained} trained, "
             f"{in_round} in the round"
         )
     return "\n".join(lines)
 
 
 def _fields(record: Any) -> str:
-    """A record's plain values; of a collection its keys or its length, never a tensor."""
+    """A record's plain values; for a collection its keys or its length, never a tensor."""
     fields = dataclasses.fields(record)
     return ", ".join(f"{field.name}={_brief(getattr(record, field.name))}" for field in fields)
 
@@ -141,8 +143,8 @@ def _brief(value: object) -> str:
             return type(value).__name__
 
 
-# Kept as they are. What may hold tensors, or an exception whose frames do, is kept as its
-# name and numbers, and so is every kind of message that is not listed here.
+# Kept whole. Any other message may hold tensors, or an exception whose frames do, and is reduced
+# to its name and numbers.
 _KEPT_WHOLE = frozenset(
     (
         m.StartEpoch,
@@ -171,9 +173,9 @@ _NUMBERS = ("round", "generation", "epoch", "step")
 
 
 class MessageLog:
-    """The last messages to and from each rank; for one thread.
+    """The last messages to and from each rank; not thread-safe.
 
-    Noting one formats nothing and keeps no tensor alive.
+    Recording a message formats nothing and keeps no tensor alive.
     """
 
     def __init__(self) -> None:
@@ -182,15 +184,15 @@ class MessageLog:
         )
 
     def received(self, event: m.Event, now: float) -> None:
-        """The coordinator took an event; those of no rank are kept together."""
-        if type(event) is not m.Tick:  # which says only that time has passed
-            self._note(("from", getattr(event, "rank", -1)), event, now)
+        """Record an event; events without a rank share one log."""
+        if type(event) is not m.Tick:
+            self._record(("from", getattr(event, "rank", -1)), event, now)
 
     def sent(self, rank: int, message: m.ToWorker, now: float) -> None:
-        """The coordinator sent a message to a rank."""
-        self._note(("to", rank), message, now)
+        """Record a message to a rank."""
+        self._record(("to", rank), message, now)
 
-    def _note(self, key: tuple[str, int], message: object, now: float) -> None:
+    def _record(self, key: tuple[str, int], message: object, now: float) -> None:
         kind = type(message)
         if kind not in _KEPT_WHOLE:
             numbers = [(name, getattr(message, name, None)) for name in _NUMBERS]
@@ -198,7 +200,7 @@ class MessageLog:
         self._rings[key].append((now, message))
 
     def text(self, now: float) -> str:
-        """The messages kept, oldest first, with their age in seconds."""
+        """The recorded messages, oldest first, with their age in seconds."""
         lines = []
         for (way, rank), ring in sorted(self._rings.items(), key=lambda item: item[0][::-1]):
             lines.append(f"{way} rank {rank}:" if rank >= 0 else "from the service:")
@@ -215,13 +217,13 @@ def _text(message: object) -> str:
 
 
 def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
-    """The whole report.
+    """The report of a stalled run.
 
     Args:
-        reason: What happened.
-        state: The machine's state.
+        reason: The error message.
+        state: The coordinator's state; see :func:`describe`.
         log: The last messages.
-        now: The time.
+        now: The present time.
     """
     sections = {
         "coordinator": state,
@@ -232,7 +234,7 @@ def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
 
 
 def thread_stacks() -> str:
-    """The stack of every thread of the process, with the threads' names."""
+    """The stack of every thread of the process, with thread names."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return _stacks_of_stopped_threads(names)
@@ -244,14 +246,14 @@ def thread_stacks() -> str:
 
 
 def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
-    """The same without the interpreter's lock: frames of threads that run must not be followed."""
+    """:func:`thread_stacks` without the GIL, where frames of running threads must not be read."""
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
             file.seek(0)
             text = file.read().decode(errors="replace")
     except OSError as error:
-        return f"no stacks, which take a temporary file: {error}"
+        return f"no stacks, since no temporary file could be created: {error}"
 
     def named(head: re.Match[str]) -> str:
         ident = int(head[1], 16)

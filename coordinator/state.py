@@ -1,4 +1,4 @@
-"""What is known of the ranks and of the run: the state that the parts of the machine share."""
+"""State of the ranks and of the run, shared by the parts of the coordinator."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ from coordinator.shares import Shares
 
 
 class Core:
-    """What a run knows: who is there, who has which batches, how fast everyone is.
+    """State of a run.
 
     Attributes:
         config: Settings.
-        alone: Whether there is one rank, or one is left, so that nothing is averaged.
-        lockstep: Whether gradients are averaged in the step (``SYNC``).
-        ledger: Who has which batches.
-        elche: How many batches each rank runs between two rounds.
-        guard: What divergence says about the cadence.
-        limits: When a round is due, and how far each rank may run.
-        backend_choice: Which transport carries the averagings.
+        alone: True with one live rank, so that nothing is averaged.
+        lockstep: True if gradients are averaged in each step (``SYNC``).
+        ledger: The batches of the epochs and of each rank.
+        elche: Batch counts of the ranks between two rounds.
+        guard: Divergence guard of the cadence.
+        limits: Decides when a round is due, and each rank's limit.
+        backend_choice: Choice of the averaging backend.
         ranks: One record for each rank.
         out: Commands of the event being handled, in order.
-        outcome: The end of the run, as far as it is known.
-        phase: Where the run stands.
-        global_step: Batches trained by all ranks together, up to the last round; as the ledger
-            counts them.
-        num_averagings: Rounds done; under lockstep, global steps dealt.
-        num_failed_rounds: Rounds given up.
-        divergence: The largest of a rank in the last round; ``None``: not measured.
-        param_norm: Norm of the parameters when it was measured last.
-        generation: Counts the groups of ranks that meet in collectives.
-        plan: Under lockstep, what the ranks were dealt last.
+        outcome: The outcome of the run so far.
+        phase: Phase of the run.
+        global_step: Batches trained by all ranks together, up to the last round, in batches of
+            the ledger.
+        num_averagings: Completed rounds; under lockstep, global steps dealt.
+        num_failed_rounds: Abandoned rounds.
+        divergence: Largest divergence of a rank in the last round; ``None``: not measured.
+        param_norm: Last measured norm of the parameters.
+        generation: Number of the present collective group of ranks.
+        plan: Under lockstep, the present plan.
         num_windows: Under lockstep, the optimizer steps dealt so far.
-        per_global: Under lockstep, the batches in a global batch: as many as there were ranks
-            when training began, whoever died or how many go on from a checkpoint.
-        steps: Makes metrics of steps, if they are wanted.
-        shares: Under lockstep, whose pieces are how large, where global batches are cut.
-        shifts: What other machines' training has changed, not yet sent to the ranks.
-        num_deltas: Shifts sent to the ranks.
-        common: In a cluster, by epoch that has closed and is not yet published, what all machines
-            have come to with it.
-        machine_round: The last round between machines; ``None``: there was none.
+        per_global: Under lockstep, the batches in a global batch: the number of ranks at the
+            start of training, whatever deaths or resumes follow.
+        steps: Accumulates step metrics; ``None``: none are published.
+        shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not cut.
+        pending_deltas: Deltas of other machines not yet sent to the ranks.
+        num_deltas: Deltas sent to the ranks.
+        common: In a cluster, the state of all machines at the end of each closed epoch that is
+            not published yet.
+        machine_round: The last round between machines; ``None``: none yet.
         now: Time of the event being handled.
-        spent_s: CPU time of the coordinator's thread up to the event being handled; stays 0
-            where nobody measures it.
+        spent_s: CPU time of the coordinator's thread up to the event being handled; 0 if not
+            measured.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -125,7 +125,7 @@ class Core:
         self.shares: Shares | None = None
         sizes = config.batch_sizes
         if config.granted and sizes is None and not config.balance:
-            sizes = (config.batch_size,) * world  # so that plans are short, as grants are
+            sizes = (config.batch_size,) * world  # short plans, like grants
         if self.lockstep and (config.balance or sizes is not None):
             self.shares = Shares(world, sizes, fixed=not config.balance)
         every = config.metrics_every
@@ -139,25 +139,25 @@ class Core:
 
     @property
     def num_trained(self) -> int:
-        """Batches trained so far, those that no round has taken and repeats included."""
+        """Batches trained so far, including repeats and those not averaged yet."""
         if self.lockstep:
-            return self.global_step  # a rank's micro-batch may be a part of one
+            return self.global_step  # micro-batches may be parts of batches
         parts = self.config.batch_parts
         return int(sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True)))
 
     @property
     def position(self) -> int:
-        """``global_step`` in batches of the mean size, as schedules count."""
+        """``global_step`` in batches of the mean size: the position of schedules."""
         return math.ceil(self.global_step * self.config.counted_as)
 
     @property
     def idle(self) -> bool:
-        """Whether no rank has anything to train, nor could be given anything now."""
+        """True if no batch is assigned and none can be dealt now."""
         return self.ledger.is_idle(in_order=self.lockstep)
 
     @property
     def live(self) -> list[Rank]:
-        """Ranks that take part."""
+        """The live ranks."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
 
     def _has_work(self, rank: int) -> bool:
@@ -172,30 +172,30 @@ class Core:
         return BatchBudget(limit=limit, report_after=self.limits.report_after(rank))
 
     def num_slices(self, ranks: Sequence[int]) -> int:
-        """In how many parts these ranks train a global batch under lockstep, one after the other.
+        """Number of consecutive slices in which these ranks train a global batch in lockstep.
 
-        So many that no part is more than their own batches together: a rank that has memory
-        for its batch has it for its piece, however many others have died.
+        No slice is larger than the ranks' own batches together: memory for its batch suffices a
+        rank for its piece, however many others have died.
         """
         if self.config.sync_batchnorm or self.config.all_gather:
-            return 1  # statistics, or losses, are those of the global batch
+            return 1  # statistics or losses are over the global batch
         own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
         return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
 
     def slice_samples(self, ranks: Sequence[int]) -> int:
-        """Samples in the largest of these parts."""
+        """Samples in the largest of these slices."""
         return -(-self.per_global * self.config.batch_size // self.num_slices(ranks))
 
     def is_live(self, rank: int) -> bool:
-        """Whether this rank takes part; -1 is nobody."""
+        """True if the rank is live; -1 is no rank."""
         return rank >= 0 and self.ranks[rank].state is RankState.LIVE
 
-    def publish_steps(self, told: Iterable[StepMetrics]) -> None:
-        """Put metrics of steps among the commands."""
-        self.out += [PublishSteps(metrics=metrics) for metrics in told]
+    def publish_steps(self, steps: Iterable[StepMetrics]) -> None:
+        """Append commands that publish step metrics."""
+        self.out += [PublishSteps(metrics=metrics) for metrics in steps]
 
     def send_deltas(self) -> None:
-        """Tell every rank what other machines' training has changed."""
+        """Send the pending deltas of other machines to every rank."""
         for delta in self.pending_deltas:
             self.num_deltas += 1
             for rank in self.live:
@@ -203,23 +203,23 @@ class Core:
         self.pending_deltas.clear()
 
     def send(self, rank: int, message: ToWorker) -> None:
-        """Put a message to a worker among the commands."""
+        """Append a command that sends a message to a worker."""
         self.out.append(Send(rank=rank, message=message))
 
     @property
     def collective(self) -> AverageBackend | None:
-        """Over what ranks meet, in their steps or in rounds; ``None``: nowhere."""
+        """Backend of the ranks' collective, for steps or rounds; ``None``: no collective."""
         return self.backend_choice.chosen if self.lockstep else self.backend_choice.collective
 
     def exclude_backend(self, backend: AverageBackend, why: str) -> bool:
-        """A transport has failed; returns whether the run goes on over another."""
-        goes_on = self.backend_choice.leave(backend, why)
-        if goes_on:
+        """Exclude a backend that failed; returns True if another one replaces it."""
+        has_other = self.backend_choice.exclude(backend, why)
+        if has_other:
             self.announce_backend(failed=True)
-        return goes_on
+        return has_other
 
     def note_norms(self, divergences: Mapping[int, float], norm: float | None) -> None:
-        """What a round, or a plan without rounds, has measured of the oldest epoch."""
+        """Record divergences and norm, measured by a round, or by a plan without rounds."""
         oldest = self.ledger.oldest
         if norm is not None:
             self.param_norm = norm
@@ -234,7 +234,7 @@ class Core:
                 oldest.divergence = _largest((before, self.divergence))
 
     def announce_backend(self, *, failed: bool = False) -> None:
-        """Tell what carries the averagings from the next round on."""
+        """Announce the backend of the following rounds."""
         choice = self.backend_choice
         self.out.append(
             BackendChosen(
@@ -281,13 +281,13 @@ class Core:
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """The largest of some numbers; NaN if one of them is."""
+    """The maximum; NaN if one of the numbers is."""
     found = list(numbers)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 class Phase(Enum):
-    """Where the run stands."""
+    """Phase of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -299,7 +299,7 @@ class Phase(Enum):
 
 
 class RankState(Enum):
-    """The life of a rank as the coordinator sees it."""
+    """Life cycle of a rank, as recorded by the coordinator."""
 
     BUILDING = "building"
     LIVE = "live"
@@ -319,10 +319,10 @@ _RANK_TRANSITIONS = {
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's record.
+    """The coordinator's record of one rank.
 
-    ``since_round``, ``compute_since_round`` count what was trained and is in no round
-    yet; ``round_batches``, ``round_compute_s`` what is in the round in progress.
+    ``since_round`` and ``compute_since_round`` cover training since the last round,
+    ``round_batches`` and ``round_compute_s`` training in the round in progress.
     """
 
     rank: int
@@ -343,17 +343,17 @@ class Rank:
     final: FinalSnapshot | None = None
 
     def move(self, state: RankState) -> None:
-        """Go to ``state``; an illegal move is a bug."""
+        """Change to ``state``; asserts a legal transition."""
         assert state in _RANK_TRANSITIONS[self.state], f"rank {self.rank}: {self.state} -> {state}"
         self.state = state
 
     @property
     def present(self) -> bool:
-        """Whether a message to this rank can still be answered."""
+        """True if the rank can answer a message."""
         return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
 
     def note(self, stats: ReportStats) -> None:
-        """Add what a report says."""
+        """Add the counts of a report."""
         self.since_round += stats.num_batches
         self.compute_since_round += stats.compute_s
         self.num_batches += stats.num_batches
@@ -365,31 +365,31 @@ class Rank:
         self.parked = parked
 
     def set_limit(self, limit: int | None) -> None:
-        """Remember the limit that the worker was told."""
+        """Record the limit sent to the worker."""
         self.limit = limit
         self.parked = limit is not None and self.since_round >= limit
 
     def enter_round(self) -> None:
-        """What was trained so far is in the round: counters subtract, they are not zeroed."""
+        """Move the counters since the last round to the round in progress."""
         self.round_batches, self.since_round = self.since_round, 0
         self.round_compute_s, self.compute_since_round = self.compute_since_round, 0.0
 
     def freeze(self) -> None:
-        """Remember how much the snapshot holds; training goes on meanwhile."""
+        """Record the training that a snapshot holds, while training continues."""
         self.round_batches = self.since_round
         self.round_compute_s = self.compute_since_round
 
     def commit_freeze(self) -> None:
-        """The average of the frozen part is out: what came after it counts from here."""
+        """Subtract the snapshot's training: its average has been sent."""
         self.since_round -= self.round_batches
         self.compute_since_round -= self.round_compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a run failed: a worker's exception, or an error of the machine's own.
+    """The cause of a failed run: a worker's exception, or an error of the coordinator.
 
-    ``rank`` is -1 where no single rank is to blame.
+    ``rank`` is -1 if no single rank failed.
     """
 
     error: BaseException
@@ -400,14 +400,14 @@ class Failure:
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of a run.
+    """The outcome of a run.
 
     Attributes:
         payload: The final average.
         metrics: One entry for each closed epoch.
-        failure: Why there is no result.
-        failures: Ranks that died while the others went on.
-        stopped: Whether the run was ended before its time.
+        failure: Cause of a missing result.
+        failures: Deaths that the run survived.
+        stopped: True if the run was stopped early.
         missing: Ranks that did not leave in time after a failure.
     """
 
@@ -426,16 +426,16 @@ class Statistics:
     Attributes:
         epoch: The oldest epoch that is open.
         global_step: Batches trained by all ranks together.
-        num_trained: The same, with those that no round has taken yet and repeats.
-        num_averagings: Averaging rounds done; under ``SYNC`` the global steps.
-        num_failed_rounds: Rounds given up, in all.
+        num_trained: The same, including repeats and batches not averaged yet.
+        num_averagings: Completed averaging rounds; under ``SYNC`` global steps.
+        num_failed_rounds: Failed rounds in all.
         anchor: Batches of the slowest rank between two rounds.
-        batch_counts: The same for each rank.
-        divergence: The largest of a rank in the last round; ``None``: not measured.
-        param_norm: Norm of the parameters after it; under ``SYNC`` and with one rank, after the
-            last plan; ``None``: not measured yet.
-        backend: The transport in use.
-        backend_reason: Why, in a sentence.
+        batch_counts: Batches of each rank between two rounds.
+        divergence: Largest divergence of a rank in the last round; ``None``: not measured.
+        param_norm: Norm of the parameters after the last round; under ``SYNC`` and with one rank,
+            after the last plan; ``None``: not measured yet.
+        backend: The averaging backend in use.
+        backend_reason: Reason for it, in a sentence.
         ranks: One record for each rank.
         machine_round: In a cluster, the last round between machines; ``None``: none yet.
     """
@@ -467,12 +467,12 @@ class RankStatistics:
         share: Its share of all samples trained.
         piece: Under ``SYNC`` with shares by measured speed, the samples of its next
             micro-batches; else 0.
-        throughput: Samples per second of its own compute time.
+        throughput: Samples per second of its compute time.
         compute_s: Seconds spent in training steps.
-        sync_s: Seconds that averaging cost it.
-        num_throttles: Times it was parked for being too far ahead.
+        sync_s: Seconds that it spent in averaging.
+        num_throttles: Number of times it was parked because it was too far ahead.
         divergence: ``||replica - mean|| / ||mean||`` in its last round; ``None``: not measured.
-        alive: Whether it takes part.
+        alive: False if the rank died.
     """
 
     rank: int

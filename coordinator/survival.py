@@ -1,10 +1,9 @@
-"""Going on after a death: who is left, what is trained again, who meets whom from then on.
+"""Continuation after a death: surviving ranks regroup, and lost batches are trained again.
 
-Without lockstep a death costs what the rank trained since its last round; the others
-train on and meet in a new collective. Under lockstep every rank that is left halts and
-says how many steps it has made. The steps that any of them made count, whatever was
-reported: ranks that made fewer take everything from one that made all of them, and the
-batches of the steps that were not made go back to the pool.
+Without lockstep a death costs the batches that the rank trained since its last round; the others
+continue and meet in a new collective. In lockstep every surviving rank halts and reports its
+number of steps. The largest of these counts: ranks with fewer steps copy the state of a rank that
+made all of them, and batches of steps that no rank made are reopened.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from coordinator.state import Core, Failure, Rank, RankState
 
 
 class Survival:
-    """Takes ranks out of a run and brings the others together again.
+    """Removes dead ranks from a run and regroups the others.
 
     Attributes:
-        recovery: What lockstep ranks are being brought to do.
-        num_halts: Halts in a row, at the same step, that no death brought about.
-        fault: Why the last halt came, where the transport itself had failed.
+        recovery: State of the recovery of lockstep ranks.
+        num_halts: Consecutive halts at the same step that were not caused by a death.
+        fault: The transport fault behind the last halt, if any.
     """
 
     def __init__(self, core: Core) -> None:
@@ -33,22 +32,21 @@ class Survival:
         self._last_step = -1
         self.recovery = Recovery.NONE
         self._agreed_step = 0
-        self._counts = False  # the halt in progress
+        self._counts = False  # the halt in progress counts against the limit
         self.num_halts = 0
         self.fault: str | None = None
 
     @property
     def survivors(self) -> list[Rank]:
-        """Ranks that can still train."""
+        """Ranks that can train."""
         return [r for r in self._core.ranks if r.state in (RankState.BUILDING, RankState.LIVE)]
 
-    def lose(self, failure: Failure, *, in_round: bool) -> None:
-        """Take a dead rank out; some rank is left.
+    def remove(self, failure: Failure, *, in_round: bool) -> None:
+        """Remove a dead rank, while others survive.
 
         Args:
             failure: The rank's failure.
-            in_round: True if the round in progress holds all that the rank trained since the
-                round before.
+            in_round: The round in progress holds what the rank trained since the last one.
         """
         core = self._core
         core.outcome.failures.append(failure)
@@ -57,13 +55,13 @@ class Survival:
             self.halt()
             self._counts = False  # the others may have halted because of this death
             return
-        core.ledger.take_back(failure.rank, core.elche.shares, in_round=not in_round)
+        core.ledger.reopen_rank(failure.rank, core.elche.shares, in_round=not in_round)
         core.backend_choice.reset()
         if core.collective is not None:
             self.regroup()
 
     def continue_alone(self) -> None:
-        """One rank is left: its replica is the result, and nothing holds it back."""
+        """Continue with one rank: its replica is the result, and it has no limits."""
         core = self._core
         core.alone = True
         (last,) = self.survivors
@@ -78,7 +76,7 @@ class Survival:
         core.send(last.rank, m.Resume(budget=BatchBudget()))
 
     def regroup(self) -> None:
-        """Break the collective, and bring the ranks that are left together in a new one."""
+        """Abort the collective and connect the surviving ranks in a new one."""
         core = self._core
         core.out.append(AbortCollective(generation=core.generation))
         core.generation += 1
@@ -87,7 +85,7 @@ class Survival:
     def _send_regroup(self, step: int | None, donor: int | None) -> None:
         ranks = tuple(r.rank for r in self.survivors)
         backend = self._core.collective
-        assert backend is not None, "nowhere to meet"
+        assert backend is not None, "no collective"
         for rank in ranks:
             self._core.send(
                 rank,
@@ -101,7 +99,7 @@ class Survival:
             )
 
     def halt(self) -> None:
-        """Break the collective and have every rank say where it stands."""
+        """Abort the collective and request the number of steps from every rank."""
         if self.recovery is Recovery.HALTING:
             return
         core = self._core
@@ -113,27 +111,26 @@ class Survival:
             core.send(rank.rank, m.Halt(generation=core.generation))
 
     def on_halted(self, event: m.Halted) -> None:
-        """A rank has halted, because it was told or because its collective broke."""
+        """Handle the halt of a rank, on request or because its collective was aborted."""
         if event.generation != self._core.generation or not self._core.is_live(event.rank):
             return
         if self.recovery is not Recovery.HALTING:
-            # As far as is known nobody died: a peer did not come in time, or had no memory.
+            # No death is known: a peer was late, or out of memory.
             self.halt()
             self._counts = True
         if event.too_large:
-            self._counts = False  # a peer of it may have halted, and said so, before
+            self._counts = False  # the halt of a peer may have arrived before
         self._halted[event.rank] = event
 
     @property
     def all_halted(self) -> bool:
-        """Whether every rank that is left has said where it stands."""
+        """True if every surviving rank has halted."""
         return self.recovery is Recovery.HALTING and all(
             r.rank in self._halted for r in self.survivors
         )
 
-    def judge(self) -> None:
-        """All have halted: how often they have in a row, and what was wrong with the transport, if
-        one of them says so. Whoever came furthest tells whether they have gone on since."""
+    def count_halts(self) -> None:
+        """Count consecutive halts at the same step, and record the fault that a rank reported."""
         halted = [self._halted[r.rank] for r in self.survivors]
         self.fault = next((h.fault for h in halted if h.fault is not None), None)
         if self._counts:
@@ -142,16 +139,16 @@ class Survival:
             self._last_step = step
 
     def agree(self, *, regroup: bool) -> None:
-        """All have halted: agree on the steps that count, and bring the ranks there.
+        """Settle on the steps that count, and bring the halted ranks to them.
 
         Args:
-            regroup: Whether they go on; not when the run is to end anyway.
+            regroup: False if the run is about to end.
         """
         halted = [self._halted[r.rank] for r in self.survivors]
         donor = max(halted, key=lambda h: (h.step, h.num_syncs, -h.rank))
         self._agreed_step = donor.step
         if not regroup:
-            self._go_on()
+            self._resume()
             return
         self.recovery = Recovery.REGROUPING
         self._core.generation += 1
@@ -160,11 +157,11 @@ class Survival:
         self._send_regroup(donor.step, donor.rank if behind else None)
 
     def on_regrouped(self, event: m.Regrouped) -> None:
-        """The new group has met: no death can take the agreed steps back any more."""
+        """Handle a connected group: from now on no death can undo the agreed steps."""
         if self.recovery is Recovery.REGROUPING and event.generation == self._core.generation:
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self.recovery = Recovery.NONE
         self.recount(self._agreed_step)
         self._core.num_windows = self._agreed_step
@@ -172,22 +169,22 @@ class Survival:
             rank.num_queued = 0
 
     def all_reported(self, made: int) -> bool:
-        """Whether every rank has told all batches of the steps made.
+        """True if every rank has reported all batches of the steps made.
 
-        It has not where the ranks could not meet any more at the end of its plan.
+        False if the collective broke at the end of the plan.
         """
         plan = self._core.plan
         return plan is None or all(
-            plan.told.get(rank, 0) >= self._num_made(plan, rank, made) for rank in plan.parts
+            plan.reported.get(rank, 0) >= self._num_made(plan, rank, made) for rank in plan.parts
         )
 
     def _num_made(self, plan: LockstepPlan, rank: int, made: int) -> int:
-        """Micro-batches of a rank that are in the steps made."""
+        """Number of a rank's micro-batches in the steps made."""
         per_step = self._core.config.accumulate * plan.num_slices
-        return min((made - plan.first_window) * per_step, plan.num_loads(rank))
+        return min((made - plan.first_window) * per_step, plan.num_micro_batches(rank))
 
     def recount(self, made: int) -> None:
-        """Settle the batches of the plan that are in the steps made, and no others."""
+        """Settle exactly the batches of the plan that are in the steps made."""
         core, plan = self._core, self._core.plan
         if plan is None:
             return
@@ -197,21 +194,21 @@ class Survival:
         epoch = core.ledger.find(plan.epoch)
         for rank, spans in plan.parts.items():
             count = self._num_made(plan, rank, made)
-            told = plan.told.get(rank, 0)
+            reported = plan.reported.get(rank, 0)
             counted = plan.num_complete_batches(rank, count)
-            untold, undone = core.ledger.recount(
-                rank, plan.epoch, spans, told=plan.num_reported(rank), made=counted
+            unreported, undone = core.ledger.recount(
+                rank, plan.epoch, spans, reported=plan.num_reported(rank), made=counted
             )
             core.global_step += counted
             if plan.pieces:
-                untold = plan.count_samples(rank, told, count)
-                undone = plan.count_samples(rank, count, told)
+                unreported = plan.count_samples(rank, reported, count)
+                undone = plan.count_samples(rank, count, reported)
             if epoch is None:
                 continue
             epoch.num_retrained += undone
-            if count > told:
-                # A rank that could not say so had its part in these steps.
-                rest = ReportStats(num_batches=count - told, num_samples=untold)
+            if count > reported:
+                # Unreported, but the rank took part in these steps.
+                rest = ReportStats(num_batches=count - reported, num_samples=unreported)
                 epoch.stats.add(rank, rest)
                 core.ranks[rank].note(rest)
         num_undone = 0 if core.alone else plan.num_windows - windows
@@ -221,7 +218,7 @@ class Survival:
 
 
 class Recovery(Enum):
-    """What lockstep ranks are being brought to do; none of them steps meanwhile."""
+    """State of the recovery in lockstep; no rank steps until it is ``NONE``."""
 
     NONE = "none"
     HALTING = "halting"

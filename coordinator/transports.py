@@ -17,27 +17,26 @@ from coordinator.state import Core
 
 
 class Transport(ABC):
-    """How an averaging round travels between the ranks.
+    """Carries out an averaging round: requests, replies and the effect of deaths.
 
-    It asks each rank for its part, takes the replies, and says what becomes of the round when a
-    rank dies. Whatever it knows of a round stands in the :class:`Round`. The machine asks what a
-    transport can do, never which one it is.
+    All state of a round is in its :class:`Round`. The coordinator depends on the properties of a
+    transport, never on its type.
 
     Args:
-        core: The machine's state.
-        saving: The checkpoints, some of which are made of a round.
-        round: The round in progress, reused from one to the next.
+        core: The coordinator's state.
+        saving: Checkpoints that are captured by a round.
+        round: The round in progress, reused for the next.
 
     Attributes:
-        first: The state in which a round begins.
-        waits: Whether ranks wait for each other inside a round, in a group that a failed
-            round breaks, with limits that were told when it began.
-        timeout: The setting that bounds how long an answer may take.
+        first_state: The state in which a round begins.
+        waits: Ranks wait for each other inside a round, in a group that a failed round breaks,
+            with limits sent at its start.
+        timeout_setting: Name of the setting that bounds the time of a reply.
     """
 
-    first: ClassVar[RoundState]
+    first_state: ClassVar[RoundState]
     waits: ClassVar[bool]
-    timeout: ClassVar[str]
+    timeout_setting: ClassVar[str]
 
     def __init__(self, core: Core, saving: RoundCheckpoints, round: Round) -> None:
         self._core = core
@@ -46,31 +45,31 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def patience_s(self) -> float:
-        """How long an answer may take before it counts as late, in seconds."""
+    def timeout_s(self) -> float:
+        """Seconds after which a reply is late."""
 
     @abstractmethod
-    def ask(self, now: float) -> None:
-        """The round has begun: ask each of its ranks for its part."""
+    def request(self, now: float) -> None:
+        """Request the part of each rank, at the start of the round."""
 
     @abstractmethod
-    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
-        """Take a reply, or the average; one that belongs to another round changes nothing."""
+    def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Handle a reply, or the average; one of another round is ignored."""
 
     @abstractmethod
     def on_death(self, rank: int) -> Progress:
-        """A rank of the round in progress is dead."""
+        """Handle the death of a rank of the round."""
 
     def holds(self, rank: int) -> bool:
-        """Whether the round in progress may still bring a dead rank's part into the result."""
+        """True if a dead rank's part may still enter the result of the round."""
         return False
 
     def undo(self) -> list[int]:
-        """The round is given up; returns the live ranks that must undo it."""
+        """Abandon the round; returns the live ranks that must undo it."""
         return []
 
     def _commit(self) -> None:
-        """The average exists: what was in it is settled."""
+        """Settle the batches of the round: its average exists."""
         core, rnd = self._core, self._round
         core.num_averagings += 1
         oldest = core.ledger.oldest
@@ -85,7 +84,7 @@ class Transport(ABC):
 
 
 class Progress(Enum):
-    """What a reply, or a death, has made of the round in progress."""
+    """State of the round after a reply or a death."""
 
     WAITING = "waiting"
     DONE = "done"
@@ -100,7 +99,7 @@ class Progress(Enum):
 
 
 class RoundState(Enum):
-    """Where a round stands."""
+    """State of a round."""
 
     NONE = "none"
     COLLECTING = "collecting"
@@ -122,12 +121,11 @@ _ROUND_TRANSITIONS = {
 class Round:
     """The round in progress, or the last one while ``state`` is ``NONE``.
 
-    ``ranks`` are those whose state goes in, ``lead`` the one that evaluates and hands
-    over the average if it closes ``epoch``. ``must_fail``: a rank died in the collective
-    before it could say what it put in, so that the round must be undone. ``capture``: a
-    checkpoint is made of it. ``backend`` carries it to its end, whatever is chosen meanwhile;
-    ``fault``: why that has failed in it, if it has. ``idle`` are ranks that had nothing to
-    train when it began; ``stale_s`` is how long they trained on until the average came.
+    ``ranks`` contribute their state; ``lead`` evaluates and hands over the average if it closes
+    ``epoch``. ``must_fail``: a rank died in the collective before it reported its part, so that
+    the round must be undone. ``capture``: the round makes a checkpoint. ``backend`` is kept to
+    the end of the round, whatever is chosen meanwhile; ``fault`` is its failure, if any. ``idle``
+    are ranks without work at the start; ``stale_s`` is the time until the average was sent.
     """
 
     id: int = 0
@@ -151,17 +149,17 @@ class Round:
     average_s: float = 0.0
     backend: AverageBackend = AverageBackend.CPU
     fault: str | None = None
-    began_at: float = 0.0
+    started_at: float = 0.0
     stale_s: float = 0.0
     idle: frozenset[int] = frozenset()
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round is in progress."""
+        """True if a round is in progress."""
         return self.state is not RoundState.NONE
 
     def move(self, state: RoundState) -> None:
-        """Go to ``state``; an illegal move is a bug."""
+        """Change to ``state``; asserts a legal transition."""
         assert state in _ROUND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
@@ -180,7 +178,7 @@ class Round:
         now: float = 0.0,
         idle: frozenset[int] = frozenset(),
     ) -> None:
-        """Start the next round; what is not told here is as in a new one."""
+        """Start the next round; all other fields are reset."""
         self.move(state)
         fresh = Round(
             id=self.id + 1,
@@ -195,43 +193,43 @@ class Round:
             capture=capture,
             num_failed=self.num_failed,
             backend=backend,
-            began_at=now,
+            started_at=now,
             idle=idle,
         )
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
     def accepts(self, message: ParamSnapshot | SyncAck, state: RoundState) -> bool:
-        """Whether a reply belongs to this round, in this state, and is the first."""
-        seen = self.snapshots if isinstance(message, ParamSnapshot) else self.acks
+        """True for the first reply of a rank to this round, in this state."""
+        replies = self.snapshots if isinstance(message, ParamSnapshot) else self.acks
         return (
             message.round == self.id
             and self.state is state
             and message.rank in self.ranks
-            and message.rank not in seen
+            and message.rank not in replies
         )
 
     def is_partial_reply(self, event: Event) -> bool:
-        """Whether this answer was taken and the round still waits for others.
+        """True for an accepted reply while the round waits for others.
 
-        It makes nothing due then, unless what it tells of training lifts a limit.
+        It makes nothing due, unless the training that it reports lifts a limit.
         """
-        taken: ParamSnapshot | SyncAck | None
+        reply: ParamSnapshot | SyncAck | None
         if isinstance(event, ParamSnapshot):
-            taken, during = self.snapshots.get(event.rank), self.state is RoundState.COLLECTING
+            reply, during = self.snapshots.get(event.rank), self.state is RoundState.COLLECTING
         elif isinstance(event, SyncAck):
-            taken = self.acks.get(event.rank)
+            reply = self.acks.get(event.rank)
             during = self.state in (RoundState.DELIVERING, RoundState.SYNCING)
         else:
             return False
-        return during and taken is not None and taken.round == event.round
+        return during and reply is not None and reply.round == event.round
 
     def drop_snapshots(self) -> None:
         """Drop the references to the snapshots."""
         self.snapshots = {}
 
     def drop(self, rank: int) -> None:
-        """The rank is dead: nothing of it is waited for."""
+        """Remove a dead rank."""
         self.ranks = tuple(r for r in self.ranks if r != rank)
         self.acks.pop(rank, None)
 
@@ -245,30 +243,30 @@ class Round:
 
 
 class SnapshotTransport(Transport):
-    """Snapshots go to the coordinator, which averages them in the background.
+    """Sends snapshots to the coordinator, which averages them in the background.
 
     No rank waits: each adds ``average - its own snapshot`` to its live parameters.
     """
 
-    first = RoundState.COLLECTING
+    first_state = RoundState.COLLECTING
     waits = False
-    timeout = "snapshot_timeout"
+    timeout_setting = "snapshot_timeout"
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """At least three of the slowest rank's steps."""
         c = self._core.config
         slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * c.accumulate
         return max(c.snapshot_timeout_s, 3 * slowest)
 
-    def ask(self, now: float) -> None:
+    def request(self, now: float) -> None:
         """Ask each rank for a snapshot."""
         rnd = self._round
-        rnd.deadline = now + self.patience_s
+        rnd.deadline = now + self.timeout_s
         for rank in rnd.ranks:
             self._core.send(rank, m.RequestParams(round=rnd.id, capture=rnd.capture))
 
-    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+    def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
         """Collect snapshots, deliver their average, collect the acknowledgements."""
         if isinstance(event, m.ParamSnapshot):
             self._collect(event)
@@ -282,7 +280,7 @@ class SnapshotTransport(Transport):
         return Progress.WAITING
 
     def _collect(self, event: m.ParamSnapshot) -> None:
-        """A rank's state has come; with the last of them the average is computed."""
+        """Store a snapshot; the last one starts the average."""
         rnd = self._round
         if not rnd.accepts(event, RoundState.COLLECTING):
             return
@@ -290,7 +288,7 @@ class SnapshotTransport(Transport):
         self._core.ranks[event.rank].freeze()
         self._core.ledger.freeze(event.rank)
         if rnd.capture:
-            self._saving.note(event.rank, event.extra)
+            self._saving.add_rank(event.rank, event.extra)
         if rnd.all_snapshots:
             rnd.move(RoundState.COMPUTING)
             rnd.deadline = None
@@ -309,7 +307,7 @@ class SnapshotTransport(Transport):
             )
 
     def _deliver(self, event: m.Averaged, now: float) -> Progress:
-        """The average is there, or could not be computed."""
+        """Send the average to the ranks, or fail the round."""
         rnd = self._round
         if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
             return Progress.WAITING
@@ -318,8 +316,8 @@ class SnapshotTransport(Transport):
             rnd.fault = f"the average could not be computed: {event.error}"
             return Progress.FAILED
         rnd.move(RoundState.DELIVERING)
-        rnd.stale_s = now - rnd.began_at
-        rnd.deadline = now + self.patience_s
+        rnd.stale_s = now - rnd.started_at
+        rnd.deadline = now + self.timeout_s
         rnd.divergences = dict(event.divergences)
         rnd.norm = event.norm
         rnd.average_s = event.compute_s
@@ -348,7 +346,7 @@ class SnapshotTransport(Transport):
         return Progress.WAITING
 
     def on_death(self, rank: int) -> Progress:
-        """What its snapshot holds is lost with the rank, unless the average is out."""
+        """Fail the round unless the average has been sent."""
         rnd = self._round
         if rnd.state is not RoundState.DELIVERING:
             return Progress.FAILED
@@ -357,19 +355,19 @@ class SnapshotTransport(Transport):
 
 
 class CollectiveTransport(Transport):
-    """The ranks average among themselves, in a collective where each waits for all others."""
+    """The ranks average in a collective, where each waits for all others."""
 
-    first = RoundState.SYNCING
+    first_state = RoundState.SYNCING
     waits = True
-    timeout = "collective_timeout"
+    timeout_setting = "collective_timeout"
 
     @property
-    def patience_s(self) -> float:
-        """What a rank waits for its peers in the collective."""
+    def timeout_s(self) -> float:
+        """Timeout of a rank in the collective."""
         return self._core.config.collective_timeout_s
 
-    def ask(self, now: float) -> None:
-        """Send each rank into the collective. The collective has a timeout of its own."""
+    def request(self, now: float) -> None:
+        """Send each rank into the collective, which has its own timeout."""
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
@@ -387,27 +385,27 @@ class CollectiveTransport(Transport):
                 ),
             )
 
-    def take(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
-        """A rank has left the collective, with the average or without."""
+    def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
+        """Handle a rank that left the collective, with or without the average."""
         rnd = self._round
         if not isinstance(event, m.SyncAck) or not rnd.accepts(event, RoundState.SYNCING):
             return Progress.WAITING
-        # The worker reported all it had trained before it joined.
+        # The worker reported all its training before it joined.
         self._core.ranks[event.rank].enter_round()
         self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
         self._core.ledger.freeze(event.rank)
         rnd.fault = rnd.fault or event.fault
         if rnd.capture and event.ok:
-            self._saving.note(event.rank, event.extra, event.average)
+            self._saving.add_rank(event.rank, event.extra, event.average)
         rnd.acks[event.rank] = replace(event, extra=None, average=None)
         if rnd.all_acks:
             return self._end()
         if not event.ok and rnd.deadline is None:
-            rnd.deadline = now + self.patience_s
+            rnd.deadline = now + self.timeout_s
         return Progress.WAITING
 
     def _end(self) -> Progress:
-        """Every rank has left the collective."""
+        """Complete or fail the round: every rank has left the collective."""
         rnd = self._round
         if rnd.must_fail or not all(ack.ok for ack in rnd.acks.values()):
             return Progress.FAILED
@@ -424,7 +422,7 @@ class CollectiveTransport(Transport):
         return Progress.DONE
 
     def on_death(self, rank: int) -> Progress:
-        """A rank's part counts if it said what that was: the others have it, or it is undone."""
+        """Keep the part of a rank that acknowledged the round; otherwise fail the round."""
         rnd = self._round
         if not self._has_joined(rank):
             rnd.must_fail = True
@@ -432,7 +430,7 @@ class CollectiveTransport(Transport):
         return self._end() if rnd.all_acks else Progress.WAITING
 
     def holds(self, rank: int) -> bool:
-        """Whether it has left the collective with the average."""
+        """True if the rank left the collective with the average."""
         return not self._round.must_fail and self._has_joined(rank)
 
     def _has_joined(self, rank: int) -> bool:
@@ -440,7 +438,7 @@ class CollectiveTransport(Transport):
         return ack is not None and ack.ok
 
     def undo(self) -> list[int]:
-        """Break the group: some ranks may still wait in it, others have the average."""
+        """Abort the group: some ranks may wait in it while others have the average."""
         rnd = self._round
         self._core.out.append(AbortCollective(generation=rnd.generation))
         undo: list[int] = []
@@ -454,24 +452,24 @@ class CollectiveTransport(Transport):
 
 
 TRANSPORTS: dict[AverageBackend, type[Transport]] = {AverageBackend.CPU: SnapshotTransport}
-"""What carries a round out where it is no collective."""
+"""Transports of the backends that are not collectives."""
 
 
 class RoundCheckpoints(Protocol):
-    """How a round becomes a checkpoint; see :class:`~coordinator.saving.RunCheckpointer`."""
+    """Checkpoints captured by a round; see :class:`~coordinator.saving.RunCheckpointer`."""
 
     @property
     def due(self) -> bool:
-        """Whether the next round is to be kept."""
+        """True if the next round is to make a checkpoint."""
 
     def begin_round(self, ranks: Sequence[int]) -> None:
-        """A round begins whose answers carry the ranks' own states."""
+        """Start a checkpoint with a round whose replies carry the ranks' states."""
 
-    def note(self, rank: int, extra: m.Extra | None, payload: m.Payload | None = None) -> None:
-        """A rank's part has come."""
+    def add_rank(self, rank: int, extra: m.Extra | None, payload: m.Payload | None = None) -> None:
+        """Add a rank's part."""
 
     def commit(self, payload: m.Payload | None) -> None:
-        """The round has settled what is in it."""
+        """Complete the checkpoint with the round."""
 
     def cancel(self) -> None:
-        """The round failed."""
+        """Discard the checkpoint: the round failed."""

@@ -93,10 +93,10 @@ def test_auto_goes_on_over_the_cpu(policy, how, faults, monkeypatch, caplog):
         state = handle.join(BOUND_S)
     check_books(state, [], epochs=EPOCHS)
     assert wire.num_cut or wire.num_refused
-    told = [r.getMessage() for r in caplog.records if "the run goes on over" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "the run continues over" in r.getMessage()]
     if how != "broken at random":  # which may never fail three times in a row
         assert handle.backend is OVER_CPU
-        assert "THREAD was left" in handle.backend_reason
+        assert "THREAD failed" in handle.backend_reason
         assert len(told) == 1
         (event,) = [e for e in timeline.events() if e.kind.value == "transport"]
         assert (event.args["backend"], event.args["before"]) == ("CPU", "CPU")
@@ -136,7 +136,7 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     assert wire.num_cut or wire.num_refused
     if how != "broken at random":
         assert handle.backend is THREAD
-        assert "NCCL was left" in handle.backend_reason
+        assert "NCCL failed" in handle.backend_reason
     # Whatever broke when, each step counts once: as without any fault.
     with monkeypatch.context() as patch:
         patch.setattr(runtime.run, "create_collectives", create_collectives)

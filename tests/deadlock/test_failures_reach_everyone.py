@@ -67,7 +67,7 @@ def test_a_worker_that_vanishes_at_any_step_is_missed(way, rank, faults):
     """S2, D22: it says nothing, and the others may wait for it in a collective."""
     for step in range(STEPS):
         handle = run_with(faults().vanish_at(rank=rank, step=step), way)
-        with within(FAST_S), pytest.raises(WorkerFailed, match="without a word") as failed:
+        with within(FAST_S), pytest.raises(WorkerFailed, match="without a message") as failed:
             handle.join(BOUND_S)
         assert failed.value.rank == rank
 

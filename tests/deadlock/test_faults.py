@@ -76,7 +76,7 @@ def test_faults_of_one_step_act_in_their_order(faults):
 @local_ways
 def test_a_vanished_worker_says_nothing(faults, tap, way):
     planted = faults().vanish_at(rank=1, step=0)
-    with pytest.raises(WorkerFailed, match="ended without a word") as failed:
+    with pytest.raises(WorkerFailed, match="ended without a message") as failed:
         planted.builder(way=way).run().join(BOUND_S)
     assert failed.value.rank == 1
     assert not isinstance(failed.value.__cause__, Vanish)

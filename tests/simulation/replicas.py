@@ -127,7 +127,7 @@ class Meeting(ThreadCollective):
         assert plan.done
         if plan.fault is not None:
             raise ValueError(plan.fault)
-        self._told = plan.told
+        self._told = plan.reported
         return plan.total
 
     def _of_peer(self, peer: Brought, mine: Request) -> Request:

@@ -104,13 +104,13 @@ def test_a_batch_settled_before_it_is_averaged_is_found(monkeypatch):
         BatchLedger.freeze(self, rank)
         BatchLedger.settle(self, rank)
 
-    trained = BatchLedger.trained
+    trained = BatchLedger.record_trained
 
     def trained_and_settled(self, rank, count):
         trained(self, rank, count)
         early(self, rank)
 
-    monkeypatch.setattr(BatchLedger, "trained", trained_and_settled)
+    monkeypatch.setattr(BatchLedger, "record_trained", trained_and_settled)
     assert_is_found("is closed without the effect")
 
 
@@ -284,12 +284,12 @@ def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
         ledger = self.by_rank[rank]
         while count > 0 and ledger.assigned:
             epoch, span = ledger.assigned.popleft()
-            ledger.note_trained(epoch, span[:count])
+            ledger.add_trained(epoch, span[:count])
             if span[count:]:
                 ledger.assigned.appendleft((epoch, span[count:]))
             count -= len(span[:count])
 
-    monkeypatch.setattr(BatchLedger, "trained", one_each)
+    monkeypatch.setattr(BatchLedger, "record_trained", one_each)
     assert_is_found("", drawn(sized_apart))
 
 
@@ -341,7 +341,7 @@ def small_memory(schedule):
 
 
 def test_a_piece_that_stays_too_large_is_found(monkeypatch):
-    monkeypatch.setattr(Shares, "limit", lambda self, rank, num_samples: None)
+    monkeypatch.setattr(Shares, "record_out_of_memory", lambda self, rank, num_samples: None)
     assert_is_found("", drawn(small_memory))
 
 
@@ -349,9 +349,9 @@ def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatc
     """The batches of the window that a rank had trained before its memory ended."""
     recount = BatchLedger.recount
 
-    def one_more(self, rank, number, spans, *, told, made):
+    def one_more(self, rank, number, spans, *, reported, made):
         made = min(made + 1, sum(map(len, spans)))
-        return recount(self, rank, number, spans, told=told, made=made)
+        return recount(self, rank, number, spans, reported=reported, made=made)
 
     monkeypatch.setattr(BatchLedger, "recount", one_more)
     assert_is_found("", drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None))

@@ -36,28 +36,28 @@ def without(monkeypatch, owner, name, dropped):
 
 
 def test_batches_that_die_with_a_rank_are_missed(monkeypatch):
-    take_back = BatchLedger.take_back
+    reopen_rank = BatchLedger.reopen_rank
 
     def forgetful(self, rank, shares, *, in_round=True):
         settled = self.by_rank[rank]
         settled.in_round, lost = [*settled.in_round, *settled.trained], settled.trained
         settled.trained = []
         self.settle(rank)
-        take_back(self, rank, shares, in_round=in_round)
+        reopen_rank(self, rank, shares, in_round=in_round)
         assert lost is not None
 
-    monkeypatch.setattr(BatchLedger, "take_back", forgetful)
+    monkeypatch.setattr(BatchLedger, "reopen_rank", forgetful)
     assert_is_found("Violation")
 
 
 def test_batches_that_were_only_assigned_to_the_dead_are_missed(monkeypatch):
-    take_back = BatchLedger.take_back
+    reopen_rank = BatchLedger.reopen_rank
 
     def forgetful(self, rank, shares, *, in_round=True):
         self.by_rank[rank].assigned.clear()
-        take_back(self, rank, shares, in_round=in_round)
+        reopen_rank(self, rank, shares, in_round=in_round)
 
-    monkeypatch.setattr(BatchLedger, "take_back", forgetful)
+    monkeypatch.setattr(BatchLedger, "reopen_rank", forgetful)
     assert_is_found(STUCK)
 
 
@@ -128,7 +128,7 @@ def test_the_last_rank_kept_on_a_leash_is_found(monkeypatch):
 
 
 def test_an_evaluation_that_dies_with_the_lead_is_found(monkeypatch):
-    monkeypatch.setattr(EpochScheduler, "orphan", lambda self: None)
+    monkeypatch.setattr(EpochScheduler, "orphaned", lambda self: None)
     assert_is_found(STUCK)
 
 
@@ -141,8 +141,8 @@ def test_a_step_counted_by_what_was_told_is_found(monkeypatch):
     """What the dead rank had no time to report would be trained twice."""
     recount = BatchLedger.recount
 
-    def by_reports(self, rank, number, spans, *, told, made):
-        return recount(self, rank, number, spans, told=told, made=told)
+    def by_reports(self, rank, number, spans, *, reported, made):
+        return recount(self, rank, number, spans, reported=reported, made=reported)
 
     monkeypatch.setattr(BatchLedger, "recount", by_reports)
     assert_is_found("Violation")
@@ -186,15 +186,15 @@ def test_a_dead_rank_that_is_dealt_to_is_found(monkeypatch):
 
 
 def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
-    take_back = BatchLedger.take_back
+    reopen_rank = BatchLedger.reopen_rank
 
     def hoarding(self, rank, shares, *, in_round=True):
         held = list(self.by_rank[rank].assigned)
-        take_back(self, rank, shares, in_round=in_round)
+        reopen_rank(self, rank, shares, in_round=in_round)
         self.by_rank[rank] = RankLedger()
         self.by_rank[rank].assigned.extend(held)
 
-    monkeypatch.setattr(BatchLedger, "take_back", hoarding)
+    monkeypatch.setattr(BatchLedger, "reopen_rank", hoarding)
     assert_is_found(STUCK)
 
 
@@ -276,13 +276,13 @@ def lockstep(schedule):
 
 
 def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
-    become = Survival._go_on
+    become = Survival._resume
 
     def shrinking(self):
         become(self)
         self._core.per_global = len(self.survivors)
 
-    monkeypatch.setattr(Survival, "_go_on", shrinking)
+    monkeypatch.setattr(Survival, "_resume", shrinking)
     assert_is_found("a step of", drawn(lockstep))
 
 

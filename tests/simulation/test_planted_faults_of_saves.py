@@ -22,10 +22,11 @@ from tests.simulation.schedule import draw_schedule
 
 
 def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
-    def late(core, closing, elapsed_s, notes, step):
+    def late(core, closing, elapsed_s, cuts, step):
         epochs = [*(epoch for epoch, _ in closing), *core.ledger.epochs]
         now = {
-            rank: replace(RankCut.of(core, epochs, rank), told=notes[rank].told) for rank in notes
+            rank: replace(RankCut.of(core, epochs, rank), num_reported=cut.num_reported)
+            for rank, cut in cuts.items()
         }
         return capture_run(core, closing, elapsed_s, now, step)
 
@@ -59,7 +60,7 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(run_state, "_reported_later", lambda core, notes: {})
+    monkeypatch.setattr(run_state, "_reported_later", lambda core, cuts: {})
     with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
         run_all(lockstep_schedules(), LateParts())
 

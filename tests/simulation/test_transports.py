@@ -109,13 +109,13 @@ def test_training_on_while_an_average_is_made_is_charged_at_the_overhead_target(
 ):
     """Over a collective nobody trains on; over the coordinator both ranks do."""
     costs = {CPU: [], THREAD: []}
-    note = BackendChoice.note
+    record_round = BackendChoice.record_round
 
     def noting(self, backend, cost, trained_s, anchor):
         costs[backend].append(cost)
-        return note(self, backend, cost, trained_s, anchor)
+        return record_round(self, backend, cost, trained_s, anchor)
 
-    monkeypatch.setattr(BackendChoice, "note", noting)
+    monkeypatch.setattr(BackendChoice, "record_round", noting)
     average_s = 0.004
     schedule = steady(average_s=average_s, sync_s=0.0, jitter=0.0, delay_s=0.0)
     config = replace(schedule.config, overhead_target=target)
@@ -160,18 +160,18 @@ def test_a_late_rank_is_no_failure_of_the_transport():
 
 def test_a_switch_with_a_round_in_flight_is_found(monkeypatch):
     """The transport is looked up anew while its round is in flight."""
-    take = RoundRunner.take
+    take = RoundRunner.receive
 
     def switching(self, event, now):
         self.transport = self.next_transport
         return take(self, event, now)
 
-    monkeypatch.setattr(RoundRunner, "take", switching)
+    monkeypatch.setattr(RoundRunner, "receive", switching)
     assert_is_found("", choosing(draw_schedule))
 
 
 def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
-    ask = SnapshotTransport.ask
+    ask = SnapshotTransport.request
 
     def lopsided(self, now):
         if self._core.backend_choice.is_trial(CPU) or len(self._round.ranks) < 2:
@@ -183,7 +183,7 @@ def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
         self._round.ranks = (*asked, left)
         self._core.send(left, m.SyncNow(round=self._round.id))
 
-    monkeypatch.setattr(SnapshotTransport, "ask", lopsided)
+    monkeypatch.setattr(SnapshotTransport, "request", lopsided)
     assert_is_found(STUCK, choosing(draw_schedule))
 
 

@@ -92,7 +92,7 @@ def test_a_step_that_does_not_return_ends_the_run_with_a_report(way, stuck, capl
     assert "thread MainThread:" in error.report
     assert f"phase running, policy {way[0].name} over {way[1].name}" in error.report
     assert "rank 1: rank=1, state=live" in error.report
-    assert "pool: epoch 0" in error.report
+    assert "ledger: epoch 0" in error.report
     assert "to rank 1:\n" in error.report
     assert "s ago  StartEpoch(plan=EpochPlan(epoch=0" in error.report
     assert "s ago  Ready(rank=1)" in error.report
@@ -162,7 +162,7 @@ class Watched(Scripted):
         super().__init__(self.end, deadline=deadline)
         self.starts = []
 
-    def watch(self, now):
+    def restart_stall_timer(self, now):
         self.starts.append(now)
 
     @staticmethod
@@ -186,7 +186,7 @@ def test_a_report_that_cannot_be_made_still_ends_the_run(stuck, monkeypatch, cap
     monkeypatch.setattr("coordinator.service.stall_report", broken)
     error = report_of(builder(train=stuck.stand_still, ranks=1))
     assert error.report == ""
-    assert "no report could be made" in caplog.text
+    assert "the stall report failed" in caplog.text
 
 
 # -- the messages kept -------------------------------------------------------------------

@@ -97,8 +97,8 @@ def altered(data, edit):
 FAULTS = {
     "no epochs": (drop("run", "epochs"), r"run has no 'epochs'"),
     "an epoch before the first": (put(-1, "run", "next_epoch"), r"\['next_epoch'\] is -1"),
-    "no ranks": (put([], "run", "ranks"), r"run\['ranks'\] has 0 entries, where 2"),
-    "no file of a rank": (drop("ranks", 1), r"\['saved_ranks'\] has 2 entries, where 1"),
+    "no ranks": (put([], "run", "ranks"), r"run\['ranks'\] has 0 entries, expected 2"),
+    "no file of a rank": (drop("ranks", 1), r"\['saved_ranks'\] has 2 entries, expected 1"),
     "an open epoch is missing": (drop("run", "epochs", 0), r"run\['epochs'\] are"),
     "a closed epoch is missing": (drop("run", "metrics", 0), r"\['metrics'\]|run\['epochs'\] are"),
     "ranges that overlap": (

@@ -25,7 +25,7 @@ def rounds(choice, costs, num=TRIAL, trained_s=10.0, anchor=10):
         over.append(choice.next)
         cost = costs[choice.next]
         cost = None if cost is None else RoundCost(ranks_s=cost)
-        decided.append(choice.note(choice.next, cost, trained_s, anchor))
+        decided.append(choice.record_round(choice.next, cost, trained_s, anchor))
     return over, decided
 
 
@@ -64,7 +64,7 @@ def test_a_trial_costs_the_mean_of_its_rounds():
         (THREAD, (9.0, *[4.0] * MEASURED_ROUNDS)),
     ):
         for cost in costs:
-            choice.note(over, RoundCost(ranks_s=float(cost)), 10.0, 10)
+            choice.record_round(over, RoundCost(ranks_s=float(cost)), 10.0, 10)
     mean = (MEASURED_ROUNDS + 1) / 2
     assert f"CPU {1000 * mean:.3g} ms" in choice.reason
 
@@ -130,7 +130,7 @@ def test_noise_is_no_reason_to_change():
 
 def test_other_ranks_are_measured_anew_and_may_try_what_failed():
     choice = decided({CPU: 0.1, THREAD: 0.2})
-    assert choice.leave(THREAD, "broken")
+    assert choice.exclude(THREAD, "broken")
     choice.reset()
     over, _ = rounds(choice, {CPU: 0.3, THREAD: 0.2}, 2 * TRIAL)
     assert over == [CPU] * TRIAL + [THREAD] * TRIAL
@@ -141,19 +141,19 @@ def test_a_round_that_began_before_the_ranks_changed_is_no_trial():
     choice = decided({CPU: 0.2, THREAD: 0.1})
     choice.reset()
     assert choice.next is THREAD
-    choice.note(CPU, RoundCost(ranks_s=9.0), 1.0, 10)
+    choice.record_round(CPU, RoundCost(ranks_s=9.0), 1.0, 10)
     over, _ = rounds(choice, {CPU: 0.1, THREAD: 0.2}, 2 * TRIAL)
     assert over == [THREAD] * TRIAL + [CPU] * TRIAL
 
 
 def test_the_one_that_failed_is_left_and_the_last_is_not():
     choice = BackendChoice((NCCL, CPU), measures=True)
-    assert choice.leave(NCCL, "no link")
+    assert choice.exclude(NCCL, "no link")
     assert (choice.chosen, choice.next, choice.before) == (CPU, CPU, NCCL)
-    assert choice.reason == "NCCL was left: no link"
+    assert choice.reason == "NCCL failed: no link"
     assert choice.collective is None
-    assert not choice.leave(NCCL, "again")
-    assert not choice.leave(CPU, "the last one")
+    assert not choice.exclude(NCCL, "again")
+    assert not choice.exclude(CPU, "the last one")
     over, _ = rounds(choice, {CPU: 1.0}, 3 * RETRIAL_ROUNDS, anchor=50)
     assert set(over) == {CPU}
 
@@ -174,7 +174,7 @@ def test_without_measuring_only_a_failure_changes_it():
     choice = BackendChoice((NCCL, THREAD), measures=False)
     over, _ = rounds(choice, {NCCL: 9.0}, 3 * RETRIAL_ROUNDS, anchor=77)
     assert set(over) == {NCCL}
-    assert choice.leave(NCCL, "broken")
+    assert choice.exclude(NCCL, "broken")
     choice.reset()
     assert choice.next is THREAD
 

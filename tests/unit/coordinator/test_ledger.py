@@ -26,7 +26,7 @@ def size(chunk):
 
 
 def train_all(ledger, rank):
-    ledger.trained(rank, ledger.by_rank[rank].num_assigned)
+    ledger.record_trained(rank, ledger.by_rank[rank].num_assigned)
 
 
 def settle_all(ledger):
@@ -169,9 +169,9 @@ def test_lockstep_gives_ranks_without_a_batch_nothing():
 def test_only_what_was_in_the_round_is_settled():
     ledger = pool_of(10, world_size=1, progressive=False)
     deal(ledger, 0)
-    ledger.trained(0, 4)
+    ledger.record_trained(0, 4)
     ledger.freeze(0)
-    ledger.trained(0, 3)
+    ledger.record_trained(0, 3)
     ledger.settle(0)
     assert ledger.oldest.num_settled == 4
     ledger.freeze(0)
@@ -194,16 +194,16 @@ def test_only_what_was_in_the_round_is_settled():
 def test_only_batches_of_an_epoch_in_a_row_are_one_range(notes, kept):
     ledger = RankLedger()
     for epoch, span in notes:
-        ledger.note_trained(epoch, span)
+        ledger.add_trained(epoch, span)
     assert ledger.trained == (notes if kept is None else kept)
 
 
 def test_what_was_in_a_round_that_was_given_up_waits_for_the_next():
     ledger = pool_of(10, world_size=1, progressive=False)
     deal(ledger, 0)
-    ledger.trained(0, 4)
+    ledger.record_trained(0, 4)
     ledger.freeze(0)
-    ledger.thaw()
+    ledger.unfreeze()
     ledger.settle(0)
     assert ledger.oldest.num_settled == 0
     ledger.freeze(0)
@@ -234,11 +234,11 @@ def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
     ledger = pool_of(20, progressive=False)
     deal(ledger, 0), deal(ledger, 1)
     for rank in (0, 1):
-        ledger.trained(rank, 6)
+        ledger.record_trained(rank, 6)
         ledger.freeze(rank)
         ledger.settle(rank)
-        ledger.trained(rank, 3)
-    ledger.take_back(1, (1.0, 0.0))
+        ledger.record_trained(rank, 3)
+    ledger.reopen_rank(1, (1.0, 0.0))
     assert ledger.oldest.num_retrained == 3
     assert len(ledger.oldest.open) == 4
     assert ledger.by_rank[1].num_assigned == 0
@@ -258,7 +258,7 @@ def test_a_pool_is_exhausted_once_nothing_is_open():
     while deal(ledger, 0) or deal(ledger, 1):
         pass
     assert ledger.exhausted
-    ledger.take_back(1, (1.0, 0.0))
+    ledger.reopen_rank(1, (1.0, 0.0))
     assert not ledger.exhausted
 
 
@@ -266,7 +266,7 @@ def test_the_death_of_the_last_hands_nothing_over():
     """Nobody has a share that what was reserved could follow."""
     ledger = pool_of(20, progressive=False)
     deal(ledger, 0)
-    ledger.take_back(0, (0.0, 0.0))
+    ledger.reopen_rank(0, (0.0, 0.0))
     assert len(ledger.oldest.open) == 20
     assert sum(ledger.oldest.quotas) == 20
 
@@ -274,7 +274,7 @@ def test_the_death_of_the_last_hands_nothing_over():
 def test_a_death_gives_back_what_it_took_of_a_limit():
     ledger = pool_of(10, max_batches=6, progressive=False)
     assert size(deal(ledger, 1)) == 5
-    ledger.take_back(1, (1.0, 0.0))
+    ledger.reopen_rank(1, (1.0, 0.0))
     while deal(ledger, 0, None, (1.0, 0.0)):
         pass
     assert ledger.by_rank[0].num_assigned == 6
@@ -302,7 +302,7 @@ def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
         rank = data.draw(st.integers(0, world - 1))
         deal(ledger, rank, data.draw(st.sampled_from((None, seconds))), shares)
         held = ledger.by_rank[rank].num_assigned
-        ledger.trained(rank, data.draw(st.integers(0, held)))
+        ledger.record_trained(rank, data.draw(st.integers(0, held)))
         if data.draw(st.booleans()):
             for r in range(world):
                 ledger.freeze(r)

@@ -465,11 +465,11 @@ def test_a_rank_that_leaves_during_a_round_aborts_it():
     assert run.machine.outcome.failure.rank == 1
 
 
-def test_a_thread_that_ends_without_a_word_is_dead():
+def test_a_thread_that_ends_without_a_message_is_dead():
     run = Run()
     run.tell(m.ThreadEnded(rank=0))
     assert run.machine.core.ranks[0].state is RankState.DEAD
-    assert "without a word" in str(run.machine.outcome.failure.error)
+    assert "without a message" in str(run.machine.outcome.failure.error)
 
 
 def test_the_first_failure_is_told_and_later_ones_are_not():

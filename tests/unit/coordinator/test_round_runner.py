@@ -85,10 +85,10 @@ def test_rounds_are_charged_what_comes_with_them(event, since_round, charged):
     core = core_with(since_round)
     cpu_time = RoundCpuTime(core)
     core.spent_s = 1.0
-    cpu_time.note(event)
+    cpu_time.record(event)
     core.spent_s = 3.0
-    cpu_time.note(m.Tick())
+    cpu_time.record(m.Tick())
     core.spent_s = 7.0
-    cpu_time.note(m.Tick())
+    cpu_time.record(m.Tick())
     assert cpu_time.take() == (2.0 if charged else 0.0)
     assert cpu_time.take() == 0.0

@@ -176,14 +176,14 @@ def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measu
     ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
     for _ in range(num_measured):
         ranks.train()
-    ranks.shares.limit(0, 40)
+    ranks.shares.record_out_of_memory(0, 40)
     assert ranks.shares.fits(80, (0, 1))
     for _ in range(5):
         ranks.sizes = ranks.shares.sizes(80, (0, 1))
         assert ranks.sizes[0] <= 32
         ranks.train()
     assert ranks.sizes[0] <= 32
-    ranks.shares.limit(1, 59)
+    ranks.shares.record_out_of_memory(1, 59)
     assert not ranks.shares.fits(80, (0, 1))
 
 
@@ -239,13 +239,13 @@ def test_a_rank_whose_time_was_misjudged_gets_one_sample_before_it_gets_none():
 )
 def test_a_smaller_global_batch_is_cut_alike_and_within_limits(total, sizes, parts):
     shares = Shares(4)
-    assert shares.limit(1, 8)
-    assert list(shares.short(total, sizes)) == parts
+    assert shares.record_out_of_memory(1, 8)
+    assert list(shares.short_sizes(total, sizes)) == parts
 
 
 def test_a_piece_above_a_known_limit_is_no_news():
     shares = Shares(2)
-    assert [shares.limit(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
+    assert [shares.record_out_of_memory(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
 
 
 def test_measured_memory_bounds_a_piece_until_more_is_measured():
@@ -254,13 +254,13 @@ def test_measured_memory_bounds_a_piece_until_more_is_measured():
         ranks.train()
     assert ranks.sizes == (60, 20)
     for most, size in ((50, 50), (55, 55), (None, 55), (90, 60)):
-        ranks.shares.bound(0, most)
+        ranks.shares.set_memory_limit(0, most)
         ranks.train()
         assert ranks.sizes[0] == size
-    ranks.shares.limit(0, 60)  # what has failed holds on
+    ranks.shares.record_out_of_memory(0, 60)  # what has failed holds on
     ranks.train()
     assert ranks.sizes[0] == 48
-    ranks.shares.bound(0, 40)
+    ranks.shares.set_memory_limit(0, 40)
     ranks.train()
     assert ranks.sizes[0] == 40
 
@@ -268,12 +268,12 @@ def test_measured_memory_bounds_a_piece_until_more_is_measured():
 def test_what_is_only_measured_is_no_reason_to_give_up():
     """Memory that a rank has no room for by its peaks may still be there."""
     shares = Shares(2)
-    shares.bound(0, 20)
-    shares.limit(1, 30)
+    shares.set_memory_limit(0, 20)
+    shares.record_out_of_memory(1, 30)
     assert not shares.fits(60, (0, 1))
-    assert shares.bearable(60, (0, 1))
-    shares.limit(0, 40)
-    assert not shares.bearable(60, (0, 1))
+    assert shares.may_fit(60, (0, 1))
+    shares.record_out_of_memory(0, 40)
+    assert not shares.may_fit(60, (0, 1))
 
 
 def test_a_rank_that_delays_nobody_with_one_sample_keeps_it():
@@ -319,7 +319,7 @@ def test_as_many_ranks_as_help_join_those_that_have_some(monkeypatch):
 
 def test_the_only_rank_with_memory_enough_is_not_left_alone():
     ranks = Ranks([(0, 1e-3), (0.2, 1e-3)], 60)
-    ranks.shares.limit(0, 60)
+    ranks.shares.record_out_of_memory(0, 60)
     for _ in range(20):
         ranks.train()
     assert ranks.sizes == (48, 12)
@@ -329,7 +329,7 @@ def looks(times, batches=10):
     """What each look finds at ranks with these seconds for a batch."""
     inequality = ImbalanceDetector()
     found = [
-        inequality.look({rank: (n, n * s) for rank, s in enumerate(times)})
+        inequality.check({rank: (n, n * s) for rank, s in enumerate(times)})
         for n in range(0, 1001, batches)
     ]
     return [result for result in found if result is not None]
@@ -347,11 +347,11 @@ def test_unequal_ranks_are_noticed_once_with_what_shares_would_gain():
 
 def test_slow_first_steps_and_ranks_that_come_and_go_are_not_unequal():
     inequality = ImbalanceDetector()
-    assert inequality.look({0: (10, 1.0), 1: (10, 60.0)}) is None
-    assert inequality.look({0: (209, 20.9), 1: (209, 79.9)}) is None
-    assert inequality.look({0: (210, 21.0), 1: (210, 80.0)}) is None
-    assert inequality.look({0: (990, 99.0)}) is None
-    assert inequality.look({0: (999, 99.9), 1: (999, 999.0)}) is None
+    assert inequality.check({0: (10, 1.0), 1: (10, 60.0)}) is None
+    assert inequality.check({0: (209, 20.9), 1: (209, 79.9)}) is None
+    assert inequality.check({0: (210, 21.0), 1: (210, 80.0)}) is None
+    assert inequality.check({0: (990, 99.0)}) is None
+    assert inequality.check({0: (999, 99.9), 1: (999, 999.0)}) is None
 
 
 def test_a_rank_that_is_gone_leaves_its_part_to_the_others():

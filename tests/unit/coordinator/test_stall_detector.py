@@ -25,10 +25,10 @@ def stalled(run):
 
 def later(run, event):
     """Hand an event in just before the run is given up; returns whether that was put off."""
-    before = run.machine._watch.deadline
+    before = run.machine._stall_detector.deadline
     run.now = before - 1.0
     run.tell(event)
-    after = run.machine._watch.deadline
+    after = run.machine._stall_detector.deadline
     assert after in (before, run.now + TIMEOUT_S)
     return after > before
 
@@ -50,7 +50,7 @@ def report(rank=0, batches=1):
 
 def test_a_rank_that_becomes_ready_is_progress():
     run = fresh(ready=False)
-    run.machine.watch(0.0)
+    run.machine.restart_stall_timer(0.0)
     assert later(run, m.Ready(rank=0))
 
 
@@ -83,10 +83,10 @@ def test_a_round_that_fails_is_none():
     run.tell(m.SyncAck(rank=0, round=1))
     assert not later(run, m.SyncAck(rank=1, round=1, ok=False))
     assert run.machine.core.num_failed_rounds == 1
-    before = run.machine._watch.deadline
+    before = run.machine._stall_detector.deadline
     run.machine.rounds.give_up()  # the one that was started in its place
-    run.machine._watch.look(m.Tick(), run.now)
-    assert run.machine._watch.deadline == before
+    run.machine._stall_detector.observe(m.Tick(), run.now)
+    assert run.machine._stall_detector.deadline == before
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -117,7 +117,7 @@ def test_requests_and_ticks_are_none(event):
 def test_the_time_counts_from_the_start_though_nothing_was_heard():
     run = fresh(ready=False)
     assert run.machine.deadline is None
-    run.machine.watch(5.0)
+    run.machine.restart_stall_timer(5.0)
     assert run.machine.deadline == 5.0 + TIMEOUT_S
 
 
@@ -127,7 +127,7 @@ def test_the_time_counts_from_the_start_though_nothing_was_heard():
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_run_without_progress_fails_and_reports_before_it_wakes_anybody(ready):
     run = fresh(ready=ready)
-    run.machine.watch(0.0)
+    run.machine.restart_stall_timer(0.0)
     run.now = TIMEOUT_S - 0.1
     assert run.tell(m.Tick()) == []
     command, *others = stalled(run)
@@ -150,7 +150,7 @@ def test_the_state_told_is_the_one_before_the_failure():
     assert "acks=[1]" in state
     assert "ranks=[0, 1]" in state
     assert "rank 1: rank=1, state=live" in state
-    assert "pool: epoch 0" in state
+    assert "ledger: epoch 0" in state
     assert "batches assigned, 0 trained, 4 in the round" in state
 
 
