@@ -1,4 +1,4 @@
-"""Machines in network namespaces of their own, whose links can be cut.
+"""Machines in separate network namespaces, whose links can be cut.
 
 ``python -m tests.support.namespaces PID MODULE ...`` runs a module in the namespace of a process.
 """
@@ -16,7 +16,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class Namespaces:
-    """One namespace with a bridge, and others joined to it.
+    """A namespace with a bridge, and others connected to it.
 
     Raises:
         OSError: None can be made here; says which command failed, and how.
@@ -78,7 +78,7 @@ class Namespaces:
 
 
 def main():
-    """Enter a namespace before any thread starts, and run a module there."""
+    """Enter a namespace before any thread starts, and run a module in it."""
     _, pid, module, *args = sys.argv
     libc = ctypes.CDLL(None, use_errno=True)
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)

@@ -1,7 +1,7 @@
 """Runs an example as ``python FILE arguments`` would, and records the bits of each step.
 
 ``python recorded_example.py RECORD FILE arguments...`` writes one line of JSON for each rank
-and step to ``RECORD``: what went into the step and what came out, as checksums.
+and step to ``RECORD``: checksums of inputs and results.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runtime.worker.step import WorkerSteps
 
 
 def checksums(tensors):
-    """One for each tensor; ``None`` where there is none."""
+    """The checksum of each tensor; ``None`` for ``None``."""
     return [None if t is None else zlib.crc32(t.detach().numpy().tobytes()) for t in tensors]
 
 
 def recorded(lines, train_window, steps, sizes, first, train_fn):
-    """A step, and its line; the list is only appended to, so that ranks need no lock."""
+    """Make a step and append its line; appending needs no lock between ranks."""
     replica = steps.replica
     params, states = replica.state.params.params, replica.optimizer.state
     step, before = replica.lockstep.step, checksums(params)

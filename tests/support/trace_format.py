@@ -1,6 +1,6 @@
 """Checks that a file follows the Chrome trace-event format, written from its description.
 
-Nothing here knows how the file was made.
+Independent of the code that writes the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def refuse_constant(name):
 
 
 def load_trace(path):
-    """The events of a trace file, checked one by one and together."""
+    """Load a trace file, and check its events individually and together."""
     text = path.read_text(encoding="utf-8")
     whole = json.loads(text, parse_constant=refuse_constant)
     assert isinstance(whole, dict)
@@ -66,7 +66,7 @@ def nanoseconds(microseconds):
 
 
 def check_nesting(events):
-    """Slices of one thread lie inside each other or apart; a pair has both its halves."""
+    """Check that slices of one thread nest or are disjoint, and that pairs are complete."""
     threads = defaultdict(list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)

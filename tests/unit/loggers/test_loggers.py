@@ -1,4 +1,4 @@
-"""Loggers for ``metrics_fn``: a table, TensorBoard's files, and several of them at once."""
+"""Loggers for ``metrics_fn``: CSV, TensorBoard, and several at once."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ HOSTILE = [
     "epoch",
     "time",
     "rank0/throughput",
-    "two\\nlines\\r\\n\\u2028",  # as the one above looks when it is harmless
+    "two\\nlines\\r\\n\\u2028",  # the escaped form of the one above
 ]
 
 
-def metrics_from_state(number=0, named=None, **scalars):
+def epoch_metrics(number=0, named=None, **scalars):
     ranks = tuple(
         RankMetrics(
             rank=rank, num_batches=2, num_samples=4, compute_s=0.5, avg_loss=1.5, throughput=8.0
@@ -84,7 +84,7 @@ def test_a_run_writes_a_row_for_each_epoch(tmp_path):
         assert float(row["rank0/batch_share"]) == metrics.per_rank_batch_share[0]
 
 
-def test_what_a_metrics_fn_writes_to_its_metrics_is_its_own():
+def test_changes_of_metrics_by_a_metrics_fn_stay_in_its_copy():
     def note(metrics):
         metrics.scalars["mine"] = 1.0
 
@@ -92,42 +92,42 @@ def test_what_a_metrics_fn_writes_to_its_metrics_is_its_own():
     assert [dict(metrics.scalars) for metrics in state.metrics] == [{}, {}]
 
 
-def test_a_scalar_that_comes_later_gets_a_column(tmp_path):
+def test_a_later_scalar_gets_a_new_column(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_from_state(0, a=1.0))
-    log(metrics_from_state(1, a=2.0, b=3.0))
-    log(metrics_from_state(2, b=4.0))
+    log(epoch_metrics(0, a=1.0))
+    log(epoch_metrics(1, a=2.0, b=3.0))
+    log(epoch_metrics(2, b=4.0))
     rows = rows_of(path)
     assert [(row["a"], row["b"]) for row in rows] == [("1.0", ""), ("2.0", "3.0"), ("", "4.0")]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_exists_is_gone_on_with(tmp_path):
+def test_rows_are_appended_to_an_existing_file(tmp_path):
     path = tmp_path / "run.csv"
-    CsvLogger(path)(metrics_from_state(0, a=1.0))
-    CsvLogger(path)(metrics_from_state(0, b=2.0))
+    CsvLogger(path)(epoch_metrics(0, a=1.0))
+    CsvLogger(path)(epoch_metrics(0, b=2.0))
     assert [(row["epoch"], row["a"], row["b"]) for row in rows_of(path)] == [
         ("0", "1.0", ""),
         ("0", "", "2.0"),
     ]
 
 
-def test_a_row_that_was_cut_off_harms_no_other(tmp_path):
+def test_a_cut_off_row_affects_no_other(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_from_state(0, a=1.0))
+    log(epoch_metrics(0, a=1.0))
     with path.open("a") as file:
         file.write("1,2026-")
     log = CsvLogger(path)
-    log(metrics_from_state(1, a=2.0))
-    log(metrics_from_state(2, a=3.0, b=4.0))
+    log(epoch_metrics(1, a=2.0))
+    log(epoch_metrics(2, a=3.0, b=4.0))
     rows = rows_of(path)
     assert [row["epoch"] for row in rows] == ["0", "1", "1", "2"]
     assert [row["a"] for row in rows if row["a"]] == ["1.0", "2.0", "3.0"]
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path):
+def test_a_foreign_file_is_left_unchanged(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("date,amount\n1,2\n")
     with pytest.raises(ValueError, match="pass another path"):
@@ -135,18 +135,18 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     assert path.read_text() == "date,amount\n1,2\n"
 
 
-def test_what_cannot_be_written_is_told_at_once(tmp_path):
+def test_an_unwritable_path_raises_at_once(tmp_path):
     with pytest.raises(OSError, match="directory"):
         CsvLogger(tmp_path)
     with pytest.raises(TypeError, match="pass a path"):
         CsvLogger(7)
 
 
-def test_hostile_names_do_no_harm_in_a_table(tmp_path):
+def test_hostile_names_are_escaped_in_csv(tmp_path):
     path = tmp_path / "run.csv"
     log = CsvLogger(path)
-    log(metrics_from_state(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
-    log(metrics_from_state(1, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    log(epoch_metrics(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+    log(epoch_metrics(1, {name: float(i) for i, name in enumerate(HOSTILE)}))
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) == 3
     assert len(text) < 10_000
@@ -160,9 +160,9 @@ def test_hostile_names_do_no_harm_in_a_table(tmp_path):
         assert [float(cell) for cell in row[-len(HOSTILE) :]] == list(range(len(HOSTILE)))
 
 
-def test_what_is_not_finite_is_written_as_such(tmp_path):
+def test_non_finite_values_are_written(tmp_path):
     log = CsvLogger(tmp_path / "run.csv")
-    log(replace(metrics_from_state(0, low=-math.inf), avg_loss=math.nan))
+    log(replace(epoch_metrics(0, low=-math.inf), avg_loss=math.nan))
     (row,) = rows_of(tmp_path / "run.csv")
     assert (row["avg_loss"], row["low"]) == ("nan", "-inf")
 
@@ -185,7 +185,7 @@ def scalars_of(directory):
 
 
 @needs_tensorboard
-def test_tensorboard_gets_what_the_epochs_gave(tmp_path):
+def test_tensorboard_has_the_metrics_of_each_epoch(tmp_path):
     with TensorBoardLogger(tmp_path) as log:
         state = builder(epochs=3).metrics_fn(log).run().join(WAIT_S)
     found = scalars_of(tmp_path)
@@ -197,9 +197,9 @@ def test_tensorboard_gets_what_the_epochs_gave(tmp_path):
 
 
 @needs_tensorboard
-def test_each_epoch_is_on_the_disk_before_anything_is_closed(tmp_path):
+def test_each_epoch_is_flushed_before_close(tmp_path):
     log = TensorBoardLogger(tmp_path)
-    log(metrics_from_state(0, a=1.5))
+    log(epoch_metrics(0, a=1.5))
     assert scalars_of(tmp_path)["a"] == [(0, 1.5)]
     log.close()
     log.close()
@@ -207,9 +207,9 @@ def test_each_epoch_is_on_the_disk_before_anything_is_closed(tmp_path):
 
 
 @needs_tensorboard
-def test_a_logger_that_goes_away_leaves_no_thread(tmp_path):
+def test_a_garbage_collected_logger_leaves_no_thread(tmp_path):
     log = TensorBoardLogger(tmp_path)
-    log(metrics_from_state(0))
+    log(epoch_metrics(0))
     del log
     assert "_AsyncWriterThread" not in {type(t).__name__ for t in threading.enumerate()}
 
@@ -218,16 +218,16 @@ def test_a_logger_that_goes_away_leaves_no_thread(tmp_path):
 def test_a_resumed_run_hides_the_epochs_it_trains_again(tmp_path):
     with TensorBoardLogger(tmp_path) as log:
         for epoch in range(3):
-            log(metrics_from_state(epoch, a=float(epoch)))
+            log(epoch_metrics(epoch, a=float(epoch)))
     with TensorBoardLogger(tmp_path) as log:
-        log(metrics_from_state(2, a=7.0))
+        log(epoch_metrics(2, a=7.0))
     assert scalars_of(tmp_path)["a"] == [(0, 0.0), (1, 1.0), (2, 7.0)]
 
 
 @needs_tensorboard
-def test_hostile_names_do_no_harm_in_tensorboard(tmp_path):
+def test_hostile_names_are_escaped_in_tensorboard(tmp_path):
     with TensorBoardLogger(tmp_path) as log:
-        log(metrics_from_state(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
+        log(epoch_metrics(0, {name: float(i) for i, name in enumerate(HOSTILE)}))
     found = scalars_of(tmp_path)
     assert all(tag.isprintable() and len(tag) <= 220 for tag in found)
     values = sorted(
@@ -238,7 +238,7 @@ def test_hostile_names_do_no_harm_in_tensorboard(tmp_path):
     assert values == list(range(len(HOSTILE)))
 
 
-def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'gpuworker\[monitor\]'"):
         TensorBoardLogger(tmp_path)
@@ -247,7 +247,7 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
 # -- several ------------------------------------------------------------------------------------
 
 
-def test_several_loggers_get_each_epoch_even_if_one_fails(caplog):
+def test_combined_loggers_get_each_epoch_even_if_one_fails(caplog):
     got = []
 
     def broken(metrics):
@@ -255,12 +255,12 @@ def test_several_loggers_get_each_epoch_even_if_one_fails(caplog):
 
     log = CombinedLogger(broken, got.append)
     with caplog.at_level(logging.ERROR, "runtime.loggers"):
-        assert log(metrics_from_state(4)) is True
+        assert log(epoch_metrics(4)) is True
     assert [metrics.epoch for metrics in got] == [4]
     assert "planted: no space left" in caplog.text
 
 
-def test_one_of_several_may_end_the_run():
+def test_one_of_several_loggers_may_end_the_run():
     seen = []
     log = CombinedLogger(lambda metrics: metrics.epoch < 1, seen.append)
     state = builder(epochs=200, dataset=200).metrics_fn(log).run().join(WAIT_S)
@@ -268,7 +268,7 @@ def test_one_of_several_may_end_the_run():
     assert [metrics.epoch for metrics in seen][:2] == [0, 1]
 
 
-def test_what_cannot_be_called_is_refused():
+def test_an_object_that_is_not_callable_is_refused():
     with pytest.raises(TypeError, match="pass loggers or functions"):
         CombinedLogger("run.csv")
 
@@ -282,7 +282,7 @@ def writers():
 
 
 class Closes(CsvLogger):
-    """Notes when it is closed, and how many epochs it had got."""
+    """Counts its closes, and its epochs before each."""
 
     def __init__(self, path, error=None):
         super().__init__(path)
@@ -302,7 +302,7 @@ class Closes(CsvLogger):
 
 @needs_tensorboard
 @pytest.mark.parametrize("end", ["finished", "stopped", "refused", "failed", "aborted"])
-def test_a_run_closes_the_logger_that_it_was_given(tmp_path, end):
+def test_a_run_closes_its_logger(tmp_path, end):
     log, opened = TensorBoardLogger(tmp_path), threading.Event()
 
     def note(metrics):
@@ -334,7 +334,7 @@ def test_a_run_closes_the_logger_that_it_was_given(tmp_path, end):
 
 
 @needs_tensorboard
-def test_a_logger_of_two_runs_is_closed_with_the_last(tmp_path):
+def test_a_logger_of_two_runs_is_closed_with_the_last_one(tmp_path):
     log, gate = TensorBoardLogger(tmp_path), Gate()
     slow = builder(train=gate, epochs=2).metrics_fn(log).run()
     gate.await_entry()
@@ -352,13 +352,13 @@ def test_a_logger_can_be_used_again_after_a_run(tmp_path):
         builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
         builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
         assert writers() == []
-        log(metrics_from_state(7))
+        log(epoch_metrics(7))
         assert len(writers()) == 1
     assert writers() == []
     assert len(scalars_of(tmp_path)["epoch/avg_loss"]) == 5
 
 
-def test_every_logger_is_closed_once_after_the_last_epoch_whatever_another_raises(tmp_path, caplog):
+def test_every_logger_is_closed_once_even_if_another_raises(tmp_path, caplog):
     one = Closes(tmp_path / "1.csv", OSError("planted: no space left"))
     two, three = Closes(tmp_path / "2.csv"), Closes(tmp_path / "3.csv")
     log = CombinedLogger(one, CombinedLogger(two), three)
@@ -369,7 +369,7 @@ def test_every_logger_is_closed_once_after_the_last_epoch_whatever_another_raise
     assert caplog.text.count("planted: no space left") == 1
 
 
-def test_an_error_in_close_is_logged_and_ends_nothing(tmp_path, caplog):
+def test_an_error_in_close_is_logged_and_the_others_are_closed(tmp_path, caplog):
     log = Closes(tmp_path / "1.csv", SystemExit("planted"))
     with caplog.at_level(logging.ERROR, "runtime"):
         state = builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
@@ -378,7 +378,7 @@ def test_an_error_in_close_is_logged_and_ends_nothing(tmp_path, caplog):
     assert "could not be closed" in caplog.text
 
 
-def test_what_is_no_logger_of_this_package_is_not_closed():
+def test_foreign_objects_are_not_closed():
     class Mine:
         closed = False
 
@@ -396,7 +396,7 @@ def test_what_is_no_logger_of_this_package_is_not_closed():
     assert not among.closed
 
 
-def test_a_run_that_cannot_start_leaves_the_logger_as_it_was(tmp_path, monkeypatch):
+def test_a_run_that_cannot_start_leaves_the_logger_open(tmp_path, monkeypatch):
     log = Closes(tmp_path / "1.csv")
     real = threading.Thread.start
     for name in ("metrics", "coordinator"):
@@ -415,7 +415,7 @@ def test_a_run_that_cannot_start_leaves_the_logger_as_it_was(tmp_path, monkeypat
     assert log.closed_after == [2]
 
 
-def test_a_function_that_does_not_return_delays_the_close_and_not_an_abort(tmp_path):
+def test_a_blocked_metrics_fn_delays_the_close_but_not_an_abort(tmp_path):
     log, entered, opened = Closes(tmp_path / "1.csv"), threading.Event(), threading.Event()
 
     def stuck(metrics):

@@ -1,4 +1,4 @@
-"""``metrics_every``: what is told while an epoch runs, and where it goes."""
+"""``metrics_every``: metrics within an epoch, and their destinations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU
 
 
 def falling(model, batch):
-    """A loss that is the first sample's number, and a scalar that is twice that."""
+    """The first sample's number as loss, and twice that as a scalar."""
     loss = count_up(model, batch)
     number = batch[-1].double()[0]
     record_scalar("twice", 2 * number)
@@ -42,7 +42,7 @@ def falling(model, batch):
 
 
 class Kept:
-    """Metrics, each kind by itself, in their order."""
+    """The received metrics by kind, in order."""
 
     def __init__(self):
         self.steps, self.epochs, self.order = [], [], []
@@ -54,7 +54,7 @@ class Kept:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_steps_are_told_of_in_order_and_hold_every_loss_once(way, ranks):
+def test_step_metrics_come_in_order_and_include_every_loss_once(way, ranks):
     kept = Kept()
     b = builder(train=falling, dataset=240, epochs=2, ranks=ranks, way=way)
     state = b.metrics_fn(kept).metrics_every(6).run().join(WAIT_S)
@@ -71,11 +71,11 @@ def test_steps_are_told_of_in_order_and_hold_every_loss_once(way, ranks):
     assert all(m.throughput > 0 for m in kept.steps[1:])
 
 
-def test_under_sync_each_tells_of_as_many_batches_of_every_rank():
+def test_under_sync_each_step_metrics_has_equal_batches_of_every_rank():
     kept, lock, seen = Kept(), threading.Lock(), []
 
     def noting(model, batch):
-        with lock:  # no rank begins a step before its peer has left the last one
+        with lock:  # so that no rank starts a step before its peer has left the previous one
             seen.append(float(batch[-1][0]))
         return falling(model, batch)
 
@@ -85,20 +85,20 @@ def test_under_sync_each_tells_of_as_many_batches_of_every_rank():
     assert [metrics.avg_loss for metrics in kept.steps] == pytest.approx(steps)
 
 
-def test_that_nobody_is_there_to_be_told_is_said(caplog):
+def test_metrics_every_without_a_receiver_logs_a_warning(caplog):
     builder(dataset=20).metrics_every(4).run().join(WAIT_S)
     assert "metrics_every(n) has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("num_batches", [10, 0])  # 0: the first that is told is an evaluation
+@pytest.mark.parametrize("num_batches", [10, 0])  # 0: the first step metrics are an evaluation's
 @pytest.mark.parametrize("done", [0, 40])
-def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(
+def test_a_logger_of_a_resumed_run_hides_only_metrics_after_its_checkpoint(
     tmp_path, done, num_batches
 ):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def told(step, loss):
+    def step_metrics(step, loss):
         return StepMetrics(
             step=step,
             epoch=0,
@@ -111,15 +111,15 @@ def test_a_logger_of_a_resumed_run_hides_what_came_after_its_checkpoint_alone(
 
     with TensorBoardLogger(tmp_path) as first:
         for step in range(done + 10, done + 50, 10):
-            first(told(step, 1.0))
-    with TensorBoardLogger(tmp_path) as second:  # goes on from a checkpoint after 20 more
-        second(replace(told(done + 30, 2.0), num_batches=num_batches))
+            first(step_metrics(step, 1.0))
+    with TensorBoardLogger(tmp_path) as second:  # resumes from a checkpoint after 20 more
+        second(replace(step_metrics(done + 30, 2.0), num_batches=num_batches))
     events = EventAccumulator(str(tmp_path / "steps")).Reload().Scalars("step/avg_loss")
     shown = [(event.step - done, event.value) for event in events]
     assert shown == [(10, 1.0), (20, 1.0), (30, 2.0)]
 
 
-def test_without_it_nothing_but_epochs_is_told():
+def test_without_metrics_every_only_epochs_are_reported():
     kept = Kept()
     builder(dataset=60).metrics_fn(kept).run().join(WAIT_S)
     assert kept.steps == []
@@ -137,7 +137,7 @@ def test_the_learning_rate_follows_the_schedule():
     assert first.learning_rate > last.learning_rate >= 0
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
+def test_a_resumed_run_continues_the_step_count(tmp_path):
     first, second = Kept(), Kept()
     b = builder(dataset=40, epochs=1).checkpoint_dir(tmp_path)
     b.metrics_fn(first).metrics_every(5).run().join(WAIT_S)
@@ -147,7 +147,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert [m.step for m in second.steps] == [25, 30, 35, 40]
 
 
-def test_losses_that_are_dropped_count_as_batches():
+def test_batches_with_dropped_losses_are_counted():
     def sick(model, batch):
         loss = falling(model, batch)
         return loss * (math.nan if batch[-1][0] % 4 == 0 else 1.0)
@@ -170,7 +170,7 @@ def test_false_for_some_steps_ends_the_run():
     assert state.stopped
 
 
-def test_callbacks_have_a_method_for_them():
+def test_callbacks_have_a_method_for_step_metrics():
     class Watch(Callback):
         def __init__(self):
             super().__init__()
@@ -189,7 +189,7 @@ def test_callbacks_have_a_method_for_them():
     assert len(watch.epochs) == 1
 
 
-def test_loggers_write_them_apart_from_the_epochs(tmp_path):
+def test_loggers_separate_step_metrics_from_epochs(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -208,14 +208,14 @@ def test_loggers_write_them_apart_from_the_epochs(tmp_path):
         (row,) = csv.DictReader(file)
     assert float(row["learning_rate"]) == kept.epochs[0].learning_rate
     events = EventAccumulator(str(tmp_path / "board" / "steps")).Reload()
-    told = events.Scalars("step/avg_loss")
-    assert [event.step for event in told] == [10, 20, 30, 40]
-    assert [event.value for event in told] == pytest.approx([m.avg_loss for m in kept.steps])
+    written = events.Scalars("step/avg_loss")
+    assert [event.step for event in written] == [10, 20, 30, 40]
+    assert [event.value for event in written] == pytest.approx([m.avg_loss for m in kept.steps])
     epochs = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [event.step for event in epochs.Scalars("epoch/avg_loss")] == [0]
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "10", True])
-def test_bad_numbers_are_refused(n):
+def test_invalid_intervals_raise(n):
     with pytest.raises((TypeError, ValueError), match="metrics_every"):
         builder().metrics_every(n)

@@ -1,4 +1,4 @@
-"""Loggers for experiment trackers: against stand-ins, and against the real ones where they are."""
+"""Loggers of experiment trackers, with stand-ins and with installed packages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wandb(monkeypatch):
 
 
 class MlflowStore:
-    """As far as the logger needs a client."""
+    """The part of a client that the logger uses."""
 
     def __init__(self, active=None):
         self.active, self.experiments, self.rows, self.ended, self.uris = active, {}, {}, [], []
@@ -103,7 +103,7 @@ def train(log):
     return b.run().join(WAIT_S).metrics
 
 
-def test_a_run_begun_by_the_logger_has_every_epoch_and_step_and_is_finished(wandb):
+def test_a_run_started_by_the_logger_has_every_epoch_and_step_and_is_finished(wandb):
     epochs = train(WandbLogger(project="digits"))
     (run,) = wandb.begun
     assert run.settings == {"project": "digits"}
@@ -132,27 +132,27 @@ def test_a_run_of_the_user_is_used_and_left_open(wandb, how):
     assert (mine.num_finished, wandb.begun) == (0, [])
 
 
-def test_settings_for_a_run_that_is_there_are_refused(wandb):
+def test_settings_for_an_existing_run_are_refused(wandb):
     with pytest.raises(TypeError, match=r"pass the settings to wandb\.init"):
         WandbLogger(WandbRun(), project="digits")
 
 
-def test_a_run_of_mlflow_is_made_in_its_experiment_and_ended(mlflow):
+def test_an_mlflow_run_is_created_in_its_experiment_and_ended(mlflow):
     log = MlflowLogger(experiment="mine", tracking_uri="there")
     epochs = train(CombinedLogger(log))
     assert mlflow.uris == ["there"]
     assert mlflow.experiments == {"mine": "0"}
     assert mlflow.ended == [log.run_id] == ["run 0 of 0"]
     rows = mlflow.rows[log.run_id]
-    told = [(m.step, m.value) for m in rows if m.key == "epoch/avg_loss"]
-    assert told == [(m.epoch, m.avg_loss) for m in epochs]
+    found = [(m.step, m.value) for m in rows if m.key == "epoch/avg_loss"]
+    assert found == [(m.epoch, m.avg_loss) for m in epochs]
     steps = [m.step for m in rows if m.key == "step/avg_loss"]
     assert steps == [10 * (i + 1) for i in range(len(steps))]
     assert steps
 
 
 @pytest.mark.parametrize("how", ["given", "active"])
-def test_a_run_of_mlflow_that_the_user_began_is_left_open(mlflow, how):
+def test_an_mlflow_run_of_the_user_is_left_open(mlflow, how):
     mlflow.active = "mine" if how == "active" else None
     log = MlflowLogger("mine" if how == "given" else None)
     train(log)
@@ -160,7 +160,7 @@ def test_a_run_of_mlflow_that_the_user_began_is_left_open(mlflow, how):
     assert mlflow.ended == []
 
 
-def test_more_values_than_mlflow_takes_at_once_go_in_parts(mlflow):
+def test_values_are_sent_to_mlflow_in_batches_of_its_limit(mlflow):
     log = MlflowLogger("mine")
     scalars = {f"value {i}": float(i) for i in range(1500)}
     log(
@@ -178,21 +178,21 @@ def test_more_values_than_mlflow_takes_at_once_go_in_parts(mlflow):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(WandbLogger, "wandb"), (MlflowLogger, "mlflow")])
-def test_without_the_package_the_way_to_install_it_is_named(monkeypatch, kind, name):
+def test_without_the_package_the_error_names_the_extra(monkeypatch, kind, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     with pytest.raises(ImportError, match=rf"gpuworker\[{name}\]"):
         kind()
 
 
-@pytest.mark.leaks_thread  # which serve all runs of the process
-def test_the_real_weights_and_biases_writes_a_run_offline(tmp_path, monkeypatch):
+@pytest.mark.leaks_thread  # wandb's threads serve all runs of the process
+def test_wandb_writes_a_run_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(WandbLogger(mode="offline", dir=tmp_path))
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_the_real_mlflow_keeps_every_epoch(tmp_path, monkeypatch):
+def test_mlflow_has_every_epoch(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     log = MlflowLogger(experiment="mine", tracking_uri=(tmp_path / "runs").as_uri())

@@ -93,8 +93,8 @@ def run_with(number, tmp_path):
         port = int(process.stdout.readline())
         if not number:
             return (*process.communicate("go\n", timeout=50), process.returncode)
-        with half_sent(port, number) as said:
-            assert said.startswith("open")
+        with half_sent(port, number) as output:
+            assert output.startswith("open")
             return (*process.communicate("go\n", timeout=50), process.returncode)
     finally:
         process.kill()
@@ -110,7 +110,7 @@ def test_incomplete_requests_beyond_the_descriptor_limit_do_not_affect_a_run(tmp
     beside, log, code = run_with(NUM_HALF_SENT, tmp_path)
     assert code == 0, log
     assert beside == alone
-    assert len(log.splitlines()) == 1, log  # said once, no traceback
+    assert len(log.splitlines()) == 1, log  # once, without traceback
     assert "connections" in log
 
 

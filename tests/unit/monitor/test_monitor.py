@@ -68,9 +68,9 @@ def test_the_final_page_equals_the_counters_of_the_run(monitor, recorded):
     assert (now["num_epochs"], whole["facts"]["num_epochs"]) == (3, 3)
     assert now["num_averagings"] == statistics.num_averagings
     assert now["anchor"] == statistics.anchor == whole["ticks"][-1]["anchor"]
-    for told, rank in zip(now["ranks"], statistics.ranks, strict=True):
+    for shown, rank in zip(now["ranks"], statistics.ranks, strict=True):
         for name in ("rank", "device", "num_batches", "num_samples", "num_throttles", "share"):
-            assert told[name] == getattr(rank, name)
+            assert shown[name] == getattr(rank, name)
     assert whole["epochs"] == [
         {
             "epoch": metrics.epoch,
@@ -94,8 +94,8 @@ def test_the_final_page_equals_the_counters_of_the_run(monitor, recorded):
         summary = timeline.summary()
         assert now["elapsed_s"] == round(summary.wall_s, 3)
         assert now["model"] == "Counter"
-        for told, rank in zip(whole["ticks"][-1]["causes"], summary.ranks, strict=True):
-            assert told == [round(rank.causes[cause.label], 3) for cause in Cause]
+        for shown, rank in zip(whole["ticks"][-1]["causes"], summary.ranks, strict=True):
+            assert shown == [round(rank.causes[cause.label], 3) for cause in Cause]
 
 
 @pytest.mark.parametrize("balance", [True, False])
@@ -199,9 +199,9 @@ def test_a_monitor_attached_late_shows_the_past_of_the_timeline(monitor):
     assert samples[-1] == 400
     for before, after in pairwise(whole["ticks"]):
         assert before["t"] <= after["t"]
-        for told, later in zip(before["causes"], after["causes"], strict=True):
-            assert all(b >= a - 2e-3 for a, b in zip(told, later, strict=True))
-            assert sum(told) == pytest.approx(before["t"], abs=0.05)
+        for shown, later in zip(before["causes"], after["causes"], strict=True):
+            assert all(b >= a - 2e-3 for a, b in zip(shown, later, strict=True))
+            assert sum(shown) == pytest.approx(before["t"], abs=0.05)
     assert whole["ticks"][:-1] == tick_history(timeline)
     assert [epoch["epoch"] for epoch in whole["epochs"]] == [0, 1]
 
@@ -251,8 +251,8 @@ def test_the_page_shows_the_death_of_a_rank_while_the_others_continue(monitor, r
     assert [rank["alive"] for rank in whole["now"]["ranks"]] == [True, False, True]
     assert whole["now"]["state"] == "finished"
     if recorded:
-        told = next(event for event in whole["events"] if event["kind"] == "failure")
-        assert (told["rank"], told["args"]["error"]) == (1, "ValueError: planted")
+        shown = next(event for event in whole["events"] if event["kind"] == "failure")
+        assert (shown["rank"], shown["args"]["error"]) == (1, "ValueError: planted")
 
 
 def test_the_page_shows_that_a_run_was_stopped(monitor):

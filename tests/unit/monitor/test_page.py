@@ -123,10 +123,10 @@ def test_the_page_shows_the_counters_of_the_run(browser, monitored):
             values(browser, f"{panel} .causes .fill", "data-value"),
             strict=True,
         )
-        told = {cause: float(spent) for cause, spent in parts}
+        shown = {cause: float(spent) for cause, spent in parts}
         causes = summary.ranks[rank.rank].causes
         for cause in Cause:
-            assert told.get(cause.label, 0.0) == pytest.approx(causes[cause.label], abs=1e-3)
+            assert shown.get(cause.label, 0.0) == pytest.approx(causes[cause.label], abs=1e-3)
         assert int(values(browser, f"{panel} canvas", "data-columns")[0]) >= 2
 
 
@@ -196,7 +196,7 @@ def test_pages_follow_the_run_and_survive_a_reload(browser):
             ends.append((value(browser, "step"), values(browser, "#events li", "data-kind")))
         assert ends[0] == ends[1]
         assert ends[0][0] == 60
-        # Another run takes the place of the first, and the end of the server is told.
+        # Another run takes the place of the first, and the end of the server is shown.
         builder(epochs=7).run().attach(monitor).join(WAIT_S)
         wait(browser, "return document.querySelector('[data-name=epoch]').dataset.value === '7'")
         monitor.close()

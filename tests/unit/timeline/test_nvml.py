@@ -1,4 +1,4 @@
-"""GPU load in a timeline, from an NVML that answers as the real one is documented to."""
+"""GPU load in a timeline, from a fake NVML with the documented behaviour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UUIDS = ["aaaa", "bbbb"]
 
 
 class Nvml(ModuleType):
-    """Knows two GPUs, numbered the other way round than the process numbers them."""
+    """Two GPUs, in the reverse of the process's order."""
 
     class NVMLError(Exception):
         pass
@@ -72,7 +72,7 @@ def test_gpus_are_found_by_uuid_each_once(install):
     assert nvml.num_open == 0
 
 
-def test_what_a_divided_gpu_does_not_tell_is_nan(install):
+def test_values_missing_on_a_mig_instance_are_nan(install):
     install(Nvml(divided=True))
     ((load, used), _) = open_gpus(GPUS).read()
     assert math.isnan(load)
@@ -97,7 +97,7 @@ def test_without_the_library_there_is_no_gpu_load(monkeypatch):
     assert open_gpus(GPUS) is None
 
 
-def test_a_poller_reads_gpus_and_lets_go_of_them(install):
+def test_a_poller_reads_gpus_and_closes_nvml(install):
     nvml = install(Nvml())
     poller = ResourcePoller(0.001, GPUS)
     poller.start()
@@ -117,7 +117,7 @@ def test_a_poller_reads_gpus_and_lets_go_of_them(install):
     assert nvml.num_open == 0
 
 
-def test_a_poller_that_fails_says_so_once_and_ends(install, caplog):
+def test_a_failing_poller_logs_once_and_ends(install, caplog):
     nvml = install(Nvml())
 
     def broken():

@@ -1,4 +1,4 @@
-"""What a timeline writes: a trace, a JSON file, a table, and hostile names in each."""
+"""Exports of a timeline: trace, JSON and CSV, also with hostile names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOSTILE = [
 
 
 class Hostile(Counter):
-    """A model with a name that is not meant well."""
+    """A model with a hostile name."""
 
 
 Hostile.__name__ = f"{SCRIPT}\n{'y' * 10_000}"
@@ -48,7 +48,7 @@ def run_hostile(timeline):
         return count_up(model, batch)
 
     b = builder(train=fit, model=lambda device: Hostile(), epochs=2)
-    b.partition_ratios([1, 1])  # rank 1 comes to its step, slow or not
+    b.partition_ratios([1, 1])  # so that rank 1 reaches its step
     b.on_worker_failure("continue").on_non_finite("ignore").timeline(timeline)
     return b.run()
 
@@ -71,7 +71,7 @@ def busy():
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-def test_the_trace_of_every_way_is_valid_and_nests(way, tmp_path):
+def test_the_trace_of_every_policy_is_valid_and_nested(way, tmp_path):
     timeline = Timeline(poll_s=0.002, min_gap_s=0.0, step_interval_s=0.0)
     b = builder(way=way, ranks=3, dataset=120, epochs=2).timeline(timeline)
     b.eval_fn(lambda model, epoch: {"a": 1.0}).run().join(WAIT_S)
@@ -80,11 +80,11 @@ def test_the_trace_of_every_way_is_valid_and_nests(way, tmp_path):
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {"coordinator", *(f"gpu-worker-{rank} (cpu)" for rank in range(3))}
     steps = Count(e["tid"] for e in events if e.get("cat") == "step")
-    told = {rank.rank + 2: rank.num_steps for rank in timeline.summary().ranks}
-    assert steps == {tid: count for tid, count in told.items() if count}
+    expected = {rank.rank + 2: rank.num_steps for rank in timeline.summary().ranks}
+    assert steps == {tid: count for tid, count in expected.items() if count}
 
 
-def test_slices_lie_in_the_slices_that_they_belong_to(busy, tmp_path):
+def test_slices_are_within_their_parent_slices(busy, tmp_path):
     busy.save_trace(tmp_path / "t.json")
     slices = [e for e in load_trace(tmp_path / "t.json") if e["ph"] == "X"]
 
@@ -106,8 +106,8 @@ def test_slices_lie_in_the_slices_that_they_belong_to(busy, tmp_path):
     assert rounds == set(range(1, len(rounds) + 1))
 
 
-def test_events_are_cut_by_nothing_but_the_rings(busy):
-    """Rounding aside, the exporter has no need to clip what a real run records."""
+def test_the_export_clips_no_event_of_a_real_run(busy):
+    """Apart from rounding."""
     for rank in (None, 0, 1, 2):
         own = [e for e in busy.events() if e.rank == rank and e.duration_s > 0]
         found = _slices(own, 1)
@@ -127,7 +127,7 @@ def test_a_slice_that_would_cross_another_is_clipped():
         check_nesting(crossing)
 
 
-def test_bounded_rings_lose_events_and_no_time(tmp_path):
+def test_full_rings_drop_events_but_no_time(tmp_path):
     timeline = Timeline(max_events=16, min_gap_s=0.0, step_interval_s=0.0)
     builder(dataset=2000, epochs=2).timeline(timeline).run().join(WAIT_S)
     summary = timeline.summary()
@@ -141,20 +141,20 @@ def test_bounded_rings_lose_events_and_no_time(tmp_path):
     load_trace(tmp_path / "t.json")
 
 
-def test_the_json_file_holds_what_the_methods_give(busy, tmp_path):
+def test_the_json_file_equals_the_results_of_the_methods(busy, tmp_path):
     busy.save_json(tmp_path / "t.json")
     found = json.loads((tmp_path / "t.json").read_text())
     summary = busy.summary()
     assert found["summary"]["num_averagings"] == summary.num_averagings
-    for rank, told in zip(summary.ranks, found["summary"]["ranks"], strict=True):
-        assert told["causes"] == pytest.approx(dict(rank.causes), abs=1e-8)
+    for rank, expected in zip(summary.ranks, found["summary"]["ranks"], strict=True):
+        assert expected["causes"] == pytest.approx(dict(rank.causes), abs=1e-8)
     assert len(found["events"]) == len(busy.events())
     assert len(found["gaps"]) == len(busy.idle_gaps())
     assert [e["epoch"] for e in found["epochs"]] == [0, 1, 2]
     assert len(found["curves"]["anchor"]) == len(busy.anchor_curve())
 
 
-def test_the_table_has_a_row_for_everything(busy, tmp_path):
+def test_the_csv_file_has_a_row_for_every_item(busy, tmp_path):
     busy.save_csv(tmp_path / "t.csv")
     with open(tmp_path / "t.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -169,7 +169,7 @@ def test_the_table_has_a_row_for_everything(busy, tmp_path):
         assert sum(float(r["value"]) for r in own) == pytest.approx(rank.wall_s)
 
 
-def test_hostile_names_do_no_harm_in_the_table(hostile, tmp_path):
+def test_hostile_names_are_escaped_in_the_csv_file(hostile, tmp_path):
     hostile.save_csv(tmp_path / "t.csv")
     text = (tmp_path / "t.csv").read_text(encoding="utf-8")
     rows = list(csv.reader(io.StringIO(text, newline="")))
@@ -185,7 +185,7 @@ def test_hostile_names_do_no_harm_in_the_table(hostile, tmp_path):
     assert len(scalars) == len(HOSTILE) + 1
 
 
-def test_hostile_names_do_no_harm_in_trace_and_json(hostile, tmp_path):
+def test_hostile_names_are_escaped_in_trace_and_json(hostile, tmp_path):
     hostile.save_trace(tmp_path / "t.json")
     load_trace(tmp_path / "t.json")
     hostile.save_json(tmp_path / "j.json")
@@ -210,7 +210,7 @@ def texts_in(value):
             yield from texts_in(item)
 
 
-def test_the_page_holds_no_markup_from_outside(hostile, tmp_path):
+def test_the_page_contains_no_foreign_markup(hostile, tmp_path):
     hostile.save_html(tmp_path / "t.html")
     text = (tmp_path / "t.html").read_text(encoding="utf-8")
     assert text.count("<script") == text.count("</script") == 2
@@ -237,7 +237,7 @@ def test_hostile_names_are_on_one_line_in_the_log(caplog):
     assert all("\n" not in record.getMessage() for record in own)
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(busy, tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically(busy, tmp_path, monkeypatch):
     target = tmp_path / "t.json"
     target.write_text("before")
 
@@ -251,13 +251,13 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(busy, tmp_path, monkeypatch
     assert os.listdir(tmp_path) == ["t.json"]
 
 
-def test_numbers_that_json_has_no_word_for_become_null():
+def test_non_finite_numbers_become_null():
     plain = export._plain({"a": [float("nan"), float("inf"), 1.5, 2.0, -0.0, 3]})
     assert plain == {"a": [None, None, 1.5, 2, 0, 3]}
     assert json.dumps(plain, allow_nan=False)
 
 
-def test_over_a_thread_collective_averagings_are_told_by_round():
+def test_averagings_over_a_thread_collective_have_their_round():
     timeline = Timeline()
     builder(way=(ASYNC, THREAD), dataset=200).timeline(timeline).run().join(WAIT_S)
     for rank in (0, 1):

@@ -64,16 +64,16 @@ def test_the_table_equals_the_summary(browser, page, recorded):
     show(browser, page)
     for rank in recorded.summary().ranks:
         for name in ("wall_s", "num_steps", "num_samples", "num_throttles", "idle_share"):
-            (told,) = values(
+            (shown,) = values(
                 browser, f'[data-rank="{rank.rank}"][data-name="{name}"]', "data-value"
             )
-            assert float(told) == pytest.approx(getattr(rank, name), abs=1e-8)
+            assert float(shown) == pytest.approx(getattr(rank, name), abs=1e-8)
         for cause in Cause:
-            told = values(
+            shown = values(
                 browser, f'[data-rank="{rank.rank}"][data-name="{cause.label}"]', "data-value"
             )
-            if told or rank.causes[cause.label]:
-                assert float(told[0]) == pytest.approx(rank.causes[cause.label], abs=1e-8)
+            if shown or rank.causes[cause.label]:
+                assert float(shown[0]) == pytest.approx(rank.causes[cause.label], abs=1e-8)
     assert texts(browser, "#state") == ["finished"]
 
 
@@ -93,14 +93,14 @@ def test_curves_have_a_point_for_each_value(browser, page, recorded):
     assert len(values(browser, "#throughput .line", "d")) == RANKS
 
 
-def test_marks_stand_for_evaluations_and_checkpoints(browser, page, recorded):
+def test_evaluations_and_checkpoints_have_marks(browser, page, recorded):
     show(browser, page)
     shown = {Kind.EVALUATION, Kind.CHECKPOINT}
     for rank in (0, 5):
-        told = [e.kind.value for e in recorded.events() if e.rank == rank and e.kind in shown]
-        assert "checkpoint" in told
+        shown = [e.kind.value for e in recorded.events() if e.rank == rank and e.kind in shown]
+        assert "checkpoint" in shown
         kinds = values(browser, f'.lane[data-lane="{rank}"] .mark', "data-kind")
-        assert sorted(kinds) == sorted(told)
+        assert sorted(kinds) == sorted(shown)
         assert kinds.count("evaluation") == (3 if rank == 0 else 0)
     parts = [e.args.get("part") for e in recorded.events() if e.kind is Kind.CHECKPOINT]
     saved = [part for part in parts if part and part.startswith("saved")]
@@ -128,7 +128,7 @@ def test_nothing_overflows_at_any_width(browser, page, width):
     assert outside == []
 
 
-def test_the_page_is_drawn_anew_when_the_window_changes(browser, page):
+def test_the_page_is_redrawn_when_the_window_is_resized(browser, page):
     show(browser, page, width=1200)
     before = values(browser, "#lanes-picture", "viewBox")
     browser.execute_cdp_cmd(
@@ -142,15 +142,15 @@ def test_the_page_is_drawn_anew_when_the_window_changes(browser, page):
     assert len(values(browser, ".lane", "data-lane")) == RANKS + 1
 
 
-def test_pointing_at_a_lane_tells_what_each_rank_did(browser, page):
+def test_pointing_at_a_lane_shows_the_causes_of_each_rank(browser, page):
     show(browser, page)
     browser.execute_script(
         "const s = document.getElementById('lanes-picture'), b = s.getBoundingClientRect();"
         "s.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + b.width / 2,"
         "clientY: b.top + 20, bubbles: true}))"
     )
-    (told,) = texts(browser, "#readout")
-    assert all(f"rank {rank}: " in told for rank in range(RANKS))
+    (readout,) = texts(browser, "#readout")
+    assert all(f"rank {rank}: " in readout for rank in range(RANKS))
 
 
 def test_hostile_names_are_shown_as_text(browser, tmp_path):
@@ -173,14 +173,14 @@ def test_hostile_names_are_shown_as_text(browser, tmp_path):
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_an_empty_timeline_gives_a_page_too(browser, tmp_path):
+def test_an_empty_timeline_has_a_page(browser, tmp_path):
     path = tmp_path / "empty.html"
     Timeline().save_html(path)
     assert show(browser, path) == []
     assert texts(browser, "#empty h2") == ["Nothing was recorded"]
 
 
-def test_the_page_loads_nothing(browser, page):
+def test_the_page_loads_no_other_resource(browser, page):
     show(browser, page)
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     policy = values(browser, "meta[http-equiv]", "content")[0]
@@ -188,8 +188,8 @@ def test_the_page_loads_nothing(browser, page):
     assert "unsafe" not in policy
 
 
-def test_each_lane_is_filled_to_its_height_over_the_whole_run(browser, page):
-    """At each of some columns, the bars of a lane stand on each other without a hole."""
+def test_each_lane_is_filled_over_the_whole_run(browser, page):
+    """In each sampled column the bars of a lane are stacked without gaps."""
     show(browser, page)
     markup = browser.execute_script(
         "return new XMLSerializer().serializeToString(document.getElementById('lanes-picture'))"

@@ -1,4 +1,4 @@
-"""The parts of a timeline: rings, curves, texts and a rank's lane, on a clock of its own."""
+"""Parts of a timeline: rings, curves, texts and a rank's lane, with a manual clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPUTE, DATA, SYNC, PARKED, IDLE = Cause.COMPUTE, Cause.DATA, Cause.SYNC, Cause
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock set by the test."""
 
     def __init__(self, at=100.0):
         self.at = at
@@ -44,7 +44,7 @@ def make_lane(clock, **settings):
     return RankLane(3, clock.at, **wanted)
 
 
-def test_a_ring_keeps_the_newest_and_counts_what_it_lost():
+def test_a_ring_keeps_the_newest_items_and_counts_the_dropped_ones():
     ring = Ring(4)
     for number in range(10):
         ring.add((f"item {number}",))
@@ -55,7 +55,7 @@ def test_a_ring_keeps_the_newest_and_counts_what_it_lost():
     assert ring.read(8)[0] == [(8, "item 8"), (9, "item 9")]
 
 
-def test_a_ring_that_is_read_while_it_is_written_shows_whole_items_in_order():
+def test_a_ring_read_during_writes_returns_whole_items_in_order():
     ring, stop = Ring(64), threading.Event()
 
     def write():
@@ -83,7 +83,7 @@ def test_a_ring_that_is_read_while_it_is_written_shows_whole_items_in_order():
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(0.0, 5.0), max_size=60))
-def test_bins_hold_every_second_however_often_they_merge(steps):
+def test_bins_keep_every_second_when_they_merge(steps):
     bins, total, at = TimeBins(10.0, num_bins=8, width_s=0.01), 0.0, 10.0
     for step in steps:
         at += step
@@ -99,7 +99,7 @@ def test_bins_hold_every_second_however_often_they_merge(steps):
 
 @settings(max_examples=60)
 @given(st.integers(0, 500))
-def test_a_curve_stays_small_and_keeps_its_ends(num_points):
+def test_a_decimated_curve_is_bounded_and_keeps_its_ends(num_points):
     curve = Decimated(16)
     for number in range(num_points):
         curve.add((float(number), float(number * 2)))
@@ -111,7 +111,7 @@ def test_a_curve_stays_small_and_keeps_its_ends(num_points):
     assert len(gaps) <= 1
 
 
-def test_what_is_told_in_lumps_was_trained_all_the_time():
+def test_totals_reported_in_jumps_are_interpolated():
     assert spread([0, 0, 0, 40, 40, 60], 10) == [10, 20, 30, 40, 50, 60]
     assert spread([0, 0, 0, 40, 40, 40], 2) == [0, 0, 20, 40, 40, 40]
     assert spread([5, 6, 7], 3) == [5, 6, 7]
@@ -120,19 +120,19 @@ def test_what_is_told_in_lumps_was_trained_all_the_time():
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 9))
-def test_spreading_changes_no_total_where_something_was_told(told, reach):
-    totals = list(accumulate(told))
+def test_interpolation_keeps_the_reported_totals(increments, reach):
+    totals = list(accumulate(increments))
     smooth = spread(totals, reach)
     assert all(b >= a - 1e-9 for a, b in pairwise(smooth))
     assert all(s >= t for s, t in zip(smooth, totals, strict=True))
-    for index, lump in enumerate(told):
-        if lump or index == len(told) - 1:
+    for index, increment in enumerate(increments):
+        if increment or index == len(increments) - 1:
             assert smooth[index] == totals[index]
 
 
 @settings(max_examples=60)
 @given(st.text())
-def test_a_text_becomes_one_short_line_that_can_be_written(text):
+def test_a_text_becomes_one_short_printable_line(text):
     shown = one_line(text)
     assert len(shown) <= 200
     assert shown.isprintable()
@@ -140,14 +140,14 @@ def test_a_text_becomes_one_short_line_that_can_be_written(text):
     assert len(shown.splitlines()) <= 1
 
 
-def test_texts_that_are_cut_stay_different():
+def test_cut_texts_stay_different():
     long = "x" * 10_000
     assert one_line(f"{long}1") != one_line(f"{long}2")
     assert one_line("short") == "short"
     assert one_line("two\nlines\u202e\ud800") == "two\\nlines\\u202e\\ud800"
 
 
-def test_an_object_that_cannot_be_shown_is_named_by_its_class():
+def test_an_object_without_text_is_shown_by_its_class():
     class Mute:
         def __str__(self):
             raise ValueError("planted")
@@ -158,7 +158,7 @@ def test_an_object_that_cannot_be_shown_is_named_by_its_class():
 @pytest.mark.parametrize(
     "text", ["=1+1", "+1", "-1", "@SUM(A1)", "|x", " =1", "%0", "\t=1", "\r=1"]
 )
-def test_a_cell_is_no_formula(text):
+def test_a_cell_is_not_a_formula(text):
     assert table_cell(text)[0] not in "=+-@|%\t\r "
 
 
@@ -178,8 +178,8 @@ def test_every_second_belongs_to_one_cause(clock):
     assert lane.seconds(end=clock.at + 4.0)[Cause.GONE] == pytest.approx(4.0)
 
 
-def test_a_sum_is_written_before_the_cause_changes(clock):
-    """A reader who saw the new cause and the old sum would give the stretch to the wrong one."""
+def test_a_total_is_written_before_the_cause_changes(clock):
+    """With the new cause and the old total a reader would attribute the interval wrongly."""
 
     class Watched(list):
         def __setitem__(self, index, value):
@@ -197,9 +197,9 @@ def test_a_sum_is_written_before_the_cause_changes(clock):
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(*[st.floats(0.0, 0.03)] * 3), max_size=30))
-def test_two_changes_at_once_are_two_changes(clock, stretches):
+def test_a_recorded_interval_equals_two_changes_of_cause(clock, intervals):
     at_once, apart = make_lane(clock, min_gap_s=0.01), make_lane(clock, min_gap_s=0.01)
-    for before, past, after in stretches:
+    for before, past, after in intervals:
         clock.at += before
         start = clock.at
         apart.enter(DATA)
@@ -220,7 +220,7 @@ def approx_rows(rows):
     return [pytest.approx(row, abs=1e-9) for row in rows]
 
 
-def test_a_stretch_in_progress_counts_up_to_now(clock):
+def test_the_present_interval_counts_up_to_now(clock):
     lane = make_lane(clock)
     lane.enter(PARKED)
     clock.at += 7.0
@@ -229,7 +229,7 @@ def test_a_stretch_in_progress_counts_up_to_now(clock):
     assert (gap.start_s, gap.duration_s, gap.rank) == (0.0, 7.0, 3)
 
 
-def test_short_gaps_are_counted_but_are_no_events(clock):
+def test_short_gaps_are_counted_but_are_not_events(clock):
     lane = make_lane(clock, min_gap_s=0.01)
     for _ in range(1000):
         lane.enter(DATA)
@@ -241,7 +241,7 @@ def test_short_gaps_are_counted_but_are_no_events(clock):
     assert lane.num_dropped == 0
 
 
-def test_totals_outlive_the_events_that_the_ring_lost(clock):
+def test_totals_include_the_time_of_dropped_events(clock):
     lane = make_lane(clock, max_events=16)
     for number in range(5000):
         lane.enter(DATA)
@@ -287,7 +287,7 @@ def test_the_bins_of_a_lane_sum_to_its_totals(clock):
     assert len(rows) <= 1025
 
 
-def test_a_reader_sees_only_what_was_added_since(clock):
+def test_a_cursor_returns_only_new_events(clock):
     lane = make_lane(clock)
     for epoch in range(3):
         lane.enter(COMPUTE)
@@ -301,7 +301,7 @@ def test_a_reader_sees_only_what_was_added_since(clock):
     assert event.args == {"epoch": 3}
 
 
-def test_a_lane_that_is_read_while_it_is_written_never_loses_time():
+def test_a_lane_read_during_writes_loses_no_time():
     lane = RankLane(0, rank_lane.now(), max_events=64, min_gap_s=0.0, step_interval_s=0.0)
     stop = threading.Event()
 
@@ -329,7 +329,7 @@ def test_a_lane_that_is_read_while_it_is_written_never_loses_time():
         thread.join(WAIT_S)
 
 
-def test_the_numbers_of_the_whole_machine_are_read_rarely(monkeypatch):
+def test_the_values_of_the_machine_are_read_at_most_at_their_interval(monkeypatch):
     calls = []
 
     def used():
@@ -344,7 +344,7 @@ def test_the_numbers_of_the_whole_machine_are_read_rarely(monkeypatch):
     assert all(row[0] >= 0 and row[1] > 1e6 for row in rows)
 
 
-def test_the_memory_of_the_process_is_read_rarely():
+def test_the_memory_of_the_process_is_read_at_most_at_its_interval():
     load, now, calls = resources.HostLoad(memory_s=10.0), time.monotonic(), []
 
     def info():
@@ -356,7 +356,7 @@ def test_the_memory_of_the_process_is_read_rarely():
     assert [row[1] for row in rows] == [1.0] * 10 + [2.0] * 10 + [3.0] * 4
 
 
-def test_the_load_of_the_process_is_that_since_the_reading_before():
+def test_the_load_of_the_process_is_measured_since_the_previous_reading():
     load = resources.HostLoad()
     start, before = load._at, time.process_time()
     while time.process_time() - before < 0.02:

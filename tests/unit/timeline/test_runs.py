@@ -1,4 +1,4 @@
-"""What a timeline says of real runs: where their time went, and what happened."""
+"""Timelines of real runs: time by cause, and events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].na
 
 
 def record(*, change=lambda b: b, **kwargs):
-    """Run to the end with a timeline; gives it, and the seconds that the run took."""
+    """Run to the end with a timeline; returns it, the state and the duration."""
     timeline = Timeline(poll_s=0.005, step_interval_s=0.0)
     start = time.monotonic()
     state = change(builder(**kwargs).timeline(timeline)).run().join(WAIT_S)
@@ -58,7 +58,7 @@ def kinds_of(timeline, rank):
 
 
 def check_totals(timeline, wall_s=None, hiccup_s=HICCUP_S):
-    """Every rank's causes sum to the time of the run, and next to nothing is unknown."""
+    """Check that each rank's causes sum to the time of the run, with almost none unattributed."""
     summary = timeline.summary()
     assert summary.ranks
     for rank in summary.ranks:
@@ -76,12 +76,12 @@ def check_totals(timeline, wall_s=None, hiccup_s=HICCUP_S):
         assert width_s > 0
     if wall_s is not None:
         assert summary.wall_s <= wall_s
-        assert summary.wall_s >= wall_s - 0.5  # checking the settings comes before the start
+        assert summary.wall_s >= wall_s - 0.5  # settings are checked before the start
 
 
 @ways
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_causes_of_each_rank_sum_to_the_time_of_the_run(way, ranks):
+def test_the_causes_of_each_rank_sum_to_the_wall_time(way, ranks):
     own = [0.0] * ranks
 
     def fit(model, batch):
@@ -116,7 +116,7 @@ def test_the_causes_of_each_rank_sum_to_the_time_of_the_run(way, ranks):
 
 
 @policies
-def test_of_a_run_of_some_time_a_hundredth_is_unattributed_at_most(way):
+def test_at_most_one_percent_of_a_longer_run_is_unattributed(way):
     def fit(model, batch):
         time.sleep(0.001)
         return count_up(model, batch)
@@ -129,7 +129,7 @@ def test_of_a_run_of_some_time_a_hundredth_is_unattributed_at_most(way):
         assert rank.causes["control"] < 0.5 * (rank.wall_s - rank.causes["startup"])
 
 
-def test_what_no_part_of_a_workers_life_accounts_for_is_unattributed(monkeypatch):
+def test_time_without_a_cause_is_unattributed(monkeypatch):
     run_epoch_plan = GpuWorker.run_epoch_plan
 
     def wander(self, plan):
@@ -161,7 +161,7 @@ class SlowData(Dataset):
 
 
 class BrokenData(SlowData):
-    """Slow, and then broken; says what the rank's lane tells meanwhile."""
+    """Slow, then raises; records the lane's cause meanwhile."""
 
     def __init__(self, timeline):
         self.timeline = timeline
@@ -174,7 +174,7 @@ class BrokenData(SlowData):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_data_set_that_fails_in_the_end_is_data_all_the_time(accumulate):
+def test_reading_a_data_set_that_fails_is_data(accumulate):
     timeline = Timeline()
     data = BrokenData(timeline)
     made = builder(dataset=data, ranks=1).prefetch(0).accumulate(accumulate).timeline(timeline)
@@ -214,7 +214,7 @@ def test_waiting_for_a_slow_peer_in_each_step_is_sync():
 
 
 def test_waiting_for_a_peer_that_has_not_joined_a_round_is_sync():
-    """The slow rank is in a step of 30 ms when the other one joins, or was just before."""
+    """The slow rank is in a step of 30 ms when the other one joins, or has just ended one."""
     timeline, _, _ = record(
         train=slow_rank(1, 0.03),
         way=(CADENCE, THREAD),
@@ -223,8 +223,8 @@ def test_waiting_for_a_peer_that_has_not_joined_a_round_is_sync():
     )
     assert timeline.summary().num_averagings > 2
     assert causes_of(timeline, 0)["sync"] > causes_of(timeline, 1)["sync"]
-    told = [e for e in timeline.events() if e.kind is Kind.SYNC and e.rank == 0]
-    assert told
+    found = [e for e in timeline.events() if e.kind is Kind.SYNC and e.rank == 0]
+    assert found
     check_totals(timeline)
 
 
@@ -253,11 +253,11 @@ def test_callbacks_are_counted_and_are_events():
     timeline, _, _ = record(change=change, epochs=3)
     assert causes_of(timeline, 0)["callbacks"] >= 3 * (0.01 + 0.02 + 0.03)
     events = [e for e in timeline.events() if e.rank == 0]
-    told = {
+    found = {
         kind: [tuple(e.args.values()) for e in events if e.kind is kind]
         for kind in (Kind.EPOCH_FN, Kind.EVALUATION, Kind.CHECKPOINT)
     }
-    assert told == {
+    assert found == {
         Kind.EPOCH_FN: [(0,), (1,), (2,)],
         Kind.EVALUATION: [(0,), (1,), (2,)],
         Kind.CHECKPOINT: [(1,), (2,), (3,)],
@@ -272,7 +272,7 @@ def test_building_the_models_is_startup():
 
     timeline, _, _ = record(model=slow)
     assert causes_of(timeline, 1)["startup"] >= 0.1  # one at a time
-    assert causes_of(timeline, 0)["startup"] >= 0.1  # it waits for the other
+    assert causes_of(timeline, 0)["startup"] >= 0.1  # rank 0 waits for rank 1
     check_totals(timeline)
 
 
@@ -318,7 +318,7 @@ def test_the_load_of_the_machine_is_read():
 
 @policies
 @pytest.mark.parametrize("mode", ["raise", "continue"])
-def test_a_failure_is_told_and_the_rest_stays(way, mode):
+def test_a_failure_is_an_event_and_the_record_is_kept(way, mode):
     def fit(model, batch):
         worker = current_worker()
         if worker.rank == 1 and worker.local_step >= 3:
@@ -328,7 +328,7 @@ def test_a_failure_is_told_and_the_rest_stays(way, mode):
 
     timeline = Timeline()
     b = builder(train=fit, way=way, dataset=80).timeline(timeline).on_worker_failure(mode)
-    b.partition_ratios([1, 1])  # rank 1 comes to its step, slow or not
+    b.partition_ratios([1, 1])  # so that rank 1 reaches its step
     handle = b.run()
     if mode == "raise":
         with pytest.raises(WorkerFailed):
@@ -347,7 +347,7 @@ def test_a_failure_is_told_and_the_rest_stays(way, mode):
 
 
 @policies
-def test_a_run_that_is_stopped_leaves_what_was_recorded(way, tmp_path):
+def test_a_stopped_run_keeps_its_record(way, tmp_path):
     gate = Gate()
     timeline = Timeline()
     handle = builder(train=gate, way=way, epochs=50).timeline(timeline).run()
@@ -381,7 +381,7 @@ def test_a_run_in_progress_can_be_read_and_saved(tmp_path):
     handle.join(WAIT_S)
 
 
-def test_following_a_run_shows_each_event_once():
+def test_following_a_run_returns_each_event_once():
     timeline = Timeline()
     handle = builder(dataset=200, epochs=3).timeline(timeline).run()
     seen, cursor = [], None
@@ -439,13 +439,13 @@ def test_a_timeline_keeps_nothing_of_the_run_alive():
     handle.join(WAIT_S)
     del handle
     deadline = time.monotonic() + WAIT_S
-    while any(ref() is not None for ref in kept):  # join() is told before the thread has ended
+    while any(ref() is not None for ref in kept):  # join() returns before the thread has ended
         assert time.monotonic() < deadline
         time.sleep(0.01)
         gc.collect()
 
 
-def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch, caplog):
+def test_a_fault_in_the_observer_ends_the_observation_and_not_the_run(monkeypatch, caplog):
     from runtime.timeline.coordinator_lane import CoordinatorLane
 
     def broken(self, *args):
@@ -473,17 +473,17 @@ def test_a_fault_in_the_observer_costs_the_timeline_and_not_the_run(monkeypatch,
         ({"step_interval_s": float("inf")}, ValueError),
     ],
 )
-def test_bad_settings_are_refused(settings, error):
+def test_invalid_settings_raise(settings, error):
     with pytest.raises(error, match=next(iter(settings))):
         Timeline(**settings)
 
 
-def test_a_builder_takes_nothing_but_a_timeline():
+def test_the_builder_accepts_only_a_timeline():
     with pytest.raises(TypeError, match=r"gpuworker\.Timeline"):
         builder().timeline("run.json")
 
 
-def test_an_empty_timeline_can_be_asked_and_saved(tmp_path):
+def test_an_empty_timeline_can_be_read_and_saved(tmp_path):
     timeline = Timeline()
     assert timeline.summary().state == "empty"
     assert timeline.events() == []
@@ -493,7 +493,7 @@ def test_an_empty_timeline_can_be_asked_and_saved(tmp_path):
 
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["stopped", "aborted"])
-def test_a_run_that_is_interrupted_leaves_what_was_recorded(signals, tmp_path):
+def test_an_interrupted_run_keeps_its_record(signals, tmp_path):
     timeline = Timeline()
     raised = threading.Event()
 
