@@ -25,7 +25,7 @@ POLICY = (
 SCRIPT_NAME = "monitor.js"
 STYLE_NAME = "monitor.css"
 _ICON = '<link rel="icon" href="data:,">\n'  # else browsers request one
-_SCRIPT_PARTS = ("words.js", "curves.js", SCRIPT_NAME)
+_SCRIPT_PARTS = ("common.js", "curves.js", SCRIPT_NAME)
 
 
 def style() -> str:

@@ -1,4 +1,4 @@
-// The plots. They are given no name that others chose, since they know some markup.
+// The plots. Names chosen by others are not passed to Plotly, which interprets some markup.
 
 // -- curves ---------------------------------------------------------------------------------------
 
@@ -27,12 +27,12 @@ function rates() {
   return facts.devices.map((_, rank) => {
     const points = [];
     let before = { t: 0, samples: facts.devices.map(() => 0) };
-    // Without a timeline, counters may begin with what was trained before a resumption.
+    // Without a timeline, counters include batches trained before the run was resumed.
     if (ticks.length && !facts.recorded) [before] = ticks;
     let first = before;
     for (const tick of ticks) {
       if (tick.t <= before.t) continue;
-      // The end of a run may follow the last look at once: that is no span of its own.
+      // The last reading may follow the previous one closely: merge the two intervals.
       if (points.length && tick === last(ticks) && tick.t - before.t < (before.t - first.t) / 2) {
         points.pop();
         before = first;
@@ -96,7 +96,7 @@ function unitOf(end) {
   return end < 10800 ? [60, " min"] : [3600, " h"];
 }
 
-// Whole epochs, in steps that leave room for the numbers.
+// Whole epochs, in steps that leave room for the labels.
 function epochStep(width) {
   const span = epochs.length ? last(epochs).epoch - epochs[0].epoch : 0;
   const raw = Math.max(1, span / (width < 420 ? 5 : 9));

@@ -1,16 +1,16 @@
-// Shows a run while it goes on, or the one whose data stands in the page. Names and messages
-// are written as text alone.
+// Shows a live run, or the run whose data is embedded in the page. Names and messages are only
+// written as text.
 
-// -- what is drawn once for a run -----------------------------------------------------------
+// -- drawn once per run ---------------------------------------------------------------------
 
 function tile(name, title) {
   const value = node("b", { "data-name": name }, "–");
   return [node("div", { class: "tile" }, value, node("span", {}, title)), value];
 }
 
-function tiles(wanted) {
+function tiles(names) {
   const box = node("div", { class: "tiles" }), found = new Map();
-  for (const [name, title] of wanted) {
+  for (const [name, title] of names) {
     const [made, value] = tile(name, title);
     box.append(made);
     found.set(name, value);
@@ -37,18 +37,18 @@ function build() {
   if (!facts) {
     write(title, "No run yet");
     badge.hidden = true;
-    head.append(node("p", { class: "soft", id: "empty" }, "The page shows a run as soon as one is attached."));
+    head.append(node("p", { class: "soft", id: "empty" }, "This page shows a run once one is attached."));
     return;
   }
-  const told = node("ul", { class: "facts soft" });
-  const add = (name, value) => told.append(node("li", {}, `${name} `, node("b", {}, String(value))));
+  const list = node("ul", { class: "facts soft" });
+  const add = (name, value) => list.append(node("li", {}, `${name} `, node("b", {}, String(value))));
   add("policy", `${facts.policy} over ${facts.backend}`);
-  view.policy = told.querySelector("b");
+  view.policy = list.querySelector("b");
   add("ranks", facts.devices.length);
   const sizes = facts.batch_sizes?.length ? facts.batch_sizes : [facts.batch_size];
   add("batch size", sizes.map((n) => number(n)).join(", "));
   add("samples", number(facts.num_samples, 6));
-  add("begun", new Date(facts.begun * 1000).toLocaleString());
+  add("started", new Date(facts.begun * 1000).toLocaleString());
   view.fill = node("div", { class: "fill" });
   const bar = node("div", { id: "progress", class: "track", role: "progressbar", "aria-label": "progress" }, view.fill);
   const [box, values] = tiles([
@@ -66,7 +66,7 @@ function build() {
   view.machines = node("p", { id: "machines" });
   view.machines.hidden = true;
   view.events = node("ol");
-  head.append(told, bar, box, view.ended, view.error, view.machines);
+  head.append(list, bar, box, view.ended, view.error, view.machines);
   page.append(ranks(), node("div", { class: "charts", id: "charts" }),
     node("section", { id: "events" }, node("h2", {}, "Events"), view.events));
   chart("loss", "Loss", "per epoch", { across: "epoch", series: () => [{ name: "loss", points: curve("loss") }] });
@@ -89,8 +89,8 @@ function ranks() {
       ["share", "share"], ["rate", "samples/s"], ["throughput", "when busy"],
       ["num_batches", "batches"], ["num_throttles", "throttles"], ["memory", "memory"],
     ]);
-    const causes = node("div", { class: "track causes", title: "all of its time, by cause" });
-    const lane = node("canvas", { title: "what it did, by cause; the newest at the right" });
+    const causes = node("div", { class: "track causes", title: "total time by cause" });
+    const lane = node("canvas", { title: "time by cause; the newest at the right" });
     const doing = node("p", { class: "doing" });
     const panel = node("section", { class: "rank", "data-rank": rank },
       node("h3", {}, name, node("span", { class: "soft" }, device), badge), share, grid);
@@ -100,7 +100,7 @@ function ranks() {
   });
   if (!facts.recorded) {
     return node("div", {}, box, node("p", { class: "soft small" },
-      "A run with .timeline(Timeline()) also shows what the time of each rank goes to."));
+      "A run with .timeline(Timeline()) also shows the time of each rank by cause."));
   }
   const legend = node("ul", { class: "legend", id: "legend" });
   for (const cause of ORDER) {
@@ -112,7 +112,7 @@ function ranks() {
   return node("div", {}, box, legend);
 }
 
-// -- what changes with each message ----------------------------------------------------------
+// -- updated with each message ---------------------------------------------------------------
 
 function recent(rank) {
   const end = last(ticks);
@@ -219,7 +219,7 @@ function drawLane(panel, rank) {
 
 // -- events ------------------------------------------------------------------------------------
 
-function say(event) {
+function describe(event) {
   const a = event.args || {};
   const times = a.times === 1 ? "" : ` ${number(a.times, 6)} times`;
   const lasted = a.lasted_s === undefined ? "" : `, ${seconds(a.lasted_s)} in all`;
@@ -239,11 +239,11 @@ function say(event) {
   }
 }
 
-function tell(added) {
+function showEvents(added) {
   const lines = added.map((event) => node("li", { "data-kind": event.kind },
     node("time", {}, seconds(event.t)),
     node("span", { class: "who" }, event.rank === null ? "run" : `rank ${event.rank}`),
-    node("span", { class: event.kind }, say(event))));
+    node("span", { class: event.kind }, describe(event))));
   view.events.prepend(...lines.reverse());
   while (view.events.children.length > MAX_EVENTS) view.events.lastChild.remove();
 }
@@ -258,7 +258,7 @@ function add(message) {
   if (facts) {
     addScalars(message.epochs);
     addPieces();
-    tell(message.events);
+    showEvents(message.events);
     update();
   }
   for (const found of charts.values()) found.dirty = true;
@@ -276,23 +276,23 @@ function restart(message) {
 }
 
 const link = node("span", { id: "link" });
-const tellLink = (state, text) => { link.className = state; write(link, text); };
+const setLink = (state, text) => { link.className = state; write(link, text); };
 
 function follow() {
   const source = new EventSource("events");
   source.addEventListener("history", (event) => {
-    tellLink("live", "live");
+    setLink("live", "live");
     restart(JSON.parse(event.data));
   });
   source.addEventListener("news", (event) => add(JSON.parse(event.data)));
   source.addEventListener("bye", () => {
-    // A run that goes on may get another monitor here; one that is over has no more to say.
+    // A live run may get another monitor at this address; an ended run sends nothing more.
     if (now && now.state !== "running") source.close();
-    tellLink("gone", "no longer served");
+    setLink("gone", "no longer served");
   });
   source.addEventListener("error", () => {
     if (link.className === "gone" && source.readyState === EventSource.CLOSED) return;
-    tellLink("lost", "not connected");
+    setLink("lost", "not connected");
     if (source.readyState === EventSource.CLOSED) setTimeout(follow, 5000);
   });
 }
@@ -312,9 +312,9 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 const data = document.getElementById("data");
 if (data) {
-  tellLink("gone", "saved");
+  setLink("gone", "saved");
   restart(JSON.parse(data.textContent));
 } else {
-  tellLink("lost", "connecting");
+  setLink("lost", "connecting");
   follow();
 }

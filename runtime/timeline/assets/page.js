@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page from the data that stands in it. Names are written as text alone.
+// Draws the page from its embedded data. Names are only written as text.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -71,10 +71,10 @@
 
   const percent = (part, whole) => (whole > 0 ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
-  function ticks(low, high, wanted) {
+  function ticks(low, high, count) {
     const span = high - low;
     if (!(span > 0)) return [low];
-    const raw = span / Math.max(1, wanted);
+    const raw = span / Math.max(1, count);
     const power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= raw);
     const found = [];
@@ -151,7 +151,7 @@
       }
       return row;
     });
-    return section("summary", "Where the time went",
+    return section("summary", "Time by cause",
       node("div", { class: "wide" }, node("table", {}, node("thead", {}, header), node("tbody", {}, ...rows))));
   }
 
@@ -170,7 +170,7 @@
 
   // -- lanes -----------------------------------------------------------------------------
 
-  // Seconds by cause between two times, from bins that may be cut by them.
+  // Seconds by cause between two times, also for parts of bins.
   function spent(lane, from, to) {
     const sums = new Array(causes.length).fill(0);
     const first = Math.max(0, Math.floor(from / lane.bin_s));
@@ -248,22 +248,22 @@
       const t = ((x - left) / inner) * wall;
       if (t < 0 || t > wall) return;
       place(line, x);
-      readout.textContent = tell(t, wall / inner);
+      readout.textContent = describe(t, wall / inner);
     };
   }
 
-  // Of the coordinator: a checkpoint that was written, or could not be made.
+  // True for the coordinator's event of a checkpoint that was written or failed.
   function isSave(event) {
     return event.kind === "checkpoint" && /^(saved|failed)/.test((event.args || {}).part || "");
   }
 
-  function told(event, between) {
+  function argumentText(event, separator) {
     return Object.entries(event.args || {}).filter(([, value]) => value !== null)
-      .map(([name, value]) => `${name}${between}${value}`).join(", ");
+      .map(([name, value]) => `${name}${separator}${value}`).join(", ");
   }
 
   function mark(event, scale, y) {
-    const words = told(event, " ");
+    const words = argumentText(event, " ");
     const made = shape("text", {
       x: scale(event.end_s), y: y - 1, "text-anchor": "middle", class: "mark", "data-kind": event.kind,
     }, MARKS[event.kind]);
@@ -288,7 +288,7 @@
     ];
   }
 
-  function tell(t, width) {
+  function describe(t, width) {
     const parts = data.lanes.map((lane) => {
       const sums = spent(lane, Math.max(0, t - width), t + width);
       const whole = sums.reduce((a, b) => a + b, 0);
@@ -398,9 +398,9 @@
       { unit: "batches between averagings", low: 0 }));
     const loss = data.epochs.map((epoch) => [epoch.epoch, epoch.avg_loss]);
     found.push(chart("loss", "Loss", [{ name: "loss", points: loss }], { unit: "per epoch", across: "epoch" }));
-    for (const [name, title] of [["divergence", "Divergence"], ["param_norm", "Norm of the parameters"]]) {
-      const told = data.epochs.map((epoch) => [epoch.epoch, epoch[name]]).filter(([, value]) => typeof value === "number");
-      if (told.length) found.push(chart(name, title, [{ name, points: told }], { unit: "per epoch", across: "epoch" }));
+    for (const [name, title] of [["divergence", "Divergence"], ["param_norm", "Parameter norm"]]) {
+      const values = data.epochs.map((epoch) => [epoch.epoch, epoch[name]]).filter(([, value]) => typeof value === "number");
+      if (values.length) found.push(chart(name, title, [{ name, points: values }], { unit: "per epoch", across: "epoch" }));
     }
     const scalars = new Map();
     for (const epoch of data.epochs) {
@@ -443,7 +443,7 @@
     const left = data.num_events_left_out + summary.num_dropped;
     return "Bars: share of the time in each column, by cause. Coordinator: averaging rounds, and a "
       + "line where an epoch closes. Marks: ▲ checkpoint, ◆ evaluation, ■ stop, ✕ failure."
-      + (left ? ` ${number(left, 6)} older events are not shown; the totals hold all.` : "");
+      + (left ? ` ${number(left, 6)} older events are not shown; totals include all.` : "");
   }
 
   function build() {
@@ -453,23 +453,23 @@
       return;
     }
     const svg = shape("svg", { id: "lanes-picture", role: "img", "aria-label": "swim lanes" });
-    const readout = node("p", { class: "readout", id: "readout" }, "Point at a lane to read it.");
+    const readout = node("p", { class: "readout", id: "readout" }, "Point at a lane to see its causes.");
     const lanes = section("lanes", "Lanes", node("div", {}, svg), legend(), readout,
       node("p", { class: "soft small" }, lanesNote()));
     const charts = curves();
     page.append(lanes, table(), node("div", { class: "charts", id: "charts" }, ...charts));
     const longest = data.gaps.filter((g) => !ENDS.includes(g.cause)).slice(0, 12);
     page.append(simpleTable("gaps", "Longest gaps",
-      `${number(data.num_gaps, 6)} gaps are kept, start and end of the run among them, which are `
-      + "not listed; shorter ones are in the totals alone.",
-      ["rank", "cause", "from", "lasted"],
+      `${number(data.num_gaps, 6)} gaps are kept; those at the start and end of the run are not listed, `
+      + "and shorter ones are only in the totals.",
+      ["rank", "cause", "start", "duration"],
       longest.map((g) => [g.rank, WORDS[g.cause], seconds(g.start_s), seconds(g.duration_s)])));
     const broken = (e) => ["failure", "stop"].includes(e.kind)
       || (isSave(e) && e.rank === null && e.args.part.startsWith("failed"));
     const found = data.events.filter(broken);
     if (found.length) {
-      page.append(simpleTable("told", "Failures and stops", null, ["at", "rank", "what"],
-        found.map((e) => [seconds(e.end_s), e.rank ?? "–", told(e, ": ")])));
+      page.append(simpleTable("failures", "Failures and stops", null, ["at", "rank", "details"],
+        found.map((e) => [seconds(e.end_s), e.rank ?? "–", argumentText(e, ": ")])));
     }
     const draw = () => {
       drawLanes(svg, readout);

@@ -95,9 +95,9 @@ def test_curves_have_a_point_for_each_value(browser, page, recorded):
 
 def test_evaluations_and_checkpoints_have_marks(browser, page, recorded):
     show(browser, page)
-    shown = {Kind.EVALUATION, Kind.CHECKPOINT}
+    marked = {Kind.EVALUATION, Kind.CHECKPOINT}
     for rank in (0, 5):
-        shown = [e.kind.value for e in recorded.events() if e.rank == rank and e.kind in shown]
+        shown = [e.kind.value for e in recorded.events() if e.rank == rank and e.kind in marked]
         assert "checkpoint" in shown
         kinds = values(browser, f'.lane[data-lane="{rank}"] .mark', "data-kind")
         assert sorted(kinds) == sorted(shown)

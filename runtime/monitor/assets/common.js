@@ -1,5 +1,5 @@
-// Words, colors and numbers, and what is known of the run. The parts of this script are put
-// together into one function.
+// Labels, colors, number formats and the state of the page. The parts of this script are joined
+// into one function.
 
 const ORDER = ["compute", "averaging", "callbacks", "control", "data", "sync", "parked", "idle",
   "startup", "ending", "gone", "unattributed"];
@@ -13,7 +13,7 @@ const SERIES = ["#2c6fb3", "#d0552d", "#3a9d76", "#b5659a", "#e6a11c", "#63b3e0"
   "#7f8a99", "#a3937a", "#c04080"];
 const MIB = 2 ** 20;
 const MAX_TICKS = 1200, MAX_EVENTS = 200, MAX_SCALARS = 24;
-const DRAW_MS = 1000;  // plots are drawn no more often
+const DRAW_MS = 1000;  // shortest interval between redraws
 const RECENT_S = 5;
 
 const page = document.getElementById("page");
