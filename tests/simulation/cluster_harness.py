@@ -1,8 +1,8 @@
 """The simulator of clusters: real members under a virtual clock.
 
-As in :mod:`tests.simulation.harness`, everything happens in one thread, in an order that the
-schedule's seed decides. A run ends with every invariant held, or raises
-:class:`SimulationFailed` with its history.
+As in :mod:`tests.simulation.harness`, everything runs in one thread, in an order determined by the
+schedule's seed. A run ends with all invariants held, or raises :class:`SimulationFailed` with its
+history.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coordinator.cluster.facts import Facts
 from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.member import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
 from tests.simulation.cluster_engine import SimEngine
-from tests.simulation.cluster_machine import SimMachine, listed
+from tests.simulation.cluster_machine import SimMachine, to_list
 from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
 from tests.simulation.effects import Batch, Violation
 from tests.simulation.harness import STUCK, TRACE_LINES, SimulationFailed
@@ -37,14 +37,14 @@ class ClusterSimulation:
         now: The virtual time.
         machines: By name.
         engine: Quorums and exchanges.
-        seen: What happened, and how often.
-        shares: Whether verdicts are computed once for all machines.
-        verdicts: Those, with the facts.
+        seen: Counts of occurrences.
+        shares_outcomes: True if outcomes are computed once for all machines.
+        outcomes: The computed outcomes, with their facts.
     """
 
     def __init__(self, schedule: ClusterSchedule) -> None:
         self.schedule = schedule
-        self.num_places = schedule.batches_per_epoch * schedule.num_epochs
+        self.num_batches = schedule.batches_per_epoch * schedule.num_epochs
         self.now = 0.0
         self.rng = random.Random(schedule.seed)
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LINES)
@@ -53,9 +53,9 @@ class ClusterSimulation:
         self._few_since = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        # Equal verdicts are computed once, but for some runs that look whether they are equal.
-        self.shares = schedule.seed % 8 != 0
-        self.verdicts: dict[tuple[str, int], tuple[tuple[Facts, ...], RoundOutcome]] = {}
+        # Equal outcomes are computed once, except in some runs, which check that they are equal.
+        self.shares_outcomes = schedule.seed % 8 != 0
+        self.outcomes: dict[tuple[str, int], tuple[tuple[Facts, ...], RoundOutcome]] = {}
         self._states: dict[ClusterLedger, dict[str, Any]] = {}
         self._histories: dict[str, tuple[Any, ClusterLedger]] = {}
         self._grants: dict[str, dict[str, set[Batch]]] = {}
@@ -65,22 +65,22 @@ class ClusterSimulation:
     # -- for machines and the engine ------------------------------------------------------
 
     def at(self, time: float, action: Callable[[], None]) -> None:
-        """Do something then."""
+        """Schedule an action."""
         heapq.heappush(self._heap, (time, next(self._order), action))
 
     def draw(self, longest: float) -> float:
-        """A number from 0 up to ``longest``."""
+        """A random number in [0, ``longest``)."""
         return self.rng.random() * longest
 
-    def place(self, batch: Batch) -> int:
-        """A batch's place in the vector."""
+    def index_of(self, batch: Batch) -> int:
+        """Index of a batch in the vector."""
         return batch[0] * self.schedule.batches_per_epoch + batch[1]
 
-    def new_ledger(self, *, odd: bool = False) -> ClusterLedger:
-        """What a new machine begins with."""
+    def new_ledger(self, *, other_settings: bool = False) -> ClusterLedger:
+        """The ledger of a new machine."""
         s = self.schedule
         return ClusterLedger(
-            settings={"model": "odd" if odd else "even", "seed": 0},
+            settings={"model": "other_settings" if other_settings else "even", "seed": 0},
             num_epochs=s.num_epochs,
             batches_per_epoch=s.batches_per_epoch,
             period_s=s.period_s,
@@ -88,26 +88,26 @@ class ClusterSimulation:
         )
 
     def state_of(self, ledger: ClusterLedger) -> dict[str, Any]:
-        """The ledger as it travels."""
+        """The ledger's state as sent to another machine."""
         if ledger not in self._states:
             self._states[ledger] = json.loads(json.dumps(ledger.state_dict()))
         return self._states[ledger]
 
-    def sent(self, facts: Facts) -> Facts:
-        """Facts as the others get them."""
+    def transmit(self, facts: Facts) -> Facts:
+        """The facts as received by the others."""
         arrived = Facts.from_json(facts.to_json())
         if arrived != facts:
             raise Violation(f"{facts} arrives as {arrived}")
         return arrived
 
-    def gathered(self, brought: list[Any]) -> Gathered:
-        """The facts of all."""
-        return Gathered(facts=tuple(brought))
+    def gathered(self, contributed: list[Any]) -> Gathered:
+        """The facts of all members."""
+        return Gathered(facts=tuple(contributed))
 
     # -- invariants -------------------------------------------------------------------------
 
     def on_commit(self, machine: SimMachine, command: ApplyRound) -> None:
-        """A machine has applied a round."""
+        """Check the invariants after a machine has applied a round."""
         ledger = machine.member.ledger
         if command.grant and machine.leaving:
             raise Violation(f"machine {machine.name} leaves with {command.grant}")
@@ -118,34 +118,35 @@ class ClusterSimulation:
             if total != self.schedule.batches_per_epoch:
                 raise Violation(f"epoch {closed.epoch} is closed with tallies of {total} batches")
         if machine.closed != sorted(set(machine.closed)):
-            raise Violation(f"machine {machine.name} is told of the epochs {machine.closed}")
-        known = self._histories.setdefault(ledger.lineage, (machine.whole, ledger))
-        if known[0] is machine.whole:
-            self._check_whole(machine.whole, ledger)
+            raise Violation(f"machine {machine.name} reports the closed epochs {machine.closed}")
+        known = self._histories.setdefault(ledger.lineage, (machine.global_vector, ledger))
+        if known[0] is machine.global_vector:
+            self._check_vector(machine.global_vector, ledger)
             self._check_grants(ledger)
             return
-        if not np.array_equal(known[0], machine.whole):
-            raise Violation(f"machines of one lineage hold {known[0]} and {machine.whole}")
+        if not np.array_equal(known[0], machine.global_vector):
+            raise Violation(f"machines of one lineage hold {known[0]} and {machine.global_vector}")
         if known[1] is not ledger and self.state_of(known[1]) != self.state_of(ledger):
             raise Violation("machines of one lineage have different ledgers")
 
-    def _check_whole(self, whole: Any, ledger: ClusterLedger) -> None:
-        wanted = np.zeros_like(whole)
-        wanted[: ledger.first_open * self.schedule.batches_per_epoch] = 1
+    def _check_vector(self, global_vector: Any, ledger: ClusterLedger) -> None:
+        expected = np.zeros_like(global_vector)
+        expected[: ledger.first_open * self.schedule.batches_per_epoch] = 1
         for epoch in ledger.open_epochs:
             for span in ledger.consumed_of(epoch):
-                start = self.place((epoch, span.start))
-                wanted[start : start + len(span)] += 1
-        if not np.array_equal(wanted, whole):
-            odd = [(int(i), int(whole[i]), int(wanted[i])) for i in np.flatnonzero(wanted != whole)]
-            raise Violation(f"(place, effect, times consumed): {odd}")
+                start = self.index_of((epoch, span.start))
+                expected[start : start + len(span)] += 1
+        if not np.array_equal(expected, global_vector):
+            wrong = np.flatnonzero(expected != global_vector)
+            batches = [(int(i), int(global_vector[i]), int(expected[i])) for i in wrong]
+            raise Violation(f"(batch, effect, times consumed): {batches}")
 
     def _check_grants(self, ledger: ClusterLedger) -> None:
         if ledger.max_batches is not None and ledger.consumed > ledger.max_batches:
             raise Violation(f"{ledger.consumed} batches are consumed, more than the limit")
         granted: Counter[Batch] = Counter()
         for grant in ledger.grants.values():
-            granted.update(listed(grant.batches))
+            granted.update(to_list(grant.batches))
         if granted and max(granted.values()) > 1:
             raise Violation(f"granted twice: {[b for b, n in granted.items() if n > 1]}")
         for epoch in ledger.open_epochs:
@@ -157,17 +158,17 @@ class ClusterSimulation:
             self.seen["empty deals"] += 1
 
     def on_end(self, machine: SimMachine) -> None:
-        """A machine is out."""
+        """Check the invariants at the end of a machine."""
         outcome, ledger = machine.outcome, machine.member.ledger
         if isinstance(outcome, Reject):
             self.seen["refused"] += 1
-            if not any(host.odd for host in self.schedule.hosts):
+            if not any(host.other_settings for host in self.schedule.hosts):
                 raise Violation(f"machine {machine.name} is refused: {outcome.reason}")
             return
         assert outcome is not None
         if outcome.stopped == ledger.complete:
             raise Violation(f"machine {machine.name} ends with {outcome}")
-        self._check_whole(machine.whole, ledger)
+        self._check_vector(machine.global_vector, ledger)
         self.seen["left" if outcome.stopped else "finished"] += 1
 
     # -- the run ----------------------------------------------------------------------------
@@ -190,9 +191,9 @@ class ClusterSimulation:
             self.at(machine.host.start_s, machine.begin)
         for fault in s.faults:
             machine = self.machines[fault.name]
-            self.at(fault.at_s, lambda m=machine, f=fault: m.suffer(f))
+            self.at(fault.at_s, lambda m=machine, f=fault: m.inject(f))
         for span in (s.partition, s.away):
-            self.at(span.stop_s + 1e-6, self.engine.look)
+            self.at(span.stop_s + 1e-6, self.engine.form_quorums)
         while self.num_events % 16 or not self._over:
             if not self._heap:
                 if self._over:
@@ -207,14 +208,14 @@ class ClusterSimulation:
 
     @property
     def _over(self) -> bool:
-        """Whether all are out, or too few are left and no more will come."""
+        """True if all are out, or too few are left and no more will join."""
         running = [m for m in self.machines.values() if not m.gone]
         if not running:
             return True
-        if len(running) >= self.schedule.min_machines or not all(m.begun for m in running):
+        if len(running) >= self.schedule.min_machines or not all(m.started for m in running):
             self._few_since = self.now
             return False
-        # They may know by themselves that nothing is left to do.
+        # They may still finish by themselves.
         if self.now - self._few_since < 10 * self.schedule.period_s:
             return False
         self.seen["starved"] += 1
@@ -222,22 +223,22 @@ class ClusterSimulation:
 
     @property
     def _is_smooth(self) -> bool:
-        """Whether no round fails."""
+        """True if no round fails."""
         s = self.schedule
         chances = (s.capture_chance, s.gather_chance, s.reduce_chance, s.commit_chance)
         return not s.faults and not any(chances)
 
     @property
     def _is_calm(self) -> bool:
-        """Whether no machine has a reason to take another for dead that is not."""
+        """True if no live machine can be considered dead."""
         s = self.schedule
-        # Between failed rounds a machine pauses.
+        # A machine pauses after a failed round.
         pause_s = 0.0 if self._is_smooth else MAX_PAUSE_S + s.timeout_s
         return (
             not any(fault.kind == "stall" for fault in s.faults)
             and s.partition.stop_s == s.away.stop_s == 0
             and s.join_s >= 2 * s.period_s + pause_s
-            and not any(host.origin or host.odd for host in s.hosts)
+            and not any(host.origin or host.other_settings for host in s.hosts)
         )
 
     def _at_end(self) -> None:
@@ -250,8 +251,10 @@ class ClusterSimulation:
         lineages = {m.member.ledger.lineage for m in finished if m.host.start_s < first_s}
         self.seen["two ends"] += len(lineages) > 1
         if len(lineages) > 1 and self._is_calm:
-            raise Violation(f"machines end with other histories: {lineages}")
-        needed = self.num_places if self.schedule.max_batches is None else self.schedule.max_batches
+            raise Violation(f"machines end with different histories: {lineages}")
+        needed = (
+            self.num_batches if self.schedule.max_batches is None else self.schedule.max_batches
+        )
         trained = sum(m.num_trained for m in self.machines.values())
         self.seen["retrained"] += trained > needed
         came_late = any(host.start_s >= first_s for host in self.schedule.hosts)
@@ -277,5 +280,5 @@ class ClusterSimulation:
 def simulate_cluster(
     seed: int, draw: Callable[[int], ClusterSchedule] = draw_cluster
 ) -> ClusterSimulation:
-    """Run the schedule of a seed to its end."""
+    """Simulate the schedule of a seed to its end."""
     return ClusterSimulation(draw(seed)).run()

@@ -1,7 +1,6 @@
-"""A machine of a simulated cluster: the real member, and what its driver does for it.
+"""A machine of a simulated cluster: the real member, and a simulated inner run.
 
-In place of a model there is a vector with a place for each batch of the run, which training
-that batch adds 1 to.
+The model is a vector with an element for each batch of the run; training a batch adds 1 to it.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ if TYPE_CHECKING:
     from tests.simulation.cluster_harness import ClusterSimulation
 
 
-def in_ranges(batches: list[Batch]) -> EpochRanges:
-    """Batches as they are told to a member."""
+def to_ranges(batches: list[Batch]) -> EpochRanges:
+    """Batches as ranges by epoch."""
     epochs = sorted({epoch for epoch, _ in batches})
     return tuple((e, tuple(compress(sorted(b for x, b in batches if x == e)))) for e in epochs)
 
 
-def listed(batches: EpochRanges) -> list[Batch]:
-    """What :func:`in_ranges` was made of, in rising order."""
+def to_list(batches: EpochRanges) -> list[Batch]:
+    """The inverse of :func:`to_ranges`, in ascending order."""
     return [(epoch, b) for epoch, spans in batches for span in spans for b in span]
 
 
 class SharingMember(Member):
-    """A member that takes verdicts from a member of the same history, if there are any."""
+    """A member that shares outcomes with members of the same history."""
 
     def __init__(self, sim: ClusterSimulation, machine: str, ledger: ClusterLedger) -> None:
         period_s = sim.schedule.period_s
@@ -68,41 +67,43 @@ class SharingMember(Member):
         self._sim = sim
 
     def evaluate(self, facts: tuple[Facts, ...]) -> RoundOutcome:
-        if not self._sim.shares:
+        if not self._sim.shares_outcomes:
             return super().evaluate(facts)
-        verdicts = self._sim.verdicts
+        outcomes = self._sim.outcomes
         key = (self.ledger.lineage, id(facts))
-        if key not in verdicts:
-            verdicts[key] = (facts, super().evaluate(facts))
-        return verdicts[key][1]
+        if key not in outcomes:
+            outcomes[key] = (facts, super().evaluate(facts))
+        return outcomes[key][1]
 
 
 class SimMachine:
     """One process.
 
     Attributes:
-        whole: The global parameters.
-        live: The inner run's.
+        global_vector: The global parameters.
+        local_vector: The inner run's parameters.
         engine_step: Commits that the engine has counted.
-        leaving: Whether it leaves after the round that it is in.
-        call: Number of the request that is under way; each is answered once.
-        group: The round it is in.
-        received: The state that came with the last quorum.
+        leaving: True if it leaves after the round in progress.
+        call: Number of the request in progress; each is answered once.
+        group: The round in progress.
+        received: The state received with the last quorum.
     """
 
     def __init__(self, sim: ClusterSimulation, host: Host) -> None:
         self._sim = sim
         self.host = host
         self.name = host.name
-        self.member = SharingMember(sim, host.name, sim.new_ledger(odd=host.odd))
-        self.whole = np.zeros(sim.num_places, dtype=np.int32)
-        self.live = self.whole.copy()
+        self.member = SharingMember(
+            sim, host.name, sim.new_ledger(other_settings=host.other_settings)
+        )
+        self.global_vector = np.zeros(sim.num_batches, dtype=np.int32)
+        self.local_vector = self.global_vector.copy()
         self.engine_step = 0
         self.call = 0
         self.answered = True
         self.group: Group | None = None
         self.received: Any = None
-        self.begun = False
+        self.started = False
         self.dead = False
         self.outcome: Finish | Reject | None = None
         self.ended_s = 0.0
@@ -114,15 +115,15 @@ class SimMachine:
         self._faults: list[Fault] = []
         self._tick_at: float | None = None
         # the inner run
-        self._todo: list[Batch] = []  # what is trained next last
-        self._back: list[Batch] = []
+        self._queue: list[Batch] = []  # in reverse order of training
+        self._returned: list[Batch] = []
         self._trained: list[Batch] = []
-        self._captured: int | None = None  # how many of those trained are in the capture
+        self._captured: int | None = None  # number of trained batches in the capture
         self._snapshot: Any = None
         self._tallies: Counter[int] = Counter()
-        self._told_idle = True
+        self._idle_reported = True
         self._next_at = 0.0
-        self._wake = 0
+        self._idle_id = 0
         self.num_trained = 0
         self._num_failed = 0  # captures in a row
 
@@ -130,33 +131,33 @@ class SimMachine:
 
     @property
     def gone(self) -> bool:
-        """Whether it is dead or out."""
+        """True if it is dead or out."""
         return self.dead or self.outcome is not None
 
     @property
     def stalled(self) -> bool:
-        """Whether its process stands still."""
+        """True if its process is suspended."""
         return self._silent_since is not None and not self.gone
 
-    def heard_until(self, now: float) -> float:
-        """Until when it has sent heartbeats."""
+    def last_heartbeat(self, now: float) -> float:
+        """Time of its last heartbeat."""
         return now if self._silent_since is None else self._silent_since
 
     def begin(self) -> None:
-        """The process is up and its model built."""
+        """Start the process with its built model."""
         sim, origin = self._sim, self.host.origin
-        self.begun = True
+        self.started = True
         if origin is not None and sim.machines[origin].last_commit is not None:
-            state, whole = sim.machines[origin].last_commit or ({}, None)
+            state, global_vector = sim.machines[origin].last_commit or ({}, None)
             self.member.ledger.load_state_dict(state)
             self.member = SharingMember(sim, self.name, self.member.ledger)
-            self.whole = whole.copy()
-            self.live = whole.copy()
-        self.tell(RunReady())
+            self.global_vector = global_vector.copy()
+            self.local_vector = global_vector.copy()
+        self.handle(RunReady())
 
-    def suffer(self, fault: Fault) -> None:
-        """Something happens to it, or will at a command."""
-        if self.gone or not self.begun:
+    def inject(self, fault: Fault) -> None:
+        """Inject a fault now, or at a later command."""
+        if self.gone or not self.started:
             return
         if fault.at is not None:
             self._faults.append(fault)
@@ -170,7 +171,7 @@ class SimMachine:
                 self._stall(fault.for_s)
             case "stop" | "stop everywhere":
                 stop = Stop(everywhere=fault.kind != "stop")
-                self.deliver(lambda: self.tell(stop))
+                self.deliver(lambda: self.handle(stop))
             case _:
                 raise AssertionError(fault.kind)
 
@@ -179,7 +180,7 @@ class SimMachine:
         if self._silent_since is None:
             self._silent_since = self._sim.now
         self._sim.engine.leave(self)
-        self._sim.engine.silent()
+        self._sim.engine.on_silence()
         self.call += 1
 
     def _stall(self, for_s: float) -> None:
@@ -187,22 +188,22 @@ class SimMachine:
             return
         self._advance()
         self._silent_since = self._sim.now
-        self._sim.engine.silent()
-        self._sim.at(self._sim.now + for_s, self._go_on)
+        self._sim.engine.on_silence()
+        self._sim.at(self._sim.now + for_s, self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if self.gone:
             return
         self._silent_since = None
         self._next_at = self._sim.now + self.host.batch_s
-        self._sim.engine.look()
+        self._sim.engine.form_quorums()
         deferred, self._deferred = self._deferred, []
         for action in deferred:
             self.deliver(action)
-        self._watch_idle()
+        self._schedule_idle()
 
     def deliver(self, action: Callable[[], None]) -> None:
-        """Do something in the process, once it runs."""
+        """Run an action in the process, once it is not suspended."""
         if self.stalled:
             self._deferred.append(action)
         elif not self.gone:
@@ -215,7 +216,7 @@ class SimMachine:
         delay_s: float,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """The request under way is answered."""
+        """Answer the request in progress."""
         if call != self.call or self.answered:
             return
         self.answered = True
@@ -224,18 +225,18 @@ class SimMachine:
             if call == self.call:
                 if before is not None:
                     before()
-                self.tell(event)
+                self.handle(event)
 
         self._sim.at(self._sim.now + delay_s, lambda: self.deliver(arrive))
 
     # -- the driver -----------------------------------------------------------------------
 
-    def _ask(self) -> None:
+    def _begin_request(self) -> None:
         self.call += 1
         self.answered = False
 
-    def tell(self, event: MemberEvent) -> None:
-        """An event reaches the member, and what it commands is done."""
+    def handle(self, event: MemberEvent) -> None:
+        """Pass an event to the member, and execute its commands."""
         sim = self._sim
         self._advance()
         if not isinstance(event, Tick):
@@ -245,14 +246,15 @@ class SimMachine:
                 return
             sim.trace.append((sim.now, f"{self.name} ->", command))
             self._execute(command)
-            self._suffer_at(type(command).__name__)
+            self._inject_at(type(command).__name__)
         self._set_tick()
-        self._watch_idle()
+        self._schedule_idle()
 
-    def _suffer_at(self, command: str) -> None:
+    def _inject_at(self, command: str) -> None:
         for fault in [f for f in self._faults if f.at == command]:
             self._faults.remove(fault)
-            self.suffer(Fault(kind=fault.kind, name=fault.name, at_s=0.0, for_s=fault.for_s))
+            self._sim.seen[f"faults at {command}"] += 1
+            self.inject(Fault(kind=fault.kind, name=fault.name, at_s=0.0, for_s=fault.for_s))
 
     def _set_tick(self) -> None:
         deadline = self.member.deadline
@@ -260,47 +262,51 @@ class SimMachine:
             return
         at_s = max(self._sim.now, deadline - self.host.clock_s + 1e-9)
         if self._tick_at is not None and self._sim.now < self._tick_at <= at_s:
-            return  # the one that is on its way comes earlier, and sets the next
+            return  # an earlier tick is scheduled, and will schedule the next
         self._tick_at = at_s
         self._sim.at(at_s, lambda: self.deliver(self._tick))
 
     def _tick(self) -> None:
         self._tick_at = None
-        self.tell(Tick())
+        self.handle(Tick())
 
     def _execute(self, command: MemberCommand) -> None:
         sim = self._sim
         match command:
             case FormQuorum():
-                self._ask()
+                self._begin_request()
                 sim.engine.leave(self)
                 call = self.call
                 sim.at(
                     sim.now + sim.draw(sim.schedule.delay_s),
-                    lambda: sim.engine.ask(self) if self.call == call and not self.gone else None,
+                    lambda: (
+                        sim.engine.request_quorum(self)
+                        if self.call == call and not self.gone
+                        else None
+                    ),
                 )
             case AdoptState():
-                self.whole = self.received.copy()
-                self._drop()
+                self.global_vector = self.received.copy()
+                self._discard_work()
             case ResetEngine():
                 self.engine_step = command.step
                 self.received = None
             case RequestCapture():
-                self._ask()
+                self._begin_request()
                 self._begin_capture(command.reserve_s)
             case GatherFacts():
-                self._ask()
-                facts = sim.sent(command.facts)
+                self._begin_request()
+                facts = sim.transmit(command.facts)
                 self.leaving = facts.leaving
                 chance = sim.schedule.gather_chance
                 sim.engine.exchange(self, "gather", facts, chance, sim.gathered)
             case ReduceChanges():
-                self._ask()
+                self._begin_request()
                 value = (self._difference(), command)
                 chance = sim.schedule.reduce_chance
                 sim.engine.exchange(self, "reduce", value, chance, self._summed)
             case Commit():
-                self._ask()
+                self._begin_request()
                 self._commit(command.ok)
             case ApplyRound():
                 self._apply(command)
@@ -315,17 +321,17 @@ class SimMachine:
                 assert_never(command)
 
     def offer(self) -> tuple[dict[str, Any], Any]:
-        """What another machine is healed from."""
-        return self._sim.state_of(self.member.ledger), self.whole
+        """The state that heals another machine."""
+        return self._sim.state_of(self.member.ledger), self.global_vector
 
     def _difference(self) -> Any:
-        return None if self._snapshot is None else self._snapshot - self.whole
+        return None if self._snapshot is None else self._snapshot - self.global_vector
 
-    def _summed(self, brought: list[Any]) -> ReduceDone:
-        differences, commands = zip(*brought, strict=True)
+    def _summed(self, contributed: list[Any]) -> ReduceDone:
+        differences, commands = zip(*contributed, strict=True)
         if any(command != commands[0] for command in commands):
-            raise Violation("machines weigh each other differently")
-        total = np.zeros_like(self.whole)
+            raise Violation("machines have different weights of each other")
+        total = np.zeros_like(self.global_vector)
         for difference, weight in zip(differences, commands[0].weights, strict=True):
             if weight:
                 total += difference
@@ -335,7 +341,7 @@ class SimMachine:
 
     def _commit(self, ok: bool) -> None:
         sim, s = self._sim, self._sim.schedule
-        fails = sim.now < s.quiet_s and sim.rng.random() < s.commit_chance
+        fails = sim.now < s.faultless_after_s and sim.rng.random() < s.commit_chance
         decided = ok and not fails
 
         def count() -> None:
@@ -348,91 +354,97 @@ class SimMachine:
         sim = self._sim
         if command.reduced:
             if self.group is None or self.group.total is None:
-                raise Violation(f"machine {self.name} applies sums that it never got")
-            self.whole = self.whole + self.group.total
+                raise Violation(f"machine {self.name} applies sums that it never received")
+            self.global_vector = self.global_vector + self.group.total
         num = len(self._trained) if self._captured is None else self._captured
         since = self._trained[num:]
         self._tallies.update(epoch for epoch, _ in self._trained[:num])
         if command.restart:
-            if self._trained or self._todo or self._back:
-                raise Violation(f"machine {self.name} kept on training after it was healed")
-            self.live = self.whole.copy()
+            if self._trained or self._queue or self._returned:
+                raise Violation(f"machine {self.name} continued training after it was healed")
+            self.local_vector = self.global_vector.copy()
             self._tallies.clear()
         elif self._snapshot is not None:
-            self.live = self.live + (self.whole - self._snapshot)
+            self.local_vector = self.local_vector + (self.global_vector - self._snapshot)
         else:
             if self._trained:
                 raise Violation(f"machine {self.name} has trained and was not captured")
-            self.live = self.whole.copy()
-        granted = listed(command.grant.batches)
+            self.local_vector = self.global_vector.copy()
+        granted = to_list(command.grant.batches)
         if self.member.ledger.ended:
-            since = []  # it is lost: all of it is in nobody's grant
-            self.live = self.whole.copy()
+            since = []  # lost: in no machine's grant
+            self.local_vector = self.global_vector.copy()
         done = set(since)
         if done - set(granted):
-            raise Violation(f"machine {self.name} keeps {done - set(granted)} and lost them")
+            raise Violation(f"machine {self.name} trained {done - set(granted)} without a grant")
         self._trained = since
-        self._back, self._captured, self._snapshot = [], None, None
-        self._take([batch for batch in granted if batch not in done])
+        self._returned, self._captured, self._snapshot = [], None, None
+        self._add_batches([batch for batch in granted if batch not in done])
         self.closed += [closed.epoch for closed in command.closed]
-        self.last_commit = (sim.state_of(self.member.ledger), self.whole)
+        self.last_commit = (sim.state_of(self.member.ledger), self.global_vector)
         sim.on_commit(self, command)
 
     # -- the inner run --------------------------------------------------------------------
 
-    def _take(self, batches: list[Batch]) -> None:
-        """Train these from here on, several at a time, from as many places."""
-        lanes = self.host.lanes
+    def _add_batches(self, batches: list[Batch]) -> None:
+        """Train these batches from now on, one per device at a time, from distant positions."""
+        num_devices = self.host.num_devices
         rows = [
-            batches[i * len(batches) // lanes :][: len(batches) // lanes + 1] for i in range(lanes)
+            batches[i * len(batches) // num_devices :][: len(batches) // num_devices + 1]
+            for i in range(num_devices)
         ]
         order = dict.fromkeys(
-            row[i] for i in range(len(batches) // lanes + 1) for row in rows if i < len(row)
+            row[i] for i in range(len(batches) // num_devices + 1) for row in rows if i < len(row)
         )
-        busy = bool(self._todo)
-        self._todo = list(order)[::-1]
+        busy = bool(self._queue)
+        self._queue = list(order)[::-1]
         if not busy:
             self._next_at = self._sim.now + self.host.batch_s
-        self._told_idle = False
+        self._idle_reported = False
 
-    def _drop(self) -> None:
-        self._todo, self._back, self._trained = [], [], []
+    def _discard_work(self) -> None:
+        self._queue, self._returned, self._trained = [], [], []
         self._captured, self._snapshot = None, None
-        self._told_idle = True
+        self._idle_reported = True
 
     def _advance(self) -> None:
-        """Train what has been trained until now."""
+        """Train the batches that are due by now."""
         now = self._sim.now
         if self._silent_since is not None:
             return
-        while self._todo and self._next_at <= now:
-            batch = self._todo.pop()
-            self.live[self._sim.place(batch)] += 1
+        while self._queue and self._next_at <= now:
+            batch = self._queue.pop()
+            self.local_vector[self._sim.index_of(batch)] += 1
             self._trained.append(batch)
             self.num_trained += 1
             self._next_at += self.host.batch_s
 
-    def _watch_idle(self) -> None:
-        """Tell the member once, when nothing is left."""
-        if self.gone or self.stalled or self._told_idle or self._back:
+    def _schedule_idle(self) -> None:
+        """Schedule one ``Idle`` event for the time when no batch is left."""
+        if self.gone or self.stalled or self._idle_reported or self._returned:
             return
-        self._wake += 1
-        wake = self._wake
+        self._idle_id += 1
+        wake = self._idle_id
         wait_s = 0.0
-        if self._todo:
-            wait_s = self._next_at - self._sim.now + (len(self._todo) - 1) * self.host.batch_s
+        if self._queue:
+            wait_s = self._next_at - self._sim.now + (len(self._queue) - 1) * self.host.batch_s
         self._sim.at(self._sim.now + wait_s + 1e-9, lambda: self.deliver(lambda: self._idle(wake)))
 
     def _idle(self, wake: int) -> None:
         self._advance()
-        if wake == self._wake and not self._todo and not self._back and not self._told_idle:
-            self._told_idle = True
-            self.tell(Idle())
+        if (
+            wake == self._idle_id
+            and not self._queue
+            and not self._returned
+            and not self._idle_reported
+        ):
+            self._idle_reported = True
+            self.handle(Idle())
 
     def _begin_capture(self, reserve_s: float) -> None:
-        num = min(len(self._todo), self.host.lanes + int(reserve_s / self.host.batch_s))
-        self._back = self._todo[: len(self._todo) - num]
-        self._todo = self._todo[len(self._todo) - num :]
+        num = min(len(self._queue), self.host.num_devices + int(reserve_s / self.host.batch_s))
+        self._returned = self._queue[: len(self._queue) - num]
+        self._queue = self._queue[len(self._queue) - num :]
         sim, call = self._sim, self.call
         delay_s = sim.draw(sim.schedule.capture_s)
 
@@ -445,20 +457,20 @@ class SimMachine:
     def _capture(self, *, keeps: bool) -> None:
         sim, s = self._sim, self._sim.schedule
         self._advance()
-        fails = sim.now < s.quiet_s and sim.rng.random() < s.capture_chance
+        fails = sim.now < s.faultless_after_s and sim.rng.random() < s.capture_chance
         self._num_failed = self._num_failed + 1 if fails else 0
         if 0 < self._num_failed < MAX_FAILED_CAPTURES:
             self.answer(self.call, CaptureFailed(error="a worker died"), 0.0)
             return
         if not keeps:
-            self._back, self._todo = self._back + self._todo, []
-        self._snapshot = self.live.copy()
+            self._returned, self._queue = self._returned + self._queue, []
+        self._snapshot = self.local_vector.copy()
         self._captured = len(self._trained)
         tallies = Counter(self._tallies)
         tallies.update(epoch for epoch, _ in self._trained)
         done = CaptureDone(
-            done=in_ranges(self._trained),
-            kept=in_ranges(self._todo),
+            done=to_ranges(self._trained),
+            kept=to_ranges(self._queue),
             weight=float(len(self._trained)),
             num_samples=len(self._trained),
             seconds_per_batch=self.host.batch_s if self.num_trained else None,
@@ -471,11 +483,11 @@ class SimMachine:
         self.answer(self.call, done, 0.0)
 
     def _resume(self) -> None:
-        """The old grant goes on."""
-        busy = bool(self._todo)
-        self._todo = self._back + self._todo
-        self._back, self._captured, self._snapshot = [], None, None
+        """Continue the previous grant."""
+        busy = bool(self._queue)
+        self._queue = self._returned + self._queue
+        self._returned, self._captured, self._snapshot = [], None, None
         if not busy:
             self._next_at = self._sim.now + self.host.batch_s
         if not self.member.healing:
-            self._told_idle = False
+            self._idle_reported = False

@@ -1,4 +1,4 @@
-"""A schedule of a cluster: everything that a seed decides about its run."""
+"""The schedule of a simulated cluster, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from coordinator.cluster import member
 from coordinator.cluster.member import MAX_PAUSE_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One start of a process.
+    """One start of a machine's process.
 
     Attributes:
-        name: Its machine's id.
-        start_s: When it is ready to join.
-        batch_s: Seconds that a batch takes it.
-        lanes: Devices: so many batches are under way at a time, from places far apart.
-        clock_s: What its clock is off by.
-        origin: Another machine whose last commit it begins with, as from a checkpoint.
-        odd: Whether its settings are others than those of the cluster.
+        name: The machine's id.
+        start_s: Time at which it is ready to join.
+        batch_s: Seconds per batch.
+        num_devices: Number of batches in progress at a time, at positions far apart.
+        clock_s: Offset of its clock.
+        origin: Machine from whose last commit it starts, as from a checkpoint.
+        other_settings: True if its settings differ from the cluster's.
     """
 
     name: str
     start_s: float = 0.0
     batch_s: float
-    lanes: int = 1
+    num_devices: int = 1
     clock_s: float = 0.0
     origin: str | None = None
-    odd: bool = False
+    other_settings: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something happens to a machine.
+    """A fault of a machine.
 
     Attributes:
         kind: "die", "stall", "stop" or "stop everywhere".
         name: The machine.
-        at_s: When.
-        for_s: How long it stalls.
-        at: If given, it happens at the first of these commands from ``at_s`` on, right
-            after the machine has sent it.
+        at_s: Time of the fault.
+        for_s: Duration of a stall.
+        at: Name of a command: the fault occurs right after the machine has executed the first
+            one from ``at_s`` on; ``None``: at ``at_s``.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A time in which something is so."""
+    """An interval of time."""
 
     start_s: float
     stop_s: float
@@ -68,28 +69,28 @@ class ClusterSchedule:
     """One simulated run of a cluster.
 
     Attributes:
-        seed: Of the draws made while it runs.
-        hosts: All machines that there will be.
-        batches_per_epoch: As the ledger has it, like ``num_epochs`` and ``max_batches``.
-        period_s: Between rounds.
-        min_machines: In a quorum.
-        delay_s: Longest time that anything travels.
+        seed: Seed of the draws made during the run.
+        hosts: All machines of the run.
+        batches_per_epoch: As in the ledger, like ``num_epochs`` and ``max_batches``.
+        period_s: Seconds between rounds.
+        min_machines: Fewest machines in a quorum.
+        delay_s: Longest delay of a message.
         capture_s: Longest time of a capture.
-        join_s: How long a quorum waits for machines that live and have not asked.
-        guard: Whether a quorum must be more than half of those that live.
-        heartbeat_s: How long a machine counts as alive that is not heard of.
-        timeout_s: How long a machine waits for others in an exchange.
-        quorum_timeout_s: How long it waits for a quorum.
-        faults: What happens to machines.
-        partition: When machines are split into two sides.
-        side: Those of the other side.
-        split: Whether both sides have a server, so that both may form quorums.
-        away: When the server is away.
+        join_s: Longest time for which a quorum waits for live machines that have not requested it.
+        guard: True if a quorum needs more than half of the live machines.
+        heartbeat_s: Time after the last heartbeat at which a machine counts as dead.
+        timeout_s: Timeout of an exchange.
+        quorum_timeout_s: Timeout of a quorum request.
+        faults: Faults of machines.
+        partition: Interval in which the machines are split into two sides.
+        side: The machines of the second side.
+        split: True if both sides have a server, so that both may form quorums.
+        away: Interval in which the server is unreachable.
         capture_chance: Chance that a capture fails.
-        gather_chance: Chance that a machine misses what the others gathered.
-        reduce_chance: Likewise, sums.
-        commit_chance: Chance that a machine's commit fails though its vote was yes.
-        quiet_s: From here on nothing fails by chance.
+        gather_chance: Chance that a machine's gather fails.
+        reduce_chance: Chance that a machine's all-reduce fails.
+        commit_chance: Chance that a machine's commit fails despite its positive vote.
+        faultless_after_s: Time after which nothing fails by chance.
     """
 
     seed: int
@@ -115,10 +116,22 @@ class ClusterSchedule:
     gather_chance: float = 0.0
     reduce_chance: float = 0.0
     commit_chance: float = 0.0
-    quiet_s: float = 0.0
+    faultless_after_s: float = 0.0
 
 
-COMMANDS = ("FormQuorum", "TakeCapture", "Gather", "Reduce", "Vote", "Apply", "Adopt")
+COMMANDS = tuple(
+    command.__name__
+    for command in (
+        member.FormQuorum,
+        member.RequestCapture,
+        member.GatherFacts,
+        member.ReduceChanges,
+        member.Commit,
+        member.ApplyRound,
+        member.AdoptState,
+    )
+)
+"""Commands after which faults are injected."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +144,7 @@ class ClusterDraw:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rng", random.Random(f"cluster {self.seed}"))
 
-    def maybe(self, chance: float) -> bool:
+    def happens(self, chance: float) -> bool:
         """True with this chance."""
         return self.rng.random() < chance
 
@@ -150,7 +163,7 @@ class ClusterDraw:
         hosts = tuple(self._hosts(num, batch_s, lasts_s))
         names = [host.name for host in hosts]
         faults = tuple(self._faults(hosts, lasts_s, period_s))
-        parted = self.maybe(0.15)
+        parted = self.happens(0.15)
         start_s = rng.uniform(0.0, lasts_s)
         away = Span(start_s=start_s, stop_s=start_s + rng.uniform(0.5, 5.0) * period_s)
         part_s = rng.uniform(0.0, lasts_s)
@@ -160,13 +173,13 @@ class ClusterDraw:
             hosts=hosts,
             batches_per_epoch=per_epoch,
             num_epochs=epochs,
-            max_batches=rng.randint(1, per_epoch * epochs) if self.maybe(0.15) else None,
+            max_batches=rng.randint(1, per_epoch * epochs) if self.happens(0.15) else None,
             period_s=period_s,
             min_machines=rng.choice((1, 1, 1, 2, num // 2 + 1)),
             delay_s=rng.choice((0.0, 0.001, 0.02, 0.1)) * period_s,
             capture_s=rng.choice((0.0, 0.01, 0.2)) * period_s,
             join_s=rng.choice((0.1, 2.0, 2.0, 10.0)) * period_s,
-            guard=self.maybe(0.7),
+            guard=self.happens(0.7),
             heartbeat_s=rng.choice((0.3, 1.0)) * period_s,
             timeout_s=rng.choice((0.5, 2.0)) * period_s,
             quorum_timeout_s=MAX_PAUSE_S + rng.choice((1.0, 20.0)) * period_s,
@@ -175,38 +188,40 @@ class ClusterDraw:
             if parted
             else Span(start_s=0.0, stop_s=0.0),
             side=frozenset(rng.sample(names, rng.randint(1, len(names)))),
-            split=self.maybe(0.5),
-            away=away if self.maybe(0.15) else Span(start_s=0.0, stop_s=0.0),
-            capture_chance=chance if self.maybe(0.5) else 0.0,
-            gather_chance=chance if self.maybe(0.5) else 0.0,
-            reduce_chance=chance if self.maybe(0.5) else 0.0,
-            commit_chance=chance if self.maybe(0.5) else 0.0,
-            quiet_s=2 * lasts_s + 4 * period_s,
+            split=self.happens(0.5),
+            away=away if self.happens(0.15) else Span(start_s=0.0, stop_s=0.0),
+            capture_chance=chance if self.happens(0.5) else 0.0,
+            gather_chance=chance if self.happens(0.5) else 0.0,
+            reduce_chance=chance if self.happens(0.5) else 0.0,
+            commit_chance=chance if self.happens(0.5) else 0.0,
+            faultless_after_s=2 * lasts_s + 4 * period_s,
         )
 
     def _hosts(self, num: int, batch_s: float, lasts_s: float) -> Iterator[Host]:
         rng = self.rng
-        alike = self.maybe(0.4)
+        alike = self.happens(0.4)
         names = [f"m{i:02}" for i in range(num)]
         rng.shuffle(names)
-        odd = self.maybe(0.05)
+        other_settings = self.happens(0.05)
         for i, name in enumerate(names):
-            late = i > 0 and self.maybe(0.25)
+            late = i > 0 and self.happens(0.25)
             yield Host(
                 name=name,
                 start_s=rng.uniform(0.0, lasts_s) if late else rng.uniform(0.0, 0.05) * lasts_s,
                 batch_s=batch_s if alike else batch_s * 10 ** rng.uniform(-0.5, 0.5),
-                lanes=rng.choice((1, 1, 2, 4)),
+                num_devices=rng.choice((1, 1, 2, 4)),
                 clock_s=rng.uniform(0.0, 1000.0),
-                origin=rng.choice(names[:i]) if late and self.maybe(0.3) and not odd else None,
-                odd=late and odd,
+                origin=rng.choice(names[:i])
+                if late and self.happens(0.3) and not other_settings
+                else None,
+                other_settings=late and other_settings,
             )
 
     def _faults(self, hosts: tuple[Host, ...], lasts_s: float, period_s: float) -> Iterator[Fault]:
         rng = self.rng
-        if self.maybe(0.25):
+        if self.happens(0.25):
             return
-        survivor = None if self.maybe(0.05) else rng.choice(hosts).name
+        survivor = None if self.happens(0.05) else rng.choice(hosts).name
         most = rng.choice((1, 2, 3, len(hosts), 3 * len(hosts)))
         for _ in range(most):
             host = rng.choice(hosts)
@@ -218,9 +233,9 @@ class ClusterDraw:
                 name=host.name,
                 at_s=host.start_s + rng.uniform(0.0, 1.2) * lasts_s,
                 for_s=rng.choice((0.2, 1.0, 4.0)) * rng.random() * period_s,
-                at=rng.choice(COMMANDS) if self.maybe(0.5) else None,
+                at=rng.choice(COMMANDS) if self.happens(0.5) else None,
             )
-        if self.maybe(0.1):
+        if self.happens(0.1):
             yield Fault(
                 kind="stop everywhere",
                 name=rng.choice(hosts).name,

@@ -1,4 +1,4 @@
-"""Hundreds of clusters under a virtual clock; a failing seed prints its history and replays with
+"""Hundreds of simulated clusters. A failing seed prints its history; replay it with
 ``python -m tests.simulation.replay --cluster --seed N``.
 """
 
@@ -10,18 +10,19 @@ from collections import Counter
 import pytest
 
 from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
-from tests.simulation.cluster_schedule import ClusterSchedule, Fault, Host
+from tests.simulation.cluster_schedule import COMMANDS, ClusterSchedule, Fault, Host
 from tests.support.pairs import SCALE
 
 NUM_CLUSTERS = 150 * SCALE
 
 
-def test_every_cluster_ends_with_every_batch_in_the_result_once():
+def test_every_cluster_ends_with_every_batch_counted_once():
     seen = Counter()
     for seed in range(NUM_CLUSTERS):
         seen += simulate_cluster(seed).seen
-    for what in ("restarts", "left", "retrained", "two ends", "starved", "refused"):
-        assert seen[what] >= 3, (what, seen)
+    faults = [f"faults at {command}" for command in COMMANDS]
+    for name in ("restarts", "left", "retrained", "two ends", "starved", "refused", *faults):
+        assert seen[name] >= 3, (name, seen)
     assert seen["finished"] > NUM_CLUSTERS
 
 
@@ -48,7 +49,7 @@ def large(seed, num=1000):
         for _ in range(num // 50)
     )
     return ClusterSchedule(
-        seed=8 * seed + 1,  # verdicts are shared
+        seed=8 * seed + 1,  # outcomes are shared
         hosts=hosts,
         batches_per_epoch=20 * num,
         num_epochs=2,
@@ -64,6 +65,6 @@ def large(seed, num=1000):
 
 
 @pytest.mark.parametrize("seed", range(20 if SCALE > 1 else 1))
-def test_a_large_cluster_ends_too(seed):
+def test_a_large_cluster_ends(seed):
     num = 1000 if SCALE > 1 else 60
     assert ClusterSimulation(large(seed, num)).run().seen["finished"] > num // 2

@@ -1,4 +1,4 @@
-"""Faults planted in what machines of a cluster agree on: the simulator must find each."""
+"""Faults planted in the cluster's agreement, each of which the simulation must find."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ from tests.simulation.cluster_harness import TOO_LONG
 from tests.simulation.cluster_machine import SimMachine
 from tests.simulation.finding import assert_cluster_is_found
 
-EFFECT = "(place, effect, times consumed)"
+EFFECT = "(batch, effect, times consumed)"
 
 
-def blind(ledger, facts):
-    """Facts as one sees them who looks at nobody's history."""
+def without_history(ledger, facts):
+    """Facts as received by a machine that ignores histories."""
     own = {"step": ledger.step, "lineage": ledger.lineage, "consumed": ledger.consumed}
-    return tuple(replace(told, **own, done=told.done, kept=told.kept) for told in facts)
+    return tuple(replace(peer, **own, done=peer.done, kept=peer.kept) for peer in facts)
 
 
-def test_a_lineage_that_is_not_looked_at_is_found(monkeypatch):
+def test_an_ignored_lineage_is_found(monkeypatch):
     evaluate = evaluate_round
 
     def trusting(ledger, facts):
-        return evaluate(ledger, blind(ledger, facts))
+        return evaluate(ledger, without_history(ledger, facts))
 
     monkeypatch.setattr(member, "evaluate_round", trusting)
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, facts: {})
     assert_cluster_is_found("Violation")
 
 
-def test_a_machine_that_ignores_a_heal_is_found(monkeypatch):
-    """It goes on in its own history, at an old step, and its commit counts."""
+def test_a_machine_that_ignores_healing_is_found(monkeypatch):
+    """It continues in its own history, at an old step, and its commit counts."""
     evaluate = evaluate_round
     monkeypatch.setattr(
-        member, "evaluate_round", lambda ledger, facts: evaluate(ledger, blind(ledger, facts))
+        member,
+        "evaluate_round",
+        lambda ledger, facts: evaluate(ledger, without_history(ledger, facts)),
     )
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, facts: {})
     monkeypatch.setattr(Member, "_adopt", lambda self, state: None)
     assert_cluster_is_found("Violation")
 
 
-def test_a_healed_machine_that_keeps_what_it_did_is_found(monkeypatch):
+def test_a_healed_machine_that_keeps_its_training_is_found(monkeypatch):
     def keeping(self, state):
         ledger = self.ledger.copy()
         ledger.load_state_dict(state)
@@ -54,13 +56,13 @@ def test_a_healed_machine_that_keeps_what_it_did_is_found(monkeypatch):
     assert_cluster_is_found(EFFECT)
 
 
-def test_a_grant_that_a_dead_machine_takes_along_is_found(monkeypatch):
+def test_a_grant_that_is_lost_with_its_machine_is_found(monkeypatch):
     open_batches = ClusterLedger._open_batches
 
     def without_those_of_the_dead(ledger, facts):
         pots = open_batches(ledger, facts)
         for machine, grant in ledger.grants.items():
-            if machine not in {told.machine for told in facts}:
+            if machine not in {peer.machine for peer in facts}:
                 for epoch, spans in grant.batches:
                     if epoch in pots:
                         pots[epoch].remove(spans)
@@ -79,7 +81,7 @@ def test_a_grant_that_a_dead_machine_takes_along_is_found(monkeypatch):
     assert_cluster_is_found(TOO_LONG)
 
 
-def test_batches_that_are_kept_and_dealt_are_found(monkeypatch):
+def test_kept_batches_that_are_dealt_again_are_found(monkeypatch):
     open_batches = ClusterLedger._open_batches
     monkeypatch.setattr(
         ClusterLedger, "_open_batches", lambda ledger, facts: open_batches(ledger, ())
@@ -87,27 +89,27 @@ def test_batches_that_are_kept_and_dealt_are_found(monkeypatch):
     assert_cluster_is_found("twice")
 
 
-def test_batches_that_are_kept_and_not_told_of_are_found(monkeypatch):
+def test_kept_batches_missing_from_the_facts_are_found(monkeypatch):
     facts = Member._facts
     monkeypatch.setattr(
         Member, "_facts", lambda self, *args, **kw: replace(facts(self, *args, **kw), kept=())
     )
-    assert_cluster_is_found("and lost them")
+    assert_cluster_is_found("without a grant")
 
 
-def test_facts_of_a_failed_round_that_count_are_found(monkeypatch):
+def test_a_failed_round_that_changes_the_ledger_is_found(monkeypatch):
     monkeypatch.setattr(ClusterLedger, "copy", lambda self: self)
     assert_cluster_is_found("machines of one lineage have different ledgers")
 
 
-def test_a_commit_that_counts_though_it_failed_is_found(monkeypatch):
+def test_a_failed_commit_that_counts_is_found(monkeypatch):
     on_committed = Member._on_committed
 
     def stubborn(self, event):
         on_committed(self, Committed(ok=True))
 
     monkeypatch.setattr(Member, "_on_committed", stubborn)
-    assert_cluster_is_found("sums that it never got")
+    assert_cluster_is_found("sums that it never received")
 
 
 def test_a_deal_that_differs_between_machines_is_found(monkeypatch):
@@ -133,28 +135,28 @@ def test_a_machine_that_leaves_with_a_grant_is_found(monkeypatch):
     assert_cluster_is_found("leaves with")
 
 
-def test_a_reserve_that_is_given_back_and_trained_is_found(monkeypatch):
+def test_returned_batches_that_are_trained_are_found(monkeypatch):
     begin = SimMachine._begin_capture
 
     def greedy(self, reserve_s):
         begin(self, reserve_s)
-        self._todo, self._back = self._back + self._todo, []
+        self._queue, self._returned = self._returned + self._queue, []
         self._hides = True
 
     capture = SimMachine._capture
 
     def hiding(self, *, keeps):
-        todo = self._todo
-        self._todo = todo[-2:]
+        todo = self._queue
+        self._queue = todo[-2:]
         capture(self, keeps=keeps)
-        self._todo = todo
+        self._queue = todo
 
     monkeypatch.setattr(SimMachine, "_begin_capture", greedy)
     monkeypatch.setattr(SimMachine, "_capture", hiding)
-    assert_cluster_is_found("and lost them")
+    assert_cluster_is_found("without a grant")
 
 
-def test_an_epoch_that_closes_too_early_is_found(monkeypatch):
+def test_an_epoch_that_closes_early_is_found(monkeypatch):
     close = ClusterLedger._close_epochs
 
     def hasty(self):
@@ -168,7 +170,7 @@ def test_an_epoch_that_closes_too_early_is_found(monkeypatch):
     assert_cluster_is_found("is closed with tallies")
 
 
-def test_tallies_of_a_healed_machine_over_those_from_before_are_found(monkeypatch):
+def test_tallies_of_a_healed_machine_that_replace_earlier_ones_are_found(monkeypatch):
     facts = Member._facts
     monkeypatch.setattr(
         Member, "_facts", lambda self, *args, **kw: replace(facts(self, *args, **kw), run=0)
@@ -176,7 +178,7 @@ def test_tallies_of_a_healed_machine_over_those_from_before_are_found(monkeypatc
     assert_cluster_is_found("is closed with tallies")
 
 
-def test_machines_that_part_without_a_farewell_are_found(monkeypatch):
+def test_machines_that_leave_without_final_rounds_are_found(monkeypatch):
     on_committed = Member._on_committed
 
     def hurried(self, event):
@@ -186,10 +188,10 @@ def test_machines_that_part_without_a_farewell_are_found(monkeypatch):
             self._finish()
 
     monkeypatch.setattr(Member, "_on_committed", hurried)
-    assert_cluster_is_found("end with other histories")
+    assert_cluster_is_found("end with different histories")
 
 
-def test_an_idle_machine_that_does_not_let_the_others_train_is_found(monkeypatch):
+def test_an_idle_machine_that_keeps_forming_quorums_is_found(monkeypatch):
     take = Member._dispatch
 
     def pushing(self, event):
@@ -202,7 +204,7 @@ def test_an_idle_machine_that_does_not_let_the_others_train_is_found(monkeypatch
     assert_cluster_is_found(TOO_LONG)
 
 
-def test_a_loser_that_is_not_healed_is_found(monkeypatch):
+def test_a_superseded_machine_that_is_not_healed_is_found(monkeypatch):
     set_step = Member._reset_engine
 
     def proud(self, step):
@@ -214,13 +216,13 @@ def test_a_loser_that_is_not_healed_is_found(monkeypatch):
 
 
 def test_more_batches_than_the_limit_are_found(monkeypatch):
-    """What machines keep counts towards it."""
+    """Kept batches count towards the limit."""
     deal = ClusterLedger.deal
 
     def forgetful(ledger, facts):
         ledger = ledger.copy()
         if ledger.max_batches is not None:
-            ledger.max_batches += sum(num_batches(told.kept) for told in facts)
+            ledger.max_batches += sum(num_batches(peer.kept) for peer in facts)
         return deal(ledger, facts)
 
     monkeypatch.setattr(ClusterLedger, "deal", forgetful)
