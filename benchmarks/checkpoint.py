@@ -37,7 +37,7 @@ if not __package__:  # run as a file
 
 from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
-from runtime.checkpoint.store import Loaded, load_newest
+from runtime.checkpoint.store import LoadedCheckpoint, load_newest
 
 WIDTH, BATCH_SIZE = 1024, 16
 PAUSE_WANTED, THROUGHPUT_WANTED = 2.0, 0.97
@@ -542,7 +542,7 @@ class Killer:
             time.sleep(0.0005)
         time.sleep(self._random.uniform(0.0, 0.01))
 
-    def _newest(self) -> Loaded | None:
+    def _newest(self) -> LoadedCheckpoint | None:
         return load_newest(self._checkpoints, missing_ok=True)
 
     def _after_kill(self, killed_at: float) -> None:

@@ -66,7 +66,7 @@ from runtime import (
     current_worker,
 )
 from runtime.collective import AbortableBarrier
-from runtime.core import draws as own_draws
+from runtime.core import rng as own_draws
 
 JOIN_S = 600.0
 
@@ -734,12 +734,12 @@ def draws(args: argparse.Namespace) -> None:
 
 @contextmanager
 def kernels_of_workers(generator: torch.Generator) -> Iterator[None]:
-    """The kernels of :mod:`runtime.core.draws` instead of PyTorch's, with a generator to draw from;
+    """The kernels of :mod:`runtime.core.rng` instead of PyTorch's, with a generator to draw from;
     nothing else may run meanwhile."""
     default = torch.random.default_generator
-    own_draws.allow_own_draws()
+    own_draws.install_thread_generators()
     try:
-        with own_draws.draws_from(generator):
+        with own_draws.thread_generator(generator):
             yield
     finally:
         for library in own_draws._installed:

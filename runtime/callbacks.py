@@ -39,7 +39,7 @@ class Callback:
         self._lock = threading.Lock()
         self._is_in_use = False
 
-    def begin(self, run: Running) -> None:
+    def begin(self, run: StoppableRun) -> None:
         """The run is about to start; in the thread that starts it.
 
         Raises:
@@ -62,7 +62,7 @@ class Callback:
         (``eval_every``); ``False`` ends the run."""
         return None
 
-    def tell(self, metrics: EpochMetrics | StepMetrics) -> object:
+    def dispatch(self, metrics: EpochMetrics | StepMetrics) -> object:
         """Hand metrics to the method of their kind; called by the run."""
         return self.step(metrics) if isinstance(metrics, StepMetrics) else self(metrics)
 
@@ -76,14 +76,14 @@ class Callback:
             self._is_in_use = False
 
 
-class Running(Protocol):
+class StoppableRun(Protocol):
     """What a callback may do to its run."""
 
     def stop(self) -> None:
         """End it at a step boundary and keep its state; returns at once."""
 
 
-class Watched:
+class MetricTracker:
     """A metric of each epoch, and the best one so far.
 
     Args:
@@ -106,7 +106,7 @@ class Watched:
         self._metric = metric
         self._sign = 1.0 if mode == "min" else -1.0
         self._min_delta = min_delta
-        self._has_told = False
+        self._has_warned = False
         self.best: float | None = None
         self.best_epoch: int | None = None
 
@@ -116,8 +116,8 @@ class Watched:
         value = metrics.value(self._metric)
         if value is not None:
             return value
-        if not (self._has_told or metrics.partial):
-            self._has_told = True
+        if not (self._has_warned or metrics.partial):
+            self._has_warned = True
             logger.error(
                 "%s: epoch %d has no metric %r; there are avg_loss and %s",
                 self._owner,
@@ -142,23 +142,23 @@ class Watched:
         return self._sign * (target - value) >= 0
 
 
-class _Watching(Callback):
+class _MetricCallback(Callback):
     """A callback that follows a metric."""
 
-    _watched: Watched
+    _tracker: MetricTracker
 
     @property
     def best(self) -> float | None:
         """The best value of the run."""
-        return self._watched.best
+        return self._tracker.best
 
     @property
     def best_epoch(self) -> int | None:
         """Its epoch."""
-        return self._watched.best_epoch
+        return self._tracker.best_epoch
 
 
-class EarlyStopping(_Watching):
+class EarlyStopping(_MetricCallback):
     """Ends a run whose metric gets no better, or has reached a target.
 
     The run ends as by ``handle.stop()``: the weights are those at the end, not those of the
@@ -191,25 +191,25 @@ class EarlyStopping(_Watching):
     ) -> None:
         super().__init__()
         check_float("EarlyStopping: min_delta", min_delta, 0.0)
-        self._make = partial(Watched, "EarlyStopping", metric, mode, min_delta)
-        self._watched = self._make()
+        self._make_tracker = partial(MetricTracker, "EarlyStopping", metric, mode, min_delta)
+        self._tracker = self._make_tracker()
         self._patience = check_int("EarlyStopping: patience", patience, 1)
         self._target = target
         self._num_worse = 0
         self.stopped_epoch: int | None = None
 
-    def begin(self, run: Running) -> None:
+    def begin(self, run: StoppableRun) -> None:
         """See :meth:`Callback.begin`."""
         super().begin(run)
-        self._watched, self._num_worse, self.stopped_epoch = self._make(), 0, None
+        self._tracker, self._num_worse, self.stopped_epoch = self._make_tracker(), 0, None
 
     def __call__(self, metrics: EpochMetrics) -> bool:
         """``False`` if the run is to end."""
-        value = self._watched.read(metrics)
+        value = self._tracker.read(metrics)
         if value is None or metrics.partial:
             return True  # an epoch that is cut ends the run by itself, and cannot be compared
-        self._num_worse = 0 if self._watched.improves(value, metrics.epoch) else self._num_worse + 1
-        reached = self._target is not None and self._watched.reaches(value, self._target)
+        self._num_worse = 0 if self._tracker.improves(value, metrics.epoch) else self._num_worse + 1
+        reached = self._target is not None and self._tracker.reaches(value, self._target)
         if not reached and self._num_worse < self._patience:
             return True
         if self.stopped_epoch is None:
@@ -235,7 +235,7 @@ class TimeLimit(Callback):
         self._limit_s = check_float("TimeLimit", seconds, 0.0, above=True)
         self._timer: threading.Timer | None = None
 
-    def begin(self, run: Running) -> None:
+    def begin(self, run: StoppableRun) -> None:
         """Start a thread that waits for the time, or for the end of the run."""
         super().begin(run)
 
@@ -256,7 +256,7 @@ class TimeLimit(Callback):
         super().end()
 
 
-class KeepBest(_Watching):
+class KeepBest(_MetricCallback):
     """Keeps the averaged weights of the epoch with the best metric in a safetensors file, which
     a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
@@ -285,18 +285,18 @@ class KeepBest(_Watching):
     ) -> None:
         super().__init__()
         self.path: Path = check_path("KeepBest", path)
-        self._make = partial(Watched, "KeepBest", metric, mode)
-        self._watched = self._make()
+        self._make_tracker = partial(MetricTracker, "KeepBest", metric, mode)
+        self._tracker = self._make_tracker()
         self._weights: dict[int, dict[str, Tensor]] = {}
 
-    def begin(self, run: Running) -> None:
+    def begin(self, run: StoppableRun) -> None:
         """Make the directory.
 
         Raises:
             OSError: It cannot be made.
         """
         super().begin(run)
-        self._watched = self._make()
+        self._tracker = self._make_tracker()
         self._weights = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -310,7 +310,7 @@ class KeepBest(_Watching):
         """Write an epoch's weights if it is the best."""
         with self._lock:
             weights = self._weights.pop(metrics.epoch, None)
-        value = self._watched.read(metrics)
-        if weights is None or value is None or not self._watched.improves(value, metrics.epoch):
+        value = self._tracker.read(metrics)
+        if weights is None or value is None or not self._tracker.improves(value, metrics.epoch):
             return
         save_weights(self.path, weights)

@@ -20,7 +20,7 @@ from runtime.settings import RunSettings
 
 logger = logging.getLogger(__name__)
 
-Orders = Callable[[int], dict[int, Tensor]]
+SampledOrders = Callable[[int], dict[int, Tensor]]
 """Gives the orders of an epoch and those after it that are not to be had again."""
 
 StreamState = Callable[[int, int], dict[str, Any] | None]
@@ -29,10 +29,10 @@ StreamState = Callable[[int, int], dict[str, Any] | None]
 CLOSE_S = 600.0
 """How long the end of a run waits for a slow disk."""
 
-LOOK_S = 0.2
+POLL_S = 0.2
 """How long it may take until an abort ends that wait."""
 
-TELL_S = 5.0
+WARN_AFTER_S = 5.0
 """After how long that wait is told of."""
 
 
@@ -43,7 +43,7 @@ class CheckpointService:
         config: Says whether checkpoints go to a directory, and how many stay there; else they go
             only where a call of ``save()`` says.
         compatible: The settings that must agree where one is continued.
-        orders: See :meth:`EpochIndex.drawn <runtime.data.epoch_index.EpochIndex.drawn>`.
+        orders: See :meth:`EpochIndex.sampled_orders <runtime.data.epoch_index.EpochIndex.drawn>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
             ``None``: there is no stream.
     """
@@ -52,12 +52,12 @@ class CheckpointService:
         self,
         config: RunSettings,
         compatible: dict[str, Any],
-        orders: Orders,
+        orders: SampledOrders,
         stream: StreamState | None,
     ) -> None:
         self._writer: CheckpointWriter | None = None
         if config.checkpoint_dir is not None:
-            _tell_of_others(config.checkpoint_dir, config.resume)
+            _warn_of_other_checkpoints(config.checkpoint_dir, config.resume)
             self._writer = CheckpointWriter(config.checkpoint_dir, config.checkpoint_dir_keep)
         self._compatible = compatible
         self._orders = orders
@@ -72,7 +72,7 @@ class CheckpointService:
         self._error: BaseException | None = None
         self._why: BaseException | None = None
 
-    def learn(self, model: nn.Module, state: FlatState) -> None:
+    def bind_model(self, model: nn.Module, state: FlatState) -> None:
         """Rank 0 is built: from here on weights have names."""
         self._layout = WeightLayout(model, state)
 
@@ -201,11 +201,11 @@ class CheckpointService:
     def _await(self, writer: CheckpointWriter) -> None:
         """Wait for what is being written, until :meth:`abandon` or for :data:`CLOSE_S`."""
         began, told = time.monotonic(), False
-        while not (writer.wait(LOOK_S) or self._abandoned):
+        while not (writer.wait(POLL_S) or self._abandoned):
             waited = time.monotonic() - began
             if waited > CLOSE_S:
                 return
-            if waited > TELL_S and not told:
+            if waited > WARN_AFTER_S and not told:
                 told = True
                 logger.warning(
                     "the run is over, and its last checkpoint is still being written to %s; the "
@@ -295,7 +295,7 @@ class WeightLayout:
         return found
 
 
-def _tell_of_others(directory: Path, resume: Path | None) -> None:
+def _warn_of_other_checkpoints(directory: Path, resume: Path | None) -> None:
     """Warn of checkpoints that are not this run's, and will give way to its own."""
     if resume is not None and directory in (resume, resume.parent):
         return

@@ -21,7 +21,7 @@ from runtime.checkpoint.store import save_once
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
-from runtime.core.signals import INTERRUPTS, Period
+from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.monitor import Monitor
@@ -59,7 +59,7 @@ class TrainerHandle:
         self._ended = False
         self._state: TrainedState | None = None
         self._error: BaseException | None = None
-        self._given_up = False
+        self._is_abandoned = False
         self._started = time.monotonic()
         self._ended_at = 0.0
         self._monitors: list[Monitor] = []
@@ -227,18 +227,20 @@ class TrainerHandle:
                 if self._ended:
                     self._run.wait_threads()
             except KeyboardInterrupt:
-                if not self._given_up:  # a handler of the user's raised it
+                if not self._is_abandoned:  # a handler of the user's raised it
                     period.count += 1
                     self._stop_and_wait(period)
                 raise
             return in_time
 
-    def _stop_and_wait(self, period: Period) -> None:
+    def _stop_and_wait(self, period: InterruptibleWait) -> None:
         self.stop()
         self._wait(lambda: self._ended, None, period)
         self._run.wait_threads()
 
-    def _wait(self, ready: Callable[[], object], deadline: float | None, period: Period) -> bool:
+    def _wait(
+        self, ready: Callable[[], object], deadline: float | None, period: InterruptibleWait
+    ) -> bool:
         if self._run.owns_current_thread():
             raise RuntimeError(
                 "a callback of a run cannot wait for that run, which waits for the callback; "
@@ -251,9 +253,9 @@ class TrainerHandle:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return False
-                if period.given_up:
+                if period.is_abandoned:
                     # Raised here, not by the handler: wherever that runs, it breaks nothing.
-                    self._given_up = True
+                    self._is_abandoned = True
                     raise KeyboardInterrupt
                 period.wait(self._condition, left)
         return True
@@ -307,14 +309,14 @@ class TrainerHandle:
         if error is None:
             self.join()
             return
-        if self._given_up:
+        if self._is_abandoned:
             return
         with INTERRUPTS.waiting() as period:
             period.count += isinstance(error, KeyboardInterrupt)  # the first of its kind
             self._stop_and_wait(period)
 
 
-def _read_by(config: RunSettings) -> DatasetAdapter:
+def _make_adapter(config: RunSettings) -> DatasetAdapter:
     """What reads the data set."""
     if not is_stream(config.dataset):
         return adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
@@ -343,7 +345,7 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
         every_s=c.save_every_s,
         every_steps=c.save_every_steps,
     )
-    part = config.having(
+    part = config.with_values(
         granted=True,
         machine=config.cluster.engine.machine,
         max_steps=None,
@@ -359,8 +361,8 @@ def start_run(config: RunSettings) -> TrainerHandle:
     """Check the settings, start every thread and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-    config = config.with_unit()
-    run = _make_run(config.with_callbacks(), _read_by(config))
+    config = config.with_ledger_batch_size()
+    run = _make_run(config.with_callbacks(), _make_adapter(config))
     handle = TrainerHandle(run)
     try:
         for callback in config.callbacks:

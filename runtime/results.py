@@ -18,7 +18,7 @@ from runtime.core.checks import check_path
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
 
-EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 """How ``state_dict()`` calls a module's extra state."""
 
 
@@ -88,7 +88,7 @@ class WorkerFailure:
     error: BaseException
 
 
-def assemble(
+def assemble_state(
     model: nn.Module,
     flat: FlatState,
     outcome: Outcome,
@@ -115,7 +115,7 @@ def assemble(
         params = {plain_key(n): copy(p) for n, p in model.named_parameters()}
         buffers = {plain_key(n): copy(b) for n, b in model.named_buffers()}
         state = {plain_key(k): v for k, v in model.state_dict(keep_vars=True).items()}
-        extra = {k: _copied(v) for k, v in state.items() if k.rpartition(".")[2] == EXTRA}
+        extra = {k: _copied(v) for k, v in state.items() if k.rpartition(".")[2] == EXTRA_STATE}
         keys = []
         for key, value in state.items():
             if key in extra:
@@ -145,6 +145,6 @@ def assemble(
 def _copied(value: Any) -> Any:
     """Extra state on the CPU, in memory of its own where that is known how to be done."""
     try:
-        return plain(value, EXTRA, copy=True)
+        return plain(value, EXTRA_STATE, copy=True)
     except CheckpointError:
         return value

@@ -32,15 +32,15 @@ from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 from runtime.core.context import announce
-from runtime.core.draws import allow_own_draws
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
     CollectiveTimeout,
     NonFiniteError,
     ReplicaMismatch,
-    error_of,
+    error_of_run,
 )
+from runtime.core.rng import install_thread_generators
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, prepare_threads
 from runtime.data.data_path import DataPath
@@ -57,7 +57,7 @@ from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
-from runtime.results import TrainedState, assemble
+from runtime.results import TrainedState, assemble_state
 from runtime.settings import RunSettings
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
@@ -142,7 +142,7 @@ class Run:
             if stream is not None:
                 stream.restore(self._resume.stream)
         state = None if stream is None else stream.state
-        self._saves = CheckpointService(config, self._compatible(), index.drawn, state)
+        self._saves = CheckpointService(config, self._compatible(), index.sampled_orders, state)
         self._machine, self._service = self._make_coordinator()
         if stream is not None:
             self._follow(stream)
@@ -163,7 +163,7 @@ class Run:
         """Tell a stream what of it nobody asks for any more, from now on."""
 
         def tell(*_: object) -> None:
-            stream.settled(*self._machine.first_needed())
+            stream.release_before(*self._machine.first_needed())
 
         tell()
         self._service.observe(tell)
@@ -225,7 +225,7 @@ class Run:
     def start(self, listener: Listener) -> None:
         """Start everything; on failure, end what was started and raise."""
         prepare_threads()
-        allow_own_draws()
+        install_thread_generators()
         self._listener = listener
         c = self.config
         batch_size = c.coordinator.batch_size
@@ -350,7 +350,7 @@ class Run:
         except BaseException as error:
             # Bound to the same name, which is deleted here: else its traceback holds itself.
             error = self._data_path.explain(rank, error)
-            self._inbox.put(failed(rank, worker, error))
+            self._inbox.put(failure_message(rank, worker, error))
             if self.config.worker.survives:
                 logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
                 # They may train for long: let go of what the rank and its frames held.
@@ -387,7 +387,7 @@ class Run:
         if len(self._built) == len(self.devices):
             self._resume = self.resumed = None  # its memory
         if rank == 0:
-            self._saves.learn(worker.model, worker.flat_state)
+            self._saves.bind_model(worker.model, worker.flat_state)
             self.model_digest = digest(worker.model)
         return worker
 
@@ -495,7 +495,7 @@ class Run:
         error: BaseException | None = None
         try:
             stuck = self._join_workers()
-            error = error_of(self._machine.outcome.failure, stuck)
+            error = error_of_run(self._machine.outcome.failure, stuck)
             # A cluster may yet make a checkpoint of the state that this run has left.
             errors = self._saves.close(error, forget=self._cluster_hooks is None)
             if error is None:
@@ -527,7 +527,7 @@ class Run:
 
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
         lead = next(w for w in self._workers if w is not None)
-        return assemble(lead.model, lead.flat_state, self._machine.outcome, errors)
+        return assemble_state(lead.model, lead.flat_state, self._machine.outcome, errors)
 
     def _take_down(self) -> None:
         """Free what the run holds; whoever is stuck keeps only what it has in its hands."""
@@ -563,7 +563,7 @@ class Listener(Protocol):
         """The run is over."""
 
 
-def failed(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
+def failure_message(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
     """What the coordinator is told of a worker that died, built or not."""
     return m.Failed(
         rank=rank,

@@ -60,7 +60,7 @@ class RunSettings:
     """Everything a run is made from; :class:`~runtime.trainer.TrainerBuilder` fills it.
 
     The settings of the parts are embedded as the parts know them. What is set goes by its name
-    to every part that has such a field (:meth:`having`); what only a run knows is filled in
+    to every part that has such a field (:meth:`with_values`); what only a run knows is filled in
     when it begins (:meth:`for_run`). What a field means is said by its part or by the
     builder's method of its name.
 
@@ -116,17 +116,17 @@ class RunSettings:
     timeline: Timeline | None = None
     cluster: ClusterSettings | None = None
 
-    def having(self, **values: Any) -> RunSettings:
+    def with_values(self, **values: Any) -> RunSettings:
         """These settings with some changed, here and in every part that has a field of the name.
 
         Raises:
             TypeError: Nothing has such a field.
         """
-        changed = {name: values[name] for name in values if name in _names(self)}
+        changed = {name: values[name] for name in values if name in _field_names(self)}
         known = set(changed)
         for part in ("functions", "coordinator", "worker", "data"):
             settings = getattr(self, part)
-            own = {name: values[name] for name in values if name in _names(settings)}
+            own = {name: values[name] for name in values if name in _field_names(settings)}
             if own:
                 changed[part] = replace(settings, **own)
             known |= set(own)
@@ -138,11 +138,13 @@ class RunSettings:
         """These settings, with what the callbacks are told as part of the functions."""
         config = self
         if self.functions.checkpoint_fn and self.coordinator.checkpoint_every is None:
-            config = config.having(checkpoint_every=1)
+            config = config.with_values(checkpoint_every=1)
         if not self.callbacks:
             return config
         told = () if self.metrics_fn is None else (self.metrics_fn,)
-        config = config.having(metrics_fn=CombinedLogger(*told, *(c.tell for c in self.callbacks)))
+        config = config.with_values(
+            metrics_fn=CombinedLogger(*told, *(c.tell for c in self.callbacks))
+        )
         keepers = [callback for callback in self.callbacks if callback.takes_weights]
         if not keepers:
             return config
@@ -158,9 +160,9 @@ class RunSettings:
             if checkpoint_fn is not None and every is not None and version % every == 0:
                 checkpoint_fn(version, model)
 
-        return config.having(checkpoint_fn=hand_over, checkpoint_every=1)
+        return config.with_values(checkpoint_fn=hand_over, checkpoint_every=1)
 
-    def with_unit(self) -> RunSettings:
+    def with_ledger_batch_size(self) -> RunSettings:
         """These settings, with the batches in which the ledger counts.
 
         Where ranks have batches of sizes of their own, and do not share steps, that is their
@@ -169,7 +171,7 @@ class RunSettings:
         sizes = self.coordinator.batch_sizes
         if sizes is None or len(set(sizes)) == 1 or self.coordinator.policy is ApplyPolicy.SYNC:
             return self
-        config = self.having(batch_size=math.gcd(*sizes))
+        config = self.with_values(batch_size=math.gcd(*sizes))
         return replace(config, data=replace(config.data, batch_size=max(sizes)))
 
     def for_run(
@@ -251,7 +253,7 @@ class RunSettings:
         asked_mb = self.requested_bucket_mb
         if asked_mb is None:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
-            beside = any(getattr(self.worker, name) for name in _BESIDE_BUCKETS)
+            beside = any(getattr(self.worker, name) for name in _EXCLUDE_BUCKETS)
             asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
         return max(1, int(asked_mb * 2**20)) if asked_mb else None
 
@@ -333,7 +335,7 @@ class RunSettings:
                 f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
             )
         if len(devices) > 1:
-            self._check_meetings()
+            self._check_forward_collectives()
         self._check_buckets()
         self._check_optimizers()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
@@ -505,14 +507,14 @@ class RunSettings:
                 f"{self.coordinator.policy.name} averages parameters: leave it out or call "
                 'policy("sync")'
             )
-        for name in _BESIDE_BUCKETS:
+        for name in _EXCLUDE_BUCKETS:
             if getattr(self.worker, name):
                 raise ValueError(
                     f"{way} does not go with {name}(True): gradients cannot be exchanged within "
                     "its backward pass; leave one of them out"
                 )
 
-    def _check_meetings(self) -> None:
+    def _check_forward_collectives(self) -> None:
         """What lets ranks meet within their passes."""
         asked = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
         if not asked:
@@ -531,9 +533,9 @@ class RunSettings:
             )
 
 
-_BESIDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
+_EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 """Settings under which gradients cannot travel within the backward pass."""
 
 
-def _names(settings: Any) -> set[str]:
+def _field_names(settings: Any) -> set[str]:
     return {each.name for each in fields(settings)}

@@ -24,7 +24,7 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
-from runtime.data.dataset import parts_of_loader
+from runtime.data.dataset import settings_of_loader
 from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
 from runtime.handle import TrainerHandle, start_run
@@ -229,12 +229,12 @@ class TrainerBuilder:
             model_factory = CopyingFactory(model_factory)
         check_callable("model_factory", model_factory, "(device) -> nn.Module")
         if isinstance(optim_factory, Mapping) or isinstance(train_fn, Mapping):
-            check_several(optim_factory, train_fn)
+            check_optimizer_dicts(optim_factory, train_fn)
         else:
             check_callable("optim_factory", optim_factory, "(params) -> Optimizer")
             check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
-        self._set_here: set[str] = set()
-        self._brought: dict[str, Any] = {}
+        self._explicit: set[str] = set()
+        self._loader_settings: dict[str, Any] = {}
         self._config = RunSettings(
             functions=UserFunctions(
                 model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
@@ -246,13 +246,13 @@ class TrainerBuilder:
         def __getattr__(self, name: str) -> Any:
             own = [known for known in vars(TrainerBuilder) if not known.startswith("_")]
             near = difflib.get_close_matches(name, own, 1)
-            here = _CALLED_ELSEWHERE.get(name) or (near[0] if near else None)
+            here = _OTHER_LIBRARIES_NAMES.get(name) or (near[0] if near else None)
             hint = f"did you mean {here}?" if here else "docs/training.md lists them all"
             raise AttributeError(f"the builder has no setting {name!r}: {hint}")
 
     def _set(self, **values: Any) -> TrainerBuilder:
-        self._config = self._config.having(**values)
-        self._set_here |= set(values)
+        self._config = self._config.with_values(**values)
+        self._explicit |= set(values)
         return self
 
     def dataset(self, ds: Any, *, length: int | None = None) -> TrainerBuilder:
@@ -274,8 +274,8 @@ class TrainerBuilder:
         sampler, ``collate_fn``, number of processes (for each worker) and ``drop_last``. The
         builder's own methods override these. Other settings of the loader are ignored: batches
         are pinned and loaded ahead anyway."""
-        self._brought = parts_of_loader(ds) if isinstance(ds, DataLoader) else {}
-        dataset = self._brought.pop("dataset", ds)
+        self._loader_settings = settings_of_loader(ds) if isinstance(ds, DataLoader) else {}
+        dataset = self._loader_settings.pop("dataset", ds)
         if length is not None:
             check_int("dataset(length=)", length, 1)
             if not is_stream(dataset):
@@ -818,11 +818,11 @@ class TrainerBuilder:
         Raises:
             ValueError, TypeError: A setting is missing or wrong; no thread was started.
         """
-        brought = {k: v for k, v in self._brought.items() if k not in self._set_here}
-        return start_run(self._config.having(**brought))
+        brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
+        return start_run(self._config.with_values(**brought))
 
 
-_CALLED_ELSEWHERE = {
+_OTHER_LIBRARIES_NAMES = {
     "num_workers": "loader_workers",
     "shuffle": "sampler",
     "epochs": "num_epochs",
@@ -854,7 +854,7 @@ _CALLED_ELSEWHERE = {
 """What ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer call these settings."""
 
 
-def check_several(optim_factory: Any, train_fn: Any) -> None:
+def check_optimizer_dicts(optim_factory: Any, train_fn: Any) -> None:
     """Refuse what are no optimizers and their functions by name.
 
     Raises:

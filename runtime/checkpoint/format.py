@@ -140,7 +140,7 @@ def digest(model: nn.Module) -> str:
 FORMAT = "gpuworker checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-MAX_BYTES = 1 << 26
+MAX_MANIFEST_BYTES = 1 << 26
 WEIGHTS = "weights.safetensors"
 STATE = "state.pt"
 _RANK = re.compile(r"ranks-(\d{5})\.pt")

@@ -38,14 +38,14 @@ from runtime.checkpoint.files import (
 )
 from runtime.checkpoint.format import (
     MANIFEST,
-    MAX_BYTES,
+    MAX_MANIFEST_BYTES,
     STATE,
     WEIGHTS,
     CheckpointData,
     Manifest,
     rank_file,
 )
-from runtime.core.errors import CheckpointError, without_frames
+from runtime.core.errors import CheckpointError, without_tracebacks
 from runtime.core.threads import LiveRegistry
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _TEMPORARY = ".unfinished-"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint's directory; a newer one compares as larger.
 
     Attributes:
@@ -72,12 +72,12 @@ class Entry:
     within: bool = False
 
 
-def is_name(name: str) -> bool:
+def is_checkpoint_name(name: str) -> bool:
     """Whether this is a valid name for a checkpoint's directory."""
     return _NAME.fullmatch(name) is not None
 
 
-def entries(directory: Path) -> list[Entry]:
+def entries(directory: Path) -> list[CheckpointEntry]:
     """Checkpoints in a directory, complete or not, the newest first.
 
     Raises:
@@ -88,7 +88,7 @@ def entries(directory: Path) -> list[Entry]:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
             within = match[2] == "within"
-            found.append(Entry(int(match[4]), int(match[1]), path, within))
+            found.append(CheckpointEntry(int(match[4]), int(match[1]), path, within))
     return sorted(found, reverse=True)
 
 
@@ -193,17 +193,17 @@ def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
         return path
 
 
-def looks_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a checkpoint's files exist with the sizes in its manifest; their content is not
     read."""
     try:
-        manifest = Manifest.from_bytes(read_regular(path / MANIFEST, MAX_BYTES))
+        manifest = Manifest.from_bytes(read_regular(path / MANIFEST, MAX_MANIFEST_BYTES))
         return all((path / n).stat().st_size == size for n, (size, _) in manifest.files.items())
     except (OSError, CheckpointError):
         return False
 
 
-def remove_old(directory: Path, keep: int) -> None:
+def remove_old_checkpoints(directory: Path, keep: int) -> None:
     """Remove all checkpoints older than the newest ``keep`` complete ones.
 
     Those made in the middle of an epoch and those made at its end are counted separately. A
@@ -214,7 +214,7 @@ def remove_old(directory: Path, keep: int) -> None:
     for entry in entries(directory):
         if num_kept[entry.within] >= keep:
             _remove(directory, entry.path)
-        elif looks_complete(entry.path):
+        elif is_complete(entry.path):
             num_kept[entry.within] += 1
     remove_leftovers(directory, _TEMPORARY)
 
@@ -235,7 +235,7 @@ _MAX_SEARCHES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read.
 
     Attributes:
@@ -259,7 +259,7 @@ def load_newest(
     *,
     missing_ok: bool = False,
     check: Callable[[CheckpointData], None] | None = None,
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Read the newest complete checkpoint. Blocks; needs memory for it and for a second copy
     of its largest file.
 
@@ -298,7 +298,7 @@ def load_newest(
                 refused[candidate.name] = reason
                 logger.warning("checkpoint refused: %s", reason)
             else:
-                return Loaded(data=data, path=candidate, refused=tuple(refused.values()))
+                return LoadedCheckpoint(data=data, path=candidate, refused=tuple(refused.values()))
         if all(candidate.exists() for candidate in found):
             break
     if not refused:
@@ -316,7 +316,9 @@ def load_newest(
 
 def _candidates(directory: Path) -> list[Path]:
     try:
-        if (directory / MANIFEST).exists() or (is_name(directory.name) and directory.is_dir()):
+        if (directory / MANIFEST).exists() or (
+            is_checkpoint_name(directory.name) and directory.is_dir()
+        ):
             return [directory]
         return [entry.path for entry in entries(directory)]
     except FileNotFoundError:
@@ -359,7 +361,7 @@ def _read(path: Path) -> CheckpointData:
 def _manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
-        return Manifest.from_bytes(read_regular(file, MAX_BYTES))
+        return Manifest.from_bytes(read_regular(file, MAX_MANIFEST_BYTES))
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{file}: {_reason(error)}") from error
 
@@ -536,7 +538,7 @@ class CheckpointWriter:
             self.newest = path
         logger.info("checkpoint %s written in %.1f s", path, time.monotonic() - began)
         try:
-            remove_old(self.directory, self._keep)
+            remove_old_checkpoints(self.directory, self._keep)
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.directory, error)
 
@@ -550,7 +552,7 @@ class CheckpointWriter:
             error,
             exc_info=None if isinstance(error, (OSError, CheckpointError)) else error,
         )
-        self.last_error = without_frames(error)
+        self.last_error = without_tracebacks(error)
 
     def _unlock_if_over(self) -> None:
         """Give the directory up, once nothing is written to it any more."""

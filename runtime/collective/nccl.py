@@ -34,7 +34,7 @@ from runtime.collective.process_group import (
     connect_ranks,
 )
 from runtime.collective.thread import reduce_at_once
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, as_failed
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, mark_failed
 from runtime.device import capture_gate, cuda_api
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool
@@ -175,7 +175,7 @@ class NcclCollective(ProcessGroupCollective):
         error = self._backend_error()
         if error is not None:
             self.abort()
-            raise as_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
+            raise mark_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
 
     def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
         """As :meth:`Collective.mean_in_parts`; a part is launched once all ranks have added it."""
@@ -323,7 +323,7 @@ class NcclCollective(ProcessGroupCollective):
         except RuntimeError as error:
             named = CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             if not self._group.barrier.aborted:
-                as_failed(named)
+                mark_failed(named)
             self.abort()
             raise named from error
 
@@ -431,7 +431,7 @@ class NcclCollective(ProcessGroupCollective):
         return True
 
     def _lateness(self, name: str) -> BaseException:
-        return as_failed(
+        return mark_failed(
             CollectiveTimeout(
                 f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group "
                 "is aborted"

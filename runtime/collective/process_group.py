@@ -28,7 +28,7 @@ from runtime.collective.base import (
     Request,
     pairs_of,
 )
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, mark_failed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -165,14 +165,14 @@ class ProcessGroupCollective(Collective):
             if self._group.barrier.aborted:
                 raise CollectiveAborted(f"rank {self.rank}: {name} failed") from error
             if elapsed_s >= 0.95 * self._timeout_s:
-                raise as_failed(
+                raise mark_failed(
                     CollectiveTimeout(
                         f"rank {self.rank}: {name} did not end within "
                         f"{self._timeout_s:g} s; the group is aborted"
                     )
                 ) from error
             self.abort()
-            raise as_failed(
+            raise mark_failed(
                 CollectiveAborted(f"rank {self.rank}: {name} failed: {error}")
             ) from error
 

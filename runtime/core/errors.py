@@ -21,7 +21,7 @@ __all__ = [
     "RunAborted",
     "RunStalled",
     "WorkerFailed",
-    "error_of",
+    "error_of_run",
 ]
 
 
@@ -157,13 +157,13 @@ class CollectiveTimeout(GpuWorkerError):
     failed = False
 
 
-def as_failed(error: CollectiveError) -> CollectiveError:
+def mark_failed(error: CollectiveError) -> CollectiveError:
     """The error, which says that the exchange itself has failed."""
     error.failed = True
     return error
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_tracebacks(error: BaseException) -> BaseException:
     """The error, its causes too, without tracebacks, whose frames would keep tensors alive.
 
     For an error that is kept for long; the log has the traceback where it may be needed.
@@ -180,7 +180,7 @@ def without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def error_of(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
+def error_of_run(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
     """What ``join()`` raises, if anything.
 
     Args:

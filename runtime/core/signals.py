@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-LOOK_S = 0.2
+POLL_S = 0.2
 """A signal that comes in the instant before a lock is waited for is seen by Python only
 when that wait ends, so no wait is longer than this."""
 
@@ -28,13 +28,13 @@ EXIT_S = 10.0
 Disposition = Callable[[int, FrameType | None], Any] | int | None
 
 
-class Interrupts:
+class InterruptHandler:
     """One handler for all runs and for all calls that wait for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of _runs; never taken by the handler
         self._runs: tuple[Stoppable, ...] = ()
-        self._period: Period | None = None
+        self._period: InterruptibleWait | None = None
         self._num_waits = 0
         self._previous: dict[int, Disposition] = {}
         self._handler = self._on_signal
@@ -50,7 +50,7 @@ class Interrupts:
             self._runs = tuple(other for other in self._runs if other is not run)
 
     @contextmanager
-    def waiting(self) -> Iterator[Period]:
+    def waiting(self) -> Iterator[InterruptibleWait]:
         """Answer signals while the main thread waits; in other threads do nothing.
 
         The first signal stops every run, the second aborts them. Waits may be nested; when
@@ -61,12 +61,12 @@ class Interrupts:
             KeyboardInterrupt: A signal came; raised when the wait is left.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield Period()
+            yield InterruptibleWait()
             return
         self._num_waits += 1
         try:
             if self._period is None:
-                self._period = Period(LOOK_S)
+                self._period = InterruptibleWait(POLL_S)
                 self._install()
             yield self._period
         finally:
@@ -105,7 +105,7 @@ class Interrupts:
         elif signal.getsignal(signum) == signal.SIG_DFL:
             signal.raise_signal(signum)
 
-    def at_exit(self) -> None:
+    def abort_all(self) -> None:
         """The interpreter ends: its daemon threads must not be in the middle of a step then.
 
         Blocks for some seconds at most.
@@ -131,19 +131,19 @@ class Interrupts:
                 run.abort()
 
 
-class Period:
+class InterruptibleWait:
     """A time of waiting, and the signals that came in it.
 
     Args:
-        look_s: Longest time without a look for signals; ``None``: none are expected.
+        poll_s: Longest time without a look for signals; ``None``: none are expected.
 
     Attributes:
         count: How often an interrupt was asked for.
         received: The signals, in order.
     """
 
-    def __init__(self, look_s: float | None = None) -> None:
-        self._look_s = look_s
+    def __init__(self, poll_s: float | None = None) -> None:
+        self._poll_s = poll_s
         self.count = 0
         self.received: list[int] = []
 
@@ -153,13 +153,13 @@ class Period:
         return self.count > 0
 
     @property
-    def given_up(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether nobody waits any more, even for a run that is being aborted."""
         return self.count > 2
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> None:
         """Wait for ``condition`` or for a while, at most for ``timeout_s``."""
-        bounds = [bound for bound in (timeout_s, self._look_s) if bound is not None]
+        bounds = [bound for bound in (timeout_s, self._poll_s) if bound is not None]
         condition.wait(min(bounds, default=None))
 
 
@@ -176,7 +176,7 @@ class Stoppable(Protocol):
         """Wait until the run has ended, or for a while."""
 
 
-INTERRUPTS = Interrupts()
+INTERRUPTS = InterruptHandler()
 """The one of this process."""
 
-atexit.register(INTERRUPTS.at_exit)
+atexit.register(INTERRUPTS.abort_all)

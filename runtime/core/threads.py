@@ -201,7 +201,7 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
-class Closing:
+class Closeable:
     """A context manager that closes itself when the block is left."""
 
     @abstractmethod

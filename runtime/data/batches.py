@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
-from runtime.core.draws import draws_from, seeded_globals
+from runtime.core.rng import seeded_globals, thread_generator
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
 from runtime.device.capture_gate import GATE
@@ -124,7 +124,7 @@ def read_batch(
     generator = batch_generator(seed, position.epoch, position.batch)
     view = LoaderView(rank, generator, worker)
     others = seeded_globals() if alone else nullcontext()
-    with worker_context(view), draws_from(generator), others, GATE.reading():
+    with worker_context(view), thread_generator(generator), others, GATE.reading():
         return adapter.load(indices)
 
 
@@ -153,21 +153,21 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return map_batch(batch, lambda part: part.to(device))
 
 
-def pin_batch(batch: Any, copies: Device) -> Any:
+def pin_batch(batch: Any, context: Device) -> Any:
     """``batch`` with copies in pinned memory in place of its host tensors; see ``Device.pin``."""
-    return map_batch(batch, lambda part: copies.pin(part) if isinstance(part, Tensor) else part)
+    return map_batch(batch, lambda part: context.pin(part) if isinstance(part, Tensor) else part)
 
 
-def bring_batch(batch: Any, copies: Device) -> Any:
+def copy_batch_to_device(batch: Any, context: Device) -> Any:
     """``batch`` on a worker's device, copied in the current stream; see ``Device.bring``."""
 
     def bring(part: Any) -> Any:
-        return copies.bring(part) if isinstance(part, Tensor) else part.to(copies.device)
+        return context.bring(part) if isinstance(part, Tensor) else part.to(context.device)
 
     return map_batch(batch, bring)
 
 
-def parts_of(batch: Any) -> list[Any]:
+def movable_parts(batch: Any) -> list[Any]:
     """Every tensor of ``batch`` and whatever else has ``.to()``, in the order of its containers."""
     parts: list[Any] = []
 
@@ -186,4 +186,4 @@ def batch_bytes(batch: Any, taken: Callable[[int], int] = int) -> int:
         batch: The batch.
         taken: What a tensor with elements of so many bytes takes; by default so many.
     """
-    return sum(taken(part.nbytes) for part in parts_of(batch) if isinstance(part, Tensor))
+    return sum(taken(part.nbytes) for part in movable_parts(batch) if isinstance(part, Tensor))

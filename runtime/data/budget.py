@@ -63,7 +63,7 @@ class DeviceBudget:
         with self._lock:
             return self._reserve_bytes
 
-    def expect(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Keep back what a worker will need that no step has shown, such as for averaging."""
         with self._lock:
             self._extra_bytes += num_bytes
@@ -130,7 +130,7 @@ class DeviceBudget:
         return max(0, capacity - self._reserve_bytes - self._extra_bytes - coming - margin)
 
 
-def num_slots(share_bytes: int, slot_bytes: int, depth: int | None, plan_batches: int) -> int:
+def prefetch_slots(share_bytes: int, slot_bytes: int, depth: int | None, plan_batches: int) -> int:
     """Slots for the batch in use and those loaded ahead of it; 0 where two do not fit.
 
     Args:
@@ -144,7 +144,7 @@ def num_slots(share_bytes: int, slot_bytes: int, depth: int | None, plan_batches
     return slots if slots > 1 else 0
 
 
-def host_depth(
+def host_prefetch_depth(
     available_bytes: int, num_workers: int, batch_bytes: int, plan_batches: int | None = None
 ) -> int:
     """Batches that one of ``num_workers`` may hold ahead in the host's memory, at least 1.

@@ -15,19 +15,19 @@ from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import (
-    CALIBRATION_STEPS,
+    MEASURED_STEPS,
     SIZING_BATCHES,
     HostStage,
     InlineLoader,
     Loader,
     LoaderSpec,
-    PlanLengths,
+    SizingSchedule,
     Stage,
     ThreadLoader,
 )
 from runtime.data.prefetch import PrefetchLoader, SlotStage
 from runtime.data.process_loader import ProcessLoader
-from runtime.data.resident import ResidentData, ResidentLoader, can_reside, refuse_unless_it_fits
+from runtime.data.resident import ResidentData, ResidentLoader, can_be_resident, check_fits
 from runtime.device.base import (
     WARM_UP_STEPS,
     Device,
@@ -69,7 +69,7 @@ class DataPath:
             for device, n in workers.items()
         }
         self._data: dict[torch.device, ResidentData] = {}
-        if can_reside(adapter) and options.resident is not False:
+        if can_be_resident(adapter) and options.resident is not False:
             self._data = {device: ResidentData(adapter) for device in dict.fromkeys(devices)}
         self._lock = threading.Lock()
         self._snapshot_bytes = 0
@@ -79,7 +79,7 @@ class DataPath:
             self._check_resident()
 
     def _check_resident(self) -> None:
-        if not can_reside(self._adapter):
+        if not can_be_resident(self._adapter):
             raise ValueError(
                 "resident(True) is for tensors and arrays: a data set with code of its own may "
                 "draw or change; pass a tuple of its tensors, or leave resident out"
@@ -94,7 +94,7 @@ class DataPath:
             else:
                 there = available_host_bytes()
                 what = f"the host has {there:,} available"
-            refuse_unless_it_fits(data.num_bytes, there, what)
+            check_fits(data.num_bytes, there, what)
 
     # On the run's threads.
 
@@ -152,22 +152,22 @@ class DataPath:
             sizes: Counter[torch.dtype] = Counter()
             for tensor in (*worker.model.parameters(), *worker.model.buffers()):
                 sizes[tensor.dtype] += tensor.nbytes
-            self._budgets[device].expect(sizes.total())
+            self._budgets[device].reserve(sizes.total())
             with self._lock:
                 self._snapshot_bytes += sum(map(pinned_bytes, sizes.values()))
         if rank in self._processes:
             return self._processes[rank]
-        spec, copies = self._spec(rank, worker), self._contexts[rank]
+        spec, context = self._spec(rank, worker), self._contexts[rank]
         if self._resides(device):
-            return ResidentLoader(spec, data=self._data[device], copies=copies)
+            return ResidentLoader(spec, data=self._data[device], context=context)
         if self._loads_inline(device):
-            return InlineLoader(spec, copies=copies)
+            return InlineLoader(spec, context=context)
         if device.type == "cuda":
             return PrefetchLoader(
                 spec,
                 on_ready=wake,
                 stage=self._slots(rank),
-                copies=copies,
+                context=context,
                 num_threads=self._gather_threads(),
             )
         return ThreadLoader(spec, on_ready=wake, stage=self._waiting(None))
@@ -205,12 +205,12 @@ class DataPath:
         depth = default if self._options.prefetch is None else self._options.prefetch
         if depth is not None:
             return Stage(depth)
-        return HostStage(len(self._contexts), self._pace())
+        return HostStage(len(self._contexts), self._sizing())
 
-    def _pace(self) -> PlanLengths:
+    def _sizing(self) -> SizingSchedule:
         # With the step that is captured, whose memory is its own.
-        steps = max(CALIBRATION_STEPS, WARM_UP_STEPS + 1 if self._options.cuda_graphs else 0)
-        return PlanLengths(steps * self._options.accumulate, SIZING_BATCHES)
+        steps = max(MEASURED_STEPS, WARM_UP_STEPS + 1 if self._options.cuda_graphs else 0)
+        return SizingSchedule(steps * self._options.accumulate, SIZING_BATCHES)
 
     def _slots(self, rank: int) -> SlotStage:
         c, device = self._options, self._contexts[rank].device
@@ -221,7 +221,7 @@ class DataPath:
             self._budgets[device],
             rank=rank,
             batch_size=c.batch_size,
-            pace=self._pace(),
+            sizing=self._sizing(),
             num_host_workers=len(self._contexts),
             snapshot_bytes=lambda: self._snapshot_bytes,
             depth=c.prefetch,

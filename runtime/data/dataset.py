@@ -21,13 +21,13 @@ from torch.utils.data import (
     default_collate,
 )
 
-from runtime.core.draws import seeded_globals
+from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes
 from runtime.data.epoch_index import check_sampler
 
 Collate = Callable[[list[Any]], Any]
 
-FORMS = (
+SUPPORTED_DATASETS = (
     "dataset() takes a map-style torch Dataset, an IterableDataset, a TensorDataset, a tuple or "
     "dict of tensors or NumPy arrays, a DataLoader, or an object with __len__ and "
     "get_batch(indices)"
@@ -314,7 +314,7 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
     if not any(are_arrays):
         if isinstance(dataset, list) and dataset:
             return None  # a list of samples is a map-style data set
-        way = FORMS
+        way = SUPPORTED_DATASETS
         if names and all(callable(getattr(part, "__getitem__", None)) for part in dataset):
             way = f"pass one of the data sets in it, {kind}[{names[0]!r}]"
         raise (TypeError if dataset else ValueError)(
@@ -342,19 +342,19 @@ def _reject_unreadable(dataset: Any) -> None:
     name = type(dataset).__name__
     if dataset is None or isinstance(dataset, int | float | str | bytes | type):
         what = dataset.__name__ + ", a class" if isinstance(dataset, type) else repr(dataset)
-        raise TypeError(f"{what} is no data set: {FORMS}")
+        raise TypeError(f"{what} is no data set: {SUPPORTED_DATASETS}")
     get_item = getattr(type(dataset), "__getitem__", None)
     if get_item in (None, Dataset.__getitem__) and not callable(
         getattr(dataset, "get_batch", None)
     ):
-        raise TypeError(f"{name} defines neither __getitem__ nor get_batch: {FORMS}")
+        raise TypeError(f"{name} defines neither __getitem__ nor get_batch: {SUPPORTED_DATASETS}")
     try:
         len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(f"{name} has no length: define __len__") from error
 
 
-def parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     """What a ``DataLoader`` says of how its data set is read, under the builder's names.
 
     Raises:

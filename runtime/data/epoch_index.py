@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from coordinator.splitting import batch_bounds, permutation
-from runtime.core.draws import draws_from, seeded_globals
+from runtime.core.rng import seeded_globals, thread_generator
 
 _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
@@ -105,7 +105,7 @@ class EpochIndex:
         with self._drawing:
             return self._sampled.draw(epoch)
 
-    def drawn(self, since: int) -> dict[int, Tensor]:
+    def sampled_orders(self, since: int) -> dict[int, Tensor]:
         """What the sampler has given for an epoch and those after it; nothing without one."""
         with self._lock:
             orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
@@ -194,7 +194,7 @@ class SampledOrder:
             finally:
                 self._sampler.generator = None
             return
-        with draws_from(torch.Generator().manual_seed(seed)), seeded_globals():
+        with thread_generator(torch.Generator().manual_seed(seed)), seeded_globals():
             yield
 
 

@@ -17,12 +17,12 @@ from runtime.data.batches import (
     PlanQueue,
     Position,
     batch_bytes,
-    bring_batch,
+    copy_batch_to_device,
     move_batch,
     pin_batch,
     read_batch,
 )
-from runtime.data.budget import host_depth
+from runtime.data.budget import host_prefetch_depth
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.slots import DeviceSlot
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # A loader's thread reads a batch and *puts* it on the stage; the worker *takes* it. When the
 # worker asks for the next one, the batch before is used up (:meth:`Stage.advance`).
 
-CALIBRATION_STEPS = 3
+MEASURED_STEPS = 3
 """Optimizer steps whose memory is watched before batches are loaded ahead by measure."""
 
 SIZING_BATCHES = 64
@@ -147,9 +147,9 @@ class InlineLoader(Loader):
         copies: The worker's way to its device; ``None``: that is the CPU.
     """
 
-    def __init__(self, spec: LoaderSpec, *, copies: Device | None = None) -> None:
+    def __init__(self, spec: LoaderSpec, *, context: Device | None = None) -> None:
         super().__init__(spec)
-        self._copies = Device() if copies is None else copies
+        self._context = Device() if context is None else context
         self._closed = False
 
     @property
@@ -170,7 +170,7 @@ class InlineLoader(Loader):
             return None
         loaded = self._read(position)
         if self._moves:
-            loaded.data = bring_batch(pin_batch(loaded.data, self._copies), self._copies)
+            loaded.data = copy_batch_to_device(pin_batch(loaded.data, self._context), self._context)
         return loaded
 
     def cancel(self) -> None:
@@ -199,11 +199,11 @@ class ThreadLoader(Loader):
         super().__init__(spec)
         self._on_ready = on_ready
         self._stage = stage
-        self._moves = self._moves and not self._stage.brings
+        self._moves = self._moves and not self._stage.copies_to_device
         self._thread: threading.Thread | None = None
         # The condition guards everything below, and the positions.
         self._changed = threading.Condition()
-        self._ready: deque[LoadedBatch | _Failure] = deque()
+        self._ready: deque[LoadedBatch | _FailedBatch] = deque()
         self._generation = 0  # counts cancellations: what an older one loads is discarded
         self._depth = self._stage.depth
         self._asked = False  # the worker waits for a batch
@@ -236,7 +236,7 @@ class ThreadLoader(Loader):
                 return None
             loaded = self._ready.popleft()
         self._stage.taken()
-        if isinstance(loaded, _Failure):
+        if isinstance(loaded, _FailedBatch):
             try:
                 raise loaded.error
             finally:
@@ -270,19 +270,19 @@ class ThreadLoader(Loader):
         self._asked = False
         self._changed.notify_all()
 
-    def _drop(self, loaded: LoadedBatch | _Failure) -> None:
+    def _drop(self, loaded: LoadedBatch | _FailedBatch) -> None:
         if isinstance(loaded, LoadedBatch):
             self._stage.drop(loaded)
 
     def _run(self) -> None:
         while (generation := self._wait_for_work()) is not None:
-            loaded: LoadedBatch | _Failure | None
+            loaded: LoadedBatch | _FailedBatch | None
             try:
                 loaded = self._load_next(generation)
                 if loaded is not None and generation == self._generation:
                     self._stage.put(loaded)
             except BaseException as error:  # the worker raises it, whatever it is
-                loaded = _Failure(error)
+                loaded = _FailedBatch(error)
             if loaded is None:
                 continue
             with self._changed:
@@ -342,7 +342,7 @@ class LoaderSpec:
 
 
 @dataclass(slots=True)
-class _Failure:
+class _FailedBatch:
     """Stands in the place of a batch that could not be loaded."""
 
     error: BaseException
@@ -363,29 +363,29 @@ class Stage:
         brings: Whether ``take`` puts batches on the worker's device.
     """
 
-    brings = False
+    copies_to_device = False
 
-    def __init__(self, depth: int, pace: PlanLengths | None = None) -> None:
+    def __init__(self, depth: int, sizing: SizingSchedule | None = None) -> None:
         self.depth = depth
-        self._pace = pace or PlanLengths(0)
+        self._sizing = sizing or SizingSchedule(0)
 
     def submitted(self, num_batches: int) -> None:
         """Worker: a plan follows those before it."""
-        self._pace.submitted(num_batches)
+        self._sizing.submitted(num_batches)
 
     def advance(self) -> None:
         """Worker: the batch taken last is used up, and the next one is asked for."""
 
     def taken(self) -> None:
         """Worker: a batch, or the error in its place, was taken."""
-        self._pace.taken()
+        self._sizing.taken()
 
     def take(self, loaded: LoadedBatch) -> None:
         """Worker: make ``loaded.data`` ready for use in the current stream."""
 
     def cancelled(self) -> None:
         """Worker: all that was submitted is forgotten."""
-        self._pace.cancelled()
+        self._sizing.cancelled()
 
     def put(self, loaded: LoadedBatch) -> None:
         """Loader: take over a batch that was read."""
@@ -413,17 +413,17 @@ class HostStage(Stage):
         pace: Says when.
     """
 
-    def __init__(self, num_workers: int, pace: PlanLengths) -> None:
-        super().__init__(1, pace)
+    def __init__(self, num_workers: int, sizing: SizingSchedule) -> None:
+        super().__init__(1, sizing)
         self._num_workers = num_workers
         self._batch_bytes = 0  # written by the loader's thread
 
     def advance(self) -> None:
         """Worker: size the depth where it is due."""
-        plan_batches = self._pace.due()
+        plan_batches = self._sizing.due()
         if plan_batches is None:
             return
-        self.depth = host_depth(
+        self.depth = host_prefetch_depth(
             available_host_bytes(), self._num_workers, self._batch_bytes, plan_batches
         )
         logger.debug("%d batches of %d bytes ahead", self.depth, self._batch_bytes)
@@ -452,7 +452,7 @@ class LoadedBatch:
     slot: DeviceSlot | None = None
 
 
-class PlanLengths:
+class SizingSchedule:
     """Says when a depth is to be sized: after the first steps, then where a plan ends.
 
     Used by the worker's thread alone.

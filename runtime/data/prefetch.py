@@ -17,16 +17,16 @@ from torch import Tensor
 from runtime.data.batches import (
     Position,
     batch_bytes,
-    bring_batch,
+    copy_batch_to_device,
     map_batch,
-    parts_of,
+    movable_parts,
     pin_batch,
 )
-from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_depth, num_slots
+from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_prefetch_depth, prefetch_slots
 from runtime.data.dataset import ColumnAdapter
-from runtime.data.loader import LoadedBatch, LoaderSpec, PlanLengths, Stage, ThreadLoader
+from runtime.data.loader import LoadedBatch, LoaderSpec, SizingSchedule, Stage, ThreadLoader
 from runtime.data.resident import ResidentData, ResidentReader
-from runtime.data.slots import BatchLayout, DeviceSlot, SlotPool, slottable
+from runtime.data.slots import BatchLayout, DeviceSlot, SlotPool, slot_tensors
 from runtime.device.base import Device, available_host_bytes
 from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import MemoryReading
@@ -58,12 +58,12 @@ class PrefetchLoader(ThreadLoader):
         *,
         on_ready: Callable[[], None],
         stage: SlotStage,
-        copies: Device,
+        context: Device,
         num_threads: int = 1,
     ) -> None:
         super().__init__(spec, on_ready=on_ready, stage=stage)
         self._slots = stage
-        self._copies = copies
+        self._context = context
         self._num_threads = num_threads
         self._reader: ResidentReader | None = None
 
@@ -75,7 +75,7 @@ class PrefetchLoader(ThreadLoader):
             return self._take_ready()
         if self._reader is None:
             # None was ahead until now and none is asked for again: the thread stays idle.
-            self._reader = ResidentReader(data, self._index, self._copies)
+            self._reader = ResidentReader(data, self._index, self._context)
             self._forget_order()
         with self._changed:
             position = self._positions.pop()
@@ -100,7 +100,7 @@ class PrefetchLoader(ThreadLoader):
             if gathered is not None:
                 data, slot = gathered
                 return LoadedBatch(data, num_samples, position.epoch, position.batch, slot)
-        with self._copies.copying():  # for data sets that give tensors of the device
+        with self._context.copying():  # for data sets that give tensors of the device
             return super()._read(position)
 
 
@@ -123,24 +123,24 @@ class SlotStage(Stage):
         resident: The data set, once it lies on the device.
     """
 
-    brings = True
+    copies_to_device = True
 
     def __init__(
         self,
-        copies: Device,
+        context: Device,
         budget: DeviceBudget,
         *,
         rank: int,
         batch_size: int,
-        pace: PlanLengths,
+        sizing: SizingSchedule,
         num_host_workers: int = 1,
         snapshot_bytes: Callable[[], int] = int,
         depth: int | None = None,
         data: ResidentData | None = None,
     ) -> None:
-        super().__init__(0, pace)
+        super().__init__(0, sizing)
         self.resident: ResidentData | None = None
-        self._copies = copies
+        self._context = context
         self._budget = budget
         self._rank = rank
         self._batch_size = batch_size
@@ -164,21 +164,21 @@ class SlotStage(Stage):
         """Count its batches; with the first plan, peaks begin to count."""
         super().submitted(num_batches)
         if self._budget.begin():
-            self._copies.reset_peak()
+            self._context.reset_peak()
 
     def advance(self) -> None:
         """Free the slot of the batch that is used up; size the depth where it is due."""
         taken, self._taken = self._taken, None
         if taken is not None and self._pool is not None:
             self._pool.release(taken)
-        plan_batches = self._pace.due()
+        plan_batches = self._sizing.due()
         if plan_batches is not None and self.resident is None:
             self._size(plan_batches)
 
     def take(self, loaded: LoadedBatch) -> None:
         """Let the current stream wait for the slot, or copy a batch that lies in none."""
         if loaded.slot is None:
-            loaded.data = bring_batch(loaded.data, self._copies)
+            loaded.data = copy_batch_to_device(loaded.data, self._context)
             return
         assert self._pool is not None
         self._pool.take(loaded.slot)
@@ -186,13 +186,15 @@ class SlotStage(Stage):
 
     def _size(self, plan_batches: int) -> None:
         """Decide where batches lie and how many are ahead, by what the steps have taken."""
-        reading = self._copies.memory()
+        reading = self._context.memory()
         self._budget.observe(self._rank, reading)
         first, self._is_calibrated = not self._is_calibrated, True
         if first and self._reside(reading):
             return
         available = available_host_bytes() - (self._snapshot_bytes() if first else 0)
-        host = host_depth(available, self._num_host_workers, self._batch_bytes, plan_batches)
+        host = host_prefetch_depth(
+            available, self._num_host_workers, self._batch_bytes, plan_batches
+        )
         layout = self._layout  # read once: the loader's thread may write it meanwhile
         if layout is None:
             # No slot can hold such batches: those ahead wait in the host's memory.
@@ -202,7 +204,7 @@ class SlotStage(Stage):
         if self._pool is not None:
             layout = self._pool.layout
         slot_bytes = layout.slot_bytes
-        wanted = num_slots(share, slot_bytes, self._wanted, plan_batches)
+        wanted = prefetch_slots(share, slot_bytes, self._wanted, plan_batches)
         if wanted:
             wanted = self._grow(layout, wanted, min(_MAX_HOST_SLOTS, host))
         # Slots beyond it are left unused: nothing is freed while others run.
@@ -224,7 +226,7 @@ class SlotStage(Stage):
             num_device = min(num_device, self._most_slots)
         if num_device < 2:
             return 0
-        pool = SlotPool(self._copies, layout) if self._pool is None else self._pool
+        pool = SlotPool(self._context, layout) if self._pool is None else self._pool
         before = pool.num_device_slots
         found = pool.grow(num_device, min(num_device, num_host))
         if found < num_device:
@@ -232,7 +234,7 @@ class SlotStage(Stage):
         if found < 2:
             return 0
         if found > before:
-            self._budget.hold(self._rank, pool.held_bytes, self._copies.memory())
+            self._budget.hold(self._rank, pool.held_bytes, self._context.memory())
         self._pool = pool
         return min(found, num_device)
 
@@ -244,11 +246,11 @@ class SlotStage(Stage):
         share = self._budget.share_bytes("resident", reading)
         if not data.is_loaded and data.num_bytes > share:
             return False
-        data.load(self._copies)
-        self._budget.hold("resident", data.num_bytes, self._copies.memory())
+        data.load(self._context)
+        self._budget.hold("resident", data.num_bytes, self._context.memory())
         self.resident = data
         logger.debug(
-            "rank %d: %d bytes of data on %s", self._rank, data.num_bytes, self._copies.device
+            "rank %d: %d bytes of data on %s", self._rank, data.num_bytes, self._context.device
         )
         return True
 
@@ -269,7 +271,7 @@ class SlotStage(Stage):
         """Copy a batch to a slot, or to pinned memory where there is none for it."""
         if loaded.slot is not None:
             return
-        tensors = slottable(loaded.data)
+        tensors = slot_tensors(loaded.data)
         pool = self._pool
         if pool is None or not tensors or not pool.layout.fits(tensors):
             self._put_aside(loaded, pool)
@@ -293,26 +295,26 @@ class SlotStage(Stage):
                 "%d), so that they are copied without a fixed slot, which is slower: pad them",
                 *(self._rank, loaded.batch, loaded.epoch),
             )
-        with self._copies.copying():  # pins for this device, not for the first one
-            loaded.data = pin_batch(loaded.data, self._copies)
-            if any(isinstance(p, Tensor) and not p.is_cpu for p in parts_of(loaded.data)):
+        with self._context.copying():  # pins for this device, not for the first one
+            loaded.data = pin_batch(loaded.data, self._context)
+            if any(isinstance(p, Tensor) and not p.is_cpu for p in movable_parts(loaded.data)):
                 # The data set made it in this stream, which the worker's does not wait for.
-                made = self._copies.new_event()
-                self._copies.record(made)
-                self._copies.wait_host(made)
+                made = self._context.new_event()
+                self._context.record(made)
+                self._context.wait_host(made)
 
     # On either thread.
 
     def drop(self, loaded: LoadedBatch) -> None:
         """Give the slot of a batch back that nobody will take."""
         if loaded.slot is not None and self._pool is not None:
-            self._pool.give_back(loaded.slot)
+            self._pool.return_slot(loaded.slot)
 
     def close(self, timeout_s: float) -> bool:
         """Let go of slots and data once no copy is under way."""
-        if self._pool is not None and not self._pool.settle(timeout_s):
+        if self._pool is not None and not self._pool.wait_for_copies(timeout_s):
             return False
-        self._pace.cancelled()  # what is not submitted is never sized
+        self._sizing.cancelled()  # what is not submitted is never sized
         self._pool = self._taken = self._data = self.resident = None
         return True
 

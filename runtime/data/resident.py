@@ -33,8 +33,8 @@ class ResidentLoader(InlineLoader):
         copies: The worker's way to its device.
     """
 
-    def __init__(self, spec: LoaderSpec, *, data: ResidentData, copies: Device) -> None:
-        super().__init__(spec, copies=copies)
+    def __init__(self, spec: LoaderSpec, *, data: ResidentData, context: Device) -> None:
+        super().__init__(spec, context=context)
         self._moves = False
         self._data = data
         self._reader: ResidentReader | None = None
@@ -49,8 +49,8 @@ class ResidentLoader(InlineLoader):
         super().submit(plan)
         if self._reader is None:
             if not self._data.is_loaded:
-                require_room(self._data.num_bytes, self._copies)
-            self._reader = ResidentReader(self._data, self._index, self._copies)
+                check_device_memory(self._data.num_bytes, self._context)
+            self._reader = ResidentReader(self._data, self._index, self._context)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Let go of the data."""
@@ -71,11 +71,11 @@ class ResidentReader:
         copies: The worker's way to its device.
     """
 
-    def __init__(self, data: ResidentData, index: EpochIndex, copies: Device) -> None:
-        self._columns = data.load(copies)
+    def __init__(self, data: ResidentData, index: EpochIndex, context: Device) -> None:
+        self._columns = data.load(context)
         self._batch_of = data.batch_of
         self._index = index
-        self._copies = copies
+        self._context = context
         # On the device, and this worker's own: freed memory goes back to its stream.
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
@@ -90,8 +90,8 @@ class ResidentReader:
     def _order(self, epoch: int) -> Tensor:
         order = self._orders.get(epoch)
         if order is None:
-            pinned = self._copies.pin(self._index.order(epoch))
-            order = self._orders[epoch] = self._copies.bring(pinned)
+            pinned = self._context.pin(self._index.order(epoch))
+            order = self._orders[epoch] = self._context.bring(pinned)
             if len(self._orders) > _KEPT_EPOCHS:
                 self._orders.popitem(last=False)
         return order
@@ -120,17 +120,17 @@ class ResidentData:
         """Whether it lies on the device."""
         return self._columns is not None
 
-    def load(self, copies: Device) -> tuple[Tensor, ...]:
+    def load(self, context: Device) -> tuple[Tensor, ...]:
         """Bring it there, unless it is; the columns, complete on the device.
 
         Blocks while it is read and copied, by this thread or another.
         """
         with self._lock:
             if self._columns is None:
-                self._columns = self._copy(copies)
+                self._columns = self._copy(context)
             return self._columns
 
-    def _copy(self, copies: Device) -> tuple[Tensor, ...]:
+    def _copy(self, context: Device) -> tuple[Tensor, ...]:
         total = self._adapter.num_samples
         step = max(1, _CHUNK_BYTES // max(1, self._adapter.sample_bytes))
         columns: list[Tensor] = []
@@ -138,17 +138,17 @@ class ResidentData:
             rows = torch.arange(start, min(total, start + step))
             chunk = self._adapter.gather(rows)
             if not columns:
-                columns = [copies.empty((total, *part.shape[1:]), part.dtype) for part in chunk]
+                columns = [context.empty((total, *part.shape[1:]), part.dtype) for part in chunk]
             for column, part in zip(columns, chunk, strict=True):
-                copies.copy(column[start : start + len(rows)], part)
-        done = copies.new_event()
-        copies.record(done)
+                context.copy(column[start : start + len(rows)], part)
+        done = context.new_event()
+        context.record(done)
         # Workers with other streams read it, and nothing orders them after this one.
-        copies.wait_host(done)
+        context.wait_host(done)
         return tuple(columns)
 
 
-def can_reside(adapter: DatasetAdapter) -> TypeGuard[ColumnAdapter]:
+def can_be_resident(adapter: DatasetAdapter) -> TypeGuard[ColumnAdapter]:
     """Whether a data set is rows alone, so that a copy of it gives what it gives.
 
     One with code of its own may draw or change, and is always read.
@@ -156,14 +156,14 @@ def can_reside(adapter: DatasetAdapter) -> TypeGuard[ColumnAdapter]:
     return isinstance(adapter, ColumnAdapter)
 
 
-def require_room(needed_bytes: int, copies: Device) -> None:
+def check_device_memory(needed_bytes: int, context: Device) -> None:
     """Raise ``ValueError``, with both figures, if a device has no room for resident data."""
-    reading = copies.memory()
+    reading = context.memory()
     there = reading.free_bytes + reading.reserved_bytes - reading.active_bytes
-    refuse_unless_it_fits(needed_bytes, there, f"{copies.device} has {there:,} free")
+    check_fits(needed_bytes, there, f"{context.device} has {there:,} free")
 
 
-def refuse_unless_it_fits(needed_bytes: int, there_bytes: int, what_is_there: str) -> None:
+def check_fits(needed_bytes: int, there_bytes: int, what_is_there: str) -> None:
     """Raise ``ValueError`` if resident data does not fit."""
     if needed_bytes > there_bytes:
         raise ValueError(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.data.batches import parts_of
+from runtime.data.batches import movable_parts
 from runtime.data.budget import padded_bytes
 from runtime.device.base import Device, Event
 
@@ -42,9 +42,9 @@ class SlotPool:
         layout: What a slot holds.
     """
 
-    def __init__(self, copies: Device, layout: BatchLayout) -> None:
+    def __init__(self, context: Device, layout: BatchLayout) -> None:
         self.layout = layout
-        self._copies = copies
+        self._context = context
         self._lock = threading.Lock()  # guards the queues, never held while waiting
         self._hosts: deque[HostSlot] = deque()
         self._num_hosts = 0
@@ -68,18 +68,18 @@ class SlotPool:
             Device slots there are now.
         """
         while self._num_hosts < num_host:
-            host = HostSlot(self._tensors(self._copies.empty_pinned), self._copies.new_event())
+            host = HostSlot(self._tensors(self._context.empty_pinned), self._context.new_event())
             self._num_hosts += 1
             with self._lock:
                 self._hosts.append(host)
         while len(self._all) < num_device:
             try:
-                tensors = self._tensors(self._copies.empty)
+                tensors = self._tensors(self._context.empty)
             except torch.OutOfMemoryError:
                 break
-            slot = DeviceSlot(tensors, self._copies.new_event(), self._copies.new_event())
+            slot = DeviceSlot(tensors, self._context.new_event(), self._context.new_event())
             # The memory may be one that kernels issued before still read.
-            self._copies.record(slot.free)
+            self._context.record(slot.free)
             self._all.append(slot)
             with self._lock:
                 self._free.append(slot)
@@ -102,7 +102,7 @@ class SlotPool:
         with self._lock:
             host = self._hosts.popleft()
         try:
-            self._copies.wait_host(host.ready)
+            self._context.wait_host(host.ready)
             sources = _prefixes(host.tensors, num_rows)
             write(sources)
             with self._lock:
@@ -111,7 +111,7 @@ class SlotPool:
                 targets = _prefixes(slot.tensors, num_rows)
                 self._copy(host, slot, sources, targets)
             except BaseException:
-                self.give_back(slot)
+                self.return_slot(slot)
                 raise
         finally:
             with self._lock:
@@ -121,35 +121,35 @@ class SlotPool:
     def _copy(
         self, host: HostSlot, slot: DeviceSlot, sources: list[Tensor], targets: list[Tensor]
     ) -> None:
-        with self._copies.copying(), self._copies.driver_call():
-            self._copies.wait_event(slot.free)
+        with self._context.copying(), self._context.driver_call():
+            self._context.wait_event(slot.free)
             for target, source in zip(targets, sources, strict=True):
-                self._copies.copy(target, source)
-            self._copies.record(host.ready)
-            self._copies.record(slot.ready)
+                self._context.copy(target, source)
+            self._context.record(host.ready)
+            self._context.record(slot.ready)
 
     def take(self, slot: DeviceSlot) -> None:
         """Let the current stream wait for the copy into ``slot``."""
-        self._copies.wait_event(slot.ready)
+        self._context.wait_event(slot.ready)
 
     def release(self, slot: DeviceSlot) -> None:
         """All work on the batch in ``slot`` has been issued to the current stream."""
-        self._copies.record(slot.free)
-        self.give_back(slot)
+        self._context.record(slot.free)
+        self.return_slot(slot)
 
-    def give_back(self, slot: DeviceSlot) -> None:
+    def return_slot(self, slot: DeviceSlot) -> None:
         """Return a slot that was filled but never taken: the copy stream keeps its order."""
         with self._lock:
             self._free.append(slot)
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until no copy is under way; whether that was reached in time.
 
         Without it the memory could be given to others while a copy still writes there.
         """
         deadline = time.monotonic() + timeout_s
         for slot in self._all:
-            while not self._copies.is_complete(slot.ready):
+            while not self._context.is_complete(slot.ready):
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(_POLL_S)
@@ -203,7 +203,7 @@ class BatchLayout:
     @classmethod
     def of(cls, batch: Any, num_samples: int, batch_size: int) -> BatchLayout | None:
         """The layout of batches like this one; ``None`` if it cannot lie in a slot."""
-        tensors = slottable(batch)
+        tensors = slot_tensors(batch)
         if not tensors:
             return None
         specs = []
@@ -258,9 +258,9 @@ class TensorSpec:
         return (batch_size, *self.shape) if self.has_rows else self.shape
 
 
-def slottable(batch: Any) -> list[Tensor] | None:
+def slot_tensors(batch: Any) -> list[Tensor] | None:
     """The tensors of a batch that a slot can hold; ``None`` if any cannot lie there."""
-    tensors = parts_of(batch)
+    tensors = movable_parts(batch)
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
         if not is_plain or tensor.requires_grad:

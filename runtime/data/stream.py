@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from runtime.core.context import LoaderView, current_worker, worker_context
-from runtime.core.draws import draws_from
+from runtime.core.rng import thread_generator
 from runtime.data.batches import epoch_generator
 from runtime.data.dataset import Collate, DatasetAdapter, check_batch
 
@@ -36,11 +36,11 @@ STATES_KEPT = 8
 class StreamAdapter(DatasetAdapter):
     """A stream as a data set whose sample ``epoch * num_samples + i`` is item ``i`` of an epoch.
 
-    The thread that asks for a batch reads the stream up to it, one thread at a time, so that
-    items are handed out in order whoever asks first. An item is kept until :meth:`settled` says
-    that nobody can ask for it again. An epoch is one ``iter(dataset)``; the next begins when all
-    of it was read. A resumed epoch goes on from a state, where the stream (or its iterator) has
-    ``state_dict`` and ``load_state_dict``; else what was trained is read again and left out.
+    :meth:`load` reads the stream up to the batch requested, one thread at a time, so items keep
+    the stream's order. An item is kept until :meth:`release_before`. Each epoch is one
+    ``iter(dataset)``, read to its end before the next starts. A resumed epoch continues from a
+    saved state if the stream (or its iterator) has ``state_dict`` and ``load_state_dict``;
+    otherwise trained items are read again and skipped.
 
     Args:
         dataset: Has ``__iter__``, which begins anew each time; ``set_epoch`` is called before
@@ -102,7 +102,7 @@ class StreamAdapter(DatasetAdapter):
         logger.info("%s has no length: it is read through once to count its items", self._name)
         count, until = 0, time.monotonic() + COUNTING_S
         view = LoaderView(0, epoch_generator(self._seed, 0))
-        with worker_context(view), draws_from(view.generator):
+        with worker_context(view), thread_generator(view.generator):
             for _ in self._begin(0):
                 count += 1
                 if time.monotonic() > until:
@@ -113,7 +113,7 @@ class StreamAdapter(DatasetAdapter):
                     )
         return count
 
-    def settled(self, epoch: int, batch: int) -> None:
+    def release_before(self, epoch: int, batch: int) -> None:
         """Nobody asks again for what comes before a batch of an epoch.
 
         From one thread. Takes no lock, since the user's code may run under it for long: memory
@@ -156,10 +156,10 @@ class StreamAdapter(DatasetAdapter):
         floor = self._floor
         if self._iterator is None:  # an epoch that is begun is read to its end
             self._next = max(self._next, floor)
-        settled = max(self._first, min(floor, self._next))
-        for index in range(self._first, settled):
+        released = max(self._first, min(floor, self._next))
+        for index in range(self._first, released):
             self._items.pop(index, None)
-        self._first = settled
+        self._first = released
         with self._keeping:
             past = [index for index in self._states if index <= floor]
             for index in past[:-STATES_KEPT]:
@@ -176,7 +176,7 @@ class StreamAdapter(DatasetAdapter):
             self._generator = epoch_generator(self._seed, epoch)
         try:
             view = LoaderView(worker.rank, self._generator, worker)
-            with worker_context(view), draws_from(self._generator):
+            with worker_context(view), thread_generator(self._generator):
                 if begins:
                     for skipped in range(self._go_to(epoch, position), position):
                         self._take(epoch, skipped)

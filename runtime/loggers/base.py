@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 from coordinator.metrics import OPTIONAL_METRICS, EpochMetrics, StepMetrics
-from runtime.core.threads import Closing
+from runtime.core.threads import Closeable
 
 _RUN_COUNTS = threading.Lock()  # shared by all loggers
 
 
-class RunLogger(Closing):
+class RunLogger(Closeable):
     """A logger that is closed at the end of the run whose ``metrics_fn`` it is.
 
     A logger shared by several runs is closed with the last of them. Callable from any thread.

@@ -18,8 +18,8 @@ from coordinator.config import AverageBackend
 from runtime.collective import Collective, create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
-from runtime.core.threads import Closing
-from runtime.data.batches import move_batch, parts_of
+from runtime.core.threads import Closeable
+from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.balance import unequal_devices
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
@@ -52,7 +52,7 @@ _REMEDY = (
 )
 
 
-class DataParallelCoordinator(Closing):
+class DataParallelCoordinator(Closeable):
     """Trains one model on several devices, a mini-batch at a time, in the user's own loop.
 
     Each replica runs in its own thread, ``data-parallel-<rank>``, which lives until
@@ -260,7 +260,7 @@ class DataParallelCoordinator(Closing):
         self, shards: Sequence[Any], counts: Sequence[int]
     ) -> tuple[float, int, list[float]]:
         """Compute every replica's gradients; returns mean loss, number correct, and weights."""
-        tensors = [part for part in parts_of(shards) if isinstance(part, Tensor)]
+        tensors = [part for part in movable_parts(shards) if isinstance(part, Tensor)]
         outcomes = self._run(
             lambda rank: self._shards.compute(rank, shards[rank], counts[rank]), tensors
         )

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.core.checks import check_devices
 from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
-from runtime.core.threads import Closing
+from runtime.core.threads import Closeable
 from runtime.loop.collective_group import resolve_backend
 from runtime.loop.reduction import Reduction, make_reduction
 from runtime.loop.replica_set import ReplicaSet
 
 
-class Ddp(Closing):
+class Ddp(Closeable):
     """Keeps replicas of one model in sync in the user's own loop, for GANs for example.
 
     One thread runs every replica and calls every method. Each method does the work of all

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from runtime.checkpoint.format import plain_key
 from runtime.core.checks import check_callable, check_float
 from runtime.core.loss_weights import check_weight
-from runtime.core.threads import Closing
+from runtime.core.threads import Closeable
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.loop_replica import LossFn
@@ -19,7 +19,7 @@ from runtime.loop.one_device import SingleDeviceEngine
 from runtime.replica.schedule import SchedulerFactory
 
 
-class ReplicatedModule(Closing, nn.Module):
+class ReplicatedModule(Closeable, nn.Module):
     """A model on one or many devices, trained by the same loop in both cases.
 
     :meth:`Trainer.setup <gpuworker.Trainer.setup>` returns it::

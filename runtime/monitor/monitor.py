@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable
 
 from runtime.core.checks import check_float, check_int, need
-from runtime.core.threads import Closing
+from runtime.core.threads import Closeable
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
 from runtime.monitor.run_view import RunView
@@ -21,7 +21,7 @@ MIN_POLL_S = 0.05
 MAX_POLL_S = 3600.0
 
 
-class Monitor(Closing):
+class Monitor(Closeable):
     """A web page that shows a live run: attach it with ``handle.attach(monitor)``.
 
     The page shows the state, epoch, progress and time left, the curves of loss and scalars, a

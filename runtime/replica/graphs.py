@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.core.loss_weights import Weight, WindowWeight
-from runtime.data.batches import map_batch, parts_of
+from runtime.data.batches import map_batch, movable_parts
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import ValueLog
@@ -348,9 +348,9 @@ class StaticBatches:
                 return None
             held = StaticBatch(kind, map_batch(batch, torch.empty_like))
             self._held[index, kind] = held
-        targets = parts_of(held.data)
+        targets = movable_parts(held.data)
         if targets:
-            torch._foreach_copy_(targets, parts_of(batch))
+            torch._foreach_copy_(targets, movable_parts(batch))
         return held
 
 

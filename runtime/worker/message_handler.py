@@ -12,8 +12,8 @@ from torch import nn
 
 from coordinator import messages as m
 from runtime.core.context import worker_context
-from runtime.core.draws import draws_from
-from runtime.core.errors import CollectiveAborted, CollectiveTimeout, as_failed
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, mark_failed
+from runtime.core.rng import thread_generator
 from runtime.device.base import PendingCopy
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
@@ -164,7 +164,7 @@ class MessageHandler:
             if not self._falls_back:
                 raise
             told = CollectiveAborted(f"{type(error).__name__}: {error}")
-            raise as_failed(told) from error
+            raise mark_failed(told) from error
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
         self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
@@ -239,7 +239,7 @@ class MessageHandler:
             return
         f = self._functions
         # What they draw must not change what the worker draws after.
-        with worker_context(self._worker), draws_from(None):
+        with worker_context(self._worker), thread_generator(None):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.put(

@@ -12,7 +12,7 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
-from runtime.core.errors import CheckpointError, CollectiveAborted, without_frames
+from runtime.core.errors import CheckpointError, CollectiveAborted, without_tracebacks
 from runtime.device.base import Device
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
@@ -266,7 +266,7 @@ class WorkerReplica:
                 f"the state of rank {self.rank} could not be taken: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
-        without_frames(failure)
+        without_tracebacks(failure)
         return failure
 
     def sync_buffers(self) -> None:

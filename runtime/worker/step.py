@@ -16,7 +16,7 @@ from runtime.core.errors import (
     CollectiveAborted,
     CollectiveTimeout,
     PieceTooLarge,
-    without_frames,
+    without_tracebacks,
 )
 from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter, ValueLog
@@ -445,7 +445,7 @@ class WorkerSteps:
             if not (self._shrinks and size > 1 and is_out_of_memory(error)):
                 raise
             # The frames hold what has used the memory up.
-            raise PieceTooLarge(size) from without_frames(error)
+            raise PieceTooLarge(size) from without_tracebacks(error)
 
     def _make_held(self, window: StaticWindow, train_fn: TrainFn, total: int) -> None:
         """The batches so far, when the window turns out to be none for a graph."""

@@ -22,8 +22,8 @@ from coordinator.errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
-from runtime.core.draws import allow_own_draws, draws_from
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
+from runtime.core.rng import install_thread_generators, thread_generator
 from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
@@ -117,7 +117,7 @@ class GpuWorker:
         recorder: WorkerRecorder | None = None,
     ) -> None:
         prepare_threads()  # where no run did it
-        allow_own_draws()
+        install_thread_generators()
         self.config = config
         self.rank = config.rank
         self.world_size = config.world_size
@@ -268,7 +268,7 @@ class GpuWorker:
         Returns:
             Device-side handles; nothing is synchronised.
         """
-        with worker_context(self), draws_from(self._cpu_generator):
+        with worker_context(self), thread_generator(self._cpu_generator):
             return self.steps.train_step(batch, train_fn or self._functions.train_fn)
 
     def capture_state(self) -> m.Extra:
@@ -350,7 +350,7 @@ class GpuWorker:
         if self.protocol.plan is not plan:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
-        with worker_context(self), draws_from(self._cpu_generator):
+        with worker_context(self), thread_generator(self._cpu_generator):
             self._schedule.step_by_metrics(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.verify_graphs()

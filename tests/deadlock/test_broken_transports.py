@@ -12,7 +12,7 @@ import runtime.run
 from coordinator.averaging import Averager
 from runtime import AverageBackend, Timeline, WorkerFailed
 from runtime.collective import Collective, create_collectives
-from runtime.core.errors import CollectiveAborted, as_failed
+from runtime.core.errors import CollectiveAborted, mark_failed
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.tap import within
 from tests.deadlock.test_life_after_a_death import BATCH, NUM_SAMPLES, check_books
@@ -60,7 +60,7 @@ class Wire:
                 if fails:
                     self.num_cut += 1
                     end.abort()
-                    raise as_failed(CollectiveAborted("the wire is cut"))
+                    raise mark_failed(CollectiveAborted("the wire is cut"))
             return Collective.weighted_mean_(end, tensors, weight, stats=stats)
 
         return weighted_mean_

@@ -13,7 +13,7 @@ from coordinator.messages import EpochPlan
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec, PlanLengths
+from runtime.data.loader import LoaderSpec, SizingSchedule
 from runtime.data.prefetch import PrefetchLoader, SlotStage
 from runtime.data.resident import ResidentData
 from runtime.device.base import Device
@@ -77,23 +77,23 @@ class DelayedDevice(CudaDevice):
 class LoaderRig:
     """A loader, and the sums of its batches as read by the compute stream."""
 
-    def __init__(self, device, dataset, copies, *, resident=False, depth=None):
+    def __init__(self, device, dataset, context, *, resident=False, depth=None):
         self.device = device
         self.ready = threading.Semaphore(0)
         adapter, self.index = adapt_dataset(dataset), EpochIndex(N, SIZE, 0)
         self.stage = SlotStage(
-            copies,
+            context,
             DeviceBudget(0.5),
             rank=0,
             batch_size=SIZE,
-            pace=PlanLengths(CALIBRATION),
+            sizing=SizingSchedule(CALIBRATION),
             depth=depth,
             data=ResidentData(adapter) if resident else None,
         )
         self.loader = PrefetchLoader(
-            LoaderSpec(adapter=adapter, index=self.index, device=copies.device, seed=0, rank=0),
+            LoaderSpec(adapter=adapter, index=self.index, device=context.device, seed=0, rank=0),
             stage=self.stage,
-            copies=copies,
+            context=context,
             on_ready=self.ready.release,
         )
         self._sums, self._expected = [], []

@@ -237,7 +237,7 @@ def by_token(inputs, output):
     return token_weight(inputs["labels"] if isinstance(inputs, dict) else inputs[1])
 
 
-FORMS = [
+SUPPORTED_DATASETS = [
     ("dict", None, None),
     ("named tuple", None, None),
     ("scalar", None, by_token),
@@ -274,7 +274,7 @@ def on_devices(model, world_size, loss_weight=None):
     indirect=["travelling", "reading"],
     travelling=TRAVELLING,
     reading=READING,
-    way=FORMS,
+    way=SUPPORTED_DATASETS,
     world_size=[1, 2, 3, 4],
 )
 def test_trainer_setup_weighs(world_size, way):

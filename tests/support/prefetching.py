@@ -11,7 +11,7 @@ from coordinator.messages import EpochPlan
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec, PlanLengths
+from runtime.data.loader import LoaderSpec, SizingSchedule
 from runtime.data.prefetch import PrefetchLoader, SlotStage
 from runtime.data.resident import ResidentData
 from tests.support.fake_streams import DelayedCopies
@@ -43,7 +43,7 @@ class Rig(Consumer):
         self,
         dataset,
         *,
-        copies=None,
+        context=None,
         depth=None,
         resident=None,
         budget=None,
@@ -51,16 +51,16 @@ class Rig(Consumer):
         threads=1,
     ):
         self.ready = threading.Semaphore(0)
-        self.copies = DelayedCopies() if copies is None else copies
+        self.context = DelayedCopies() if context is None else context
         adapter = adapt_dataset(dataset)
         self.budget = budget or DeviceBudget(0.5, margin=0)
         data = ResidentData(adapter) if resident is None and adapter.in_memory else resident or None
         self.stage = SlotStage(
-            self.copies,
+            self.context,
             self.budget,
             rank=0,
             batch_size=SIZE,
-            pace=PlanLengths(CALIBRATION),
+            sizing=SizingSchedule(CALIBRATION),
             snapshot_bytes=snapshot_bytes,
             depth=depth,
             data=data,
@@ -69,12 +69,12 @@ class Rig(Consumer):
             LoaderSpec(
                 adapter=adapter,
                 index=EpochIndex(N, SIZE, SEED),
-                device=self.copies.device,
+                device=self.context.device,
                 seed=SEED,
                 rank=0,
             ),
             stage=self.stage,
-            copies=self.copies,
+            context=self.context,
             num_threads=threads,
             on_ready=self.ready.release,
         )
@@ -89,13 +89,13 @@ class Rig(Consumer):
         loaded = self.next()
         indices = INDEX.indices(loaded.epoch, loaded.batch)
         assert loaded.num_samples == len(indices)
-        self.copies.use(list(loaded.data), [TENSORS[0][indices], TENSORS[1][indices]])
+        self.context.use(list(loaded.data), [TENSORS[0][indices], TENSORS[1][indices]])
         return loaded
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        if exception[0] is None and isinstance(self.copies, DelayedCopies):
-            self.copies.finish()
+        if exception[0] is None and isinstance(self.context, DelayedCopies):
+            self.context.finish()
 
 
 def slot_bytes():

@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from signal import SIGINT, SIGTERM
 
-from runtime.core.signals import INTERRUPTS, Period
+from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from tests.support.running import Gate, builder
 
 FOREVER = 100_000
@@ -58,7 +58,7 @@ class Waits:
         self.actions = []
         self.entered = threading.Event()
         self.seen = []
-        real_wait = Period.wait
+        real_wait = InterruptibleWait.wait
 
         def wait(period, condition, timeout_s):
             thread = threading.current_thread()
@@ -69,7 +69,7 @@ class Waits:
             self.entered.set()
             real_wait(period, condition, timeout_s)
 
-        monkeypatch.setattr(Period, "wait", wait)
+        monkeypatch.setattr(InterruptibleWait, "wait", wait)
 
 
 class Probe:

@@ -15,7 +15,9 @@ from tests.support.running import builder, count_up, counter, plain_sgd
 
 def config_of(**settings):
     functions = UserFunctions(model_factory=counter, optim_factory=plain_sgd, train_fn=count_up)
-    return RunSettings(functions=functions).having(**{"batch_size": 1, "num_epochs": 1} | settings)
+    return RunSettings(functions=functions).with_values(
+        **{"batch_size": 1, "num_epochs": 1} | settings
+    )
 
 
 def told(num_ranks=2, **settings):

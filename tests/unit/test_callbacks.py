@@ -259,7 +259,7 @@ def test_what_a_callback_raises_is_logged_and_disturbs_nobody(caplog):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: builder().callbacks(print), TypeError, "a function goes into metrics_fn"),
+        (lambda: builder().callbacks(print), TypeError, "functions go into metrics_fn"),
         (lambda: EarlyStopping(3), TypeError, "pass a name"),
         (lambda: EarlyStopping(mode="best"), ValueError, "one of min, max"),
         (lambda: EarlyStopping(patience=0), ValueError, "patience"),

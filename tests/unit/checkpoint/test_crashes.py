@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)  # no threads, which a fork would lose
 from runtime.checkpoint.store import load_newest
-from runtime.checkpoint.store import remove_old, write_checkpoint
+from runtime.checkpoint.store import remove_old_checkpoints, write_checkpoint
 from tests.support import programs
 from tests.support.checkpointing import make, names, same
 
@@ -41,7 +41,7 @@ class Killer:
 def work(directory, killer):
     sys.setprofile(killer)
     write_checkpoint(directory, make(3))
-    remove_old(directory, 2)
+    remove_old_checkpoints(directory, 2)
     sys.setprofile(None)
 
 def prepare(root, name):
@@ -68,7 +68,7 @@ for number in range(1, len(counting.seen) + 1):
     num_left += any(name.startswith(".") for name in names(directory))
     # The next process removes what is left, and goes on.
     write_checkpoint(directory, make(4))
-    remove_old(directory, 2)
+    remove_old_checkpoints(directory, 2)
     kept = [int(name.split("-")[1]) for name in sorted(names(directory), key=lambda n: n[-6:])]
     assert kept == [step, 4], kept
     shutil.rmtree(directory)

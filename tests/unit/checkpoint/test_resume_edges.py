@@ -223,7 +223,7 @@ def test_a_failure_to_write_keeps_no_memory(tmp_path, monkeypatch):
 def test_the_second_signal_no_longer_waits_for_a_dead_disk(tmp_path, monkeypatch):
     disk, told, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
     waits = Waits(monkeypatch)
-    monkeypatch.setattr(checkpoint_service, "TELL_S", 0.0)
+    monkeypatch.setattr(checkpoint_service, "WARN_AFTER_S", 0.0)
     monkeypatch.setattr(checkpoint_service.logger, "warning", lambda *args: told.set())
     handle = builder().checkpoint_dir(tmp_path).run()
     disk.await_begin(1)

@@ -19,7 +19,12 @@ from torch import nn
 
 from runtime.checkpoint import files, store
 from runtime.checkpoint.format import Manifest
-from runtime.checkpoint.store import load_newest, remove_old, save_once, write_checkpoint
+from runtime.checkpoint.store import (
+    load_newest,
+    remove_old_checkpoints,
+    save_once,
+    write_checkpoint,
+)
 from runtime.core.errors import CheckpointError
 from runtime.results import TrainedState
 from tests.support import programs
@@ -182,7 +187,7 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
 def test_the_last_ones_stay(tmp_path):
     for step in range(5):
         write_checkpoint(tmp_path, make(step))
-        remove_old(tmp_path, 2)
+        remove_old_checkpoints(tmp_path, 2)
         assert steps(tmp_path) == [s for s in (step - 1, step) if s >= 0]
 
 
@@ -192,10 +197,10 @@ def test_a_torn_one_takes_no_place_of_those_that_stay(tmp_path, damage):
         path = write_checkpoint(tmp_path, make(step))
     file = path / ("manifest.json" if damage == "manifest" else "state.pt")
     file.unlink() if damage == "missing" else os.truncate(file, 5)
-    remove_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1)
     assert steps(tmp_path) == [2, 3]  # the torn one stays to be looked at
     write_checkpoint(tmp_path, make(4))
-    remove_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1)
     assert steps(tmp_path) == [4]
 
 
@@ -204,7 +209,7 @@ def test_other_files_are_never_removed(tmp_path):
     (tmp_path / "step-best").mkdir()
     for step in range(3):
         save_once(tmp_path, make(step))
-    remove_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["notes.txt", "step-0000000002-epoch-0001-000003", "step-best"]
 
 
@@ -216,7 +221,7 @@ def test_what_cannot_be_removed_stays_and_is_logged(tmp_path, monkeypatch, caplo
         raise PermissionError(errno.EACCES, "planted")
 
     monkeypatch.setattr(store.os, "rename", refuse)
-    remove_old(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1)
     assert steps(tmp_path) == [0, 1]
     assert "could not be removed" in caplog.text
 
@@ -269,14 +274,14 @@ def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_no
 MANY = """
 import sys
 from pathlib import Path
-from runtime.checkpoint.store import remove_old, write_checkpoint
+from runtime.checkpoint.store import remove_old_checkpoints, write_checkpoint
 from tests.support.checkpointing import make
 
 print("ready", flush=True)
 sys.stdin.readline()
 for step in range(20):
     write_checkpoint(Path(sys.argv[1]), make(step))
-    remove_old(Path(sys.argv[1]), 2)
+    remove_old_checkpoints(Path(sys.argv[1]), 2)
 """
 
 

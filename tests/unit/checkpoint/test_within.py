@@ -20,7 +20,7 @@ from runtime.checkpoint.store import (
     CheckpointWriter,
     entries,
     load_newest,
-    remove_old,
+    remove_old_checkpoints,
     write_checkpoint,
 )
 from tests.simulation.harness import Simulation
@@ -75,7 +75,7 @@ def test_going_on_from_the_middle_trains_the_rest_once(tmp_path, way):
 def test_both_sorts_are_counted_apart(tmp_path):
     for step in range(1, 8):
         write_checkpoint(tmp_path, replace(make(step), within=step % 3 != 0))
-    remove_old(tmp_path, 2)
+    remove_old_checkpoints(tmp_path, 2)
     left = sorted(entries(tmp_path))
     assert [(entry.step, entry.within) for entry in left] == [
         (3, False),

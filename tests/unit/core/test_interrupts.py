@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime import RunAborted
-from runtime.core.signals import INTERRUPTS, LOOK_S, Period
+from runtime.core.signals import INTERRUPTS, POLL_S, InterruptibleWait
 from runtime.metrics_thread import MetricsThread
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 from tests.support.signalling import SOON_S, Probe, Waits, as_found, held_run, raising
@@ -162,8 +162,8 @@ def test_the_main_thread_looks_for_signals_that_did_not_end_its_wait():
     with INTERRUPTS.waiting() as period:
         for timeout_s in (None, WAIT_S, 0.01):
             period.wait(condition, timeout_s)
-    Period().wait(condition, None)  # in another thread, where no signal is seen
-    assert bounds == [LOOK_S, LOOK_S, 0.01, None]
+    InterruptibleWait().wait(condition, None)  # in another thread, where no signal is seen
+    assert bounds == [POLL_S, POLL_S, 0.01, None]
 
 
 def test_a_signal_stops_every_run_of_the_process(waits):

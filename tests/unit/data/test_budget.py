@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_depth, num_slots, padded_bytes
+from runtime.data.budget import (
+    MAX_DEPTH,
+    DeviceBudget,
+    host_prefetch_depth,
+    padded_bytes,
+    prefetch_slots,
+)
 from runtime.device.memory import MemoryReading, capacity_bytes, margin_bytes
 
 GIB, MIB = 2**30, 2**20
@@ -42,7 +48,7 @@ def test_the_room_is_what_peak_and_margin_leave():
     budget = DeviceBudget(0.5, margin=GIB)
     budget.observe(0, reading())
     assert budget.room_bytes(reading()) == 30 * GIB
-    budget.expect(2 * GIB)
+    budget.reserve(2 * GIB)
     assert budget.room_bytes(reading()) == 28 * GIB
 
 
@@ -136,7 +142,7 @@ def test_slots_and_the_worst_peak_fit_into_the_budget_together(
     for rank in range(workers):
         budget.observe(rank, now)
     for rank in range(workers):
-        slots = num_slots(budget.share_bytes(rank, now), slot, depth, 1000)
+        slots = prefetch_slots(budget.share_bytes(rank, now), slot, depth, 1000)
         held += slots * slot
         budget.hold(rank, slots * slot, now)
     assert held == 0 or held + now.peak_bytes <= total * fraction
@@ -156,16 +162,16 @@ def test_slots_and_the_worst_peak_fit_into_the_budget_together(
     ],
 )
 def test_slots_are_bounded_by_memory_depth_and_plan(share, depth, plan, slots):
-    assert num_slots(share, 10, depth, plan) == slots
+    assert prefetch_slots(share, 10, depth, plan) == slots
 
 
 def test_the_hosts_share_is_split_between_workers_and_at_least_one_batch():
-    assert host_depth(64 * GIB, 2, GIB) == 8
-    assert host_depth(32 * GIB, 2, GIB) == 4
-    assert host_depth(32 * GIB, 2, GIB, plan_batches=3) == 3
-    assert host_depth(GIB, 2, GIB) == 1
-    assert host_depth(10**15, 1, 1) == MAX_DEPTH
-    assert host_depth(0, 1, 0) == 1
+    assert host_prefetch_depth(64 * GIB, 2, GIB) == 8
+    assert host_prefetch_depth(32 * GIB, 2, GIB) == 4
+    assert host_prefetch_depth(32 * GIB, 2, GIB, plan_batches=3) == 3
+    assert host_prefetch_depth(GIB, 2, GIB) == 1
+    assert host_prefetch_depth(10**15, 1, 1) == MAX_DEPTH
+    assert host_prefetch_depth(0, 1, 0) == 1
 
 
 def test_bytes_are_rounded_up_as_the_allocator_does():

@@ -104,7 +104,7 @@ def test_gathers_take_the_cores_that_no_worker_needs(monkeypatch, devices, datas
 
 def test_the_first_steps_are_whole_windows():
     with loader_for(Counted(), accumulate=4) as loader:
-        assert loader._stage._pace._num_left == 12
+        assert loader._stage._sizing._num_left == 12
 
 
 def test_prefetch_of_zero_reads_in_the_workers_thread():

@@ -302,7 +302,7 @@ def test_batches_are_moved_to_the_device(kind):
     consumer = Consumer(kind, (torch.arange(N),))
     consumer.loader._device, consumer.loader._moves = torch.device("meta"), True
     if kind is InlineLoader:
-        consumer.loader._copies.device = torch.device("meta")
+        consumer.loader._context.device = torch.device("meta")
     with consumer:
         assert consumer.take(ALL)[0].data[0].device.type == "meta"
 

@@ -14,7 +14,7 @@ from runtime.data import prefetch as prefetch_module
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import ColumnAdapter, adapt_dataset
 from runtime.data.epoch_index import EpochIndex
-from runtime.data.loader import LoaderSpec, PlanLengths
+from runtime.data.loader import LoaderSpec, SizingSchedule
 from runtime.data.prefetch import SlotStage
 from runtime.data.process_loader import ProcessLoader
 from runtime.device.base import Device
@@ -33,10 +33,10 @@ def streamed(request):
 @pytest.mark.parametrize("depth", [None, 1, 3])
 def test_streamed_batches_are_exact_under_all_delays(streamed, depth):
     for seed in range(8):
-        with Rig(streamed, copies=DelayedCopies(seed), depth=depth, resident=False) as rig:
+        with Rig(streamed, context=DelayedCopies(seed), depth=depth, resident=False) as rig:
             for plan in EPOCHS:
                 rig.use(plan)
-        assert rig.copies.num_used == 24
+        assert rig.context.num_used == 24
 
 
 def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeyp
         for plan in EPOCHS:
             rig.use(plan)
         assert rig.stage.num_reads
-    assert rig.copies.num_used == 24
+    assert rig.context.num_used == 24
 
 
 def test_batches_are_gathered_by_as_many_threads_as_are_given(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_piece_larger_than_a_slot_is_brought_without_one(streamed):
             loaded = rig.next()
             assert loaded.num_samples == stop - start
             wanted = [column[order[start:stop]] for column in TENSORS]
-            rig.copies.use(list(loaded.data), wanted)
+            rig.context.use(list(loaded.data), wanted)
 
 
 def test_the_twin_without_streams_gives_the_same_batches():
@@ -102,7 +102,7 @@ def test_the_twin_without_streams_gives_the_same_batches():
         def memory(self):
             return DelayedCopies().memory()
 
-    with Rig(Noisy(), copies=Roomy()) as rig:
+    with Rig(Noisy(), context=Roomy()) as rig:
         for plan in EPOCHS:
             assert_is_plan(rig.take(plan), plan)
         assert rig.stage.depth == 6
@@ -111,7 +111,7 @@ def test_the_twin_without_streams_gives_the_same_batches():
 def test_nothing_is_loaded_ahead_before_the_peak_is_known(streamed):
     with Rig(streamed, resident=False) as rig:
         rig.loader.submit(ALL)
-        assert rig.copies.num_resets == 1
+        assert rig.context.num_resets == 1
         for _ in range(CALIBRATION):
             assert not rig.ready.acquire(timeout=0.02)
             rig.use_next()
@@ -121,7 +121,7 @@ def test_nothing_is_loaded_ahead_before_the_peak_is_known(streamed):
         assert loaded.batch == CALIBRATION
         assert rig.stage.depth == 6
         assert rig.budget.reserve_bytes == 2 * GIB
-        assert rig.copies.allocated_bytes > 0
+        assert rig.context.allocated_bytes > 0
         while rig.loader._positions:
             assert rig.ready.acquire(timeout=30)
 
@@ -132,32 +132,32 @@ def test_batches_reach_the_device_through_slots_alone(streamed):
             rig.use(plan)
     # Two tensors of each batch of the first steps, and of the one that was asked for
     # before the slots were there.
-    assert rig.copies.num_brought <= 2 * (CALIBRATION + 1)
+    assert rig.context.num_brought <= 2 * (CALIBRATION + 1)
 
 
 def test_the_budget_bounds_the_slots():
-    copies = DelayedCopies()
+    context = DelayedCopies()
     peak = 2 * GIB
-    copies.total_bytes = 2 * (peak + 3 * slot_bytes())
-    with Rig(Numbers(), copies=copies) as rig:
+    context.total_bytes = 2 * (peak + 3 * slot_bytes())
+    with Rig(Numbers(), context=context) as rig:
         rig.use(ALL)
         assert rig.stage.depth == 2
         assert rig.stage._pool.num_device_slots == 3
 
 
 def test_without_room_batches_are_loaded_when_they_are_asked_for():
-    copies = DelayedCopies()
-    copies.total_bytes = 2 * (2 * GIB + slot_bytes())
-    with Rig(Numbers(), copies=copies) as rig:
+    context = DelayedCopies()
+    context.total_bytes = 2 * (2 * GIB + slot_bytes())
+    with Rig(Numbers(), context=context) as rig:
         rig.use(ALL)
         assert rig.stage.depth == 0
-        assert copies.allocated_bytes == 0
+        assert context.allocated_bytes == 0
 
 
 def test_more_than_the_budget_allows_is_told(caplog):
-    copies = DelayedCopies()
-    copies.total_bytes = 2 * (2 * GIB + 3 * slot_bytes())
-    with Rig(Numbers(), copies=copies, depth=5) as rig:
+    context = DelayedCopies()
+    context.total_bytes = 2 * (2 * GIB + 3 * slot_bytes())
+    with Rig(Numbers(), context=context, depth=5) as rig:
         for plan in EPOCHS:
             rig.use(plan)
         assert rig.stage.depth == 2
@@ -177,26 +177,26 @@ def test_the_depth_is_at_most_the_plans_batches_and_changes_where_a_plan_ends():
 def test_a_worse_peak_leaves_slots_unused_and_frees_none():
     with Rig(Numbers()) as rig:
         rig.use(EPOCHS[0])
-        before = rig.copies.allocated_bytes
+        before = rig.context.allocated_bytes
         assert rig.stage.depth == 6
-        rig.copies.step_bytes = 8 * GIB - GIB - 3 * slot_bytes()
+        rig.context.step_bytes = 8 * GIB - GIB - 3 * slot_bytes()
         rig.use(EPOCHS[1])
         assert rig.stage.depth == 2
-        assert rig.copies.allocated_bytes == before
-        rig.copies.step_bytes = 100 * GIB
+        assert rig.context.allocated_bytes == before
+        rig.context.step_bytes = 100 * GIB
         rig.use(EPOCHS[2])
         assert rig.stage.depth == 0
         rig.use(EPOCHS[3])
-        assert rig.copies.allocated_bytes == before
+        assert rig.context.allocated_bytes == before
 
 
 @pytest.mark.parametrize(("fitting", "depth"), [(4, 3), (1, 0)])
 def test_memory_that_is_not_there_in_the_end_costs_depth_and_no_retry(fitting, depth):
-    copies = DelayedCopies(limit_bytes=fitting * slot_bytes())
-    with Rig(Numbers(), copies=copies) as rig:
+    context = DelayedCopies(limit_bytes=fitting * slot_bytes())
+    with Rig(Numbers(), context=context) as rig:
         rig.use(EPOCHS[0])
         assert rig.stage.depth == depth
-        copies._limit_bytes = None
+        context._limit_bytes = None
         for plan in EPOCHS[1:]:
             rig.use(plan)
         assert rig.stage.depth == depth
@@ -223,7 +223,7 @@ def test_nested_batches_keep_their_form():
                 assert data["pair"].y[1] == "name"
                 assert data["n"] == 3
                 x, y, scale = data["pair"].x, data["pair"].y[0], data["scale"]
-                rig.copies.use(
+                rig.context.use(
                     [x, y, scale], [TENSORS[0][indices], TENSORS[1][indices], torch.tensor(2.0)]
                 )
         assert rig.stage._pool is not None
@@ -243,7 +243,7 @@ def test_changing_shapes_are_copied_without_slots_and_told_once(caplog):
                 x, y = rig.next().data
                 indices = INDEX.indices(plan.epoch, batch)
                 wide = indices[:, None].expand(-1, 1 + int(indices[0]) % 5).float()
-                rig.copies.use([x, y], [indices, wide])
+                rig.context.use([x, y], [indices, wide])
     (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
     assert "pad them" in record.getMessage()
 
@@ -288,7 +288,7 @@ def test_an_error_in_the_middle_comes_in_the_place_of_its_batch():
 
 def test_a_plan_abandoned_half_way_leaves_every_slot_free(streamed):
     for seed in range(5):
-        with Rig(streamed, copies=DelayedCopies(seed), resident=False) as rig:
+        with Rig(streamed, context=DelayedCopies(seed), resident=False) as rig:
             for plan in EPOCHS:
                 rig.loader.submit(plan)
                 for _ in range(4):
@@ -336,7 +336,7 @@ def test_close_ends_the_thread_and_lets_go_of_the_slots():
     rig = Rig(Numbers())
     rig.use(ALL)
     rig.loader.submit(ALL)
-    rig.copies.finish()
+    rig.context.finish()
     assert rig.loader.close(20)
     assert rig.stage._pool is None
     assert rig.loader.try_next() is None
@@ -349,9 +349,9 @@ def test_close_does_not_let_go_while_a_copy_is_under_way():
     rig = Rig(Numbers())
     rig.use(EPOCHS[0])
     slot = rig.stage._pool._all[0]
-    rig.copies.finish()
-    rig.copies.record(slot.ready)
-    rig.copies._streams["compute"].clear()
+    rig.context.finish()
+    rig.context.record(slot.ready)
+    rig.context._streams["compute"].clear()
     slot.ready.mark.done = False
     assert not rig.loader.close(0.05)
     assert rig.stage._pool is not None
@@ -383,19 +383,19 @@ def test_a_data_set_that_comes_back_after_close_touches_no_device():
 
 
 def test_batches_of_loader_processes_go_through_slots():
-    copies, ready = DelayedCopies(4), threading.Semaphore(0)
+    context, ready = DelayedCopies(4), threading.Semaphore(0)
     stage = SlotStage(
-        copies,
+        context,
         DeviceBudget(0.5, margin=0),
         rank=0,
         batch_size=SIZE,
-        pace=PlanLengths(CALIBRATION),
+        sizing=SizingSchedule(CALIBRATION),
     )
     loader = ProcessLoader(
         LoaderSpec(
             adapter=adapt_dataset(Noisy()),
             index=EpochIndex(N, SIZE, SEED),
-            device=copies.device,
+            device=context.device,
             seed=SEED,
             rank=0,
         ),
@@ -411,11 +411,11 @@ def test_batches_of_loader_processes_go_through_slots():
                 while (loaded := loader.try_next()) is None:
                     assert ready.acquire(timeout=30)
                 indices = INDEX.indices(plan.epoch, batch)
-                copies.use([loaded.data[0]], [indices])
+                context.use([loaded.data[0]], [indices])
         assert stage.depth == 6
         assert stage._pool.num_device_slots == 7
     finally:
-        copies.finish()
+        context.finish()
         assert loader.close(20)
 
 
@@ -433,15 +433,15 @@ class Pinning(DelayedCopies):
 def test_host_slots_count_as_pytorch_rounds_them(monkeypatch, available, num_hosts):
     """A batch of 32 and 48 bytes takes 32 and 64: 96 of the quarter that batches may take."""
     monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: available)
-    with Rig(Numbers(), copies=Pinning()) as rig:
+    with Rig(Numbers(), context=Pinning()) as rig:
         rig.use(EPOCHS[0])
-        assert rig.copies.num_pinned == 2 * num_hosts
+        assert rig.context.num_pinned == 2 * num_hosts
 
 
 def test_snapshots_to_come_are_kept_back_from_the_hosts_memory_once(monkeypatch):
     monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: 4 * 288 + 1000)
-    with Rig(Numbers(), copies=Pinning(), snapshot_bytes=lambda: 1000 + 4 * 96) as rig:
+    with Rig(Numbers(), context=Pinning(), snapshot_bytes=lambda: 1000 + 4 * 96) as rig:
         rig.use(EPOCHS[0])
-        assert rig.copies.num_pinned == 2 * 2
+        assert rig.context.num_pinned == 2 * 2
         rig.use(EPOCHS[1])  # by now what is available tells of them
-        assert rig.copies.num_pinned == 2 * 4
+        assert rig.context.num_pinned == 2 * 4

@@ -23,9 +23,9 @@ def test_a_data_set_that_fits_is_brought_to_the_device_after_the_first_steps():
     data_bytes = ResidentData(adapt_dataset(TENSORS)).num_bytes
     assert data_bytes == 512  # 23 samples of 20 bytes, padded: not the bytes of one
     for spare, fits in ((0, True), (-1, False)):
-        copies = DelayedCopies()
-        copies.total_bytes = resident_total(data_bytes + spare)
-        with Rig(TENSORS, copies=copies) as rig:
+        context = DelayedCopies()
+        context.total_bytes = resident_total(data_bytes + spare)
+        with Rig(TENSORS, context=context) as rig:
             rig.loader.submit(EPOCHS[0])
             for _ in range(CALIBRATION):
                 rig.use_next()
@@ -35,7 +35,7 @@ def test_a_data_set_that_fits_is_brought_to_the_device_after_the_first_steps():
             assert (rig.stage.resident is not None) is fits
             for plan in EPOCHS[1:]:
                 rig.use(plan)
-        assert copies.num_used == 24
+        assert context.num_used == 24
 
 
 def test_resident_batches_need_no_thread_and_come_in_order():
@@ -67,17 +67,17 @@ def test_a_data_set_is_streamed_if_asked_for():
 
 def test_workers_on_a_device_share_resident_data():
     data = ResidentData(adapt_dataset(TENSORS))
-    copies = DelayedCopies()
+    context = DelayedCopies()
     budget = DeviceBudget(0.5, 2, margin=0)
     columns = []
     for _ in range(2):
-        with Rig(TENSORS, copies=copies, resident=data, budget=budget) as rig:
+        with Rig(TENSORS, context=context, resident=data, budget=budget) as rig:
             rig.use(ALL)
             assert rig.stage.resident is data
             columns.append(rig.loader._reader._columns)
-            used = copies.allocated_bytes
+            used = context.allocated_bytes
     assert columns[0] is columns[1]
-    assert copies.allocated_bytes == used == 2 * 512
+    assert context.allocated_bytes == used == 2 * 512
 
 
 def test_a_subset_brings_its_own_rows_alone():

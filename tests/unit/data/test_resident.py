@@ -12,7 +12,7 @@ from runtime.data.batches import Position
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoaderSpec
-from runtime.data.resident import ResidentData, ResidentLoader, ResidentReader, can_reside
+from runtime.data.resident import ResidentData, ResidentLoader, ResidentReader, can_be_resident
 from runtime.device.base import Device
 from runtime.device.memory import MemoryReading
 from tests.support.fake_streams import DelayedCopies
@@ -28,19 +28,19 @@ def mapped(tmp_path, values):
     return np.load(path, mmap_mode="r")
 
 
-def loader_of(dataset, copies=None):
+def loader_of(dataset, context=None):
     adapter = adapt_dataset(dataset)
-    copies = Device() if copies is None else copies
+    context = Device() if context is None else context
     index = EpochIndex(N, SIZE, SEED)
-    spec = LoaderSpec(adapter=adapter, index=index, device=copies.device, seed=SEED, rank=0)
-    return ResidentLoader(spec, data=ResidentData(adapter), copies=copies)
+    spec = LoaderSpec(adapter=adapter, index=index, device=context.device, seed=SEED, rank=0)
+    return ResidentLoader(spec, data=ResidentData(adapter), context=context)
 
 
 def test_only_rows_can_reside():
-    assert can_reside(adapt_dataset(COLUMNS))
-    assert can_reside(adapt_dataset(Subset(TensorDataset(*COLUMNS), [1])))
-    assert not can_reside(adapt_dataset(Noisy()))
-    assert not can_reside(adapt_dataset([1.0, 2.0]))
+    assert can_be_resident(adapt_dataset(COLUMNS))
+    assert can_be_resident(adapt_dataset(Subset(TensorDataset(*COLUMNS), [1])))
+    assert not can_be_resident(adapt_dataset(Noisy()))
+    assert not can_be_resident(adapt_dataset([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("kind", ["tensors", "mapped"])
@@ -70,8 +70,8 @@ def test_data_is_read_in_pieces(monkeypatch):
             lengths.append(len(source))
             super().copy(target, source)
 
-    copies = Counts()
-    columns = ResidentData(adapt_dataset(COLUMNS)).load(copies)
+    context = Counts()
+    columns = ResidentData(adapt_dataset(COLUMNS)).load(context)
     assert lengths == [5, 5] * 4 + [3, 3]
     # Other workers may read at once, whatever their streams.
     assert torch.equal(columns[1], COLUMNS[1])

@@ -222,7 +222,7 @@ def loader_of(**settings):
 def run_with(loader, *, epochs=1, ranks=1, **more):
     seen = Seen()
     b = builder(train=seen, epochs=epochs, ranks=ranks, way=(SYNC, THREAD))
-    b._set_here.discard("batch_size")  # as if it had not been called
+    b._explicit.discard("batch_size")  # as if it had not been called
     b.dataset(loader)
     for name, value in more.items():
         getattr(b, name)(value)

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from runtime.data.slots import BatchLayout, SlotPool, TensorSpec, slottable
+from runtime.data.slots import BatchLayout, SlotPool, TensorSpec, slot_tensors
 from runtime.device.base import Device
 from tests.support.fake_streams import DelayedCopies
 
@@ -50,10 +50,10 @@ class FreesAtOnce(SlotPool):
         pass
 
 
-def drive(copies, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPool):
+def drive(context, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPool):
     """A loader and a worker that take turns at random; fails where the order is broken."""
     chance = random.Random(seed)
-    pool = kind(copies, LAYOUT)
+    pool = kind(context, LAYOUT)
     assert pool.grow(depth + 1, num_hosts) == depth + 1
     waiting, taken, loaded, used = deque(), None, 0, 0
     while used < num_batches:
@@ -69,10 +69,10 @@ def drive(copies, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPool
                 pool.release(taken)
             taken, parts, tensors = waiting.popleft()
             pool.take(taken)
-            copies.use(parts, tensors)
+            context.use(parts, tensors)
             used += 1
-    copies.finish()
-    assert copies.num_used == num_batches
+    context.finish()
+    assert context.num_used == num_batches
     return pool
 
 
@@ -93,37 +93,37 @@ FAULTS = {
 def test_the_checker_finds_every_wait_that_is_left_out(fault):
     num_found = 0
     for seed in range(30):
-        copies = DelayedCopies(seed, faults={fault})
+        context = DelayedCopies(seed, faults={fault})
         try:
-            drive(copies, seed=seed)
+            drive(context, seed=seed)
         except AssertionError:
-            num_found += any(FAULTS[fault] in violation for violation in copies.violations)
+            num_found += any(FAULTS[fault] in violation for violation in context.violations)
     assert num_found >= 10
 
 
 def test_the_checker_finds_a_slot_that_is_freed_before_its_last_use():
     num_found = 0
     for seed in range(30):
-        copies = DelayedCopies(seed)
+        context = DelayedCopies(seed)
         try:
-            drive(copies, seed=seed, kind=FreesAtOnce)
+            drive(context, seed=seed, kind=FreesAtOnce)
         except AssertionError:
-            num_found += bool(copies.violations)
+            num_found += bool(context.violations)
     assert num_found >= 10
 
 
 def test_slots_and_events_are_allocated_once_and_used_again():
-    copies = DelayedCopies()
-    pool = drive(copies, depth=2, num_batches=40)
-    assert copies.allocated_bytes == 3 * LAYOUT.slot_bytes
+    context = DelayedCopies()
+    pool = drive(context, depth=2, num_batches=40)
+    assert context.allocated_bytes == 3 * LAYOUT.slot_bytes
     assert sum(slot.ready.num_recorded for slot in pool._all) == 40
     assert pool.num_device_slots == 3
     assert pool.held_bytes == 3 * LAYOUT.slot_bytes
 
 
 def test_slots_grow_and_are_not_taken_away():
-    copies = DelayedCopies()
-    pool = SlotPool(copies, LAYOUT)
+    context = DelayedCopies()
+    pool = SlotPool(context, LAYOUT)
     assert pool.grow(2, 1) == 2
     assert pool.grow(4, 2) == 4
     assert pool.grow(3, 1) == 4
@@ -131,38 +131,38 @@ def test_slots_grow_and_are_not_taken_away():
 
 
 def test_growing_stops_where_the_device_has_no_memory():
-    copies = DelayedCopies(limit_bytes=3 * LAYOUT.slot_bytes)
-    assert SlotPool(copies, LAYOUT).grow(8, 2) == 3
+    context = DelayedCopies(limit_bytes=3 * LAYOUT.slot_bytes)
+    assert SlotPool(context, LAYOUT).grow(8, 2) == 3
 
 
 def test_a_new_slot_is_written_to_only_after_the_work_before_its_allocation():
     for seed in range(20):
-        copies, order = DelayedCopies(seed), []
+        context, order = DelayedCopies(seed), []
 
         def note(what, order=order):
             order.append(what)
 
-        copies.push(lambda: note("compute"))
-        pool = SlotPool(copies, LAYOUT)
+        context.push(lambda: note("compute"))
+        pool = SlotPool(context, LAYOUT)
         pool.grow(2, 1)
         pool.fill([1, 1, None], lambda out: None)
-        with copies.copying():
-            copies.push(lambda: note("copied"))
-        copies.finish()
+        with context.copying():
+            context.push(lambda: note("copied"))
+        context.finish()
         assert order == ["compute", "copied"]
 
 
 def test_a_slot_that_nobody_took_is_used_again():
-    copies = DelayedCopies(1)
-    pool = SlotPool(copies, LAYOUT)
+    context = DelayedCopies(1)
+    pool = SlotPool(context, LAYOUT)
     pool.grow(2, 1)
     for number in range(6):
         slot, parts = pool.fill([SIZE, SIZE, None], writer(batch(number)))
         if number < 5:
-            pool.give_back(slot)
+            pool.return_slot(slot)
     pool.take(slot)
-    copies.use(parts, batch(5))
-    copies.finish()
+    context.use(parts, batch(5))
+    context.finish()
 
 
 def test_a_batch_that_cannot_be_written_costs_no_slot():
@@ -180,17 +180,17 @@ def test_a_batch_that_cannot_be_written_costs_no_slot():
 
 
 def test_settling_waits_for_copies_and_gives_up_in_time():
-    copies = DelayedCopies()
-    pool = SlotPool(copies, LAYOUT)
+    context = DelayedCopies()
+    pool = SlotPool(context, LAYOUT)
     pool.grow(2, 1)
     slot, _ = pool.fill([SIZE, SIZE, None], writer(batch(1)))
-    copies.record(slot.ready)
+    context.record(slot.ready)
     slot.ready.mark.done = False
-    copies._streams["copy"].clear()  # that never ends
-    copies._streams["compute"].clear()
-    assert not pool.settle(0.01)
+    context._streams["copy"].clear()  # that never ends
+    context._streams["compute"].clear()
+    assert not pool.wait_for_copies(0.01)
     slot.ready.mark.done = True
-    assert pool.settle(0.01)
+    assert pool.wait_for_copies(0.01)
 
 
 # -- what a slot can hold --------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_layout_takes_short_batches():
     ids=["packed", "elsewhere", "sparse", "subclass", "gradient"],
 )
 def test_what_is_no_plain_tensor_lies_in_no_slot(part):
-    assert slottable((torch.zeros(2), part)) is None
+    assert slot_tensors((torch.zeros(2), part)) is None
     assert BatchLayout.of((torch.zeros(2), part), 2, 2) is None
 
 

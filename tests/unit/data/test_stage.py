@@ -8,69 +8,69 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data import loader as stage
-from runtime.data.loader import HostStage, LoadedBatch, PlanLengths, Stage, ThreadLoader
+from runtime.data.loader import HostStage, LoadedBatch, SizingSchedule, Stage, ThreadLoader
 from tests.support.loading import ALL, Consumer, N, Noisy, assert_is_plan
 
 MIB = 2**20
 
 
 def test_a_depth_is_sized_after_the_first_steps():
-    pace = PlanLengths(3)
-    pace.submitted(10)
+    sizing = SizingSchedule(3)
+    sizing.submitted(10)
     dues = []
     for _ in range(6):
-        dues.append(pace.due())
-        pace.taken()
+        dues.append(sizing.due())
+        sizing.taken()
     assert dues == [None, None, None, 10, None, None]
 
 
 def test_a_depth_is_sized_anew_only_where_a_plan_ends():
-    pace = PlanLengths(1)
-    pace.submitted(2)
-    pace.submitted(3)
+    sizing = SizingSchedule(1)
+    sizing.submitted(2)
+    sizing.submitted(3)
     dues = []
     for _ in range(5):
-        pace.taken()
-        dues.append(pace.due())
+        sizing.taken()
+        dues.append(sizing.due())
     assert dues == [2, 3, None, None, None]
-    pace.submitted(0)
-    assert pace.due() is None
-    pace.submitted(4)
-    assert pace.due() == 4
-    assert pace.due() is None
+    sizing.submitted(0)
+    assert sizing.due() is None
+    sizing.submitted(4)
+    assert sizing.due() == 4
+    assert sizing.due() is None
 
 
 def test_a_plan_that_ends_within_the_first_steps_decides_nothing():
-    pace = PlanLengths(3)
+    sizing = SizingSchedule(3)
     for _ in range(2):
-        pace.submitted(1)
-        pace.taken()
-        assert pace.due() is None
-    pace.submitted(5)
-    assert pace.due() is None
-    pace.taken()
-    assert pace.due() == 5
+        sizing.submitted(1)
+        sizing.taken()
+        assert sizing.due() is None
+    sizing.submitted(5)
+    assert sizing.due() is None
+    sizing.taken()
+    assert sizing.due() == 5
 
 
 def test_sizings_keep_their_distance():
-    pace = PlanLengths(2, spacing=5)
+    sizing = SizingSchedule(2, spacing=5)
     dues = []
     for _ in range(12):
-        pace.submitted(1)
-        dues.append(pace.due() is not None)
-        pace.taken()
+        sizing.submitted(1)
+        dues.append(sizing.due() is not None)
+        sizing.taken()
     assert [batch for batch, due in enumerate(dues) if due] == [2, 7]
 
 
 def test_after_a_cancel_the_next_plan_is_sized():
-    pace = PlanLengths(1)
-    pace.submitted(9)
-    pace.taken()
-    assert pace.due() == 9
-    pace.cancelled()
-    assert pace.due() is None
-    pace.submitted(4)
-    assert pace.due() == 4
+    sizing = SizingSchedule(1)
+    sizing.submitted(9)
+    sizing.taken()
+    assert sizing.due() == 9
+    sizing.cancelled()
+    assert sizing.due() is None
+    sizing.submitted(4)
+    assert sizing.due() == 4
 
 
 def loaded(num_bytes):
@@ -82,7 +82,7 @@ def loaded(num_bytes):
 )
 def test_the_hosts_memory_decides_the_depth(monkeypatch, available, depth):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: available)
-    host = HostStage(2, PlanLengths(2))
+    host = HostStage(2, SizingSchedule(2))
     host.submitted(100)
     for number in range(2):
         host.advance()
@@ -95,7 +95,7 @@ def test_the_hosts_memory_decides_the_depth(monkeypatch, available, depth):
 
 def test_the_depth_is_at_most_the_plans_batches(monkeypatch):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
-    host = HostStage(1, PlanLengths(1))
+    host = HostStage(1, SizingSchedule(1))
     for plan, depth in ((3, 3), (20, 8), (2, 2)):
         host.submitted(plan)
         host.put(loaded(8))
@@ -161,7 +161,7 @@ def test_a_thread_loads_further_ahead_once_the_depth_has_grown():
 def test_measured_depth_changes_no_batch(monkeypatch):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
     plans = [ALL, EpochPlan(epoch=1, batches=(range(6),)), EpochPlan(epoch=2, batches=(range(2),))]
-    with Consumer(ThreadLoader, Noisy(), stage=HostStage(1, PlanLengths(2))) as consumer:
+    with Consumer(ThreadLoader, Noisy(), stage=HostStage(1, SizingSchedule(2))) as consumer:
         for plan in plans:
             assert_is_plan(consumer.take(plan), plan)
             assert consumer.loader._stage.depth in (plan.num_batches, 2)
@@ -175,10 +175,10 @@ def test_an_error_counts_as_a_batch_of_its_plan():
         def get_batch(self, indices):
             raise KeyError("planted")
 
-    host = HostStage(1, PlanLengths(2))
+    host = HostStage(1, SizingSchedule(2))
     with Consumer(ThreadLoader, Fails(), stage=host) as consumer:
         consumer.loader.submit(ALL)
         for _ in range(6):
             with pytest.raises(KeyError):
                 consumer.next()
-        assert not host._pace._plans
+        assert not host._sizing._plans

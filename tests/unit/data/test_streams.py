@@ -117,7 +117,7 @@ def test_a_loader_of_a_stream_is_taken_over_but_for_its_processes():
 
     trace = Trace()
     b = builder(train=trace, ranks=1)
-    b._set_here.discard("batch_size")  # as if it had not been called
+    b._explicit.discard("batch_size")  # as if it had not been called
     b.dataset(DataLoader(Sized(10), batch_size=3, collate_fn=collate, num_workers=2))
     b.run().join(WAIT_S)
     assert [batch for _, _, batch in trace.batches] == [(0, 2, 4), (6, 8, 10), (12, 14, 16), (18,)]
@@ -190,10 +190,12 @@ def test_no_item_below_what_is_settled_is_kept():
     with reading():
         adapter.load(torch.arange(200, 210))
         assert len(stream.alive) == 210
-        adapter.settled(0, 90)
+        adapter.release_before(0, 90)
         assert adapter.load(torch.arange(180, 182)).tolist() == [180, 181]
         assert len(stream.alive) == 30
-        adapter.settled(1, 0)  # drop_last leaves the rest out, which is read before the next epoch
+        adapter.release_before(
+            1, 0
+        )  # drop_last leaves the rest out, which is read before the next epoch
         assert adapter.load(torch.arange(300, 302)).tolist() == [0, 1]
         adapter.load(torch.arange(302, 304))
         assert len(stream.alive) == 4
@@ -210,7 +212,7 @@ def test_the_streams_draws_are_the_same_whoever_reads(way):
         def item(self, i):
             return torch.rand((), generator=current_worker().generator).double()
 
-    def drawn(ranks):
+    def sampled_orders(ranks):
         found = Count()
         lock = threading.Lock()
 
@@ -223,8 +225,8 @@ def test_the_streams_draws_are_the_same_whoever_reads(way):
         b.seed(5).dataset(Drawing()).run().join(WAIT_S)
         return found
 
-    assert drawn(1) == drawn(3)
-    assert len(drawn(2)) == 2 * N
+    assert sampled_orders(1) == sampled_orders(3)
+    assert len(sampled_orders(2)) == 2 * N
 
 
 # Going on from a checkpoint.
@@ -352,17 +354,17 @@ def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
                 yield item, torch.rand((), generator=current_worker().generator)
 
     def run(*, steps=None, **more):
-        drawn = {}
+        sampled_orders = {}
 
         def train(model, batch):
-            drawn.update(zip(batch[0].tolist(), batch[1].tolist(), strict=True))
+            sampled_orders.update(zip(batch[0].tolist(), batch[1].tolist(), strict=True))
             return count_up(model, batch)
 
         b = builder(train=train, batch_size=SIZE, way=(SYNC, THREAD)).dataset(Drawing())
         for name, value in more.items():
             getattr(b, name)(value)
         b.run().join(WAIT_S)
-        return drawn
+        return sampled_orders
 
     whole = run()
     before = run(checkpoint_dir=tmp_path, max_steps=7)

@@ -105,12 +105,12 @@ def test_a_batch_takes_the_copy_stream_between_its_two_events():
 
 def test_a_pinned_copy_is_made_of_plain_host_tensors_alone():
     fake = FakeCuda()
-    copies = CudaDevice(GPU, api=fake, memory=FakeMemory())
+    context = CudaDevice(GPU, api=fake, memory=FakeMemory())
     tensor = torch.arange(6.0).reshape(2, 3).t()
-    assert torch.equal(copies.pin(tensor), tensor)
+    assert torch.equal(context.pin(tensor), tensor)
     assert len(fake.calls("pin")) == 1
     for other in (torch.zeros(2, device="meta"), torch.eye(2).to_sparse()):
-        assert copies.pin(other) is other
+        assert context.pin(other) is other
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ PLANS = [EpochPlan(epoch=epoch, batches=(range(3),)) for epoch in range(3)]
 
 def test_batches_read_in_the_step_go_from_pinned_memory_and_the_host_does_not_wait(moved):
     fake = FakeCuda(patience=None)
-    copies = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
-    with loader_for(Reads(), [copies], prefetch=0) as loader:
+    context = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
+    with loader_for(Reads(), [context], prefetch=0) as loader:
         for plan in PLANS:
             loader.submit(plan)
         batches = [loader.try_next() for _ in range(9)]
@@ -148,9 +148,9 @@ def test_batches_read_in_the_step_go_from_pinned_memory_and_the_host_does_not_wa
 
 def test_a_new_epochs_order_goes_from_pinned_memory_and_the_host_does_not_wait(moved):
     fake = FakeCuda(patience=None, allow_default=True)
-    copies = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
+    context = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
     columns = (torch.arange(41),)
-    reader = ResidentReader(ResidentData(adapt_dataset(columns)), EpochIndex(41, 2, 0), copies)
+    reader = ResidentReader(ResidentData(adapt_dataset(columns)), EpochIndex(41, 2, 0), context)
     fake.log.clear()  # bringing the data is waited for, once
     for epoch in range(3):
         for batch in range(4):

@@ -12,8 +12,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from runtime.core import draws
-from runtime.core.draws import KERNELS, allow_own_draws, draws_from, seeded_globals
+from runtime.core import rng
+from runtime.core.rng import (
+    RANDOM_KERNELS,
+    install_thread_generators,
+    seeded_globals,
+    thread_generator,
+)
 
 ONES = torch.ones(4, 6)
 IMAGE = torch.linspace(0, 1, 400).view(1, 1, 20, 20)
@@ -81,7 +86,7 @@ def test_what_draws_on_the_cpu_draws_from_the_threads_generator(draw):
     before = torch.default_generator.get_state()
     results = []
     for seed in (3, 3, 4):
-        with draws_from(own(seed)):
+        with thread_generator(own(seed)):
             results.append(draw())
     assert torch.equal(torch.default_generator.get_state(), before)
     assert torch.equal(results[0], results[1])
@@ -102,7 +107,7 @@ def test_every_kernel_that_draws_is_replaced():
                 continue
             if has_kernel:
                 found.add(name.removeprefix("aten::"))
-    assert found == set(KERNELS)
+    assert found == set(RANDOM_KERNELS)
 
 
 def test_a_generator_that_is_given_is_used():
@@ -110,7 +115,7 @@ def test_a_generator_that_is_given_is_used():
     counts = torch.binomial(ONES * 9, ONES / 2, generator=own(9))
     mine = own()
     state = mine.get_state()
-    with draws_from(mine):
+    with thread_generator(mine):
         assert torch.equal(torch.rand(4, generator=own(9)), wanted)
         assert torch.equal(torch.binomial(ONES * 9, ONES / 2, generator=own(9)), counts)
     assert torch.equal(mine.get_state(), state)
@@ -121,7 +126,7 @@ def test_threads_do_not_see_each_others_generators():
     found = {}
 
     def run(rank):
-        with draws_from(own(rank)):
+        with thread_generator(own(rank)):
             values = []
             for _ in range(20):
                 in_turn.wait(30)
@@ -134,7 +139,7 @@ def test_threads_do_not_see_each_others_generators():
     for thread in threads:
         thread.join(30)
     for rank in range(2):
-        with draws_from(own(rank)):
+        with thread_generator(own(rank)):
             alone = torch.stack([functional.dropout(ONES) for _ in range(20)])
         assert torch.equal(found[rank], alone)
 
@@ -146,7 +151,7 @@ def test_a_checkpointed_part_is_computed_again_with_the_same_draws(reentrant):
     def gradients(forward):
         net.zero_grad()
         x = ONES.clone().requires_grad_()
-        with draws_from(own()):
+        with thread_generator(own()):
             forward(x).sum().backward()
             after = torch.rand(1)  # what is computed again draws nothing of what comes next
         return [p.grad.clone() for p in net.parameters()] + [x.grad, after]
@@ -160,7 +165,7 @@ def test_a_checkpointed_part_is_computed_again_with_the_same_draws(reentrant):
 
 def test_the_functions_for_the_generators_state_act_on_the_threads_own():
     before = torch.default_generator.get_state()
-    with draws_from(own()):
+    with thread_generator(own()):
         state = torch.get_rng_state()
         first = torch.rand(3)
         torch.set_rng_state(state)
@@ -181,7 +186,7 @@ def test_compiled_models_draw_from_it_too(backend):
     before = torch.default_generator.get_state()
     outputs = []
     for _ in range(2):
-        with draws_from(own()):
+        with thread_generator(own()):
             outputs.append(model(ONES))
     assert torch.equal(*outputs)
     assert torch.equal(torch.default_generator.get_state(), before)
@@ -189,8 +194,8 @@ def test_compiled_models_draw_from_it_too(backend):
 
 
 def test_none_is_the_default_generator():
-    with draws_from(own()):
-        with draws_from(None):
+    with thread_generator(own()):
+        with thread_generator(None):
             before = torch.default_generator.get_state()
             torch.rand(3)
             assert not torch.equal(torch.default_generator.get_state(), before)
@@ -203,7 +208,7 @@ def test_other_global_generators_are_seeded_and_restored():
     states = random.getstate(), np.random.get_state()[1].tolist()
     found = []
     for _ in range(2):
-        with draws_from(own()), seeded_globals():
+        with thread_generator(own()), seeded_globals():
             found.append((random.random(), np.random.rand()))
     assert found[0] == found[1]
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
@@ -212,8 +217,8 @@ def test_other_global_generators_are_seeded_and_restored():
 
 
 def test_a_kernel_that_a_version_lacks_is_told_of(monkeypatch, caplog):
-    monkeypatch.setattr(draws, "KERNELS", ("uniform_.nothing", "no_such_kernel"))
-    monkeypatch.setattr(draws, "_installed", [])
+    monkeypatch.setattr(rng, "RANDOM_KERNELS", ("uniform_.nothing", "no_such_kernel"))
+    monkeypatch.setattr(rng, "_installed", [])
     monkeypatch.setattr(torch.random, "default_generator", torch.random.default_generator)
-    allow_own_draws()
+    install_thread_generators()
     assert "has no CPU kernels uniform_.nothing, no_such_kernel" in caplog.text

@@ -2,8 +2,8 @@
 
 PyTorch has one default generator for the CPU, and many operations, dropout among them, take no
 other. Threads that share it draw in an order that the clock decides, so that no run could be
-repeated. Each of these operations ends in one of the kernels of :data:`KERNELS`, which do take a
-generator. They are put in place of PyTorch's kernels for the CPU once a process, as
+repeated. Each of these operations ends in one of the kernels of :data:`RANDOM_KERNELS`, which
+do take a generator. They are put in place of PyTorch's kernels for the CPU once a process, as
 ``torch.library.get_kernel`` is meant for, and hand the calling thread's generator on where it has
 one and the caller gives none. All other operations are untouched and cost what they did, and so
 are those of tensors that are not on the CPU.
@@ -28,7 +28,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-KERNELS = (
+RANDOM_KERNELS = (
     "_sample_dirichlet",
     "_standard_gamma",
     "bernoulli.out",
@@ -73,14 +73,14 @@ _own = _Own()
 
 
 @contextmanager
-def draws_from(generator: torch.Generator | None) -> Iterator[None]:
+def thread_generator(generator: torch.Generator | None) -> Iterator[None]:
     """Let this thread's draws on the CPU come from a generator of the CPU.
 
     Args:
         generator: The generator; ``None``: PyTorch's default one.
     """
     if not _installed:
-        allow_own_draws()
+        install_thread_generators()
     before, _own.generator = _own.generator, generator
     try:
         yield
@@ -95,8 +95,8 @@ class _DefaultGenerator:
         return getattr(_own.generator or torch.default_generator, name)
 
 
-def allow_own_draws() -> None:
-    """Make :func:`draws_from` work; only the first call of the process does anything.
+def install_thread_generators() -> None:
+    """Make :func:`thread_generator` work; only the first call of the process does anything.
 
     A run calls it before its threads are started: PyTorch's table of kernels must not change
     under an operation. Takes some milliseconds. Thread-safe; blocks while another thread
@@ -110,7 +110,7 @@ def allow_own_draws() -> None:
         with warnings.catch_warnings():
             # The first kernel that is replaced in a process is warned of.
             warnings.simplefilter("ignore")
-            missing = [name for name in KERNELS if not _replace(library, name)]
+            missing = [name for name in RANDOM_KERNELS if not _replace(library, name)]
         torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
     if missing:
         logger.warning(
