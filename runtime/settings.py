@@ -141,9 +141,9 @@ class RunSettings:
             config = config.with_values(checkpoint_every=1)
         if not self.callbacks:
             return config
-        told = () if self.metrics_fn is None else (self.metrics_fn,)
+        first = () if self.metrics_fn is None else (self.metrics_fn,)
         config = config.with_values(
-            metrics_fn=CombinedLogger(*told, *(c.tell for c in self.callbacks))
+            metrics_fn=CombinedLogger(*first, *(c.dispatch for c in self.callbacks))
         )
         keepers = [callback for callback in self.callbacks if callback.takes_weights]
         if not keepers:
