@@ -29,7 +29,7 @@ GROUP = "PyTorch alone"
 NUM_FEATURES, WIDTH, NUM_CLASSES, VOCABULARY = 6, 16, 3, 11
 DROPOUT = "dropout"
 SPARSE = "parameter '0.weight' has a sparse gradient"
-WHOLE = "needs whole weights: take `full_state_dict()`"
+WHOLE = "needs full weights: use `full_state_dict()`"
 PIECES = "samples are mixed within each device's piece"
 STATISTICS = "batch statistics of each device's piece"
 
@@ -274,7 +274,7 @@ CASES = [
     recipe(
         "spectral norm (parametrization)",
         spectral_normed,
-        differs="each device goes on with a power iteration of its own",
+        differs="each device continues its own power iteration",
     ),
     recipe("orthogonal (parametrization)", orthogonal),
     recipe("frozen backbone", frozen_backbone, images),

@@ -179,7 +179,7 @@ CASES = [
         small_vit,
         loader={"collate_fn": Mixed()},
         loss=soft_loss,
-        differs="each batch draws how it is mixed",
+        differs="each batch draws its own mix",
     ),
     torchvision_case("ResNet-18", lambda: torchvision_model("resnet18"), single, **NORMED),
     torchvision_case(
