@@ -1,4 +1,4 @@
-"""The weighted average of the replicas and the distances to it."""
+"""The weighted average of the replicas and its distances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ weight_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of a few elements, so that small tensors are cut as large ones are."""
+    """Use blocks of a few elements, so that small tensors have several."""
     monkeypatch.setattr(mixing, "BLOCK_BYTES", 64)
 
 
@@ -58,7 +58,7 @@ def distances(tensors, average):
 @pytest.mark.parametrize("weights", [[3], [3, 5], [1, 1], [1, 0], [0, 2], [5, 1, 7], [0, 3, 0, 4]])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 16, 103])
-def test_average_and_divergences_are_those_of_the_definition(dtype, weights, numel):
+def test_average_and_divergences_match_their_definitions(dtype, weights, numel):
     tensors = [torch.randn(numel).to(dtype) + 1 for _ in weights]
     result = Averager().average([params(t) for t in tensors], weights)
     (average,) = result.average.params
@@ -71,7 +71,7 @@ def test_average_and_divergences_are_those_of_the_definition(dtype, weights, num
     assert result.divergences == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_tensor_of_several_blocks_is_averaged_to_its_end():
+def test_all_blocks_of_a_large_tensor_are_averaged():
     numel = 2 * mixing.BLOCK_BYTES // 4 + 17
     tensors = [torch.randn(numel) for _ in range(3)]
     result = Averager().average([params(t) for t in tensors], [1, 2, 3])
@@ -95,7 +95,7 @@ def test_divergence_spans_all_parameters_and_no_buffer():
     assert result.average.buffers[0].tolist() == [50.0] * 3
 
 
-def test_a_vanishing_average_has_no_divergence():
+def test_the_divergence_from_an_average_near_zero_is_zero():
     one, other = torch.full((5,), 2.0), torch.full((5,), -2.0)
     result = Averager().average([params(one), params(other)], [1, 1])
     assert result.average.params[0].tolist() == [0.0] * 5
@@ -108,7 +108,7 @@ def test_a_vanishing_average_has_no_divergence():
     weight_lists,
     st.sampled_from(DTYPES),
 )
-def test_what_is_equal_on_all_ranks_averages_to_exactly_itself(values, weights, dtype):
+def test_equal_values_on_all_ranks_average_to_exactly_themselves(values, weights, dtype):
     tensor = torch.tensor(values).to(dtype)
     payload = Payload(params=(tensor,), buffers=(tensor,))
     result = Averager().average([payload] * len(weights), weights)
@@ -133,7 +133,7 @@ def test_the_average_lies_between_the_ranks(pairs, left, right):
 
 
 @pytest.mark.parametrize("values", [(1e8, 1.0), (1.0, 1e8)])
-def test_a_light_rank_far_away_takes_nothing_from_the_heavy_ones_digits(values):
+def test_a_distant_rank_of_small_weight_costs_no_precision(values):
     weights = [1, 10**9] if values[0] > 1.0 else [10**9, 1]
     tensors = [torch.full((5,), value) for value in values]
     result = Averager().average([params(t) for t in tensors], weights)
@@ -146,7 +146,7 @@ def test_a_light_rank_far_away_takes_nothing_from_the_heavy_ones_digits(values):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("weights", [[0, 2], [2, 0], [1, 0, 3]])
-def test_a_rank_of_weight_zero_cannot_spread_its_values(bad, weights):
+def test_values_of_a_rank_of_weight_zero_are_not_averaged(bad, weights):
     tensors = [torch.ones(40) if w else torch.full((40,), bad) for w in weights]
     payloads = [Payload(params=(t,), buffers=(t,)) for t in tensors]
     result = Averager().average(payloads, weights)
@@ -157,7 +157,7 @@ def test_a_rank_of_weight_zero_cannot_spread_its_values(bad, weights):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_stays_visible(bad):
+def test_a_non_finite_value_stays_in_the_average(bad):
     one, other = torch.ones(40), torch.ones(40)
     other[7] = bad
     result = Averager().average([params(one), params(other)], [3, 1])
@@ -189,7 +189,7 @@ def test_a_difference_that_overflows_does_not_lose_the_mean():
     assert result.average.params[0].tolist() == pytest.approx([1.5e38] * 5)
 
 
-def test_squares_that_overflow_float64_leave_the_average_alone():
+def test_squares_that_overflow_float64_do_not_change_the_average():
     tensor = torch.full((5,), -1e200, dtype=torch.float64)
     for weights in ([1], [1, 2]):
         result = Averager().average([params(tensor)] * len(weights), weights)
@@ -202,7 +202,7 @@ def test_squares_that_overflow_float32_do_not_lose_the_divergence():
     assert result.divergences == pytest.approx((0.5, 0.5))
 
 
-# -- norms that the ranks tell ------------------------------------------------
+# -- norms reported by the ranks ------------------------------------------------
 
 
 def squares_of(*tensors):
@@ -212,15 +212,15 @@ def squares_of(*tensors):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weights", [[3, 5], [1, 1], [2, 0], [1, 2, 3]])
-def test_norms_that_are_told_spare_measuring_and_change_nothing(dtype, weights, monkeypatch):
+def test_reported_norms_avoid_measuring_and_change_no_result(dtype, weights, monkeypatch):
     payloads = [params(torch.randn(103).to(dtype) + 1, torch.randn(7) - 1) for _ in weights]
-    told = [squares_of(*payload.params) for payload in payloads]
+    measured = [squares_of(*payload.params) for payload in payloads]
     measured = []
     norm_of = mixing.sum_squares
     monkeypatch.setattr(mixing, "sum_squares", lambda *a: measured.append(a) or norm_of(*a))
     plain = Averager().average(payloads, weights)
     num_plain = len(measured)
-    result = Averager().average(payloads, weights, told)
+    result = Averager().average(payloads, weights, measured)
     for average, expected in zip(result.average.params, plain.average.params, strict=True):
         assert bits(average) == bits(expected)
     assert result.divergences == pytest.approx(plain.divergences, rel=1e-5)
@@ -230,25 +230,25 @@ def test_norms_that_are_told_spare_measuring_and_change_nothing(dtype, weights, 
 
 @pytest.mark.parametrize("gap", [0.0, 1e-3])
 def test_a_norm_that_cancels_is_measured(gap):
-    """What is left of two long vectors that point apart is no difference of their norms."""
+    """The mean of nearly opposite vectors cannot be computed from their norms."""
     one = torch.randn(1000)
     other = gap - one
     payloads = [params(one), params(other)]
-    told = [squares_of(one), squares_of(other)]
-    result = Averager().average(payloads, [1, 1], told)
+    measured = [squares_of(one), squares_of(other)]
+    result = Averager().average(payloads, [1, 1], measured)
     expected = Averager().average(payloads, [1, 1])
     assert result.divergences == pytest.approx(expected.divergences, rel=1e-6)
     assert (max(result.divergences) == 0.0) == (gap == 0.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_norms_that_are_no_numbers_are_measured_again(bad):
+def test_non_finite_reported_norms_are_measured_again(bad):
     one, other = torch.ones(5), torch.full((5,), 3.0)
     result = Averager().average([params(one), params(other)], [1, 1], [(5.0,), (bad,)])
     assert result.divergences == pytest.approx((0.5, 0.5))
 
 
-def test_where_one_rank_tells_no_norm_all_are_measured():
+def test_norms_are_measured_if_one_rank_reports_none():
     one, other = torch.ones(5), torch.full((5,), 3.0)
     result = Averager().average([params(one), params(other)], [1, 1], [(1e9,), None])
     assert result.divergences == pytest.approx((0.5, 0.5))
@@ -262,7 +262,7 @@ def test_where_one_rank_tells_no_norm_all_are_measured():
         ([None, (5.0, 1.0, 1.0)], "payload 1 has 2 parameter tensors but 3 squared norms"),
     ],
 )
-def test_norms_that_do_not_fit_are_refused(squares, message):
+def test_norms_of_another_number_of_tensors_are_rejected(squares, message):
     averager = Averager()
     payload = params(torch.ones(5), torch.ones(1))
     first = averager.average([payload] * 2, [1, 1]).average
@@ -272,32 +272,28 @@ def test_norms_that_do_not_fit_are_refused(squares, message):
     assert first.params[0].tolist() == [1.0] * 5
 
 
-def test_the_norm_of_a_rank_that_counts_for_nothing_is_not_used():
+def test_the_norm_of_a_rank_of_weight_zero_is_not_used():
     payloads = [params(torch.full((5,), v)) for v in (1.0, 3.0, math.nan)]
-    told = [(5.0,), (45.0,), (math.nan,)]
-    result = Averager().average(payloads, [1, 1, 0], told)
+    measured = [(5.0,), (45.0,), (math.nan,)]
+    result = Averager().average(payloads, [1, 1, 0], measured)
     assert result.average.params[0].tolist() == [2.0] * 5
     assert result.divergences[:2] == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.parametrize("serial_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-def test_replicas_that_point_apart_have_no_average_to_be_measured_against(
-    dtype, serial_bytes, monkeypatch
-):
-    """As long as nearly all cancels, the digits of norms that are told are not enough."""
+def test_opposite_replicas_have_a_measured_norm(dtype, serial_bytes, monkeypatch):
+    """Under cancellation the digits of reported norms do not suffice."""
     one = torch.full((3_000_000,), 1e-3, dtype=dtype)
-    told = [squares_of(one.abs())] * 2
-    told[0] = (told[0][0] * 1.001,)  # as a long sum in float32 may be
+    measured = [squares_of(one.abs())] * 2
+    measured[0] = (measured[0][0] * 1.001,)  # as a long sum in float32 may be
     monkeypatch.setattr(mixing, "SERIAL_BYTES", serial_bytes)
     averager = Averager()
-    assert averager.average([params(one), params(-one)], [1, 1], told).divergences == (0.0, 0.0)
+    assert averager.average([params(one), params(-one)], [1, 1], measured).divergences == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("num_bytes", "is_serial"), [(1 << 22, True), ((1 << 22) + 8, False)])
-def test_only_a_small_state_is_averaged_without_a_team_of_threads(
-    num_bytes, is_serial, monkeypatch
-):
+def test_only_a_small_state_is_averaged_without_intra_op_threads(num_bytes, is_serial, monkeypatch):
     found = []
 
     class Noted(mixing.WeightedMean):
@@ -344,7 +340,7 @@ def pointer(result):
     return result.average.params[0].data_ptr()
 
 
-def test_a_result_stays_until_the_call_after_the_next():
+def test_a_result_is_valid_until_the_second_call_after_it():
     averager = Averager()
     first = averager.average([params(torch.full((9,), 1.0))], [1])
     second = averager.average([params(torch.full((9,), 2.0))], [1])
@@ -356,14 +352,14 @@ def test_a_result_stays_until_the_call_after_the_next():
     assert pointer(first) == pointer(third) != pointer(second) == pointer(fourth)
 
 
-def test_payloads_are_only_read():
+def test_payloads_are_not_modified():
     one, other = torch.full((9,), 1.0), torch.full((9,), 3.0)
     result = Averager().average([params(one), params(other)], [1, 1])
     assert (one.tolist(), other.tolist()) == ([1.0] * 9, [3.0] * 9)
     assert pointer(result) not in (one.data_ptr(), other.data_ptr())
 
 
-def test_another_model_gets_buffers_of_its_own():
+def test_payloads_of_another_layout_get_new_result_buffers():
     averager = Averager()
     first = averager.average([params(torch.ones(9))], [1])
     averager.average([params(torch.zeros(4, dtype=torch.float64))], [1])
@@ -371,7 +367,7 @@ def test_another_model_gets_buffers_of_its_own():
     assert first.average.params[0].tolist() == [1.0] * 9
 
 
-def test_a_payload_alike_has_the_shapes_and_dtypes():
+def test_a_cloned_payload_has_the_same_shapes_and_dtypes():
     payload = Payload(
         params=(torch.zeros(3, dtype=torch.bfloat16),),
         buffers=(torch.zeros(2, requires_grad=True),),
@@ -397,7 +393,7 @@ def test_a_payload_alike_has_the_shapes_and_dtypes():
         (Payload(params=(), buffers=(torch.ones(3),)), "shape or dtype"),
     ],
 )
-def test_payloads_that_differ_are_refused_and_nothing_is_touched(other, message):
+def test_payloads_of_unequal_layout_are_rejected_without_side_effects(other, message):
     averager = Averager()
     before = averager.average([params(torch.ones(3))], [1])
     averager.average([params(torch.ones(3))], [1])
@@ -406,7 +402,7 @@ def test_payloads_that_differ_are_refused_and_nothing_is_touched(other, message)
     assert before.average.params[0].tolist() == [1.0] * 3
 
 
-def test_tensors_off_the_cpu_are_refused():
+def test_tensors_on_other_devices_are_rejected():
     payload = params(torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="send CPU tensors"):
         Averager().average([payload], [1])
@@ -420,6 +416,6 @@ def test_tensors_off_the_cpu_are_refused():
         ([params(torch.ones(3))], [-1], "cannot be negative"),
     ],
 )
-def test_payloads_and_weights_that_do_not_fit_are_refused(payloads, weights, message):
+def test_invalid_payloads_and_weights_are_rejected(payloads, weights, message):
     with pytest.raises(ValueError, match=message):
         Averager().average(payloads, weights)

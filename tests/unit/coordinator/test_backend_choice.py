@@ -19,7 +19,7 @@ TRIAL = WARM_UP_ROUNDS + MEASURED_ROUNDS
 
 
 def rounds(choice, costs, num=TRIAL, trained_s=10.0, anchor=10):
-    """Rounds over whatever is next; gives what they went over, and whether all was decided."""
+    """Record rounds over the next backends; returns these backends and the decisions."""
     over, decided = [], []
     for _ in range(num):
         over.append(choice.next)
@@ -40,12 +40,12 @@ def rounds(choice, costs, num=TRIAL, trained_s=10.0, anchor=10):
         (GLOO, ApplyPolicy.CADENCE, GLOO, 2, (GLOO,)),
     ],
 )
-def test_what_can_serve(requested, policy, chosen, world, expected):
+def test_candidate_backends(requested, policy, chosen, world, expected):
     assert candidate_backends(requested, policy, chosen, world) == expected
 
 
 @pytest.mark.parametrize("cheaper", [CPU, THREAD])
-def test_each_is_tried_and_the_cheaper_kept(cheaper):
+def test_each_backend_is_tried_and_the_cheaper_one_is_kept(cheaper):
     choice = BackendChoice((CPU, THREAD), measures=True)
     costs = {CPU: 1.0, THREAD: 1.0} | {cheaper: 0.1}
     over, decided = rounds(choice, costs, 2 * TRIAL)
@@ -69,7 +69,7 @@ def test_a_trial_costs_the_mean_of_its_rounds():
     assert f"CPU {1000 * mean:.3g} ms" in choice.reason
 
 
-def test_the_first_round_over_each_does_not_count():
+def test_the_first_round_over_each_backend_is_not_measured():
     choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     rounds(choice, {THREAD: 99.0}, WARM_UP_ROUNDS)
@@ -77,7 +77,7 @@ def test_the_first_round_over_each_does_not_count():
     assert choice.chosen is THREAD
 
 
-def test_rounds_that_tell_nothing_end_a_trial_at_last():
+def test_rounds_without_a_cost_end_a_trial_eventually():
     choice = BackendChoice((CPU, THREAD), measures=True)
     over, _ = rounds(choice, {CPU: 1.0, THREAD: None}, TRIAL + MAX_TRIAL_ROUNDS)
     assert over[-1] is THREAD
@@ -90,7 +90,7 @@ def decided(costs, **settings):
     return choice
 
 
-def test_the_other_is_looked_at_now_and_then_and_ever_less():
+def test_the_other_backend_is_tried_again_at_growing_intervals():
     costs = {CPU: 0.1, THREAD: 0.2}
     choice = decided(costs)
     over, _ = rounds(choice, costs, 4 * RETRIAL_ROUNDS)
@@ -100,7 +100,7 @@ def test_the_other_is_looked_at_now_and_then_and_ever_less():
     assert again == RETRIAL_ROUNDS + TRIAL + 2 * RETRIAL_ROUNDS
 
 
-def test_a_look_waits_until_training_has_paid_for_it():
+def test_a_retrial_waits_until_its_cost_is_a_small_share():
     costs = {CPU: 0.1, THREAD: 50.0}
     choice = decided(costs, trained_s=1.0)
     over, _ = rounds(choice, costs, 10 * RETRIAL_ROUNDS, trained_s=1.0)
@@ -108,7 +108,7 @@ def test_a_look_waits_until_training_has_paid_for_it():
 
 
 @pytest.mark.parametrize(("anchor", "looks"), [(15, False), (20, True), (5, True), (6, False)])
-def test_an_anchor_that_has_changed_by_two_asks_for_a_look(anchor, looks):
+def test_an_anchor_that_doubled_or_halved_causes_a_retrial(anchor, looks):
     costs = {CPU: 0.1, THREAD: 0.2}
     choice = decided(costs, anchor=10)
     over, _ = rounds(choice, costs, 20, trained_s=100.0, anchor=anchor)
@@ -116,19 +116,19 @@ def test_an_anchor_that_has_changed_by_two_asks_for_a_look(anchor, looks):
     assert over.count(THREAD) <= TRIAL, "it holds from the new anchor on"
 
 
-def test_what_has_become_cheaper_is_taken():
+def test_a_backend_that_became_cheaper_is_chosen():
     choice = decided({CPU: 0.1, THREAD: 0.2})
     rounds(choice, {CPU: 0.5, THREAD: 0.2}, RETRIAL_ROUNDS + TRIAL)
     assert choice.chosen is THREAD
 
 
-def test_noise_is_no_reason_to_change():
+def test_noise_does_not_change_the_choice():
     choice = decided({CPU: 0.1, THREAD: 0.2})
     rounds(choice, {CPU: 0.1, THREAD: 0.095}, RETRIAL_ROUNDS + TRIAL)
     assert choice.chosen is CPU
 
 
-def test_other_ranks_are_measured_anew_and_may_try_what_failed():
+def test_a_change_of_ranks_discards_measurements_and_exclusions():
     choice = decided({CPU: 0.1, THREAD: 0.2})
     assert choice.exclude(THREAD, "broken")
     choice.reset()
@@ -137,7 +137,7 @@ def test_other_ranks_are_measured_anew_and_may_try_what_failed():
     assert choice.chosen is THREAD
 
 
-def test_a_round_that_began_before_the_ranks_changed_is_no_trial():
+def test_a_round_from_before_a_change_of_ranks_is_no_trial():
     choice = decided({CPU: 0.2, THREAD: 0.1})
     choice.reset()
     assert choice.next is THREAD
@@ -146,7 +146,7 @@ def test_a_round_that_began_before_the_ranks_changed_is_no_trial():
     assert over == [THREAD] * TRIAL + [CPU] * TRIAL
 
 
-def test_the_one_that_failed_is_left_and_the_last_is_not():
+def test_a_failed_backend_is_excluded_unless_it_is_the_last():
     choice = BackendChoice((NCCL, CPU), measures=True)
     assert choice.exclude(NCCL, "no link")
     assert (choice.chosen, choice.next, choice.before) == (CPU, CPU, NCCL)
@@ -158,7 +158,7 @@ def test_the_one_that_failed_is_left_and_the_last_is_not():
     assert set(over) == {CPU}
 
 
-def test_failures_in_a_row_are_counted_and_cost_something():
+def test_consecutive_faults_are_counted_with_their_cost():
     choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     for number in (1, 2):
@@ -170,7 +170,7 @@ def test_failures_in_a_row_are_counted_and_cost_something():
     assert choice.chosen is CPU
 
 
-def test_without_measuring_only_a_failure_changes_it():
+def test_without_measurements_only_a_fault_changes_the_choice():
     choice = BackendChoice((NCCL, THREAD), measures=False)
     over, _ = rounds(choice, {NCCL: 9.0}, 3 * RETRIAL_ROUNDS, anchor=77)
     assert set(over) == {NCCL}
@@ -179,7 +179,7 @@ def test_without_measuring_only_a_failure_changes_it():
     assert choice.next is THREAD
 
 
-def test_a_checkpoint_keeps_the_choice():
+def test_a_checkpoint_restores_the_choice():
     choice = decided({CPU: 0.2, THREAD: 0.1})
     again = BackendChoice((CPU, THREAD), measures=True)
     again.load_state_dict(choice.state_dict())
@@ -189,14 +189,14 @@ def test_a_checkpoint_keeps_the_choice():
 
 
 @pytest.mark.parametrize("other", [(NCCL, CPU), (CPU,)])
-def test_a_run_with_other_transports_begins_anew(other):
+def test_a_checkpoint_with_other_candidates_is_ignored(other):
     state = decided({CPU: 0.2, THREAD: 0.1}).state_dict()
     again = BackendChoice(other, measures=True)
     again.load_state_dict(state)
     assert again.chosen is other[0]
 
 
-def test_what_was_not_decided_is_not_kept():
+def test_an_undecided_choice_is_not_restored():
     choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     again = BackendChoice((CPU, THREAD), measures=True)

@@ -1,4 +1,4 @@
-"""When a round is due, and how far each rank may run before it."""
+"""The rules for due rounds, and the limits of the ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_before_the_first_measurement_a_round_waits_for_every_count(policy):
     assert bench.done(10, 10).due
 
 
-def test_who_decides_is_settled_when_a_round_begins():
-    """It was told to report at its count, and the others were not."""
+def test_the_pacing_rank_is_fixed_at_the_start_of_a_round():
+    """Only this rank has a budget with a report at its count."""
     bench = Bench(CADENCE, seconds=(0.0101, 0.01))
     bench.limits.new_round()
     bench.elche.observe(1, 0.0104, 1)
@@ -98,7 +98,7 @@ def test_under_async_every_rank_runs_its_count():
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC])
-def test_no_round_is_due_while_nothing_was_trained(policy):
+def test_no_round_is_due_before_any_training(policy):
     """A round with all weights 0 would change nothing."""
     bench = Bench(policy).idle(0).idle(1)
     assert not bench.done(0, 0).due
@@ -106,15 +106,15 @@ def test_no_round_is_due_while_nothing_was_trained(policy):
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC])
-def test_a_rank_without_work_holds_no_round_up(policy):
+def test_a_rank_without_work_does_not_delay_a_round(policy):
     """D7."""
     bench = Bench(policy, seconds=(0.01, 0.01)).idle(1)
     assert bench.done(10, 0).due
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC])
-def test_ranks_that_are_all_parked_get_their_round(policy):
-    """D11: nobody is left to reach a count."""
+def test_a_round_is_due_when_all_ranks_are_parked(policy):
+    """D11: no rank can reach its count."""
     bench = Bench(policy, seconds=(0.01, 0.01))
     for rank in bench.ranks:
         rank.parked = True
@@ -124,14 +124,14 @@ def test_ranks_that_are_all_parked_get_their_round(policy):
 # -- how far a rank may go -------------------------------------------------------------------
 
 
-def test_under_cadence_nothing_limits_a_rank_by_itself():
+def test_cadence_alone_sets_no_limit():
     assert Bench(CADENCE).done(500, 0).limit(0) is None
 
 
 @pytest.mark.parametrize(
     ("max_overshoot", "limit"), [(None, 12), (0, 10), (3, 13)]
 )  # fmt: skip
-def test_under_async_a_rank_overshoots_its_count_by_a_bounded_part(max_overshoot, limit):
+def test_the_overshoot_under_async_is_bounded(max_overshoot, limit):
     assert Bench(ASYNC, max_overshoot=max_overshoot).limit(0) == limit
 
 
@@ -153,7 +153,7 @@ def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
 
 
 @pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])
-def test_limits_that_the_settings_name_are_told_exactly(settings):
+def test_limits_fixed_by_settings_are_sent_exactly(settings):
     limits = Bench(ASYNC, anchor=100, **settings).limits
     assert [limits.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
         True,
@@ -169,7 +169,7 @@ def test_catching_up_raises_the_limit():
     assert bench.done(3, 1).limit(0) == 4
 
 
-def test_a_rank_without_work_holds_nobody_back():
+def test_a_rank_without_work_does_not_limit_the_others():
     bench = Bench(CADENCE, max_batch_diff=0).done(5, 0).idle(1)
     assert bench.limit(0) is None
 
@@ -179,7 +179,7 @@ def test_the_stricter_of_lead_and_overshoot_holds():
     assert bench.done(0, 0).limit(0) == 10
 
 
-def test_an_allowance_asks_for_a_report_at_the_count_or_after_each_batch():
+def test_a_budget_requests_reports_at_the_count_or_after_each_batch():
     assert Bench(CADENCE).limits.report_after(0) == 10
     assert Bench(CADENCE, max_batch_diff=3).limits.report_after(0) == 1
     assert Bench(CADENCE, max_batch_diff=3).limits.initial_limit(0) == 4

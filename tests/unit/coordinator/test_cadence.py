@@ -15,7 +15,7 @@ times = st.floats(1e-6, 1e3)
 
 
 def play(cadence, seconds, sync_s=0.0, rounds=1):
-    """Rounds of full counts on ranks that need ``seconds`` for each batch."""
+    """Report rounds of full counts on ranks that take ``seconds`` per batch."""
     for _ in range(rounds):
         counts = cadence.batch_counts
         compute_s = [s * n for s, n in zip(seconds, counts, strict=True)]
@@ -33,7 +33,7 @@ def test_every_rank_trains_the_anchor_before_a_measurement():
     assert cadence.slowest is None
 
 
-def test_the_hint_stands_in_for_a_measurement():
+def test_the_speed_hint_replaces_missing_measurements():
     cadence = ElChe(3, 10, speed_hint=(1, 2.5))
     assert cadence.batch_counts == (25, 10, 25)
     assert cadence.shares == pytest.approx((2.5 / 6, 1 / 6, 2.5 / 6))
@@ -47,7 +47,7 @@ def test_a_measurement_replaces_a_wrong_hint_at_once():
     assert cadence.slowest == 0
 
 
-def test_the_hint_holds_until_every_rank_was_measured():
+def test_the_speed_hint_is_used_until_every_rank_is_measured():
     cadence = ElChe(2, 10, speed_hint=(1, 3.0))
     cadence.observe(0, 1.0, 10)
     assert cadence.batch_counts == (30, 10)
@@ -84,7 +84,7 @@ def test_a_rank_without_a_batch_keeps_its_estimate():
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_time_that_cannot_be_is_ignored(bad):
+def test_an_invalid_time_is_ignored(bad):
     cadence = ElChe(2)
     cadence.report_timing([1.0, 2.0], [10, 10], 0.0)
     cadence.report_timing([bad, bad], [10, 10], 0.0)
@@ -95,7 +95,7 @@ def test_a_time_that_cannot_be_is_ignored(bad):
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_averaging_costs_is_told_by_the_rank_whose_time_can_be(bad, rank):
+def test_the_overhead_is_computed_from_ranks_with_valid_times(bad, rank):
     cadence = ElChe(2, 10, min_anchor=2, overhead_target=0.10)
     compute_s = [1.0, 1.0]
     compute_s[rank] = bad
@@ -113,7 +113,7 @@ def test_one_outlier_hardly_moves_the_counts():
 
 
 @pytest.mark.parametrize("factor", [0.2, 0.6, 1.6, 2.5, 10.0])
-def test_a_real_change_is_followed_within_a_few_rounds(factor):
+def test_a_lasting_change_of_speed_is_followed_within_a_few_rounds(factor):
     cadence = ElChe(2)
     play(cadence, (0.1, 0.1), rounds=3)
     play(cadence, (0.1, 0.1 * factor), rounds=5)
@@ -130,7 +130,7 @@ def test_a_slow_first_batch_is_forgotten():
 def test_a_round_does_not_measure_again_what_was_observed():
     cadence = ElChe(1)
     cadence.observe(0, 1.0, 10)
-    cadence.observe(0, 3.0, 10)  # An outlier, of which the round tells once more.
+    cadence.observe(0, 3.0, 10)  # An outlier, reported again by the round.
     before = cadence.seconds_per_batch
     cadence.report_timing([3.0], [10], 0.0)
     assert cadence.seconds_per_batch == before
@@ -149,7 +149,7 @@ def test_costly_averaging_grows_the_anchor_to_the_target():
     assert cadence.anchor == 15
 
 
-def test_cheap_averaging_brings_the_anchor_below_its_start_where_that_is_allowed():
+def test_cheap_averaging_lowers_the_anchor_to_min_anchor():
     cadence = ElChe(2, 10, min_anchor=2, overhead_target=0.10)
     anchors = []
     for _ in range(5):
@@ -159,7 +159,7 @@ def test_cheap_averaging_brings_the_anchor_below_its_start_where_that_is_allowed
     assert cadence.batch_counts == (2, 4)
 
 
-def test_the_anchor_stays_where_less_would_make_averaging_costly():
+def test_the_anchor_is_not_lowered_where_averaging_would_become_costly():
     cadence = ElChe(2, 10, min_anchor=1, overhead_target=0.10)
     play(cadence, (0.1, 0.1), sync_s=0.032, rounds=20)
     assert cadence.anchor == 7  # Less would cost more than half of the target, 5 %.
@@ -174,13 +174,13 @@ def test_the_anchor_at_most_doubles_in_a_round_and_stops_at_its_limit():
     assert anchors == [20, 35, 35]
 
 
-def test_a_round_cut_short_does_not_look_expensive():
+def test_a_shortened_round_does_not_look_expensive():
     cadence = ElChe(1, 100, overhead_target=0.10)
     cadence.report_timing([0.2], [2], 0.1)
     assert cadence.anchor == 100
 
 
-def test_cheap_averaging_brings_the_anchor_back_to_its_start_and_no_further():
+def test_cheap_averaging_lowers_the_anchor_to_its_initial_value():
     cadence = ElChe(1, 10)
     play(cadence, (0.1,), sync_s=100.0)
     assert cadence.anchor == 20
@@ -201,7 +201,7 @@ def test_the_anchor_settles_for_a_constant_cost(sync_s, anchor, target):
     assert settled == 200 or sync_s / (settled * 0.1) <= target * 1.001
 
 
-def test_growth_waits_while_it_is_held():
+def test_a_held_anchor_does_not_grow():
     cadence = ElChe(1, 10)
     cadence.hold_growth(True)
     play(cadence, (0.1,), sync_s=1.0, rounds=3)
@@ -212,7 +212,7 @@ def test_growth_waits_while_it_is_held():
 
 
 @pytest.mark.parametrize("sync_s", [math.nan, math.inf, -1.0])
-def test_a_cost_that_cannot_be_leaves_the_anchor(sync_s):
+def test_an_invalid_cost_does_not_change_the_anchor(sync_s):
     cadence = ElChe(1, 10)
     play(cadence, (0.1,), sync_s=sync_s)
     assert cadence.anchor == 10
@@ -221,7 +221,7 @@ def test_a_cost_that_cannot_be_leaves_the_anchor(sync_s):
 # -- guard and deaths ------------------------------------------------------
 
 
-def test_a_nudge_halves_the_anchor_and_it_does_not_creep_back():
+def test_a_nudge_halves_the_anchor_permanently():
     cadence = ElChe(2, 10)
     cadence.nudge_down()
     assert cadence.anchor == 5
@@ -234,7 +234,7 @@ def test_a_nudge_halves_the_anchor_and_it_does_not_creep_back():
     assert cadence.anchor == 5
 
 
-def test_nudges_end_at_one_batch():
+def test_nudges_stop_at_an_anchor_of_one():
     cadence = ElChe(1, 10)
     for _ in range(10):
         cadence.nudge_down()
@@ -252,7 +252,7 @@ def test_a_dead_rank_has_no_count_and_no_share():
     assert cadence.seconds_per_batch == pytest.approx((0.1, 0.2, 0))
 
 
-def test_a_rank_that_died_unmeasured_is_not_waited_for():
+def test_an_unmeasured_dead_rank_is_not_waited_for():
     cadence = ElChe(2, 10, speed_hint=(1, 4.0))
     cadence.drop(1)
     assert cadence.batch_counts == (10, 0)
@@ -261,13 +261,13 @@ def test_a_rank_that_died_unmeasured_is_not_waited_for():
     assert cadence.shares == (1.0, 0.0)
 
 
-def test_without_a_live_rank_there_is_nothing_to_count():
+def test_counts_are_zero_without_a_live_rank():
     cadence = ElChe(1)
     cadence.drop(0)
     assert (cadence.batch_counts, cadence.shares, cadence.slowest) == ((0,), (0.0,), None)
 
 
-def test_a_dead_rank_does_not_set_the_overhead():
+def test_a_dead_rank_does_not_affect_the_overhead():
     cadence = ElChe(2, 10)
     play(cadence, (0.1, 0.4))
     cadence.drop(1)
@@ -278,7 +278,7 @@ def test_a_dead_rank_does_not_set_the_overhead():
 # -- state -----------------------------------------------------------------
 
 
-def test_a_cadence_goes_on_from_its_saved_state():
+def test_a_cadence_continues_from_its_saved_state():
     saved, loaded = ElChe(2, 10), ElChe(2, 10)
     play(saved, (0.1, 0.3), sync_s=0.5)
     saved.nudge_down(0.4)
@@ -292,7 +292,7 @@ def test_a_cadence_goes_on_from_its_saved_state():
     assert loaded.batch_counts == saved.batch_counts
 
 
-def test_another_world_size_keeps_the_anchor_and_forgets_the_speeds():
+def test_another_world_size_restores_the_anchor_but_not_the_speeds():
     saved, loaded = ElChe(2, 10), ElChe(3, 10)
     play(saved, (0.1, 0.3), sync_s=0.4)
     loaded.load_state_dict(saved.state_dict())
@@ -328,7 +328,7 @@ def test_a_loaded_anchor_keeps_within_the_limit():
         ({"speed_hint": (0, math.nan)}, "ratio of at least 1"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_the_remedy(arguments, message):
+def test_a_value_out_of_range_is_rejected_with_the_remedy(arguments, message):
     with pytest.raises(ValueError, match=message):
         ElChe(**({"world_size": 2} | arguments))
 
@@ -339,6 +339,6 @@ def test_a_report_needs_an_entry_for_each_rank():
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0, -0.5, math.nan])
-def test_a_nudge_that_does_not_lower_is_refused(factor):
+def test_a_nudge_factor_out_of_range_is_rejected(factor):
     with pytest.raises(ValueError, match="between 0 and 1"):
         ElChe(2).nudge_down(factor)

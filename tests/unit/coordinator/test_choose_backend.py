@@ -1,4 +1,4 @@
-"""How the transport is chosen, and what is refused."""
+"""Choice of the backend, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
         (GPUS, False, "no NCCL"),
     ],
 )
-def test_auto_falls_back_to_thread_for_sync_and_cpu_for_the_rest(policy, devices, nccl, why):
+def test_auto_falls_back_to_thread_for_sync_and_cpu_otherwise(policy, devices, nccl, why):
     backend, reason = choose_backend(AUTO, policy, devices, nccl_available=nccl)
     assert backend is (THREAD if policy is SYNC else CPU)
     assert why in reason
@@ -47,7 +47,7 @@ def test_auto_takes_nccl_for_distinct_gpus(policy):
 
 
 @pytest.mark.parametrize("devices", [CPUS, ("cuda:0", "cuda:0"), ("cuda:0", "cpu")])
-def test_nccl_on_repeated_or_cpu_devices_is_refused(devices):
+def test_nccl_on_repeated_or_cpu_devices_is_rejected(devices):
     with pytest.raises(ValueError, match=r"backend\(NCCL\).*use THREAD, CPU or AUTO"):
         choose_backend(NCCL, CADENCE, devices, nccl_available=True)
 
@@ -66,27 +66,27 @@ def test_nccl_on_a_repeated_gpu_is_accepted_where_its_library_allows_it_and_neve
         )
 
 
-def test_nccl_without_nccl_is_refused():
+def test_nccl_is_rejected_without_nccl_in_pytorch():
     with pytest.raises(ValueError, match="has no NCCL; use"):
         choose_backend(NCCL, CADENCE, GPUS, nccl_available=False)
 
 
-def test_gloo_on_cuda_devices_is_refused():
+def test_gloo_on_cuda_devices_is_rejected():
     with pytest.raises(ValueError, match=r"backend\(GLOO\) serves CPU devices only"):
         choose_backend(GLOO, SYNC, ("cpu", "cuda:0"), nccl_available=True)
 
 
 @pytest.mark.parametrize(("policy", "backend"), list(product(ApplyPolicy, (CPU, THREAD, GLOO))))
-def test_what_is_asked_for_and_can_serve_is_taken(policy, backend):
+def test_a_usable_requested_backend_is_chosen(policy, backend):
     chosen, reason = choose_backend(backend, policy, CPUS, nccl_available=False)
     assert chosen is backend
     assert reason
 
 
-def test_sync_over_cpu_says_what_it_means():
+def test_sync_over_cpu_explains_its_reduction():
     _, reason = choose_backend(CPU, SYNC, CPUS, nccl_available=False)
     assert "as THREAD" in reason
 
 
-def test_nccl_that_is_asked_for_is_taken():
+def test_requested_nccl_is_chosen():
     assert choose_backend(NCCL, CADENCE, GPUS, nccl_available=True)[0] is NCCL

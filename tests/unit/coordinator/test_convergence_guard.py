@@ -1,4 +1,4 @@
-"""What the guard makes of the divergences of successive rounds."""
+"""Actions of the guard on the divergences of successive rounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_nudge_down_is_reached_after_three_rounds_that_do_not_fall():
     assert verdicts(ConvergenceGuard(0.05), 0.06, 0.09, 0.07) == [SUPPRESS, SUPPRESS, NUDGE]
 
 
-def test_falling_divergence_is_left_to_fall():
+def test_falling_divergence_only_suppresses_growth():
     assert verdicts(ConvergenceGuard(0.05), 0.9, 0.7, 0.5, 0.3, 0.1) == [SUPPRESS] * 5
 
 
@@ -43,7 +43,7 @@ def test_a_rise_after_a_fall_nudges_down():
     assert verdicts(ConvergenceGuard(0.05), 0.9, 0.3, 0.3, 0.4)[-1] is NUDGE
 
 
-def test_a_stable_round_ends_the_row():
+def test_a_stable_round_resets_the_count():
     assert NUDGE not in verdicts(ConvergenceGuard(0.05), 0.1, 0.1, 0.0, 0.1, 0.1, 0.0, 0.1)
 
 
@@ -51,7 +51,7 @@ def test_each_nudge_needs_three_rounds_of_its_own():
     assert verdicts(ConvergenceGuard(0.05), *[0.1] * 9) == [SUPPRESS, SUPPRESS, NUDGE] * 3
 
 
-def test_one_bad_interval_cannot_nudge_twice():
+def test_one_divergent_interval_cannot_nudge_twice():
     guard = ConvergenceGuard(0.05)
     verdicts(guard, 0.1, 0.1, 0.1)
     assert verdicts(guard, 0.06, 0.01, 0.06, 0.01) == [SUPPRESS, STABLE] * 2
@@ -63,7 +63,7 @@ def test_the_worst_rank_decides():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1])
-def test_a_divergence_that_is_not_finite_counts_as_above(value, where):
+def test_a_non_finite_divergence_is_above_the_threshold(value, where):
     guard = ConvergenceGuard(0.05)
     divergences = [0.0, 0.0]
     divergences[where] = value
@@ -78,13 +78,13 @@ def test_a_round_without_a_measurement_is_stable_and_changes_nothing():
     assert guard.report([0.1]) is NUDGE
 
 
-def test_a_guard_switched_off_is_always_stable():
+def test_a_disabled_guard_is_always_stable():
     guard = ConvergenceGuard(enabled=False)
     assert verdicts(guard, 1.0, math.nan, 1.0, 1.0) == [STABLE] * 4
 
 
 @given(st.lists(st.floats(0, 0.2) | st.just(math.nan), max_size=40), st.integers(0, 40))
-def test_a_guard_goes_on_from_its_saved_state(rounds, cut):
+def test_a_guard_continues_from_its_saved_state(rounds, cut):
     whole, first, second = (ConvergenceGuard(0.05) for _ in range(3))
     expected = verdicts(whole, *rounds)
     head = verdicts(first, *rounds[:cut])
@@ -93,6 +93,6 @@ def test_a_guard_goes_on_from_its_saved_state(rounds, cut):
 
 
 @pytest.mark.parametrize("threshold", [0.0, -0.1, math.nan, math.inf])
-def test_a_threshold_that_means_nothing_is_refused(threshold):
+def test_an_invalid_threshold_is_rejected(threshold):
     with pytest.raises(ValueError, match="positive"):
         ConvergenceGuard(threshold)

@@ -1,4 +1,4 @@
-"""Sums that come out the same wherever they are cut, and in any order."""
+"""Sums that do not depend on order or partition."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_many_numbers_at_once_are_added_as_exactly_as_one_by_one(values):
 
 
 @given(numbers, st.integers(1, 7), st.randoms())
-def test_neither_cuts_nor_order_show(values, size, rng):
+def test_a_sum_is_independent_of_order_and_partition(values, size, rng):
     cut = [summed(values[i : i + size]).value() for i in range(0, len(values), size)]
     rng.shuffle(cut)
     assert summed(cut).value() == summed(values).value()
 
 
 @given(numbers)
-def test_the_parts_make_the_same_sum_again(values):
+def test_the_parts_restore_the_sum(values):
     total = summed(values)
     again = ExactSum(total.parts)
     assert again.value() == total.value()
@@ -71,13 +71,13 @@ def test_the_parts_make_the_same_sum_again(values):
         ([1e308, 1e308], math.inf),
     ],
 )
-def test_what_is_not_finite_stays_so(values, expected):
+def test_non_finite_values_are_preserved(values, expected):
     again = (summed([summed(values).value()]), ExactSum(summed(values).parts))
     for total in (summed(values), summed_at_once(values), *again):
         assert repr(float(total.value())) == repr(expected)
 
 
-def test_a_rounded_sum_is_a_number_that_keeps_what_was_rounded_away():
+def test_a_rounded_sum_keeps_its_rounding_error():
     total = summed([1e16, 1.0, 1.0, 1e-9]).value()
     assert isinstance(total, float)
     assert total == 1e16 + 2

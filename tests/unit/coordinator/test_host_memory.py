@@ -1,4 +1,4 @@
-"""Memory in huge pages: what it is to its users, and that the system was asked for them."""
+"""Host memory in huge pages: tensor properties, and the request to the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.messages import Payload
 from runtime.replica.flat import FlatState
 
 MANY = 9_000_001
-"""float32 numbers of more than the memory from which on huge pages are asked for."""
+"""float32 numbers just above the size from which huge pages are requested."""
 _SMAPS = Path("/proc/self/smaps")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 needs_huge_pages = pytest.mark.skipif(
@@ -24,7 +24,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def flags_of(tensor: torch.Tensor) -> list[str]:
-    """The kernel's flags of the mapping that a tensor's first element lies in."""
+    """The kernel's flags of the mapping of a tensor's first element."""
     address, inside = tensor.data_ptr(), False
     for line in _SMAPS.read_text().splitlines():
         head = line.split()[0]
@@ -38,7 +38,7 @@ def flags_of(tensor: torch.Tensor) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (MANY,), (3, 3_000_001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
-def test_it_has_the_shape_and_dtype_and_can_be_written(shape, dtype):
+def test_an_empty_tensor_has_the_shape_and_dtype_and_is_writable(shape, dtype):
     like = torch.ones(shape, dtype=dtype)
     made = host_memory.empty_like(like)
     assert (made.shape, made.dtype, made.device) == (like.shape, dtype, like.device)
@@ -48,7 +48,7 @@ def test_it_has_the_shape_and_dtype_and_can_be_written(shape, dtype):
     assert torch.equal(made, like)
 
 
-def test_two_share_no_memory_and_a_gradient_is_not_asked_for():
+def test_empty_tensors_share_no_memory_and_require_no_gradient():
     like = torch.zeros(MANY, requires_grad=True)
     one, other = host_memory.empty_like(like), host_memory.empty_like(like)
     one.fill_(1.0)
@@ -57,14 +57,14 @@ def test_two_share_no_memory_and_a_gradient_is_not_asked_for():
     assert not one.requires_grad
 
 
-def test_it_is_made_for_a_tensor_that_lies_elsewhere():
+def test_an_empty_tensor_like_one_on_another_device_is_on_the_cpu():
     made = host_memory.empty_like(torch.empty(MANY, device="meta"))
     assert made.is_cpu
     assert made.numel() == MANY
 
 
 @pytest.mark.parametrize("num_elements", [5, MANY])
-def test_it_lies_on_the_cpu_whatever_the_default_device_is(num_elements):
+def test_an_empty_tensor_ignores_the_default_device(num_elements):
     like = torch.zeros(num_elements)
     with torch.device("meta"):
         made = host_memory.empty_like(like)
@@ -72,7 +72,7 @@ def test_it_lies_on_the_cpu_whatever_the_default_device_is(num_elements):
 
 
 @needs_huge_pages
-def test_the_system_was_asked_for_huge_pages_of_large_tensors_only():
+def test_only_large_tensors_request_huge_pages():
     large = host_memory.empty_like(torch.empty(MANY, device="meta")).zero_()
     small = host_memory.empty_like(torch.empty(1000, device="meta")).zero_()
     assert "hg" in flags_of(large)
@@ -81,7 +81,7 @@ def test_the_system_was_asked_for_huge_pages_of_large_tensors_only():
 
 
 @needs_huge_pages
-def test_results_and_snapshots_lie_in_them():
+def test_results_and_snapshots_are_in_huge_pages():
     state = FlatState(torch.nn.Linear(MANY, 1, bias=False))
     base, payload = state.new_base(), state.new_payload()
     state.snapshot_into(payload)
@@ -91,13 +91,13 @@ def test_results_and_snapshots_lie_in_them():
 
 
 @pytest.mark.parametrize("advice", [None, 9999])
-def test_ordinary_pages_do_where_there_are_no_others(monkeypatch, advice):
+def test_ordinary_pages_are_used_without_huge_pages(monkeypatch, advice):
     monkeypatch.setattr(host_memory, "_MADV_HUGEPAGE", advice)
     made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(3.0)
     assert made.sum(dtype=torch.float64) == 3.0 * MANY
 
 
-def test_an_average_of_such_payloads_is_right():
+def test_the_average_of_payloads_in_huge_pages_is_correct():
     torch.manual_seed(0)
     payloads = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The chunk pool: every batch is dealt once, settled once, and comes back from the dead."""
+"""The batch ledger: every batch is dealt once, settled once, and reopened after a death."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator.ledger import CHUNK_S, BatchLedger, RankLedger
 
 
-def pool_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
+def ledger_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
     return BatchLedger(
         num_samples=num_batches, batch_size=1, num_epochs=num_epochs, world_size=world_size,
         **settings,
@@ -40,18 +40,18 @@ def settle_all(ledger):
 
 
 def test_before_the_first_measurement_chunks_are_single_batches():
-    assert deal(pool_of(100), 0) == (0, (range(1),))
+    assert deal(ledger_of(100), 0) == (0, (range(1),))
 
 
 def test_a_chunk_takes_about_a_fifth_of_a_second():
-    ledger = pool_of(10_000)
+    ledger = ledger_of(10_000)
     for rank, seconds in ((0, 0.002), (1, 0.010)):
         count = size(deal(ledger, rank, (0.002, 0.010), (5 / 6, 1 / 6)))
         assert count * seconds == pytest.approx(CHUNK_S)
 
 
 def test_chunks_shrink_towards_the_end_of_an_epoch():
-    ledger = pool_of(64)
+    ledger = ledger_of(64)
     sizes = [size(deal(ledger, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
     sizes = [n for n in sizes if n]
     assert sizes == sorted(sizes, reverse=True)
@@ -59,42 +59,42 @@ def test_chunks_shrink_towards_the_end_of_an_epoch():
     assert sizes[-1] == 1
 
 
-def test_a_slow_rank_gets_none_of_a_tail_that_the_others_finish_before_it():
-    ledger = pool_of(20, num_epochs=2)
+def test_a_slow_rank_receives_no_batch_that_the_others_would_finish_first():
+    ledger = ledger_of(20, num_epochs=2)
     ledger.open_epoch((0.9, 0.1)).open.take(17)
     assert deal(ledger, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
     assert deal(ledger, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
 
 
-def test_a_chunk_is_whole_windows_but_for_the_end():
-    ledger = pool_of(7, granularity=3)
+def test_a_chunk_is_a_multiple_of_the_window_except_at_the_end():
+    ledger = ledger_of(7, granularity=3)
     sizes = [size(deal(ledger, rank)) for rank in (0, 1, 0)]
     assert sizes == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(1, (1.0,)), (2, (0.0, 1.0))])
-def test_a_rank_that_is_alone_gets_all_that_is_left(world_size, shares):
-    ledger = pool_of(50, world_size=world_size)
+def test_a_single_rank_receives_all_open_batches(world_size, shares):
+    ledger = ledger_of(50, world_size=world_size)
     assert size(deal(ledger, world_size - 1, None, shares)) == 50
 
 
 def test_fixed_ratios_hold_under_progressive_dispatch():
     """S16."""
-    ledger = pool_of(40, ratios=(3.0, 1.0))
+    ledger = ledger_of(40, ratios=(3.0, 1.0))
     while any(deal(ledger, rank, (1.0, 1e-6)) for rank in (1, 0)):
         pass
     assert [ledger.by_rank[r].num_assigned for r in (0, 1)] == [30, 10]
 
 
 def test_without_progressive_dispatch_a_partition_is_dealt_at_once():
-    ledger = pool_of(40, progressive=False)
+    ledger = ledger_of(40, progressive=False)
     assert size(deal(ledger, 0, None, (0.75, 0.25))) == 30
     assert size(deal(ledger, 1, None, (0.75, 0.25))) == 10
     assert deal(ledger, 0, None, (0.75, 0.25)) is None
 
 
 def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
-    ledger = pool_of(1, num_epochs=3)
+    ledger = ledger_of(1, num_epochs=3)
     assert [deal(ledger, 0)[0], deal(ledger, 1)[0]] == [0, 1]
     assert deal(ledger, 0) is None
     settle_all(ledger)
@@ -103,14 +103,14 @@ def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
 
 
 def test_without_look_ahead_one_epoch_is_open_at_a_time():
-    ledger = pool_of(1, num_epochs=2, world_size=1, look_ahead=False)
+    ledger = ledger_of(1, num_epochs=2, world_size=1, look_ahead=False)
     assert deal(ledger, 0)[0] == 0
     assert deal(ledger, 0) is None
 
 
 def test_a_closed_epoch_never_opens_again():
     """D24."""
-    ledger = pool_of(2, num_epochs=1)
+    ledger = ledger_of(2, num_epochs=1)
     deal(ledger, 0), deal(ledger, 1)
     settle_all(ledger)
     ledger.pop_oldest()
@@ -119,9 +119,9 @@ def test_a_closed_epoch_never_opens_again():
     assert not ledger.epochs
 
 
-def test_a_limit_on_batches_is_spent_on_the_oldest_epoch_first():
+def test_max_batches_is_spent_on_the_oldest_epoch_first():
     """Partitions of the next epoch must not eat what an open one still needs."""
-    ledger = pool_of(4, num_epochs=3, progressive=False, max_batches=5)
+    ledger = ledger_of(4, num_epochs=3, progressive=False, max_batches=5)
     assert deal(ledger, 0) == (0, (range(2),))
     assert deal(ledger, 0) == (1, (range(1),))
     assert deal(ledger, 0) is None
@@ -132,8 +132,8 @@ def test_a_limit_on_batches_is_spent_on_the_oldest_epoch_first():
     assert ledger.pop_oldest().settled
 
 
-def test_a_limit_on_batches_is_kept():
-    ledger = pool_of(10, num_epochs=2, max_batches=13)
+def test_max_batches_is_not_exceeded():
+    ledger = ledger_of(10, num_epochs=2, max_batches=13)
     while deal(ledger, 0) or deal(ledger, 1):
         pass
     assert sum(ledger.num_assigned for ledger in ledger.by_rank) == 13
@@ -143,8 +143,8 @@ def test_a_limit_on_batches_is_kept():
 # -- lockstep --------------------------------------------------------------------------------
 
 
-def test_lockstep_deals_equal_shares_whose_steps_are_a_prefix():
-    ledger = pool_of(7, world_size=3)
+def test_lockstep_steps_consume_a_prefix_in_equal_shares():
+    ledger = ledger_of(7, world_size=3)
     number, dealt = ledger.deal_epoch((0, 1, 2), (0.9, 0.05, 0.05))
     assert number == 0
     batches = {rank: [b for span in spans for b in span] for rank, spans in dealt.items()}
@@ -152,22 +152,22 @@ def test_lockstep_deals_equal_shares_whose_steps_are_a_prefix():
 
 
 def test_lockstep_with_fixed_ratios_deals_contiguous_parts():
-    ledger = pool_of(8, ratios=(3.0, 1.0))
+    ledger = ledger_of(8, ratios=(3.0, 1.0))
     _, dealt = ledger.deal_epoch((0, 1), (0.5, 0.5))
     assert dealt == {0: (range(6),), 1: (range(6, 8),)}
 
 
-def test_lockstep_gives_ranks_without_a_batch_nothing():
-    ledger = pool_of(2, world_size=4)
+def test_lockstep_deals_no_batch_to_surplus_ranks():
+    ledger = ledger_of(2, world_size=4)
     _, dealt = ledger.deal_epoch((0, 1, 2, 3), (0.25,) * 4)
     assert [sum(map(len, dealt[r])) for r in range(4)] == [1, 1, 0, 0]
 
 
-# -- following -----------------------------------------------------------------------------------
+# -- tracking -----------------------------------------------------------------------------------
 
 
-def test_only_what_was_in_the_round_is_settled():
-    ledger = pool_of(10, world_size=1, progressive=False)
+def test_only_batches_in_the_round_are_settled():
+    ledger = ledger_of(10, world_size=1, progressive=False)
     deal(ledger, 0)
     ledger.record_trained(0, 4)
     ledger.freeze(0)
@@ -191,15 +191,15 @@ def test_only_what_was_in_the_round_is_settled():
     ],
     ids=["in a row", "epochs", "gap", "backwards", "steps", "step"],
 )
-def test_only_batches_of_an_epoch_in_a_row_are_one_range(notes, kept):
+def test_only_adjacent_batches_of_one_epoch_are_merged(notes, kept):
     ledger = RankLedger()
     for epoch, span in notes:
         ledger.add_trained(epoch, span)
     assert ledger.trained == (notes if kept is None else kept)
 
 
-def test_what_was_in_a_round_that_was_given_up_waits_for_the_next():
-    ledger = pool_of(10, world_size=1, progressive=False)
+def test_batches_of_an_abandoned_round_are_settled_by_the_next():
+    ledger = ledger_of(10, world_size=1, progressive=False)
     deal(ledger, 0)
     ledger.record_trained(0, 4)
     ledger.freeze(0)
@@ -221,7 +221,7 @@ def test_the_short_batch_counts_its_samples():
     assert ledger.oldest.num_samples == 103
 
 
-def test_drop_last_leaves_the_short_batch_out():
+def test_drop_last_omits_the_short_batch():
     ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=1, drop_last=True)
     while deal(ledger, 0):
         pass
@@ -230,8 +230,8 @@ def test_drop_last_leaves_the_short_batch_out():
     assert ledger.oldest.num_samples == 100
 
 
-def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
-    ledger = pool_of(20, progressive=False)
+def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():
+    ledger = ledger_of(20, progressive=False)
     deal(ledger, 0), deal(ledger, 1)
     for rank in (0, 1):
         ledger.record_trained(rank, 6)
@@ -249,9 +249,9 @@ def test_a_death_opens_what_was_not_settled_and_counts_what_was_trained():
     assert ledger.oldest.num_samples == 20
 
 
-def test_a_pool_is_exhausted_once_nothing_is_open():
-    ledger = pool_of(10, progressive=False)
-    assert not ledger.exhausted  # the epoch is still to begin
+def test_a_ledger_is_exhausted_once_no_batch_is_open():
+    ledger = ledger_of(10, progressive=False)
+    assert not ledger.exhausted  # the epoch has not begun
     deal(ledger, 0)
     assert len(ledger.oldest.open) > 0
     assert not ledger.exhausted
@@ -262,17 +262,17 @@ def test_a_pool_is_exhausted_once_nothing_is_open():
     assert not ledger.exhausted
 
 
-def test_the_death_of_the_last_hands_nothing_over():
-    """Nobody has a share that what was reserved could follow."""
-    ledger = pool_of(20, progressive=False)
+def test_the_quota_of_the_last_rank_is_not_redistributed():
+    """No rank has a share to receive it."""
+    ledger = ledger_of(20, progressive=False)
     deal(ledger, 0)
     ledger.reopen_rank(0, (0.0, 0.0))
     assert len(ledger.oldest.open) == 20
     assert sum(ledger.oldest.quotas) == 20
 
 
-def test_a_death_gives_back_what_it_took_of_a_limit():
-    ledger = pool_of(10, max_batches=6, progressive=False)
+def test_a_death_restores_its_part_of_max_batches():
+    ledger = ledger_of(10, max_batches=6, progressive=False)
     assert size(deal(ledger, 1)) == 5
     ledger.reopen_rank(1, (1.0, 0.0))
     while deal(ledger, 0, None, (1.0, 0.0)):
@@ -281,7 +281,7 @@ def test_a_death_gives_back_what_it_took_of_a_limit():
 
 
 @given(st.data())
-def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
+def test_every_batch_is_dealt_and_settled_exactly_once(data):
     world = data.draw(st.integers(1, 4), "world_size")
     num_samples, batch_size = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 9))
     num_epochs = data.draw(st.integers(1, 3))
@@ -318,8 +318,8 @@ def test_every_batch_is_dealt_and_settled_once_whatever_happens(data):
     assert closed == list(range(len(closed)))
 
 
-def test_ranks_that_are_held_together_get_short_chunks_and_are_never_refused():
-    ledger = pool_of(8)
+def test_ranks_under_a_lead_limit_always_receive_short_chunks():
+    ledger = ledger_of(8)
     seconds, shares = (1e-3, 1.0), (0.999, 0.001)
     sizes = [
         size(ledger.deal_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))

@@ -1,4 +1,4 @@
-"""The coordinator's decisions, one event after the other."""
+"""The coordinator's commands, event by event."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NC
 
 
 class Run:
-    """A machine and what it has sent."""
+    """A coordinator and its sent messages."""
 
     def __init__(self, world=2, *, ready=True, **settings):
         defaults = {"num_samples": 100, "batch_size": 1, "num_epochs": 1, "anchor": 2}
@@ -42,7 +42,7 @@ class Run:
                 self.tell(m.Ready(rank=rank))
 
     def tell(self, event):
-        """Hand an event in; returns the messages it caused."""
+        """Handle an event; returns the messages that it caused."""
         commands = self.machine.handle(event, self.now)
         new = [(c.rank, c.message) for c in commands if isinstance(c, Send)]
         self.sent += new
@@ -72,7 +72,7 @@ class Run:
 
 
 def at_a_round(backend=CPU, **settings):
-    """Two ranks that were just asked for their part of round 1."""
+    """Two ranks with an outstanding request of round 1."""
     run = Run(backend=backend, **settings)
     for _ in range(2):
         run.end_plan(0)
@@ -93,17 +93,17 @@ def test_nothing_is_dealt_before_every_rank_is_ready():
     assert [len(run.to(m.StartEpoch, rank)) for rank in (0, 1)] == [2, 2]
 
 
-def test_each_rank_keeps_two_plans_one_in_progress_and_one_behind_it():
+def test_each_rank_has_two_plans_queued():
     run = Run()
     assert [type(msg) for _, msg in run.end_plan(0)] == [m.StartEpoch]
 
 
-def test_everyone_gets_a_first_plan_before_anyone_gets_a_second():
+def test_every_rank_receives_a_first_plan_before_any_second():
     run = Run(num_samples=2)
     assert [len(run.to(m.StartEpoch, rank)) for rank in (0, 1)] == [1, 1]
 
 
-def test_a_rank_without_a_batch_of_an_epoch_still_hears_of_it():
+def test_a_rank_without_a_batch_of_an_epoch_receives_an_empty_plan():
     run = Run(world=3, num_samples=2)
     assert run.to(m.StartEpoch, 2) == []
     run.end_plan(0), run.end_plan(1)
@@ -113,7 +113,7 @@ def test_a_rank_without_a_batch_of_an_epoch_still_hears_of_it():
     assert run.to(m.StartEpoch, 2) == [m.StartEpoch(plan=m.EpochPlan(epoch=0))]
 
 
-def test_a_rank_hears_once_of_an_epoch_without_a_batch_for_it():
+def test_a_rank_receives_one_empty_plan_per_epoch():
     run = Run(world=3, num_samples=4, num_epochs=2, batch_size=2)
     empty = m.StartEpoch(plan=m.EpochPlan(epoch=0))
     assert run.to(m.StartEpoch, 2)[0] == empty
@@ -168,7 +168,7 @@ def test_no_second_request_goes_out_before_every_rank_acknowledged(backend):
     assert [msg.round for msg in run.to(kind)] == [1, 1, 2, 2]
 
 
-def test_an_acknowledgement_counts_as_no_batch():
+def test_an_acknowledgement_is_not_counted_as_a_batch():
     """D5."""
     run = at_a_round(THREAD)
     before = [r.num_batches for r in run.machine.core.ranks]
@@ -178,7 +178,7 @@ def test_an_acknowledgement_counts_as_no_batch():
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
 
 
-def test_what_is_trained_while_an_average_is_computed_counts_for_the_next_round():
+def test_training_during_an_average_counts_for_the_next_round():
     """D19."""
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
@@ -189,7 +189,7 @@ def test_what_is_trained_while_an_average_is_computed_counts_for_the_next_round(
     assert run.to(m.SetGlobalStep)[-1].step == 4
 
 
-def test_a_round_that_is_not_answered_in_time_is_given_up_and_tried_again():
+def test_a_round_without_timely_replies_is_abandoned_and_retried():
     run = at_a_round(snapshot_timeout_s=1.0)
     run.snapshot(0, 1)
     assert run.machine.deadline == pytest.approx(1.0)
@@ -202,7 +202,7 @@ def test_a_round_that_is_not_answered_in_time_is_given_up_and_tried_again():
     assert run.machine.statistics().num_failed_rounds == 1
 
 
-def test_a_snapshot_of_a_round_that_was_given_up_is_dropped():
+def test_a_snapshot_of_an_abandoned_round_is_dropped():
     """D15."""
     run = at_a_round(snapshot_timeout_s=1.0)
     run.now = 1.0
@@ -224,14 +224,14 @@ def test_too_many_failed_rounds_in_a_row_end_the_run():
 
 
 def finish_round(run):
-    """Both ranks answer the round asked for last, and take its average."""
+    """Both ranks reply to the last round and acknowledge its average."""
     round_id = run.to(m.RequestParams)[-1].round
     run.snapshot(0, round_id), run.snapshot(1, round_id)
     run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
     run.tell(m.SyncAck(rank=0, round=round_id)), run.tell(m.SyncAck(rank=1, round=round_id))
 
 
-def test_late_rounds_that_do_not_follow_one_another_never_end_the_run():
+def test_late_rounds_that_are_not_consecutive_do_not_end_the_run():
     run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
     for _ in range(5):
         for _ in range(2):
@@ -245,15 +245,15 @@ def test_late_rounds_that_do_not_follow_one_another_never_end_the_run():
     assert run.machine.phase is Phase.RUNNING
 
 
-def test_nobody_is_waited_for_once_a_round_is_over():
+def test_a_completed_round_has_no_deadline():
     run = at_a_round(snapshot_timeout_s=1.0)
     assert run.machine.deadline == 1.0
     finish_round(run)
     assert run.machine.deadline == run.machine.core.config.stall_timeout_s
 
 
-def test_a_rank_that_dies_in_a_round_does_not_count_as_late():
-    """What is left of the patience is what there was before."""
+def test_a_death_in_a_round_is_not_a_late_reply():
+    """The number of failed rounds in a row stays the same."""
     run = at_a_round(world=2, snapshot_timeout_s=1.0, max_failed_rounds=2, continue_on_failure=True)
     run.now += 1.0
     run.tell(m.Tick())
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_in_a_round_does_not_count_as_late():
     assert run.machine.phase is Phase.RUNNING
 
 
-def test_an_average_that_could_not_be_computed_gives_the_round_up():
+def test_a_failed_average_abandons_the_round():
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.tell(m.Averaged(round=1, average=None, error=MemoryError()))
@@ -300,7 +300,7 @@ def test_a_run_ends_with_the_average_of_the_last_snapshots():
     assert not run.machine.outcome.stopped
 
 
-def test_an_epoch_is_published_once_its_evaluation_is_there():
+def test_an_epoch_is_published_after_its_evaluation():
     run = Run(num_samples=2, evaluate=True)
     finish_training(run)
     assert [msg.evaluate for msg in run.to(m.Update)] == [0, None]
@@ -313,7 +313,7 @@ def test_an_epoch_is_published_once_its_evaluation_is_there():
 
 
 def at_an_evaluation(**settings):
-    """Ranks that were just asked for the round whose average is evaluated within the epoch."""
+    """Ranks with an outstanding request of a round that is evaluated within the epoch."""
     run = Run(evaluate=True, eval_every=4, anchor=50, **settings)
     for _ in range(2):
         run.end_plan(0), run.end_plan(1)
@@ -332,7 +332,7 @@ def evaluations(run):
 
 
 def answer_round(run, ranks):
-    """These ranks answer the round asked for last, and take its average."""
+    """These ranks reply to the last round and acknowledge its average."""
     round_id = run.to(m.RequestParams)[-1].round
     for rank in ranks:
         run.snapshot(rank, round_id)
@@ -341,7 +341,7 @@ def answer_round(run, ranks):
         run.tell(m.SyncAck(rank=rank, round=round_id))
 
 
-def test_an_evaluation_within_an_epoch_whose_round_failed_is_due_again():
+def test_an_evaluation_within_an_epoch_is_due_again_after_a_failed_round():
     run = at_an_evaluation(snapshot_timeout_s=1.0)
     run.now = 1.0
     run.tell(m.Tick())
@@ -349,7 +349,7 @@ def test_an_evaluation_within_an_epoch_whose_round_failed_is_due_again():
     assert evaluations(run) == [(0, 0, 4)]
 
 
-def test_an_evaluation_within_an_epoch_is_told_once_and_not_made_again():
+def test_an_evaluation_within_an_epoch_is_published_once():
     run = at_an_evaluation()
     answer_round(run, (0, 1))
     values = (("acc", 0.5),)
@@ -369,7 +369,7 @@ def test_an_evaluation_within_an_epoch_is_told_once_and_not_made_again():
     assert evaluations(run) == [(0, 0, 4), (0, 0, 8)]
 
 
-def test_nobody_waits_for_an_evaluation_of_a_rank_that_died_in_it():
+def test_an_evaluation_of_a_dead_rank_is_not_waited_for():
     run = at_an_evaluation(world=3, continue_on_failure=True)
     answer_round(run, (0, 1, 2))
     assert evaluations(run) == [(0, 0, 4)]
@@ -404,7 +404,7 @@ def test_a_stop_waits_for_the_round_in_flight():
     assert run.machine.outcome.stopped
 
 
-def test_a_final_average_that_fails_is_the_outcome_of_the_run():
+def test_a_failed_final_average_fails_the_run():
     run = Run(num_samples=2)
     finish_training(run)
     for rank in (0, 1):
@@ -420,8 +420,8 @@ def test_a_final_average_that_fails_is_the_outcome_of_the_run():
 
 @pytest.mark.parametrize("num_samples", [0, 1])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_the_result_of_sync_is_made_of_the_ranks_that_came_furthest(ahead, num_samples):
-    """After a death in a reduction some may have made a step more than others."""
+def test_the_result_of_sync_is_averaged_over_the_ranks_with_the_most_steps(ahead, num_samples):
+    """After a death in a reduction ranks may differ by one step."""
     run = Run(world=3, policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True)
     run.tell(m.StopRequested())
     assert len(run.to(m.Shutdown)) == 3
@@ -434,7 +434,7 @@ def test_the_result_of_sync_is_made_of_the_ranks_that_came_furthest(ahead, num_s
     assert run.jobs() == []
 
 
-def test_a_failure_wakes_the_collective_and_sends_everyone_home():
+def test_a_failure_aborts_the_collective_and_shuts_all_ranks_down():
     run = at_a_round(THREAD)
     error = RuntimeError("in a step")
     run.tell(m.Failed(rank=1, epoch=0, step=7, error=error))
@@ -448,7 +448,7 @@ def test_a_failure_wakes_the_collective_and_sends_everyone_home():
 
 
 def test_a_failure_ends_the_round_in_flight():
-    """No average of it is delivered, neither to the dead nor to those who leave."""
+    """Its average is sent to no rank."""
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.tell(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
@@ -472,7 +472,7 @@ def test_a_thread_that_ends_without_a_message_is_dead():
     assert "without a message" in str(run.machine.outcome.failure.error)
 
 
-def test_the_first_failure_is_told_and_later_ones_are_not():
+def test_the_first_failure_is_the_outcome():
     run = Run(world=3)
     first = RuntimeError("first")
     run.tell(m.Failed(rank=0, epoch=0, step=1, error=first))
@@ -492,7 +492,7 @@ def test_ranks_that_do_not_leave_in_time_are_named():
     assert run.machine.outcome.missing == (2,)
 
 
-def test_a_machine_that_is_done_answers_nothing():
+def test_a_finished_coordinator_ignores_events():
     run = Run(world=2, grace_s=0.0)
     run.tell(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
     run.tell(m.Tick())
@@ -510,7 +510,7 @@ def test_a_machine_that_is_done_answers_nothing():
         (RankState.LEAVING, RankState.LIVE),
     ],
 )
-def test_a_rank_never_comes_back(state, target):
+def test_a_rank_cannot_return_to_an_earlier_state(state, target):
     rank = Rank(rank=4, state=state)
     with pytest.raises(AssertionError, match="rank 4"):
         rank.move(target)
@@ -523,7 +523,7 @@ def test_a_rank_never_comes_back(state, target):
         ({}, 0),
     ],
 )
-def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings, num_reported):
+def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported):
     run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
     for _ in range(60):
         for rank, step_s in enumerate((0.01, 0.03)):
@@ -534,8 +534,8 @@ def test_lockstep_ranks_that_turn_out_unequal_are_told_of_once(caplog, settings,
     assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
 
 
-def test_a_transport_that_failed_is_left_though_the_last_round_failed_by_a_death():
-    """Its rank says that it did not take part; that it has died is heard of after that."""
+def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death():
+    """The failed acknowledgement of the dead rank arrives before its death is known."""
     settings = {"backend": NCCL, "alternatives": (CPU,), "max_failed_rounds": 3}
     run = at_a_round(continue_on_failure=True, **settings)
     for round_id in (1, 2, 3):
@@ -565,8 +565,8 @@ def test_under_sync_no_round_and_no_limit_is_sent():
 
 @pytest.mark.parametrize(("world", "policy"), [(1, "cadence"), (2, "sync")])
 @pytest.mark.parametrize("buffers", [False, True])
-def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, buffers):
-    """One is made at a time; when it is, the next may be."""
+def test_every_requested_checkpoint_is_made(world, policy, buffers):
+    """Checkpoints are made one at a time."""
     run = Run(world=world, policy=ApplyPolicy(policy), backend=THREAD)
     held = (torch.zeros(1),) if buffers else ()
     for ticket in range(3):
@@ -587,7 +587,7 @@ def test_every_checkpoint_asked_for_is_made_when_it_is_asked_for(world, policy, 
         assert saved == [(t,) for t in range(ticket + 1)]
 
 
-def test_buffers_of_a_checkpoint_under_sync_are_averaged_though_a_rank_had_no_sample():
+def test_buffers_of_a_sync_checkpoint_are_averaged_without_samples_on_one_rank():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD)
     run.tell(m.SaveRequested(ticket=0))
     part = m.Payload(params=(), buffers=(torch.zeros(1),))
@@ -601,7 +601,7 @@ def test_buffers_of_a_checkpoint_under_sync_are_averaged_though_a_rank_had_no_sa
     assert [job.weights for job in run.jobs()] == [(0, 3)]
 
 
-def test_every_checkpoint_asked_for_is_made_of_a_round_of_its_own():
+def test_every_requested_checkpoint_has_its_own_round():
     run = Run(backend=THREAD, anchor=50)
     for ticket in range(3):
         run.end_plan(0), run.end_plan(1)
@@ -615,8 +615,8 @@ def test_every_checkpoint_asked_for_is_made_of_a_round_of_its_own():
         assert saved == [(t,) for t in range(ticket + 1)]
 
 
-def test_the_last_rank_of_sync_averages_nothing_any_more():
-    """Two steps were made together; those that it makes alone are no averagings."""
+def test_the_last_rank_of_sync_counts_no_averagings():
+    """Two steps were made together; steps of a single rank are not averagings."""
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True, num_samples=6)
     run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     stats = m.ReportStats(num_batches=2, num_samples=2)
@@ -629,8 +629,8 @@ def test_the_last_rank_of_sync_averages_nothing_any_more():
 
 
 @pytest.mark.parametrize("alternatives", [(), (THREAD,)])
-def test_a_halt_before_the_news_of_a_death_is_no_failed_reduction(alternatives):
-    """The ranks that are left hear of it from their broken collective, the coordinator after."""
+def test_a_halt_before_the_report_of_a_death_is_not_a_failed_reduction(alternatives):
+    """The other ranks notice the death by their aborted collective before the coordinator."""
     settings = {"backend": NCCL, "alternatives": alternatives, "max_failed_rounds": 3}
     run = Run(world=3, policy=ApplyPolicy.SYNC, continue_on_failure=True, **settings)
     for generation in range(2):
@@ -650,7 +650,7 @@ def test_a_halt_before_the_news_of_a_death_is_no_failed_reduction(alternatives):
 
 
 @pytest.mark.parametrize("fault", [None, "planted"])
-def test_so_many_halts_in_a_row_as_may_fail_end_the_run(fault):
+def test_max_failed_rounds_consecutive_halts_end_the_run(fault):
     settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
     for generation in range(3):
@@ -664,8 +664,8 @@ def test_so_many_halts_in_a_row_as_may_fail_end_the_run(fault):
 
 
 @pytest.mark.parametrize("told_first", [0, 1])
-def test_a_halt_for_memory_is_no_failed_reduction_whoever_tells_first(told_first):
-    """The peer may hear of it from the broken collective before the rank itself has told."""
+def test_an_out_of_memory_halt_is_not_a_failed_reduction_in_any_order_of_reports(told_first):
+    """A peer may notice the aborted collective before the rank itself reports."""
     settings = {"backend": NCCL, "max_failed_rounds": 1, "balance": True, "batch_size": 8}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
     halted = m.Halted(rank=told_first, generation=0, step=0, too_large=8 * (told_first == 1))
@@ -675,8 +675,8 @@ def test_a_halt_for_memory_is_no_failed_reduction_whoever_tells_first(told_first
     assert run.to(m.Regroup, 0)
 
 
-def test_a_halt_after_a_step_that_another_rank_has_made_is_the_first_in_a_row():
-    """The rank that halts first may be one that has not come so far."""
+def test_a_halt_after_progress_of_another_rank_restarts_the_count():
+    """The first rank to halt may be one with fewer steps."""
     settings = {"backend": NCCL, "max_failed_rounds": 3, "continue_on_failure": True}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
     stats = m.ReportStats(num_batches=1, num_samples=1)
@@ -691,14 +691,14 @@ def test_a_halt_after_a_step_that_another_rank_has_made_is_the_first_in_a_row():
     assert run.machine.core.phase is Phase.RUNNING
 
 
-def test_groups_have_rising_numbers():
+def test_generations_are_ascending():
     run = Run(world=4, backend=THREAD, continue_on_failure=True)
     for rank in (3, 2):
         run.tell(m.Failed(rank=rank, epoch=0, step=0, error=ValueError("planted")))
     assert [msg.generation for msg in run.to(m.Regroup, 0)] == [1, 2]
 
 
-def test_one_device_averages_nothing():
+def test_a_single_device_has_no_rounds():
     run = Run(world=1, num_samples=3)
     while (plans := run.to(m.StartEpoch)) and not run.to(m.Shutdown):
         run.end_plan(0, plans[0].plan.num_batches)
@@ -708,7 +708,7 @@ def test_one_device_averages_nothing():
     assert run.machine.outcome.metrics[0].num_samples == 3
 
 
-# -- what comes too late ---------------------------------------------------------------------
+# -- late messages ---------------------------------------------------------------------
 
 
 LATE = {
@@ -721,7 +721,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("event", LATE.values(), ids=LATE)
-def test_what_a_dead_rank_still_says_changes_nothing(event):
+def test_messages_of_a_dead_rank_change_nothing(event):
     run = Run(world=3, continue_on_failure=True)
     run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     before = run.machine.statistics()
@@ -730,7 +730,7 @@ def test_what_a_dead_rank_still_says_changes_nothing(event):
     assert run.machine.phase is Phase.RUNNING
 
 
-def test_metrics_of_steps_do_not_wait_for_a_dead_rank():
+def test_step_metrics_do_not_wait_for_a_dead_rank():
     run = Run(world=3, continue_on_failure=True, metrics_every=4)
     run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
@@ -740,7 +740,7 @@ def test_metrics_of_steps_do_not_wait_for_a_dead_rank():
     assert [(steps.num_batches, steps.avg_loss) for steps in told] == [(4, 2.0)]
 
 
-def test_ranks_that_no_transport_can_connect_end_the_run():
+def test_the_run_fails_if_no_backend_can_connect_the_ranks():
     run = Run(backend=THREAD)
     run.tell(m.ConnectFailed(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
     assert run.machine.phase is Phase.FAILING

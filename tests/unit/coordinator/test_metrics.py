@@ -1,4 +1,4 @@
-"""Reports of the ranks become the metrics of an epoch."""
+"""Accumulation of reports into metrics of epochs and steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_epoch_without_a_batch_has_no_loss():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_stays_visible(loss):
+def test_a_non_finite_loss_stays_in_the_metrics(loss):
     stats = EpochAccumulator(2)
     stats.add(0, report(10, 1.0))
     stats.add(1, report(10, loss, bad=(loss, 10)))
@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_finite_stays_visible(loss):
     assert metrics.per_rank[0].avg_loss == 1.0
 
 
-def test_what_the_caller_knows_is_passed_on():
+def test_values_of_the_caller_are_part_of_the_metrics():
     stats = EpochAccumulator(2)
     stats.add(0, report(110, 1.0))
     stats.add(0, ReportStats(num_skipped=3))
@@ -148,7 +148,7 @@ def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random
 
 
 @given(reports_by_rank, reports_by_rank)
-def test_a_tally_goes_on_from_its_saved_state(before, after):
+def test_an_accumulator_continues_from_its_saved_state(before, after):
     size = max(len(before), len(after))
     whole, first, second = (EpochAccumulator(size) for _ in range(3))
     for rank, tallies in enumerate(before):
@@ -176,7 +176,7 @@ def test_another_world_size_keeps_the_totals(size, samples):
     assert [rank.num_samples for rank in after.per_rank] == samples
 
 
-def test_closing_twice_gives_the_same():
+def test_closing_twice_returns_equal_metrics():
     stats = EpochAccumulator(2)
     stats.add(0, report(10, 1.0, accuracy=(0.5, 10)))
     assert repr(close(stats)) == repr(close(stats))
@@ -202,7 +202,7 @@ def steps(*args, **kwargs):
     return stats
 
 
-def test_steps_are_told_of_once_there_are_enough_of_every_rank():
+def test_step_metrics_are_returned_once_every_rank_has_enough_batches():
     stats = steps(4, 2, equal=True)
     assert stats.add(0, 0, told(1, 2, 3, 4, 5), 1.0) == []
     (first,) = stats.add(1, 0, told(10, 20, 30, rate=0.2, norm=7.0), 2.0)
@@ -218,7 +218,7 @@ def test_steps_are_told_of_once_there_are_enough_of_every_rank():
     assert stats.flush() == []
 
 
-def test_a_rank_that_tells_nothing_is_not_waited_for_for_long():
+def test_a_silent_rank_is_waited_for_at_most_silent_s():
     stats = steps(2, 2, equal=False)
     assert stats.add(0, 0, told(1, 2, 3), 1.5) == []
     assert stats.add(0, 0, told(4), 1.0 + SILENT_S) == []
@@ -226,7 +226,7 @@ def test_a_rank_that_tells_nothing_is_not_waited_for_for_long():
     assert [(m.step, m.avg_loss) for m in found] == [(2, 1.5), (4, 3.5)]
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_at_all():
+def test_a_dropped_rank_is_not_waited_for():
     stats = steps(2, 2, equal=True)
     assert stats.add(1, 0, told(5), 1.1) == []
     assert stats.add(0, 0, told(1), 1.2)[0].avg_loss == 3
@@ -235,14 +235,14 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_all():
     assert [m.avg_loss for m in stats.add(0, 0, told(3), 1.4)] == [1.5]
 
 
-def test_ranks_of_unequal_speed_give_their_part():
+def test_ranks_of_unequal_speed_contribute_in_proportion():
     stats = steps(4, 2, equal=False)
     assert stats.add(0, 0, told(*[1] * 12), 1.0) == []
     found = stats.add(1, 0, told(*[5] * 4), 2.0)
     assert [m.avg_loss for m in found] == [2.0] * 4  # three of rank 0 and one of rank 1
 
 
-def test_batches_without_a_loss_count_and_weigh_nothing():
+def test_batches_without_a_loss_are_counted_with_weight_zero():
     stats = steps(3, 1, equal=True)
     losses = ((math.nan, 0.0), (4.0, 1.0), (0.0, 0.0))
     (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=losses), 1.0)
@@ -252,7 +252,7 @@ def test_batches_without_a_loss_count_and_weigh_nothing():
     assert math.isnan(found.avg_loss)
 
 
-def test_the_learning_rate_of_an_epoch_is_that_of_the_lowest_rank_and_survives_a_checkpoint():
+def test_the_learning_rate_is_that_of_the_lowest_rank_and_is_restored():
     stats = EpochAccumulator(3)
     assert math.isnan(close(stats, devices=("cpu",) * 3).learning_rate)
     stats.add(1, told(1, rate=0.3))
@@ -264,7 +264,7 @@ def test_the_learning_rate_of_an_epoch_is_that_of_the_lowest_rank_and_survives_a
     assert close(restored).learning_rate in (0.3, 0.4)
 
 
-def test_after_a_death_as_many_steps_are_behind_metrics_as_before():
+def test_a_death_does_not_change_the_number_of_steps_per_metrics():
     """Two ranks train what three did, in two slices: 3 batches for each step, as before."""
     stats = StepAccumulator(6, 3, equal=True)
     stats.begin(0.0)
@@ -279,7 +279,7 @@ def test_after_a_death_as_many_steps_are_behind_metrics_as_before():
     assert [f.avg_loss for f in found] == [0.5, 2.5, 4.5, 6.5]
 
 
-def test_a_piece_that_counts_as_several_batches_is_told_of_once():
+def test_a_piece_of_several_batches_is_reported_once():
     stats = StepAccumulator(1, 1, equal=True)
     stats.begin(0.0)
     report = ReportStats(num_batches=1, num_samples=8, losses=((2.0, 8.0),))

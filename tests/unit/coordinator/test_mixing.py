@@ -1,4 +1,4 @@
-"""The arithmetic of an average for several intra-op threads."""
+"""The weighted mean with several intra-op threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.coordinator.test_averaging import DTYPES, bits
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of a few elements, so that small tensors are cut as large ones are."""
+    """Use blocks of a few elements, so that small tensors have several."""
     monkeypatch.setattr(mixing, "BLOCK_BYTES", 256)
     monkeypatch.setattr(blocks, "_BLOCKS_PER_SPLIT", 3)
     monkeypatch.setattr(mixing, "_SERIAL_NUMEL", 50)
@@ -33,7 +33,7 @@ def mixed(tensors, weights, num_threads):
 @pytest.mark.parametrize("weights", [[3, 5], [5, 3], [1, 0], [5, 1, 7], [0, 3, 0, 4]])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 1000, 4099])
-def test_any_number_of_threads_gives_the_same_bits(dtype, weights, numel):
+def test_the_mean_is_bitwise_equal_for_any_number_of_threads(dtype, weights, numel):
     tensors = [torch.randn(numel).to(dtype) + 1 for _ in weights]
     alone, divergences = mixed(tensors, weights, 1)
     for num_threads in (0, 2, 3, 70):
@@ -44,7 +44,7 @@ def test_any_number_of_threads_gives_the_same_bits(dtype, weights, numel):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("weights", [[3, 5], [5, 3]])
-def test_a_block_of_two_ranks_whose_numbers_overflow_is_measured_like_the_others(weights):
+def test_a_block_whose_squares_overflow_is_measured(weights):
     """In float32 the squares of the first block overflow, and the difference in the last."""
     first, second = torch.ones(1000), torch.full((1000,), 2.0)
     first[:64], second[:64] = 1e25, 3e25
@@ -61,17 +61,17 @@ def test_a_block_of_two_ranks_whose_numbers_overflow_is_measured_like_the_others
 
 
 def num_started(num_threads):
-    """Threads of the system that the average of a tensor of several blocks starts."""
+    """Number of OS threads that an average of several blocks starts."""
     tensors = [torch.randn(5 * mixing._SERIAL_NUMEL + 7) for _ in range(2)]
     started = []
 
     def average():
         before = set(os.listdir("/proc/self/task"))
         mixed(tensors, [3, 5], num_threads)
-        # Those of an earlier team may end meanwhile.
+        # Earlier intra-op threads may end meanwhile.
         started.append(len(set(os.listdir("/proc/self/task")) - before))
 
-    # In a thread of its own, which has no team yet.
+    # On a new thread, which has no intra-op threads yet.
     thread = threading.Thread(target=average, daemon=True)
     thread.start()
     thread.join(20.0)
@@ -80,7 +80,7 @@ def num_started(num_threads):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_serial_average_starts_no_thread():
-    """A team of threads goes on spinning on the cores of the ranks."""
+    """Idle intra-op threads would keep spinning on the ranks' cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

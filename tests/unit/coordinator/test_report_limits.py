@@ -1,4 +1,4 @@
-"""How far each rank may run is told as soon as it changes."""
+"""A changed limit is sent to its rank at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_catching_up_releases_a_parked_rank_without_a_round():
     assert run.to(m.RequestParams) == []
 
 
-def test_an_answer_that_tells_of_training_releases_a_rank_while_others_are_awaited():
+def test_a_reply_with_a_report_releases_a_rank_while_the_round_waits_for_others():
     run = Run(anchor=10, max_batch_diff=2)
     run.end_plan(0), run.end_plan(0), run.end_plan(0)
     run.machine.rounds.start(run.now)

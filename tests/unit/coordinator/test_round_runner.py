@@ -1,4 +1,4 @@
-"""What an averaging round teaches the cadence."""
+"""The effect of a round's cost on the cadence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUND_S = 6 * EVENT_S
 
 
 def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
-    """Two ranks whom averaging costs nothing, and a coordinator whom each event costs time."""
+    """Two ranks without averaging cost, and a coordinator with a CPU time per event."""
     handle = Coordinator.handle
 
     def clocked(machine, event, now):
@@ -40,27 +40,27 @@ def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
 
 
 @pytest.mark.parametrize("target", [0.02, 0.10, 0.50])
-def test_rounds_come_so_seldom_that_the_coordinator_takes_its_part_of_a_core(monkeypatch, target):
-    """Whatever averaging may cost the ranks."""
+def test_rounds_are_rare_enough_for_the_coordinators_share_of_a_core(monkeypatch, target):
+    """For any overhead_target."""
     anchor = statistics_with(monkeypatch, EVENT_S, overhead_target=target).anchor
     assert 2 / BATCH_S > REFERENCE_RATE_PER_S
     assert ROUND_S / (anchor * BATCH_S) == pytest.approx(COORDINATOR_SHARE, rel=0.3)
 
 
-def test_with_fewer_batches_it_may_take_more(monkeypatch):
+def test_the_coordinators_share_is_larger_at_lower_rates(monkeypatch):
     batch_s = 4 * BATCH_S
     anchor = statistics_with(monkeypatch, 10 * EVENT_S, batch_s, overhead_target=0.5).anchor
     assert 10 * ROUND_S / (anchor * batch_s) == pytest.approx(2 * COORDINATOR_SHARE, rel=0.3)
 
 
-def test_rounds_of_long_steps_come_until_the_ranks_would_notice(monkeypatch):
-    """What the coordinator takes is taken from the ranks' cores, like the averaging."""
+def test_rounds_of_long_steps_are_limited_by_their_cost_to_the_ranks(monkeypatch):
+    """The coordinator's CPU time takes cores from the ranks, like the average."""
     target, factor, batch_s = 0.02, 500, 100 * BATCH_S
     anchor = statistics_with(monkeypatch, factor * EVENT_S, batch_s, overhead_target=target).anchor
     assert factor * ROUND_S / 2 / (anchor * batch_s) == pytest.approx(target, rel=0.3)
 
 
-def test_a_coordinator_that_costs_nothing_leaves_the_cadence_alone(monkeypatch):
+def test_a_coordinator_without_cost_does_not_change_the_cadence(monkeypatch):
     assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
 
 
@@ -80,8 +80,8 @@ CHUNK = m.EpochReport(rank=0, epoch=0, stats=m.ReportStats())
     [(ACK, 0, True), (REPORT, 10, True), (REPORT, 9, False), (CHUNK, 10, False)],
     ids=["answer", "count-reached", "count-not-reached", "chunk"],
 )
-def test_rounds_are_charged_what_comes_with_them(event, since_round, charged):
-    """The count is 10. What an event took is known with the next one."""
+def test_rounds_are_charged_with_their_events(event, since_round, charged):
+    """The count is 10. The time of an event is measured at the next one."""
     core = core_with(since_round)
     cpu_time = RoundCpuTime(core)
     core.spent_s = 1.0

@@ -34,7 +34,7 @@ def snapshot(rank=0, round_id=1):
 
 
 @pytest.mark.parametrize(("state", "target"), list(product(RoundState, RoundState)))
-def test_a_round_moves_along_its_path_only(state, target):
+def test_a_round_makes_only_legal_transitions(state, target):
     rnd = Round(state=state)
     if (state, target) in LEGAL:
         rnd.move(target)
@@ -45,7 +45,7 @@ def test_a_round_moves_along_its_path_only(state, target):
         assert rnd.state is state
 
 
-def test_a_round_does_not_begin_while_another_is_in_flight():
+def test_a_round_cannot_start_while_another_is_in_flight():
     rnd = begun(RoundState.SYNCING)
     with pytest.raises(AssertionError):
         rnd.begin(
@@ -75,7 +75,7 @@ def test_every_round_has_its_own_id_and_starts_empty():
     assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
 
 
-def test_a_reply_to_an_old_round_is_refused():
+def test_a_reply_to_an_old_round_is_ignored():
     """D15."""
     rnd = begun()
     rnd.move(RoundState.NONE)
@@ -91,14 +91,14 @@ def test_a_reply_to_an_old_round_is_refused():
     assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)
 
 
-def test_a_reply_is_refused_the_second_time():
+def test_a_second_reply_is_ignored():
     rnd = begun()
     rnd.snapshots[0] = snapshot(0)
     assert not rnd.accepts(snapshot(0), RoundState.COLLECTING)
     assert rnd.accepts(snapshot(1), RoundState.COLLECTING)
 
 
-def test_a_reply_in_another_state_or_of_a_stranger_is_refused():
+def test_a_reply_in_another_state_or_of_another_rank_is_ignored():
     rnd = begun(ranks=(0, 2))
     assert not rnd.accepts(m.SyncAck(rank=0, round=1), RoundState.SYNCING)
     assert not rnd.accepts(snapshot(1), RoundState.COLLECTING)
@@ -120,7 +120,7 @@ def test_a_round_is_complete_with_the_last_of_its_ranks():
     ],
     ids=["collecting", "syncing"],
 )
-def test_an_answer_is_a_part_once_it_is_taken_and_until_the_round_goes_on(state, answer, taken):
+def test_an_accepted_reply_is_partial_until_the_round_changes_state(state, answer, taken):
     rnd = begun(state)
     assert not rnd.is_partial_reply(answer)
     getattr(rnd, taken)[0] = answer

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run, in the machine's words."""
+"""The coordinator's state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coordinator.state import Core
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
-def test_what_a_dead_rank_trained_after_its_part_of_a_checkpoint_is_not_in_it():
-    """It dies before the others have theirs: what was lost with it was lost after the cut."""
+def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
+    """It dies before the cuts of the other ranks: its loss is after the checkpoint."""
     run = Run(world=3, backend=AverageBackend.THREAD, anchor=50, continue_on_failure=True)
     for rank in range(3):
         run.end_plan(rank), run.end_plan(rank)
@@ -35,7 +35,7 @@ def test_what_a_dead_rank_trained_after_its_part_of_a_checkpoint_is_not_in_it():
 @given(st.lists(st.integers(0, 30), unique=True))
 @example([4, 2, 0])
 @example([1, 4, 7, 8, 9, 3])
-def test_batches_left_of_a_plan_are_kept_in_their_order(batches):
+def test_unreported_batches_of_a_plan_keep_their_order(batches):
     spans = _spans(batches)
     assert _order(spans) == batches
     assert all(len(span) > 0 for span in spans)
@@ -60,14 +60,14 @@ def resumed(state, world):
     return core, capture_run(core, (), 0.0, {}, None)
 
 
-def test_the_global_batch_is_that_of_the_run_that_began_however_often_it_is_resumed():
+def test_the_global_batch_of_the_first_run_survives_every_resume():
     _, state = resumed(None, 4)
     for world, num_slices in ((2, 2), (3, 2), (8, 1), (1, 4)):
         core, state = resumed(state, world)
         assert (core.per_global, core.num_slices(range(world))) == (4, num_slices)
 
 
-def test_a_checkpoint_that_does_not_say_its_global_batch_has_one_batch_for_each_rank():
+def test_a_checkpoint_without_a_global_batch_has_one_batch_per_rank():
     _, state = resumed(None, 4)
     del state["per_global"]
     assert resumed(state, 2)[0].per_global == 4

@@ -1,4 +1,4 @@
-"""The thread that joins the machine to its queues, with real threads."""
+"""The service between the coordinator and its queues, with real threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 class Scripted(Coordinator):
-    """A machine that gives the commands it is told to."""
+    """A coordinator with scripted commands."""
 
     def __init__(self, script, *, world=2, deadline=None):
         super().__init__(
@@ -48,7 +48,7 @@ class Scripted(Coordinator):
 
 
 class Bench:
-    """A service whose every effect is noted in order."""
+    """A service whose effects are recorded in order."""
 
     def __init__(self, machine, world=2):
         self.machine = machine
@@ -115,8 +115,8 @@ def test_events_are_handled_in_order():
     assert bench.machine.events == events
 
 
-def test_an_observers_time_is_no_cost_of_averaging():
-    """It would make rounds rarer."""
+def test_the_time_of_observers_is_not_a_cost_of_averaging():
+    """Otherwise observers would make rounds rarer."""
 
     def observe(event, commands, now):
         end = time.thread_time() + 0.1
@@ -137,7 +137,7 @@ def test_an_observers_time_is_no_cost_of_averaging():
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
-def test_a_coordinator_that_dies_wakes_everyone_and_keeps_its_error(error, caplog):
+def test_a_failed_coordinator_thread_wakes_all_ranks_and_keeps_its_error(error, caplog):
     """D35: Python's queues never disconnect."""
 
     def script(machine, event):
@@ -152,7 +152,7 @@ def test_a_coordinator_that_dies_wakes_everyone_and_keeps_its_error(error, caplo
     assert "the coordinator's thread died" in caplog.text
 
 
-def test_a_real_machine_that_breaks_down_wakes_everyone(monkeypatch, caplog):
+def test_a_failure_inside_the_coordinator_wakes_all_ranks(monkeypatch, caplog):
     def broken(self, now):
         raise RuntimeError("inside the machine")
 
@@ -164,7 +164,7 @@ def test_a_real_machine_that_breaks_down_wakes_everyone(monkeypatch, caplog):
     assert bench.service.statistics().global_step == 0
 
 
-def test_a_deadline_that_passes_is_a_tick():
+def test_a_passed_deadline_is_a_tick():
     def script(machine, event):
         machine.ended = isinstance(event, m.Tick)
         return []
@@ -173,7 +173,7 @@ def test_a_deadline_that_passes_is_a_tick():
     assert bench.machine.events == [m.Tick()]
 
 
-def test_an_average_comes_back_as_an_event():
+def test_an_average_is_returned_as_an_event():
     seen = []
 
     def script(machine, event):
@@ -195,7 +195,7 @@ def test_an_average_comes_back_as_an_event():
     assert threads() == set()
 
 
-def test_an_average_that_fails_is_told_with_its_error(caplog):
+def test_a_failed_average_is_returned_with_its_error(caplog):
     seen = []
 
     def script(machine, event):
@@ -277,7 +277,7 @@ def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
     assert threads() == set()
 
 
-def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
+def test_a_failed_thread_start_leaves_no_thread_behind(monkeypatch):
     bench = Bench(Scripted(lambda machine, event: []))
 
     def refuse():

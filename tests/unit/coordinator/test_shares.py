@@ -1,4 +1,4 @@
-"""Shares by measured speed: the cut itself, and how it follows ranks under a simulated clock."""
+"""Shares by measured speed: the split, and its adaptation under a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.shares import ImbalanceDetector, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 
 STEPS = 6
-"""Global steps behind each measurement."""
+"""Global steps per measurement."""
 
 a_cost = st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-2))
 
@@ -23,7 +23,7 @@ def longest(costs, sizes):
 
 
 @given(st.lists(a_cost, min_size=1, max_size=6), st.integers(0, 4000))
-def test_pieces_are_whole_and_no_single_move_ends_the_step_earlier(costs, extra):
+def test_no_single_move_shortens_the_step(costs, extra):
     total = len(costs) + extra
     sizes = split_by_cost(total, costs)
     assert sum(sizes) == total
@@ -39,21 +39,21 @@ def test_pieces_are_whole_and_no_single_move_ends_the_step_earlier(costs, extra)
 
 
 @given(st.lists(a_cost, min_size=3, max_size=3), st.integers(3, 14))
-def test_the_cut_is_the_best_of_all(costs, total):
+def test_the_split_is_optimal(costs, total):
     every = [s for s in product(range(1, total), repeat=3) if sum(s) == total]
     best = min(longest(costs, s) for s in every)
     assert longest(costs, split_by_cost(total, costs)) <= best * (1 + 1e-9)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(0, 500))
-def test_a_short_batch_is_cut_alike(sizes, extra):
+def test_a_short_batch_is_split_in_the_same_proportions(sizes, extra):
     parts = split_like(len(sizes) + extra, sizes)
     assert sum(parts) == len(sizes) + extra
     assert min(parts) >= 1
 
 
 class Ranks:
-    """Ranks with a time for each piece, and a clock that does not run."""
+    """Ranks with modelled compute times."""
 
     def __init__(self, costs, total, noise=0.0, seed=0):
         self.costs, self.total = list(costs), total
@@ -63,7 +63,7 @@ class Ranks:
         self._noise, self._random = noise, random.Random(seed)
 
     def train(self, change=None):
-        """Some global steps; ``change`` sets costs before the step of its number."""
+        """Train global steps; ``change`` sets costs before the step with its number."""
         at, costs = change or (0, self.costs)
         times = [0.0] * len(costs)
         for step in range(STEPS):
@@ -80,7 +80,7 @@ class Ranks:
 
     @property
     def loss(self):
-        """How much longer the step takes than with the best sizes."""
+        """Excess of the step time over that of the best sizes."""
         best = longest(self.costs, split_by_cost(self.total, self.costs))
         return longest(self.costs, self.sizes) / best - 1
 
@@ -119,7 +119,7 @@ def test_a_change_of_speed_is_followed_within_20_steps(at, factor, fixed_s):
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(10))
-def test_noise_of_5_percent_does_not_make_sizes_dance(ratio, seed):
+def test_noise_of_5_percent_does_not_change_sizes(ratio, seed):
     ranks = Ranks([(0.002, 1e-3), (0.002, ratio * 1e-3)], 128, noise=0.05, seed=seed)
     for _ in range(12):
         ranks.train()
@@ -142,7 +142,7 @@ def test_one_outlier_is_forgotten():
     assert ranks.loss < 0.05
 
 
-def test_the_first_steps_of_a_rank_are_not_counted():
+def test_the_first_measurement_of_a_rank_is_discarded():
     shares = Shares(2)
     for rank, first_s in ((0, 5.0), (1, 0.1)):
         shares.observe(rank, 8, first_s)
@@ -152,7 +152,7 @@ def test_the_first_steps_of_a_rank_are_not_counted():
     assert shares.cost(0) == shares.cost(1) == (0, 0.1 / 8)
 
 
-def test_nothing_is_cut_by_speed_before_each_rank_was_measured():
+def test_pieces_are_equal_until_each_rank_is_measured():
     shares = Shares(2)
     for _ in range(9):
         shares.observe(0, 8, 0.1)
@@ -172,7 +172,7 @@ def test_no_part_is_above_its_limit(drawn, data):
 
 
 @pytest.mark.parametrize("num_measured", [0, 1, 2, 3, 9])
-def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measured):
+def test_pieces_shrink_at_once_after_running_out_of_memory(num_measured):
     ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
     for _ in range(num_measured):
         ranks.train()
@@ -187,7 +187,7 @@ def test_a_rank_without_memory_for_its_piece_gets_smaller_ones_at_once(num_measu
     assert not ranks.shares.fits(80, (0, 1))
 
 
-def test_a_rank_that_would_delay_the_others_with_one_sample_gets_none_and_is_probed_again():
+def test_a_rank_that_delays_the_others_with_one_sample_idles_and_is_probed():
     ranks = Ranks([(0, 1e-3), (0.2, 1e-3), (0, 1e-3)], 60)
     sizes = []
     for _ in range(200):
@@ -204,8 +204,8 @@ def test_a_rank_that_would_delay_the_others_with_one_sample_gets_none_and_is_pro
     assert min(ranks.sizes) >= 19
 
 
-def test_ranks_that_are_slow_alike_get_nothing_together():
-    """Without one of them a step would be as long as with it."""
+def test_equally_slow_ranks_idle_together():
+    """Leaving out one of them would not shorten the step."""
     slow, fast = (1.0, 1e-3), (0.0, 1e-2)
     ranks = Ranks([slow, slow, fast, fast], 64)
     for _ in range(12):
@@ -213,9 +213,9 @@ def test_ranks_that_are_slow_alike_get_nothing_together():
     assert ranks.sizes == (0, 0, 32, 32)
 
 
-def test_a_rank_whose_time_was_misjudged_gets_one_sample_before_it_gets_none():
+def test_a_rank_is_measured_with_one_sample_before_it_idles():
     ranks = Ranks([(2e-3, 1.7e-3), (2e-3, 9.3e-3)], 16)
-    for n, compute_s in ((8, 0.07), (8, 0.067), (6, 0.061)):  # of which most would be fixed
+    for n, compute_s in ((8, 0.07), (8, 0.067), (6, 0.061)):  # mostly fixed cost
         ranks.shares.observe(1, n, compute_s)
         ranks.shares.observe(0, 16 - n, seconds(ranks.costs[0], 16 - n))
         ranks.sizes = ranks.shares.sizes(16, (0, 1))
@@ -230,25 +230,25 @@ def test_a_rank_whose_time_was_misjudged_gets_one_sample_before_it_gets_none():
 @pytest.mark.parametrize(
     ("total", "sizes", "parts"),
     [
-        (8, {0: 0, 1: 3, 2: 2, 3: 0}, [0, 5, 3, 0]),  # nothing for those who rest
+        (8, {0: 0, 1: 3, 2: 2, 3: 0}, [0, 5, 3, 0]),  # idle ranks stay idle
         (16, {0: 0, 1: 3, 2: 3}, [0, 6, 10]),  # within the limit
         (27, {0: 0, 1: 9, 2: 9, 3: 0}, [0, 6, 21, 0]),
-        (9, {0: 0, 1: 3}, [3, 6]),  # the others' memory bears it no more
+        (9, {0: 0, 1: 3}, [3, 6]),  # above the memory limits of the others
         (4, {0: 0, 3: 0}, [2, 2]),
     ],
 )
-def test_a_smaller_global_batch_is_cut_alike_and_within_limits(total, sizes, parts):
+def test_a_short_global_batch_is_split_in_proportion_within_limits(total, sizes, parts):
     shares = Shares(4)
     assert shares.record_out_of_memory(1, 8)
     assert list(shares.short_sizes(total, sizes)) == parts
 
 
-def test_a_piece_above_a_known_limit_is_no_news():
+def test_an_out_of_memory_piece_above_the_limit_is_not_new():
     shares = Shares(2)
     assert [shares.record_out_of_memory(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
 
 
-def test_measured_memory_bounds_a_piece_until_more_is_measured():
+def test_measured_memory_limits_a_piece_until_the_next_measurement():
     ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
     for _ in range(9):
         ranks.train()
@@ -257,7 +257,7 @@ def test_measured_memory_bounds_a_piece_until_more_is_measured():
         ranks.shares.set_memory_limit(0, most)
         ranks.train()
         assert ranks.sizes[0] == size
-    ranks.shares.record_out_of_memory(0, 60)  # what has failed holds on
+    ranks.shares.record_out_of_memory(0, 60)  # the out-of-memory limit persists
     ranks.train()
     assert ranks.sizes[0] == 48
     ranks.shares.set_memory_limit(0, 40)
@@ -265,8 +265,8 @@ def test_measured_memory_bounds_a_piece_until_more_is_measured():
     assert ranks.sizes[0] == 40
 
 
-def test_what_is_only_measured_is_no_reason_to_give_up():
-    """Memory that a rank has no room for by its peaks may still be there."""
+def test_measured_limits_alone_do_not_fail_the_run():
+    """A piece above the measured limit may still fit."""
     shares = Shares(2)
     shares.set_memory_limit(0, 20)
     shares.record_out_of_memory(1, 30)
@@ -276,15 +276,15 @@ def test_what_is_only_measured_is_no_reason_to_give_up():
     assert not shares.may_fit(60, (0, 1))
 
 
-def test_a_rank_that_delays_nobody_with_one_sample_keeps_it():
+def test_a_rank_that_does_not_delay_the_others_keeps_its_sample():
     ranks = Ranks([(0, 1e-3), (0.03, 1e-2)], 40)
     for _ in range(100):
         ranks.train()
         assert min(ranks.sizes) >= 1
 
 
-def test_of_several_ranks_that_get_nothing_one_that_would_help_gets_some(monkeypatch):
-    """Although another of them would take as long as the slowest one does now."""
+def test_an_idle_rank_that_shortens_the_step_joins(monkeypatch):
+    """Another idle rank would be as slow as the slowest one."""
     monkeypatch.setattr(Shares, "cost", lambda self, rank: costs[rank])
     costs = {
         0: (0.00028, 0.00037),
@@ -306,7 +306,7 @@ def test_of_several_ranks_that_get_nothing_one_that_would_help_gets_some(monkeyp
     assert max(seconds(costs[r], n) for r, n in enumerate(then) if n) < 0.96 * before
 
 
-def test_as_many_ranks_as_help_join_those_that_have_some(monkeypatch):
+def test_every_idle_rank_that_shortens_the_step_joins(monkeypatch):
     seconds_each = (0.0356, 0.0525, 0.0707, 0.0555, 0.0054, 0.0426, 0.1785)
     costs = [(0.015 if s < 0.01 else 0.0, s) for s in seconds_each]
     monkeypatch.setattr(Shares, "cost", lambda self, rank: costs[rank])
@@ -317,7 +317,7 @@ def test_as_many_ranks_as_help_join_those_that_have_some(monkeypatch):
     assert [rank for rank in ranks if sizes[rank]] == [0, 4, 5]
 
 
-def test_the_only_rank_with_memory_enough_is_not_left_alone():
+def test_the_only_rank_with_enough_memory_is_not_used_alone():
     ranks = Ranks([(0, 1e-3), (0.2, 1e-3)], 60)
     ranks.shares.record_out_of_memory(0, 60)
     for _ in range(20):
@@ -325,36 +325,36 @@ def test_the_only_rank_with_memory_enough_is_not_left_alone():
     assert ranks.sizes == (48, 12)
 
 
-def looks(times, batches=10):
-    """What each look finds at ranks with these seconds for a batch."""
-    inequality = ImbalanceDetector()
+def checks(times, batches=10):
+    """Result of each check with these seconds per batch."""
+    detector = ImbalanceDetector()
     found = [
-        inequality.check({rank: (n, n * s) for rank, s in enumerate(times)})
+        detector.check({rank: (n, n * s) for rank, s in enumerate(times)})
         for n in range(0, 1001, batches)
     ]
     return [result for result in found if result is not None]
 
 
 @pytest.mark.parametrize("times", [(0.1, 0.1), (0.1, 0.114), (0.1, 0.1, 0.11), (0.1,)])
-def test_ranks_that_are_nearly_equal_are_not_noticed(times):
-    assert looks(times) == []
+def test_nearly_equal_ranks_are_not_detected(times):
+    assert checks(times) == []
 
 
-def test_unequal_ranks_are_noticed_once_with_what_shares_would_gain():
-    assert looks((0.1, 0.3)) == [(1, pytest.approx(3), pytest.approx(2))]
-    assert looks((0.1, 0.116, 0.1))[0][0] == 1
+def test_unequal_ranks_are_detected_once_with_the_gain_of_shares():
+    assert checks((0.1, 0.3)) == [(1, pytest.approx(3), pytest.approx(2))]
+    assert checks((0.1, 0.116, 0.1))[0][0] == 1
 
 
-def test_slow_first_steps_and_ranks_that_come_and_go_are_not_unequal():
-    inequality = ImbalanceDetector()
-    assert inequality.check({0: (10, 1.0), 1: (10, 60.0)}) is None
-    assert inequality.check({0: (209, 20.9), 1: (209, 79.9)}) is None
-    assert inequality.check({0: (210, 21.0), 1: (210, 80.0)}) is None
-    assert inequality.check({0: (990, 99.0)}) is None
-    assert inequality.check({0: (999, 99.9), 1: (999, 999.0)}) is None
+def test_slow_first_steps_and_changing_ranks_are_not_imbalance():
+    detector = ImbalanceDetector()
+    assert detector.check({0: (10, 1.0), 1: (10, 60.0)}) is None
+    assert detector.check({0: (209, 20.9), 1: (209, 79.9)}) is None
+    assert detector.check({0: (210, 21.0), 1: (210, 80.0)}) is None
+    assert detector.check({0: (990, 99.0)}) is None
+    assert detector.check({0: (999, 99.9), 1: (999, 999.0)}) is None
 
 
-def test_a_rank_that_is_gone_leaves_its_part_to_the_others():
+def test_the_share_of_a_dead_rank_is_split_between_the_others():
     ranks = Ranks([(0, 1e-3), (0, 2e-3), (0, 1e-3)], 90)
     for _ in range(9):
         ranks.train()

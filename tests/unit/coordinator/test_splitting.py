@@ -1,4 +1,4 @@
-"""Permutations, cuts and sets of batches."""
+"""Permutations, splits and sets of batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_batches_cover_the_samples_without_a_gap(num_samples, batch_size):
 
 
 @given(st.integers(0, 300), st.integers(1, 50))
-def test_drop_last_drops_the_short_batch_alone(num_samples, batch_size):
+def test_drop_last_drops_only_the_short_batch(num_samples, batch_size):
     whole = count_batches(num_samples, batch_size, drop_last=True)
     assert whole * batch_size <= num_samples < (whole + 1) * batch_size
 
@@ -102,7 +102,7 @@ def flatten(spans):
     st.integers(0, 120),
     st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
 )
-def test_a_batch_set_neither_loses_nor_doubles_a_batch(num_batches, moves):
+def test_a_batch_set_neither_loses_nor_duplicates_a_batch(num_batches, moves):
     batches = BatchSet([range(num_batches)])
     held: list[tuple[range, ...]] = []
     for take, number in moves:
@@ -120,7 +120,7 @@ def test_a_batch_set_neither_loses_nor_doubles_a_batch(num_batches, moves):
 
 
 @given(st.integers(1, 60), st.integers(2, 5), st.integers(0, 20))
-def test_ranges_with_a_step_come_back_as_well(num_batches, step, count):
+def test_ranges_with_a_step_can_be_put_back(num_batches, step, count):
     batches = BatchSet(range(first, num_batches, step) for first in range(step))
     assert flatten(batches.spans) == list(range(num_batches))
     taken = batches.take(count)
@@ -134,8 +134,8 @@ def test_ranges_with_a_step_come_back_as_well(num_batches, step, count):
     st.integers(0, 12),
     st.randoms(use_true_random=False),
 )
-def test_what_comes_back_by_its_ends_is_what_comes_back_one_by_one(cuts, stepped, held, rng):
-    """Ranges that touch or leave a gap, in any order, some of them there already."""
+def test_putting_back_ranges_equals_putting_back_batches(cuts, stepped, held, rng):
+    """Adjacent or separate ranges, in any order, some already in the set."""
     spans, start = [], 0
     for gap, length, step in cuts:
         span = range(start + gap, start + gap + length, step if stepped else 1)
@@ -144,13 +144,13 @@ def test_what_comes_back_by_its_ends_is_what_comes_back_one_by_one(cuts, stepped
     rng.shuffle(spans)
     by_ends, one_by_one = BatchSet(spans[:held]), BatchSet()
     by_ends.put_back(spans[held:])
-    # Ranges with a step are taken apart.
+    # Ranges with a step are split up.
     one_by_one.put_back(range(b, b + 1, 2) for b in flatten(spans))
     assert by_ends.spans == one_by_one.spans
     assert by_ends.spans == tuple(compress(sorted(flatten(spans))))
 
 
-def test_an_empty_batch_set_gives_nothing():
+def test_an_empty_batch_set_yields_no_batch():
     batches = BatchSet()
     assert not batches
     assert batches.take(3) == ()
@@ -159,6 +159,6 @@ def test_an_empty_batch_set_gives_nothing():
     assert batches.spans == ()
 
 
-def test_ranks_that_have_no_ratio_share_equally():
+def test_ranks_without_a_ratio_share_equally():
     assert cut((range(6),), [1, 2], [1.0, 0.0, 0.0]) == {1: (range(3),), 2: (range(3, 6),)}
     assert cut((range(6),), [0, 2], [1.0, 1.0, 2.0]) == {0: (range(2),), 2: (range(2, 6),)}

@@ -1,4 +1,4 @@
-"""What counts as progress, and what a machine does that has made none for too long."""
+"""Events that count as progress, and the end of a run without any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 100.0
 
 
 def stalled(run):
-    """Let the time pass in which nothing happens; gives the commands."""
+    """Let the stall timeout pass; returns the commands."""
     run.now = run.machine.deadline
     run.others.clear()
     run.sent.clear()
@@ -24,7 +24,7 @@ def stalled(run):
 
 
 def later(run, event):
-    """Hand an event in just before the run is given up; returns whether that was put off."""
+    """Handle an event just before the deadline; returns True if it moved the deadline."""
     before = run.machine._stall_detector.deadline
     run.now = before - 1.0
     run.tell(event)
@@ -55,13 +55,13 @@ def test_a_rank_that_becomes_ready_is_progress():
 
 
 @pytest.mark.parametrize("kind", [m.BatchReport, m.EpochReport])
-def test_batches_are_progress_and_a_report_without_any_is_none(kind):
+def test_batches_are_progress_but_an_empty_report_is_not(kind):
     run = fresh()
     assert not later(run, kind(rank=0, epoch=0, stats=stats(0)))
     assert later(run, kind(rank=0, epoch=0, stats=stats(1)))
 
 
-def test_batches_told_with_a_snapshot_are_progress_and_the_snapshot_is_none():
+def test_batches_reported_with_a_snapshot_are_progress_but_the_snapshot_is_not():
     run = at_a_round(stall_timeout_s=TIMEOUT_S, snapshot_timeout_s=1e6)
     snapshot = {"round": 1, "payload": EMPTY, "num_samples": 1, "num_batches": 1}
     assert later(run, m.ParamSnapshot(rank=0, **snapshot, report=report(0)))
@@ -69,7 +69,7 @@ def test_batches_told_with_a_snapshot_are_progress_and_the_snapshot_is_none():
 
 
 @pytest.mark.parametrize("backend", [CPU, THREAD])
-def test_a_round_is_progress_when_the_last_rank_is_through(backend):
+def test_a_round_is_progress_when_the_last_rank_completes_it(backend):
     run = at_a_round(backend, stall_timeout_s=TIMEOUT_S)
     if backend is CPU:
         run.snapshot(0, 1), run.snapshot(1, 1)
@@ -78,19 +78,19 @@ def test_a_round_is_progress_when_the_last_rank_is_through(backend):
     assert later(run, m.SyncAck(rank=1, round=1))
 
 
-def test_a_round_that_fails_is_none():
+def test_a_failed_round_is_not_progress():
     run = at_a_round(THREAD, stall_timeout_s=TIMEOUT_S)
     run.tell(m.SyncAck(rank=0, round=1))
     assert not later(run, m.SyncAck(rank=1, round=1, ok=False))
     assert run.machine.core.num_failed_rounds == 1
     before = run.machine._stall_detector.deadline
-    run.machine.rounds.give_up()  # the one that was started in its place
+    run.machine.rounds.give_up()  # its successor
     run.machine._stall_detector.observe(m.Tick(), run.now)
     assert run.machine._stall_detector.deadline == before
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_the_lead_does_with_an_epoch_is_progress(order):
+def test_evaluation_and_checkpoint_calls_are_progress(order):
     run = fresh(world=1, num_samples=1, evaluate=True, checkpoint_every=1)
     run.end_plan(0)
     done = [m.EvalReport(rank=0, epoch=0, values=()), m.CheckpointDone(rank=0, version=1)]
@@ -110,11 +110,11 @@ def test_a_rank_that_leaves_is_progress():
 
 
 @pytest.mark.parametrize("event", [m.StopRequested(), m.Tick()])
-def test_requests_and_ticks_are_none(event):
+def test_requests_and_ticks_are_not_progress(event):
     assert not later(fresh(), event)
 
 
-def test_the_time_counts_from_the_start_though_nothing_was_heard():
+def test_the_stall_timer_starts_with_the_run():
     run = fresh(ready=False)
     assert run.machine.deadline is None
     run.machine.restart_stall_timer(5.0)
@@ -125,7 +125,7 @@ def test_the_time_counts_from_the_start_though_nothing_was_heard():
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_run_without_progress_fails_and_reports_before_it_wakes_anybody(ready):
+def test_a_stalled_run_reports_before_it_wakes_any_thread(ready):
     run = fresh(ready=ready)
     run.machine.restart_stall_timer(0.0)
     run.now = TIMEOUT_S - 0.1
@@ -141,7 +141,7 @@ def test_a_run_without_progress_fails_and_reports_before_it_wakes_anybody(ready)
     assert f"phase {'running' if ready else 'starting'}" in command.state
 
 
-def test_the_state_told_is_the_one_before_the_failure():
+def test_the_reported_state_is_the_one_before_the_failure():
     run = at_a_round(THREAD, stall_timeout_s=TIMEOUT_S)
     run.tell(m.SyncAck(rank=1, round=1, report=report(1, 2)))
     command = stalled(run)[0]
@@ -154,7 +154,7 @@ def test_the_state_told_is_the_one_before_the_failure():
     assert "batches assigned, 0 trained, 4 in the round" in state
 
 
-def test_a_state_that_holds_tensors_does_not_print_them():
+def test_the_reported_state_contains_no_tensors():
     run = fresh(num_samples=1)
     run.tell(m.StopRequested())
     run.tell(m.FinalSnapshot(rank=0, payload=EMPTY, num_samples=0))
@@ -197,7 +197,7 @@ def test_an_abort_ends_a_run_in_every_phase():
         assert run.machine.phase is phase
         run.tell(m.AbortRequested())
         assert AbortCollective() in run.others
-        if phase is not Phase.AVERAGING:  # else nobody is left
+        if phase is not Phase.AVERAGING:  # otherwise no rank is left
             assert run.to(m.Shutdown)[-2:] == [m.Shutdown(snapshot=False)] * 2
             run.now = run.machine.deadline
             run.tell(m.Tick())
