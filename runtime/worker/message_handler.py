@@ -1,4 +1,4 @@
-"""How a worker answers the messages that move tensors."""
+"""Handling of the coordinator's messages that require work on tensors."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 class MessageHandler:
-    """Does what the protocol says is to be done for a message, in the worker's thread.
+    """Handles the messages that :meth:`WorkerProtocol.receive` returns, in the worker's thread.
 
     Args:
-        worker: What ``current_worker()`` gives inside the user's functions.
-        replica: What is trained.
+        worker: The result of ``current_worker()`` inside the user's functions.
+        replica: The worker's replica.
         protocol: The worker's protocol.
-        reporter: The way to the coordinator.
+        reporter: Sends the replies.
         functions: The user's functions.
-        recorder: Is told of states that are sent.
-        flush_weight: Tells the protocol all weights of what was trained.
-        conclude: Waits until it is known that every step counts; see :class:`WorkerSteps`.
-        falls_back: Whether another transport may serve where a collective fails.
+        recorder: Records the captures of state.
+        flush_weight: Adds weights still on the device to the protocol's.
+        confirm_steps: Waits until no step can fail any more; see :class:`WorkerSteps`.
+        falls_back: True if another transport may replace a collective that fails.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MessageHandler:
         functions: UserFunctions,
         recorder: WorkerRecorder,
         flush_weight: Callable[[], None],
-        conclude: Callable[[], None] = lambda: None,
+        confirm_steps: Callable[[], None] = lambda: None,
         *,
         falls_back: bool = False,
     ) -> None:
@@ -63,48 +63,48 @@ class MessageHandler:
         self._reporter = reporter
         self._functions = functions
         self._recorder = recorder
-        self._tell_weight = flush_weight
-        self._conclude = conclude
+        self._flush_weight = flush_weight
+        self._confirm_steps = confirm_steps
         self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
-    def answer(self, work: m.ToWorker) -> None:
-        """Answer a message that :meth:`WorkerProtocol.receive` returned."""
-        self._conclude()
+    def handle(self, work: m.ToWorker) -> None:
+        """Handle a message and send the reply."""
+        self._confirm_steps()
         match work:
             case m.SyncNow():
                 self._run_sync_round(work)
             case m.RequestParams():
                 self._send_snapshot(work)
             case m.Update():
-                self._take_update(work)
+                self._apply_update(work)
             case m.Evaluate():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
-                    self._per_epoch(work.epoch, None, work.eval_at)
+                    self._run_callbacks(work.epoch, None, work.eval_at)
             case m.CallCheckpointFn():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
-                    self._per_epoch(None, work.version)
+                    self._run_callbacks(None, work.version)
             case m.Rollback():
                 self._averager.undo_all_reduce()
             case m.Halt():
-                raise CollectiveAborted("a rank died; this one halts")
+                raise CollectiveAborted("another rank died; this one halts")
             case m.TakeCheckpoint():
-                self._take_state(work.id)
+                self._capture_or_propose(work.id)
             case m.ApplyDelta():
-                self._take_delta(work)
+                self._apply_delta_or_propose(work)
             case m.Regroup():
-                raise AssertionError("the worker itself joins its new group")
+                raise AssertionError("handled by the worker")
             case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
-                raise AssertionError("the protocol handles these itself")
+                raise AssertionError("handled by the protocol")
             case _:
                 assert_never(work)
 
     def _run_sync_round(self, message: m.SyncNow) -> None:
         healthy = self._finite_check.enter_round(self._protocol.samples)
-        self._tell_weight()
+        self._flush_weight()
         report = self._reporter.take_report(wait=message.capture)
         ok, sync_s = False, 0.0
         reduced: ReducedState | None = None
@@ -116,7 +116,7 @@ class MessageHandler:
             reduced = self._all_reduce(healthy)
             sync_s = max(0.0, self._clock.now() - start - reduced.waited_s)
             if not healthy:
-                self._finite_check.require_finite()  # nobody had a state that could be used
+                self._finite_check.require_finite()  # no rank had a finite state
                 self._finite_check.healed()
             ok = True
             if message.capture:
@@ -124,14 +124,14 @@ class MessageHandler:
                 if self._averager.leads:
                     average = self._averager.snapshot(reuse=False)
         except (CollectiveAborted, CollectiveTimeout) as error:
-            # The round is given up; this rank's state is the one before it.
+            # The round is given up; this rank's state is that of before.
             fault = str(error) if error.failed else None
             logger.warning(
                 "rank %d: averaging round %d failed: %s", self._rank, message.round, error
             )
         finally:
             self._protocol.synced(message, ok=ok)
-            self._reporter.put(
+            self._reporter.send(
                 m.SyncAck(
                     rank=self._rank,
                     round=message.round,
@@ -148,7 +148,7 @@ class MessageHandler:
                 )
             )
         if ok:
-            self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
+            self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at)
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -163,19 +163,19 @@ class MessageHandler:
         except RuntimeError as error:
             if not self._falls_back:
                 raise
-            told = CollectiveAborted(f"{type(error).__name__}: {error}")
-            raise mark_failed(told) from error
+            aborted = CollectiveAborted(f"{type(error).__name__}: {error}")
+            raise mark_failed(aborted) from error
 
     def _send_snapshot(self, message: m.RequestParams) -> None:
-        self._reporter.flush(wait=True)  # an answer to a round of before uses the same memory
+        self._reporter.flush(wait=True)  # the reply to an earlier round uses the same memory
         start = self._clock.now()
         payload, arrival, squares = self._averager.start_snapshot()
         self._snapshot_s = self._clock.now() - start
         healthy = self._finite_check.enter_round(self._protocol.samples, squares)
-        self._tell_weight()
+        self._flush_weight()
         report = self._reporter.take_report(wait=message.capture)
         self._protocol.snapshot_taken(message.round)
-        self._reporter.put(
+        self._reporter.send(
             m.ParamSnapshot(
                 rank=self._rank,
                 round=message.round,
@@ -191,39 +191,37 @@ class MessageHandler:
             arrival,
         )
 
-    def _take_update(self, message: m.Update) -> None:
+    def _apply_update(self, message: m.Update) -> None:
         if not self._protocol.updated(message):
             return
-        start, aside = self._clock.now(), 0.0
+        start, callbacks_s = self._clock.now(), 0.0
 
-        def per_epoch() -> None:
-            nonlocal aside
+        def callbacks() -> None:
+            nonlocal callbacks_s
             before = self._clock.now()
-            self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
-            aside = self._clock.now() - before
+            self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at)
+            callbacks_s = self._clock.now() - before
 
-        wanted = message.evaluate is not None or message.checkpoint is not None
+        calls_due = message.evaluate is not None or message.checkpoint is not None
         arrival: PendingCopy | None = None
         if self._finite_check.is_bad:
             arrival = self._replace(message)
-            per_epoch()
-        elif message.num_samples > 0 or wanted:
-            # If nobody trained anything the average is what all replicas are, and what the
-            # lead has trained since is not shown to the user's functions.
-            arrival = self._averager.apply(message.average, per_epoch if wanted else None)
-        sync_s = self._snapshot_s + self._clock.now() - start - aside
-        # With it the rank gives the average back, which is overwritten two rounds later.
+            callbacks()
+        elif message.num_samples > 0 or calls_due:
+            # Without samples the average equals all replicas. If callbacks are due, they must not
+            # see the lead's training since its snapshot.
+            arrival = self._averager.apply(message.average, callbacks if calls_due else None)
+        sync_s = self._snapshot_s + self._clock.now() - start - callbacks_s
+        # The acknowledgement releases the average, which is overwritten two rounds later.
         done_at = time.monotonic()
         ack = m.SyncAck(rank=self._rank, round=message.round, sync_s=sync_s, done_at=done_at)
-        self._reporter.put(ack, arrival)
+        self._reporter.send(ack, arrival)
 
     def _replace(self, message: m.Update) -> PendingCopy | None:
-        """The replica was not finite: take the average alone.
-
-        Adding to it what was trained since the snapshot would spoil it again.
+        """Replace a replica that is not finite by the average, without the training since then.
 
         Raises:
-            NonFiniteError: No rank had a state that could be used.
+            NonFiniteError: No rank had a finite state.
         """
         if message.num_samples == 0:
             self._finite_check.require_finite()
@@ -231,46 +229,46 @@ class MessageHandler:
         self._finite_check.healed(self._protocol.discard_samples())
         return arrival
 
-    def _per_epoch(
+    def _run_callbacks(
         self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
     ) -> None:
-        """What is to be done while the live state is an average."""
+        """Run the evaluation and checkpoint functions, while the live state is an average."""
         if evaluate is None and checkpoint is None:
             return
         f = self._functions
-        # What they draw must not change what the worker draws after.
+        # Their random draws must not change those of the worker.
         with worker_context(self._worker), thread_generator(None):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
-                self._reporter.put(
+                self._reporter.send(
                     m.EvalReport(rank=self._rank, epoch=evaluate, eval_at=eval_at, values=values)
                 )
             if checkpoint is not None and f.checkpoint_fn is not None:
-                hand_over(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
-                self._reporter.put(m.CheckpointDone(rank=self._rank, version=checkpoint))
+                call_checkpoint_fn(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
+                self._reporter.send(m.CheckpointDone(rank=self._rank, version=checkpoint))
 
-    def _take_state(self, capture: int) -> None:
-        """Send the state; under lockstep, name the step before which all ranks take theirs.
+    def _capture_or_propose(self, capture: int) -> None:
+        """Send the state; in lockstep, propose the step before which all ranks capture theirs.
 
-        A rank with a plan has not joined the reduction of its next step, so all others hear
-        of it in time. One that has none stands where every other will stand without it.
+        A rank with a plan has not joined the reduction of its next step, so all others receive the
+        proposal in time. Without a plan, it is at the step at which the others will be.
         """
         if not self._replica.is_lockstep:
             self._capture_now(capture)
-        elif capture > self._lockstep.num_captured:  # else a peer heard first, and named the step
+        elif capture > self._lockstep.num_captured:  # else a peer has proposed a step
             if self._protocol.plan is not None or self._protocol.plans:
                 self._lockstep.propose_capture(capture)
             else:
                 self._capture_now(capture)
 
-    def _take_delta(self, message: m.ApplyDelta) -> None:
-        """Take what other machines have trained; under lockstep where all ranks take it."""
+    def _apply_delta_or_propose(self, message: m.ApplyDelta) -> None:
+        """Apply the training of other machines; in lockstep before the agreed step."""
         lockstep = self._lockstep
         if not self._replica.is_lockstep:
             self._averager.apply_delta(message.delta)
         elif message.id > lockstep.num_deltas:
-            stands = self._protocol.plan is None and not self._protocol.plans
-            if stands and not self._halted and message.id == lockstep.num_deltas + 1:
+            is_idle = self._protocol.plan is None and not self._protocol.plans
+            if is_idle and not self._halted and message.id == lockstep.num_deltas + 1:
                 self._apply_delta(message)
             else:
                 lockstep.propose_delta(message)
@@ -284,15 +282,15 @@ class MessageHandler:
         self._lockstep.delta_applied(message)
 
     def apply_agreed(self) -> None:
-        """Under lockstep, apply a delta and send the state where the ranks have agreed to."""
+        """In lockstep, apply deltas and capture the state before the agreed steps."""
         while self._replica.is_lockstep and (delta := self._lockstep.delta_reached) is not None:
             self._apply_delta(delta)
         if self._replica.is_lockstep and (capture := self._lockstep.capture_reached) is not None:
             self._capture_now(capture)
 
     def _capture_now(self, capture: int) -> None:
-        """Send the whole state as it is, all of which is in the result."""
-        self._conclude()
+        """Send the complete current state."""
+        self._confirm_steps()
         is_lockstep, lockstep = self._replica.is_lockstep, self._lockstep
         lockstep.num_captured = capture
         with self._recorder.capture():
@@ -300,7 +298,7 @@ class MessageHandler:
             report = self._reporter.take_report(wait=True)
             params = not is_lockstep or self._averager.leads
             payload = self._averager.snapshot(reuse=False, params=params)
-            self._reporter.put(
+            self._reporter.send(
                 m.CapturedState(
                     rank=self._rank,
                     id=capture,
@@ -313,20 +311,20 @@ class MessageHandler:
             )
 
     def send_final_snapshot(self) -> None:
-        """Send the last state, with the samples trained since the last round."""
+        """Send the final state, with the samples trained since the last round."""
         is_lockstep, lockstep, protocol = self._replica.is_lockstep, self._lockstep, self._protocol
         fault = self._finite_check.final_fault(self._replica.progress.epoch)
         payload = self._averager.last_snapshot()
-        self._tell_weight()
+        self._flush_weight()
         shutdown = protocol.shutdown
         extra = shutdown is not None and shutdown.capture and fault is None
-        self._reporter.put(
+        self._reporter.send(
             m.FinalSnapshot(
                 rank=self._rank,
                 payload=payload,
                 num_samples=lockstep.buffer_samples if is_lockstep else protocol.samples,
                 weight=None if is_lockstep else protocol.weight,
-                step=lockstep.step if is_lockstep or self._replica.alone else 0,
+                step=lockstep.step if is_lockstep or self._replica.is_single else 0,
                 fault=fault,
                 extra=self._replica.capture_state() if extra else None,
             )
@@ -334,7 +332,7 @@ class MessageHandler:
 
 
 def evaluate_model(eval_fn: EvalFn, model: nn.Module, epoch: int) -> tuple[tuple[str, float], ...]:
-    """Call the evaluation function in eval mode, without gradients.
+    """Call the evaluation function in evaluation mode, without gradients.
 
     Returns:
         Name and value of each result.
@@ -359,10 +357,10 @@ def evaluate_model(eval_fn: EvalFn, model: nn.Module, epoch: int) -> tuple[tuple
         ) from error
 
 
-def hand_over(
+def call_checkpoint_fn(
     checkpoint_fn: Callable[[int, nn.Module], object], version: int, model: nn.Module, rank: int
 ) -> None:
-    """Call the checkpoint function; its failure is logged and stops nothing."""
+    """Call the checkpoint function; a failure is logged only."""
     try:
         checkpoint_fn(version, model)
     except Exception:

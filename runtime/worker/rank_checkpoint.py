@@ -1,4 +1,4 @@
-"""A rank's own part of a checkpoint: everything that training changes, but the weights."""
+"""A rank's part of a checkpoint: all state of the training except the weights."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ State = dict[str, Any]
 
 
 class RankCheckpoint:
-    """Takes and gives back a rank's own state, in its thread, between two steps.
+    """Captures and restores a rank's own state, in its thread, between two steps.
 
-    Copies are ordered behind the device's compute; :meth:`capture` blocks until they are in
-    CPU memory of their own.
+    Copies are ordered after the device's compute; :meth:`capture` blocks until they are in new
+    CPU memory.
 
     Args:
         rank: The rank.
-        model: The replica.
+        model: The replica's model.
         state: Its flat state.
-        stepper: Holds the optimizer and the gradient scaler.
-        schedule: The learning rate.
-        averager: Counts the averages taken.
-        generator: The worker's generator.
+        stepper: The owner of the optimizer and the gradient scaler.
+        schedule: The learning rates.
+        averager: Counts the averages applied.
+        generator: The worker's random generator.
         context: The device.
-        together: Where the rank stands in a lockstep run.
+        lockstep: The rank's progress in a lockstep run.
         log: Numbers the batches.
-        lr_scale: What the settings multiply the learning rate with.
-        lockstep: Whether each rank's buffers are its own between two averagings of them.
+        lr_scale: The settings' factor of the learning rate.
+        is_lockstep: True if each rank has its own buffers between two averagings of them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RankCheckpoint:
         self._log = log
         self._lr_scale = lr_scale
         names = state.buffers.names
-        # Without lockstep those in the state dict are averaged with the weights.
+        # Without lockstep, buffers in the state dict are averaged with the weights.
         averaged = set() if is_lockstep else set(model.state_dict())
         self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
         self._module = ModuleState(model)
@@ -83,7 +83,7 @@ class RankCheckpoint:
         self._begun_epoch = -1
 
     def capture(self, *, local_step: int, epoch: int, begun_epoch: int) -> State:
-        """The state as it is now, in memory of its own.
+        """Return a copy of the current state.
 
         Args:
             local_step: Batches trained by this rank.
@@ -91,7 +91,7 @@ class RankCheckpoint:
             begun_epoch: The last epoch that the rank has begun.
 
         Raises:
-            CheckpointError: The optimizer's state holds what a checkpoint cannot.
+            CheckpointError: The optimizer's state has a value that a checkpoint cannot hold.
         """
         with self._context.comm():
             state = {
@@ -121,9 +121,9 @@ class RankCheckpoint:
         }
 
     def keep_buffers(self) -> None:
-        """The buffers are about to be averaged because the run stops: those of now count.
+        """Keep the current buffers for the checkpoint, before the end of the run averages them.
 
-        A run that had not been stopped would not have averaged them here.
+        A run that is not stopped here would not average them.
         """
         with self._context.comm(), torch.no_grad():
             kept = self._buffers()
@@ -131,12 +131,12 @@ class RankCheckpoint:
             self._before_sync = kept
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Make this replica's own state that of :meth:`capture`.
+        """Restore the state of :meth:`capture`.
 
-        The generators follow with :meth:`before_epoch_fn` and :meth:`after_epoch_fn`.
+        Random generators are restored by :meth:`before_epoch_fn` and :meth:`after_epoch_fn`.
 
         Raises:
-            CheckpointError: It belongs to another model or optimizer.
+            CheckpointError: The state is of another model or optimizer.
         """
         built = self._stepper.state_dict()["optimizer"]["param_groups"]
         try:
@@ -162,19 +162,21 @@ class RankCheckpoint:
         self._begun_epoch = int(saved["begun_epoch"])
 
     def _warn_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
-        """Warn of numbers of the optimizer that were built in vain."""
+        """Warn of settings of the built optimizer that the checkpoint replaces."""
         theirs = saved["optimizer"]["param_groups"]
         scales = {"lr": self._lr_scale / float(saved["lr_scale"])}
         for number, (group, held) in enumerate(zip(built, theirs, strict=True)):
-            # A scheduler keeps the rate that it began with, and moves the other one.
+            # A scheduler changes the rate and keeps the initial one.
             rate = "initial_lr" if {"initial_lr"} <= {*group} & {*held} else "lr"
             for name in (rate, *(n for n in group if n not in ("lr", "initial_lr", "params"))):
                 new, old = _numbers(group[name]), _numbers(held.get(name))
-                wanted = [scales.get(name, 1.0) * value for value in old]
-                if len(new) == len(wanted) and not np.allclose(new, wanted, rtol=1e-6, atol=0.0):
+                expected = [scales.get(name, 1.0) * value for value in old]
+                if len(new) == len(expected) and not np.allclose(
+                    new, expected, rtol=1e-6, atol=0.0
+                ):
                     logger.warning(
-                        "the checkpoint's %s=%s holds in group %d of the optimizer, not %s as "
-                        "optim_factory gave it: change it from epoch_fn, or start from the weights",
+                        "the checkpoint's %s=%s is used in group %d of the optimizer, not %s of "
+                        "optim_factory: change it in epoch_fn, or start from the weights",
                         name,
                         held[name],
                         number,
@@ -190,23 +192,23 @@ class RankCheckpoint:
                     tensors[i].copy_(source)
 
     def before_epoch_fn(self) -> None:
-        """The rank begins its first epoch: the process draws what would have come next."""
+        """Restore the process's generators, before the rank begins its first epoch."""
         if self._generators is not None and self._rank == 0:
             _restore_process(self._generators, self._context)
 
     def after_epoch_fn(self, epoch: int) -> None:
-        """Likewise, where the epoch was begun before: what its beginning drew is undone."""
+        """Restore all generators, if the checkpoint was made after the beginning of this epoch."""
         saved, self._generators = self._generators, None
         if saved is None or epoch != self._begun_epoch:
             return
-        if saved["worker"].shape == self._generator.get_state().shape:  # else another device
+        if saved["worker"].shape == self._generator.get_state().shape:  # else the device differs
             self._generator.set_state(saved["worker"])
         if self._rank == 0:
             _restore_process(saved, self._context)
 
 
 def _numbers(value: Any) -> list[float]:
-    """A number, or those of a tuple; nothing of anything else, such as a tensor of a device."""
+    """The number, or those of a tuple; empty for other values, such as tensors."""
     parts = value if isinstance(value, (tuple, list)) else (value,)
     if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in parts):
         return []
@@ -222,9 +224,9 @@ def _generators(generator: torch.Generator, context: Device) -> State:
         "python": random.getstate(),
         "numpy": packed_arrays(numbers),
     }
-    drawn = context.generator_state()
-    if drawn is not None:
-        state["device"] = drawn
+    device_state = context.generator_state()
+    if device_state is not None:
+        state["device"] = device_state
     return state
 
 
@@ -236,4 +238,4 @@ def _restore_process(saved: Mapping[str, Any], context: Device) -> None:
     try:
         np.random.set_state(numpy_state(saved["numpy"]))
     except ValueError as error:
-        logger.warning("NumPy's global generator is not that of the checkpoint: %s", error)
+        logger.warning("NumPy's global generator was not restored: %s", error)

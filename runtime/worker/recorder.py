@@ -1,7 +1,7 @@
-"""What a worker tells of its time: nothing, or the causes and events of its lane.
+"""Recording of a worker's time on its timeline lane, or none.
 
-A step costs three changes of cause: to its data, to its computation, and back to the loop.
-These are written by the step itself, to :attr:`WorkerRecorder.lane`, where there is one.
+A step changes the lane's cause three times: to data, to compute, and back to the loop. The step
+itself writes these changes to :attr:`WorkerRecorder.lane`, if there is one.
 """
 
 from __future__ import annotations
@@ -37,72 +37,72 @@ from runtime.timeline.timeline import Timeline
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.worker_config import UserFunctions
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class WorkerRecorder:
-    """Is told by one worker, in its thread, what its time goes to; this one notes nothing.
+    """Receives events of one worker, in its thread; this base class records nothing.
 
-    Between two steps that no message parts, the worker calls none of these methods.
+    The worker calls none of these methods between two steps without a message in between.
 
     Attributes:
-        lane: Where each step and the wait for its data are noted; ``None``: nowhere.
+        lane: The lane of the worker's steps and waits for data; ``None``: not recorded.
     """
 
     lane: RankLane | None = None
 
-    def watch(self, functions: UserFunctions) -> UserFunctions:
-        """The user's functions, to be called by the worker in their place."""
+    def wrap(self, functions: UserFunctions) -> UserFunctions:
+        """Return wrappers of the user's functions that record their calls."""
         return functions
 
-    def joins(self, collective: Collective) -> None:
-        """The worker meets the other ranks there from now on."""
+    def collective_changed(self, collective: Collective) -> None:
+        """The worker uses this collective from now on."""
 
     def between_plans(self) -> AbstractContextManager[None]:
         """The worker waits for a plan."""
-        return _NOTHING
+        return _NO_CONTEXT
 
     def plan(self, plan: m.EpochPlan) -> AbstractContextManager[None]:
         """The worker trains a plan."""
-        return _NOTHING
+        return _NO_CONTEXT
 
     def last_report(self, device: torch.device) -> AbstractContextManager[None]:
-        """The worker reports a plan that is over."""
-        return _NOTHING
+        """The worker reports a completed plan."""
+        return _NO_CONTEXT
 
     def averaging(self) -> AbstractContextManager[None]:
-        """The worker averages its buffers with those of the others."""
-        return _NOTHING
+        """The worker averages its buffers with those of its peers."""
+        return _NO_CONTEXT
 
     def waiting(self, protocol: WorkerProtocol) -> AbstractContextManager[None]:
         """The worker blocks on its inbox."""
-        return _NOTHING
+        return _NO_CONTEXT
 
-    def answering(
+    def handling(
         self, message: m.ToWorker, protocol: WorkerProtocol
     ) -> AbstractContextManager[None]:
-        """The worker takes a message and does what it asks for."""
-        return _NOTHING
+        """The worker handles a message."""
+        return _NO_CONTEXT
 
     def capture(self) -> AbstractContextManager[None]:
         """The worker copies its state for a checkpoint."""
-        return _NOTHING
+        return _NO_CONTEXT
 
-    def halts(self) -> None:
+    def halted(self) -> None:
         """The worker's group of ranks is broken."""
 
-    def leaves(self) -> None:
-        """The worker trains no more, and ends."""
+    def leaving(self) -> None:
+        """The worker has stopped training and is about to end."""
 
     def ended(self) -> None:
-        """The worker's loop is over, whatever the reason."""
+        """The worker's loop has ended, for any reason."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _watched(
+def _recorded(
     fn: Callable[P, R] | None, lane: RankLane, kind: Kind, number: Callable[P, int]
 ) -> Callable[P, R] | None:
     if fn is None:
@@ -121,7 +121,7 @@ def _watched(
     return call
 
 
-_WORK: dict[type, tuple[int, str | None]] = {
+_MESSAGE_CAUSES: dict[type, tuple[int, str | None]] = {
     m.SyncNow: (AVERAGING, "all-reduce"),
     m.RequestParams: (AVERAGING, "snapshot"),
     m.Update: (AVERAGING, "update"),
@@ -138,36 +138,36 @@ _WORK: dict[type, tuple[int, str | None]] = {
     m.StartEpoch: (CONTROL, None),
     m.Throttle: (CONTROL, None),
 }
-"""What answering a message counts as, and its part in an averaging round."""
+"""For each message, the cause of time spent handling it, and its part in an averaging round."""
 
 
 class LaneRecorder(WorkerRecorder):
-    """Notes on a rank's lane what its worker's time goes to.
+    """Records a worker's time on the lane of its rank.
 
     Args:
-        lane: The worker's thread is the only one that writes to it.
+        lane: The lane; only the worker's thread writes to it.
     """
 
     def __init__(self, lane: RankLane) -> None:
         self.lane: RankLane = lane
         self._parked_at: float | None = None
         self._epoch_span: tuple[int, float, float] | None = None
-        self._has_heard = False
+        self._has_received = False
 
-    def watch(self, functions: UserFunctions) -> UserFunctions:
-        """The user's functions, whose calls in the worker's thread are noted."""
+    def wrap(self, functions: UserFunctions) -> UserFunctions:
+        """Return wrappers of the user's functions that record their calls on the lane."""
         lane, f = self.lane, functions
         return replace(
             f,
-            eval_fn=_watched(f.eval_fn, lane, Kind.EVALUATION, lambda model, epoch: epoch),
-            epoch_fn=_watched(f.epoch_fn, lane, Kind.EPOCH_FN, lambda epoch, worker: epoch),
-            checkpoint_fn=_watched(
+            eval_fn=_recorded(f.eval_fn, lane, Kind.EVALUATION, lambda model, epoch: epoch),
+            epoch_fn=_recorded(f.epoch_fn, lane, Kind.EPOCH_FN, lambda epoch, worker: epoch),
+            checkpoint_fn=_recorded(
                 f.checkpoint_fn, lane, Kind.CHECKPOINT, lambda version, model: version
             ),
         )
 
-    def joins(self, collective: Collective) -> None:
-        """The worker meets the other ranks there from now on."""
+    def collective_changed(self, collective: Collective) -> None:
+        """The worker uses this collective from now on."""
         collective.lane = self.lane
 
     @contextmanager
@@ -211,12 +211,12 @@ class LaneRecorder(WorkerRecorder):
             self.lane.enter(before)
 
     def last_report(self, device: torch.device) -> AbstractContextManager[None]:
-        """The worker reports a plan that is over."""
-        # The report waits for the last losses: a device may still be at its steps.
-        return _NOTHING if device.type == "cpu" else self._during(COMPUTE)
+        """The worker reports a completed plan."""
+        # The report waits for the last losses: a device may still run its steps.
+        return _NO_CONTEXT if device.type == "cpu" else self._during(COMPUTE)
 
     def averaging(self) -> AbstractContextManager[None]:
-        """The worker averages its buffers with those of the others."""
+        """The worker averages its buffers with those of its peers."""
         return self._during(AVERAGING)
 
     @contextmanager
@@ -234,7 +234,7 @@ class LaneRecorder(WorkerRecorder):
             lane.enter(before)
 
     def _waits_for(self, protocol: WorkerProtocol) -> int:
-        """What the worker blocks on, where it blocks on its inbox."""
+        """The cause of waiting for a message."""
         if protocol.parked:
             return PARKED
         if self.lane.cause == DATA:
@@ -243,14 +243,14 @@ class LaneRecorder(WorkerRecorder):
             return ENDING
         if protocol.state is WorkerState.HALTED:
             return SYNC
-        return IDLE if self._has_heard else STARTUP
+        return IDLE if self._has_received else STARTUP
 
     @contextmanager
-    def answering(self, message: m.ToWorker, protocol: WorkerProtocol) -> Iterator[None]:
-        """The worker takes a message and does what it asks for."""
-        self._has_heard = True
+    def handling(self, message: m.ToWorker, protocol: WorkerProtocol) -> Iterator[None]:
+        """The worker handles a message."""
+        self._has_received = True
         lane = self.lane
-        cause, part = _WORK.get(type(message), (UNATTRIBUTED, None))
+        cause, part = _MESSAGE_CAUSES.get(type(message), (UNATTRIBUTED, None))
         before = lane.cause
         if cause != before:
             lane.enter(cause)
@@ -281,30 +281,30 @@ class LaneRecorder(WorkerRecorder):
             yield
         finally:
             lane.enter(before)
-            if before != CALLBACKS:  # else it is a part of what is noted around it
+            if before != CALLBACKS:  # else it is part of an event that is being recorded
                 lane.record(Kind.CHECKPOINT, start, None, "state")
 
-    def halts(self) -> None:
+    def halted(self) -> None:
         """The worker's group of ranks is broken."""
         self.lane.enter(CONTROL)
         self._end_throttle()
 
-    def leaves(self) -> None:
-        """The worker trains no more, and ends."""
+    def leaving(self) -> None:
+        """The worker has stopped training and is about to end."""
         self.lane.enter(ENDING)
         self._end_throttle()
 
     def ended(self) -> None:
-        """The worker's loop is over, whatever the reason."""
-        self.leaves()
+        """The worker's loop has ended, for any reason."""
+        self.leaving()
         self._end_epoch()
 
 
 class RunRecorder:
-    """Ties a run to its timeline; without one, every call does nothing.
+    """Records a run on its timeline; without one, all methods do nothing.
 
     Args:
-        timeline: Where the run is recorded, if it is.
+        timeline: The timeline, or ``None``.
 
     Raises:
         ValueError: The timeline has recorded another run.
@@ -322,19 +322,19 @@ class RunRecorder:
         machine: Coordinator,
         service: Service,
     ) -> None:
-        """The run begins; its threads have not started.
+        """Begin the recording, before the run's threads start.
 
         Args:
-            facts: What is known of the run.
-            devices: Of each rank.
+            facts: Facts of the run.
+            devices: The device of each rank.
             machine: The coordinator.
-            service: Shows the timeline what the coordinator does.
+            service: The service that reports the coordinator's events to the timeline.
         """
         if self._timeline is not None:
             service.observe(self._timeline.begin(facts, devices, machine).observe)
 
     def recorder(self, rank: int) -> WorkerRecorder:
-        """What the worker of a rank tells of its time."""
+        """The recorder of a rank's worker."""
         return (
             WorkerRecorder() if self._timeline is None else LaneRecorder(self._timeline.lane(rank))
         )
@@ -345,11 +345,11 @@ class RunRecorder:
             self._timeline.built(model)
 
     def left(self, rank: int) -> None:
-        """The thread of a rank is about to end; called in it."""
+        """Close a rank's lane; called at the end of its thread."""
         if self._timeline is not None:
             self._timeline.lane(rank).close()
 
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
-        """The run is over."""
+        """End the recording."""
         if self._timeline is not None:
             self._timeline.finish(stopped=stopped, error=error)

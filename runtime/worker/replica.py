@@ -1,4 +1,4 @@
-"""What a worker trains: its replica, with all that a checkpoint saves and a peer may copy."""
+"""One worker's replica: model, optimizer, schedule and scaler, and their checkpoint state."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerReplica:
-    """Builds what one worker trains, and holds it. In the worker's thread.
+    """Builds and owns the replica of one worker. In the worker's thread.
 
     Args:
         config: The worker's settings.
         functions: The user's functions.
         context: The device.
-        collective: Under ``SYNC`` reduces gradients, else averages parameters.
-        order: Shared by all workers of a run.
-        generator: The worker's, a part of its checkpoint.
-        progress: Is brought to where a checkpoint was made.
-        together: Where the rank stands in a lockstep run.
-        timer: Times the steps.
-        meter: Counts the steps, and holds their losses.
-        recorder: Is told of checkpoints and averages.
-        resume: Where an earlier run stood, of which this one goes on.
+        collective: Under ``SYNC`` reduces gradients, otherwise averages parameters.
+        order: The build order, shared by all workers of a run.
+        generator: The worker's random generator, part of its checkpoint.
+        progress: The worker's progress, set from a checkpoint.
+        lockstep: The rank's progress in a lockstep run.
+        timer: Timer of the steps.
+        meter: Counts the steps and has their losses.
+        recorder: Records checkpoints and averages.
+        resume: The state of an earlier run, which this run continues.
 
     Attributes:
-        model: The model, in train mode.
+        model: The model, in training mode.
         optimizer: Its optimizer.
-        state: The parameters and buffers that are averaged, each flat.
-        schedule: The learning rate.
-        capturable: The optimizer as a graph can hold it; ``None``: steps are eager.
-        stepper: Makes steps.
-        judge: Looks at the replica before it is used.
-        averager: The replica's side of an averaging.
-        own: This rank's own part of a checkpoint.
-        lockstep: Whether the ranks make their steps together.
-        alone: Whether there is no other rank.
-        part_log: Holds the values of one of several optimizers' steps while it is made.
-        context, generator, progress, together: See above.
+        state: The averaged parameters and buffers, in flat tensors.
+        schedule: The learning rates.
+        capturable: The optimizer in capturable form; ``None``: steps are eager.
+        stepper: Makes the steps.
+        finite_check: Checks the replica before it is used.
+        averager: Averages the replica with its peers.
+        checkpoint: This rank's own part of a checkpoint.
+        is_lockstep: True if the ranks reduce gradients in every step.
+        is_single: True if there is no other rank.
+        part_log: Log of the values of one step of several optimizers.
+        context, generator, progress, lockstep: See above.
 
     Raises:
-        TypeError, ValueError: What a factory gives cannot be trained.
+        TypeError, ValueError: A factory's result cannot be trained.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class WorkerReplica:
         resume: ResumePoint | None = None,
     ) -> None:
         self.rank = config.rank
-        self.alone = config.world_size == 1
+        self.is_single = config.world_size == 1
         self.context = context
         self.generator = generator
         self.progress = progress
@@ -96,7 +96,7 @@ class WorkerReplica:
         self.is_lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
         self._recorder = recorder
         if collective is not None:
-            recorder.joins(collective)
+            recorder.collective_changed(collective)
         replica = build_replica(
             order,
             config.rank,
@@ -133,7 +133,7 @@ class WorkerReplica:
             averaged=config.world_size > 1 and not self.is_lockstep,
         )
         self.averager = ReplicaAverager(self.state, context, collective)
-        self.own = RankCheckpoint(
+        self.checkpoint = RankCheckpoint(
             rank=config.rank,
             model=self.model,
             state=self.state,
@@ -149,11 +149,11 @@ class WorkerReplica:
         )
         if resume is not None:
             saved = resume.rank(config.rank)
-            self.own.restore(saved)
+            self.checkpoint.restore(saved)
             progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
 
     def _scale_rates(self, scale: float) -> None:
-        """Multiply the learning rate; on top of a scheduler at every step."""
+        """Multiply the learning rate; with a scheduler, in every step."""
         if scale == 1.0:
             return
         if self.schedule.scheduler is None:
@@ -168,17 +168,17 @@ class WorkerReplica:
         timer: StepTimer,
         meter: StepMeter,
     ) -> Stepper:
-        """Makes steps, under lockstep with the other ranks."""
+        """Build the stepper, in lockstep with its reducers."""
         parts: list[OptimizerPart] = []
         finite_check: StepFiniteCheck | None = None
         if isinstance(self.optimizer, Optimizers):
             for name, optimizer in self.optimizer.members.items():
                 named = self._params_of(name)
-                own = self._step_judge(config, named, self.part_log)
+                own = self._step_check(config, named, self.part_log)
                 reducer = self._make_reducer(config, named, collective, own, timer)
                 parts.append(OptimizerPart(name, named, optimizer, reducer, own))
         else:
-            finite_check = self._step_judge(config, self.state.params, meter.log)
+            finite_check = self._step_check(config, self.state.params, meter.log)
             self._make_reducer(config, self.state.params, collective, finite_check, timer)
         stepper = Stepper(
             self.model,
@@ -229,10 +229,10 @@ class WorkerReplica:
         self._reducers.append(reducer)
         return reducer
 
-    def _step_judge(
+    def _step_check(
         self, config: WorkerConfig, params: NamedParams, log: ValueLog
     ) -> StepFiniteCheck | None:
-        """Who judges each step, where that is done before it is made."""
+        """The check of each step before it is made, if the mode requires one."""
         mode = config.on_non_finite
         if mode == "ignore" or (mode == "raise" and not self.is_lockstep):
             return None
@@ -247,38 +247,38 @@ class WorkerReplica:
         )
 
     def capture_state(self) -> m.Extra:
-        """This rank's own part of a checkpoint, as it is between two steps; a copy.
+        """Capture this rank's own part of a checkpoint, between two steps.
 
         Returns:
-            The state, or why it cannot be saved, which stops no training.
+            A copy of the state; if it cannot be saved, the error, which does not end the training.
         """
         at = self.progress
         try:
             with self._recorder.capture():
-                return self.own.capture(
+                return self.checkpoint.capture(
                     local_step=at.local_step, epoch=at.epoch, begun_epoch=at.begun_epoch
                 )
         except CheckpointError as error:
             failure = error
         except Exception as error:  # in the user's optimizer, scheduler or module
-            logger.exception("rank %d: its state could not be taken", self.rank)
+            logger.exception("rank %d: its state could not be captured", self.rank)
             failure = CheckpointError(
-                f"the state of rank {self.rank} could not be taken: {type(error).__name__}: {error}"
+                f"the state of rank {self.rank} was not captured: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
         without_tracebacks(failure)
         return failure
 
     def sync_buffers(self) -> None:
-        """Under lockstep, average the buffers: every rank is between the same two steps."""
+        """In lockstep, average the buffers; every rank calls it between the same two steps."""
         if self.is_lockstep:
             with self._recorder.averaging():
                 self.averager.sync_buffers(self.lockstep.buffer_samples)
                 self.lockstep.synced()
 
     def join(self, collective: Collective) -> None:
-        """Meet the other ranks there from now on, and leave the collective of before."""
-        self._recorder.joins(collective)
+        """Use another collective from now on, and close the earlier one."""
+        self._recorder.collective_changed(collective)
         before, self.averager.collective = self.averager.collective, collective
         for reducer in self._reducers:
             reducer.join(collective)
@@ -288,27 +288,26 @@ class WorkerReplica:
             before.close()
 
     def copy_if_behind(self, donor: WorkerReplica | None, rank: int) -> None:
-        """Stand where another rank stands that has come further.
+        """Copy the state of another rank, if that is ahead of this one.
 
         Args:
-            donor: What that rank trains; it must stand still meanwhile.
-            rank: That rank.
+            donor: The other rank's replica, which must not change meanwhile.
+            rank: The other rank.
 
         Raises:
-            CollectiveAborted: It is gone.
+            CollectiveAborted: The other rank has died.
         """
         if donor is None:
             raise CollectiveAborted(f"rank {rank} died before it was copied from")
         if self.lockstep.position < donor.lockstep.position:
             self.copy_from(donor)
-            self.context.finish()  # the donor trains on as soon as this is told
+            self.context.finish()  # the donor continues to train once this rank reports
             self.lockstep.copy_from(donor.lockstep)
 
     def copy_from(self, donor: WorkerReplica) -> None:
-        """Take over everything that training has changed in another rank's replica.
+        """Copy another rank's parameters, buffers, optimizer, schedule and gradient scaler.
 
-        Parameters, buffers, optimizer, schedule and gradient scaler. The donor must stand
-        still meanwhile.
+        The donor must not change meanwhile.
         """
         self.state.copy_from(donor.state)
         self.stepper.copy_from(donor.stepper)
@@ -317,12 +316,12 @@ class WorkerReplica:
 
 @dataclass(slots=True)
 class RunPeers:
-    """Shared by the workers of a run in which ranks may die.
+    """Objects shared by the workers of a run in which ranks may die.
 
     Attributes:
-        groups: Where the ranks that are left meet.
-        replicas: What each rank trains, once its worker is built. A rank reads another's state
-            only while that one waits for it in the first meeting of a new group.
+        groups: The collectives of the remaining ranks.
+        replicas: The replica of each rank, once its worker is built. A rank reads another's state
+            only while that waits for it in the first barrier of a new group.
     """
 
     groups: CollectiveGroups
@@ -331,11 +330,11 @@ class RunPeers:
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """How far a worker has come.
+    """Progress of a worker.
 
     Attributes:
         local_step: Batches trained by it.
-        epoch: Epoch of the plan in progress or the last one.
+        epoch: Epoch of the plan in progress, or of the last one.
         begun_epoch: The last epoch that it has begun.
     """
 
@@ -344,7 +343,7 @@ class WorkerProgress:
     begun_epoch: int = -1
 
 
-def key_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
-    """Have a worker's generator draw what belongs to its seed, rank and epoch."""
+def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
+    """Seed a worker's generator for an epoch."""
     state = np.random.SeedSequence([seed, rank, epoch])
     generator.manual_seed(int(state.generate_state(1, np.uint64)[0] >> 1))

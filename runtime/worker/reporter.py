@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator of its training, and when."""
+"""Reports of a worker to the coordinator."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from runtime.worker.protocol import WorkerProtocol
 
 
 class Reporter:
-    """Batches several steps into one report, so that no wake-up is wasted.
+    """Sends the worker's messages, and reports several steps at once to save wake-ups.
 
     Args:
-        protocol: Says when a report is due.
+        protocol: Has the counts, and determines when a report is due.
         outbox: The coordinator's inbox.
-        clock: Tells the time.
-        interval_s: A report is due at the latest after this long.
-        meter: Counts the batches; ``None``: a new one, which is told their time.
+        clock: The clock.
+        interval_s: Longest time between two reports.
+        meter: Counts the batches; ``None``: a new one.
 
     Attributes:
-        epoch: Epoch that the next batches belong to.
-        meter: Counts them.
-        schedule: The learning rate, which is told; ``None``: nobody has one.
-        held: Messages that wait for copies, in order.
+        epoch: The epoch of the next batches.
+        meter: Counts the batches.
+        schedule: The learning rate to report; ``None``: not reported.
+        held: Messages that wait for pending copies, in order.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Reporter:
         self._last = clock.now()
         self.held: deque[tuple[PendingCopy | None, m.FromWorker]] = deque()
 
-    def put(self, message: m.FromWorker, arrival: PendingCopy | None = None) -> None:
-        """Send a message, once the copies that it depends on have arrived.
+    def send(self, message: m.FromWorker, arrival: PendingCopy | None = None) -> None:
+        """Send a message once the copy that it depends on has completed.
 
-        Messages never overtake each other: the coordinator takes what was told before a
-        snapshot for what is in it.
+        Messages keep their order: the coordinator counts the reports before a snapshot as its
+        content.
 
         Args:
-            message: What to send.
-            arrival: When it may be sent; ``None``: at once.
+            message: The message.
+            arrival: The pending copy; ``None``: send at once.
         """
         if arrival is None and not self.held:
             self._outbox.put(message)
@@ -66,10 +66,10 @@ class Reporter:
             self.flush()
 
     def flush(self, *, wait: bool = False) -> None:
-        """Send what was held back and may be sent now.
+        """Send the held messages whose copies have completed.
 
         Args:
-            wait: Block until everything may; the worker has nothing better to do.
+            wait: Block until all are sent.
         """
         while self.held:
             arrival, message = self.held[0]
@@ -82,45 +82,44 @@ class Reporter:
             self._outbox.put(message)
 
     def report_if_due(self) -> None:
-        """Report if the protocol or the clock asks for it."""
+        """Report if the protocol or the interval requires it."""
         if self._protocol.report_due or self._clock.now() - self._last >= self._interval_s:
             self.report_timing()
 
     def take_report(self, *, wait: bool = False) -> m.BatchReport | None:
-        """All that was trained and not told, to travel with a reply to a round.
+        """Take a report of all training not reported yet, to send within a reply to a round.
 
-        Both sides then count alike, and the coordinator wakes once, not twice.
+        Both sides then have equal counts, and the coordinator wakes up once instead of twice.
 
         Args:
-            wait: Also wait for losses and times that are still on the device.
+            wait: Wait for losses and times that are still on the device.
         """
-        untold = self._protocol.unreported or self.meter.num_skipped or wait
-        return self._report(wait=wait) if untold else None
+        is_due = self._protocol.unreported or self.meter.num_skipped or wait
+        return self._report(wait=wait) if is_due else None
 
     def report_rest(self) -> None:
-        """Tell what was trained and not told yet, if anything: nothing follows that could."""
+        """Report all training not reported yet, if any, at the end of the worker."""
         if self._protocol.unreported or self.meter.num_skipped:
-            self.put(self._report(wait=True))
+            self.send(self._report(wait=True))
 
     def report_timing(self) -> None:
-        """Tell what was trained since the last report."""
-        self.put(self._report())
+        """Report the training since the last report."""
+        self.send(self._report())
 
     def _report(self, *, wait: bool = False) -> m.BatchReport:
         stats = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, stats=stats)
 
     def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
-        """Tell that a plan is done, with what no report has told yet.
+        """Report a completed plan, with all training not reported yet.
 
         Args:
             epoch: Its epoch.
-            norm: Of the parameters, where it is told.
-            wait: Wait for the losses and times of its last steps: nothing may follow that
-                tells them.
+            norm: Norm of the parameters; ``None``: not reported.
+            wait: Wait for the losses and times of its last steps, which may be the last report.
         """
         stats = self._take(wait=wait)
-        self.put(m.EpochReport(rank=self._protocol.rank, epoch=epoch, stats=stats, norm=norm))
+        self.send(m.EpochReport(rank=self._protocol.rank, epoch=epoch, stats=stats, norm=norm))
 
     def _take(self, *, wait: bool) -> ReportStats:
         self._last = self._clock.now()

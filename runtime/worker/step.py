@@ -40,8 +40,8 @@ class WorkerSteps:
 
     With a collective whose ``host_runs_ahead`` is set, up to ``MAX_STEPS_AHEAD`` steps are launched
     before the host inspects how the reduction of the first has ended. None of them is reported
-    before that, and every other user of the replica calls :meth:`conclude` first. The device skips
-    each step whose reduction was aborted.
+    before that, and every other user of the replica calls :meth:`confirm_steps` first. The device
+    skips each step whose reduction was aborted.
 
     Args:
         config: The worker's settings.
@@ -155,7 +155,7 @@ class WorkerSteps:
             Device-side handles; nothing is synchronised.
         """
         samples = count_samples(batch)
-        self.conclude()
+        self.confirm_steps()
         self._stepper.host_runs_ahead = False
         self._advance_schedule()
         self._timer.start()
@@ -257,7 +257,7 @@ class WorkerSteps:
             return
         values = self._values.log.withhold(before.mark)
         if outcome is None:
-            self.conclude()  # this one has ended well, and so have those before it
+            self.confirm_steps()  # this one has ended well, and so have those before it
             self._values.log.give(values)
             self._count(len(sizes), total, dropped=end.dropped)
         else:
@@ -274,7 +274,7 @@ class WorkerSteps:
             self._schedule.restore(before.schedule)
         self._stepper.clear_gradients()
 
-    def conclude(self) -> None:
+    def confirm_steps(self) -> None:
         """Wait until it is known of every step that was launched whether it counts.
 
         Raises:
@@ -285,9 +285,9 @@ class WorkerSteps:
             self._confirm(0)
 
     def give_up(self) -> BaseException | None:
-        """As :meth:`conclude`, where steps are broken off already: gives the error, if any."""
+        """As :meth:`confirm_steps`, where steps are broken off already: gives the error, if any."""
         try:
-            self.conclude()
+            self.confirm_steps()
         except (CollectiveAborted, CollectiveTimeout) as error:
             return error
         return None

@@ -1,8 +1,7 @@
 """GpuWorker: the training loop of one device, in one thread.
 
-The worker blocks on nothing but its inbox, where the coordinator's messages and the
-loader's wake-ups arrive, and on the collectives that it is told to join. Between two
-steps it answers every message; inside a step it answers none.
+The worker blocks on its inbox, where the coordinator's messages and the loader's wake-ups arrive,
+and on collectives, and on nothing else. It handles messages between two steps, never inside one.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from runtime.worker.message_handler import MessageHandler
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import RunPeers, WorkerProgress, WorkerReplica, key_generator
+from runtime.worker.replica import RunPeers, WorkerProgress, WorkerReplica, seed_generator
 from runtime.worker.reporter import Reporter
 from runtime.worker.step import BatchLog, WorkerSteps
 from runtime.worker.worker_config import (
@@ -57,7 +56,7 @@ from runtime.worker.worker_config import (
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""How long a rank whose collective was broken waits to hear of the end of the run."""
+"""Longest wait for ``Shutdown`` after a collective was aborted."""
 
 
 class GpuWorker:
@@ -67,34 +66,35 @@ class GpuWorker:
         config: Settings.
         functions: The user's functions.
         endpoints: Queues from :meth:`channels`.
-        make_loader: Gives the worker's loader; it is told the worker and a function
-            that wakes the worker. ``None``: for tools that only call :meth:`train_step`.
-        collective: Under ``SYNC`` reduces gradients, else serves ``SyncNow``.
-        build_order: Shared by all workers of a run; ``None``: a worker on its own.
+        make_loader: Makes the worker's loader from the worker and a function that wakes it;
+            ``None``: for tools that only call :meth:`train_step`.
+        collective: Under ``SYNC`` reduces gradients, otherwise serves ``SyncNow``.
+        build_order: Shared by all workers of a run; ``None``: a standalone worker.
         agreement: Shared by all workers of a lockstep run.
-        peers: Shared by all workers of a run that meet in collectives; without it the
-            worker cannot join a new group after a death.
-        device: Where it trains; ``None``: made from the settings.
-        fallbacks: Shared by all workers of a run; tells what is not captured.
+        peers: Shared by all workers of a run with collectives; required to join a new group
+            after a death.
+        device: The worker's device; ``None``: made from the settings.
+        fallbacks: Shared by all workers of a run; records what is not captured.
         launch_load: Shared by all workers of a run; receives samples of their launch times.
-        resume: Where an earlier run stood, of which this one goes on.
-        recorder: Is told what the worker's time goes to; ``None``: nobody is.
+        resume: The state of an earlier run, which this one continues.
+        recorder: Records the worker's time; ``None``: not recorded.
 
     Attributes:
-        model: The replica, in train mode.
+        model: The replica's model, in training mode.
         optimizer: Its optimizer.
-        generator: On the device, keyed by (seed, rank, epoch); for draws in ``train_fn``.
-        protocol: What the worker may do and has done, as the coordinator counts it.
-        replica: What is trained.
+        generator: Random generator on the device, seeded by (seed, rank, epoch); for draws in
+            ``train_fn``.
+        protocol: The worker's state and counts in the control protocol.
+        replica: The replica.
         steps: Makes the optimizer steps.
 
     Raises:
-        TypeError, ValueError: What a factory gives cannot be trained.
+        TypeError, ValueError: A factory's result cannot be trained.
     """
 
     @staticmethod
     def channels() -> tuple[WorkerEndpoints, WorkerChannels]:
-        """The two ends of a worker's queues, for a worker on its own."""
+        """Create the two ends of a worker's queues, for a standalone worker."""
         control: queue.SimpleQueue[Any] = queue.SimpleQueue()
         reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
         return WorkerEndpoints(control, reports), WorkerChannels(control, reports)
@@ -116,26 +116,26 @@ class GpuWorker:
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
     ) -> None:
-        prepare_threads()  # where no run did it
+        prepare_threads()  # unless a run has done so
         install_thread_generators()
         self.config = config
         self.rank = config.rank
         self.world_size = config.world_size
         self.device = config.device
         self.generator = torch.Generator(config.device)
-        key_generator(self.generator, config.seed, config.rank, 0)
+        seed_generator(self.generator, config.seed, config.rank, 0)
         self.protocol = WorkerProtocol(config.rank)
         self._progress = WorkerProgress()
         self._recorder = recorder or WorkerRecorder()
         self._lane = self._recorder.lane
-        self._functions = self._recorder.watch(functions)
+        self._functions = self._recorder.wrap(functions)
         self._context = device or open_device(config.device, config.num_cpu_workers)
         self._lockstep = LockstepProgress(agreement)
         self._peers = peers
         timer = self._context.new_timer(launch_load)
         meter = StepMeter(self._context.new_log(), timer)
         meter.log.each = [] if config.metrics_every else None
-        # A model may record scalars in a forward that its factory makes.
+        # A model factory may run a forward pass that records scalars.
         self._values = BatchLog(meter.log)
         self._reporter = Reporter(
             self.protocol, endpoints.outbox, self._context, config.report_interval_s, meter
@@ -171,7 +171,7 @@ class GpuWorker:
             lane=self._lane,
             fallbacks=fallbacks,
         )
-        self._answers = self._make_answers()
+        self._handler = self._make_handler()
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
         self._submitted: list[m.EpochPlan] = []
@@ -180,7 +180,7 @@ class GpuWorker:
         if peers is not None:
             peers.replicas[self.rank] = self.replica
 
-    def _make_answers(self) -> MessageHandler:
+    def _make_handler(self) -> MessageHandler:
         return MessageHandler(
             self,
             self.replica,
@@ -189,13 +189,13 @@ class GpuWorker:
             self._functions,
             self._recorder,
             self.steps.flush_weight,
-            self.steps.conclude,
+            self.steps.confirm_steps,
             falls_back=self.config.falls_back,
         )
 
     @property
     def _cpu_generator(self) -> torch.Generator | None:
-        """What a worker on the CPU draws from, dropout included."""
+        """The generator of all draws of a CPU worker, dropout included."""
         return self.generator if self.device.type == "cpu" else None
 
     @property
@@ -205,7 +205,7 @@ class GpuWorker:
 
     @property
     def current_epoch(self) -> int:
-        """Epoch of the plan in progress or the last one."""
+        """Epoch of the plan in progress, or of the last one."""
         return self._progress.epoch
 
     @property
@@ -215,12 +215,12 @@ class GpuWorker:
 
     @property
     def flat_state(self) -> FlatState:
-        """The parameters and buffers that are averaged."""
+        """The averaged parameters and buffers."""
         return self.replica.state
 
     @property
     def current_version(self) -> int:
-        """Averaging rounds taken."""
+        """Number of averages applied."""
         return self.replica.averager.version
 
     def set_lr(self, lr: float) -> None:
@@ -232,14 +232,14 @@ class GpuWorker:
         self._schedule.scale_lr(factor)
 
     def set_lr_scale(self, scale: float) -> None:
-        """Multiply what the scheduler gives, at every step from here on.
+        """Multiply the scheduler's rates by ``scale`` from now on.
 
-        Without a scheduler nothing changes; :meth:`scale_lr` multiplies the rate itself.
+        No effect without a scheduler; :meth:`scale_lr` multiplies the rate itself.
         """
         self._schedule.set_scale(scale)
 
     def set_scheduler(self, factory: SchedulerFactories) -> None:
-        """Drive the learning rate by ``factory(optimizer)``, one step for each batch."""
+        """Attach the scheduler ``factory(optimizer)``, which makes one step for each batch."""
         self._schedule.attach(factory)
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
@@ -251,10 +251,10 @@ class GpuWorker:
         return self.steps.all_gather(tensor)
 
     def forget_graphs(self) -> None:
-        """Capture the step anew, after some eager ones.
+        """Drop the captured graphs; steps are captured again after some eager ones.
 
-        With ``cuda_graphs``, for a change that Python code makes while the run goes on and
-        that a captured step cannot see: another rate of dropout, or another loss.
+        With ``cuda_graphs``, for changes made in Python during the run that a captured step does
+        not contain, such as another dropout rate or another loss.
         """
         self.steps.forget_graphs()
 
@@ -263,7 +263,7 @@ class GpuWorker:
 
         Args:
             batch: A tuple, list or dict of tensors on the worker's device.
-            train_fn: Instead of the worker's own.
+            train_fn: The function to use instead of the worker's own.
 
         Returns:
             Device-side handles; nothing is synchronised.
@@ -272,15 +272,15 @@ class GpuWorker:
             return self.steps.train_step(batch, train_fn or self._functions.train_fn)
 
     def capture_state(self) -> m.Extra:
-        """This rank's own part of a checkpoint, as it is between two steps; a copy.
+        """Capture this rank's own part of a checkpoint, between two steps.
 
         Returns:
-            The state, or why it cannot be saved, which stops no training.
+            A copy of the state; if it cannot be saved, the error, which does not end the training.
         """
         return self.replica.capture_state()
 
     def snapshot_params(self, round_id: int = 0) -> m.ParamSnapshot:
-        """The live state as CPU tensors that alias nothing, with its weight."""
+        """Copy the live state to new CPU tensors, with its weight."""
         payload = self.replica.averager.snapshot(reuse=False)
         self.steps.flush_weight()
         return m.ParamSnapshot(
@@ -296,36 +296,36 @@ class GpuWorker:
         """Replace the live state by an average.
 
         Raises:
-            ValueError: The tensors' number, sizes or dtypes are not this model's. The
-                live state is then as it was.
+            ValueError: The tensors' number, sizes or dtypes differ from this model's. The live
+                state is then unchanged.
         """
         self.replica.averager.replace(average.average if isinstance(average, m.Update) else average)
 
     def report_timing(self) -> None:
-        """Tell the coordinator what was trained since the last report."""
+        """Report the training since the last report to the coordinator."""
         self._reporter.report_timing()
 
     def report_epoch(self, epoch: int) -> None:
-        """Tell the coordinator that a plan is done, with what no report has told yet."""
+        """Report a completed plan to the coordinator, with all training not reported yet."""
         self._reporter.report_epoch(epoch)
 
     def send_final_snapshot(self) -> None:
-        """Send the last state, with the samples trained since the last round."""
-        self._recorder.leaves()
-        self._answers.send_final_snapshot()
+        """Send the final state, with the samples trained since the last round."""
+        self._recorder.leaving()
+        self._handler.send_final_snapshot()
 
     def wait_for_epoch_plan(self) -> m.EpochPlan | None:
-        """Block until there is a plan; answer everything else meanwhile.
+        """Block until there is a plan, and handle all other messages meanwhile.
 
         Returns:
-            The next plan, or ``None`` once ``Shutdown`` came.
+            The next plan, or ``None`` after ``Shutdown``.
         """
         with self._recorder.between_plans():
             while True:
                 leaving = self.handle_control()
-                # Under lockstep a peer may have begun a plan that came before an orderly end:
-                # every rank then begins it, and all of them stop together.
-                all_begin = self._is_lockstep and self._wants_snapshot()
+                # In lockstep a peer may have begun a plan that was sent before an orderly end:
+                # every rank then begins it, and all stop at the agreed step.
+                all_begin = self._is_lockstep and self._snapshot_requested()
                 plan = self.protocol.begin_plan(leaving_too=all_begin)
                 if plan is not None:
                     return plan
@@ -334,14 +334,14 @@ class GpuWorker:
                 self._receive(self._next_message())
 
     def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFns | None = None) -> bool:
-        """Train a plan to its end, answering messages between steps.
+        """Train a plan to its end, and handle messages between steps.
 
         Args:
-            plan: From :meth:`wait_for_epoch_plan`, or one of your own.
-            train_fn: Instead of the worker's own.
+            plan: The plan, for instance from :meth:`wait_for_epoch_plan`.
+            train_fn: The function to use instead of the worker's own.
 
         Returns:
-            Whether ``Shutdown`` came before the end.
+            True if ``Shutdown`` was received before the end.
         """
         with self._recorder.plan(plan):
             return self._run_plan(plan, train_fn or self._functions.train_fn)
@@ -356,24 +356,24 @@ class GpuWorker:
             self.steps.verify_graphs()
             self._submit(plan)
             self._submitted.remove(plan)
-            windows = PlanSteps(plan, self.config)
-            last = len(windows.steps) - 1
-            for index, sizes in enumerate(windows.steps):
+            plan_steps = PlanSteps(plan, self.config)
+            last = len(plan_steps.steps) - 1
+            for index, sizes in enumerate(plan_steps.steps):
                 if not self._may_step():
                     self._abandon(plan)
                     return self.protocol.leaving
-                position = windows.position(index) if plan.shares else None
+                position = plan_steps.position(index) if plan.shares else None
                 if not self.steps.run(sizes, position, train_fn):
                     self._abandon(plan)
                     return True
-                if windows.num_empty:
-                    self.steps.count_empty(windows.num_empty.get(index, 0))
+                if plan_steps.num_empty:
+                    self.steps.count_empty(plan_steps.num_empty.get(index, 0))
                 if index < last:  # else the plan's own report follows
                     self._reporter.report_if_due()
-            self.steps.conclude()
+            self.steps.confirm_steps()
             if not plan.more:
                 self.replica.sync_buffers()
-            self._answers.apply_agreed()
+            self._handler.apply_agreed()
         if plan.more:
             self.protocol.end_plan()
             self._reporter.report_epoch(plan.epoch, wait=False)
@@ -385,56 +385,56 @@ class GpuWorker:
         self._progress.epoch = self._reporter.epoch = epoch
         if epoch > self._progress.begun_epoch:
             self._progress.begun_epoch = epoch
-            own = self.replica.own
-            own.before_epoch_fn()
-            key_generator(self.generator, self.config.seed, self.rank, epoch)
+            checkpoint = self.replica.checkpoint
+            checkpoint.before_epoch_fn()
+            seed_generator(self.generator, self.config.seed, self.rank, epoch)
             if self._functions.epoch_fn is not None:
                 self._functions.epoch_fn(epoch, self)
-            own.after_epoch_fn(epoch)
+            checkpoint.after_epoch_fn(epoch)
 
     def _may_step(self) -> bool:
-        """Answer messages; whether the next step may begin."""
+        """Handle messages; returns True if the next step may begin."""
         trains = not self._is_lockstep and self.protocol.state is WorkerState.TRAINING
         if trains and self._inbox.empty() and not (self._deferred or self._reporter.held):
-            return True  # as most steps find it
-        if self.handle_control() and not self._finish_together():
+            return True  # the usual case
+        if self.handle_control() and not self._propose_stop():
             return False
         if not self._is_lockstep:
             return True
-        self._answers.apply_agreed()
+        self._handler.apply_agreed()
         return not self._lockstep.stop_reached
 
-    def _finish_together(self) -> bool:
-        """Under lockstep a stop is agreed: this step is still made, by all ranks."""
-        if self._is_lockstep and self._wants_snapshot():
+    def _propose_stop(self) -> bool:
+        """In lockstep, propose a stop after the next step, if an orderly stop was requested."""
+        if self._is_lockstep and self._snapshot_requested():
             self._lockstep.propose_stop()
             return True
         return False
 
-    def _wants_snapshot(self) -> bool:
+    def _snapshot_requested(self) -> bool:
         shutdown = self.protocol.shutdown
         return shutdown is not None and shutdown.snapshot
 
     def _await_batch(self, *, answer: bool) -> Any:
-        """The next batch; while it is being loaded, messages are answered or put aside.
+        """Return the next batch; handle or defer messages while it is being loaded.
 
-        Between steps a stalled loader must not delay an acknowledgement; inside a
-        step the replica is in no state to answer.
+        Between steps a stalled loader must not delay acknowledgements; inside a step the replica
+        cannot be read or written.
 
         Args:
-            answer: Whether messages are answered.
+            answer: Handle messages; otherwise defer them.
         """
         assert self._loader is not None, "a worker without a loader has no plans"
         lane = self._lane
-        asked = 0.0 if lane is None else time.monotonic()
+        began = 0.0 if lane is None else time.monotonic()
         if lane is not None and self._loader.reads_inline:
-            lane.enter(DATA, asked)
+            lane.enter(DATA, began)
         loaded = self._loader.try_next()
         if lane is not None and lane.cause != DATA:
             if loaded is not None:
-                lane.record_interval(DATA, asked, COMPUTE)
+                lane.record_interval(DATA, began, COMPUTE)
                 return loaded.data
-            lane.enter(DATA, asked)
+            lane.enter(DATA, began)
         while loaded is None:
             message = self._next_message()
             if isinstance(message, Wake):
@@ -444,7 +444,7 @@ class GpuWorker:
             else:
                 self._receive(message)
                 if self.handle_control():
-                    if not self._finish_together():
+                    if not self._propose_stop():
                         return None
                     answer = False
             loaded = self._loader.try_next()
@@ -453,19 +453,19 @@ class GpuWorker:
         return loaded.data
 
     def _submit(self, plan: m.EpochPlan) -> None:
-        """Start loading a plan, unless it was when it arrived."""
+        """Start to load a plan, unless that was done when it was received."""
         if not any(p is plan for p in self._submitted):
             self._submitted.append(plan)
             if self._loader is not None:
                 self._loader.submit(plan)
 
     def _abandon(self, plan: m.EpochPlan) -> None:
-        self.steps.conclude()
+        self.steps.confirm_steps()
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
         if self._lockstep.stop_reached:
-            self.replica.own.keep_buffers()
+            self.replica.checkpoint.keep_buffers()
             self.replica.sync_buffers()
             self.protocol.drop_plans()
         self._end_plan(plan)
@@ -474,7 +474,7 @@ class GpuWorker:
         with self._recorder.last_report(self.device):
             params_norm: float | None = None
             if self._is_lockstep or self.world_size == 1:
-                # No round follows: the report closes the epoch.
+                # No round follows: this report closes the epoch.
                 self.replica.finite_check.require_finite()
                 if self.replica.averager.leads and plan.num_batches:
                     params_norm = float(norm(self.replica.state.params.flats))
@@ -482,10 +482,10 @@ class GpuWorker:
             self._reporter.report_epoch(plan.epoch, params_norm)
 
     def handle_control(self) -> bool:
-        """Answer every message that has arrived; while parked, wait for the release.
+        """Handle all messages received; while parked, wait for a higher limit.
 
         Returns:
-            Whether ``Shutdown`` came.
+            True if ``Shutdown`` was received.
         """
         self._reporter.flush()
         while True:
@@ -504,10 +504,10 @@ class GpuWorker:
             self._receive(self._next_message())
 
     def _next_message(self, timeout_s: float | None = None) -> Any:
-        """Block for a message; what still waits for copies is sent first.
+        """Wait for a message, after sending those held for copies.
 
         Raises:
-            queue.Empty: None came in time.
+            queue.Empty: None was received in time.
         """
         with self._recorder.waiting(self.protocol):
             self._reporter.flush(wait=True)
@@ -516,30 +516,30 @@ class GpuWorker:
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
             return
-        with self._recorder.answering(message, self.protocol):
+        with self._recorder.handling(message, self.protocol):
             if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:
                 self._submit(message.plan)
             work = self.protocol.receive(message)
             if isinstance(work, m.Regroup):
                 self._regroup(work)
             elif work is not None:
-                self._answers.answer(work)
+                self._handler.handle(work)
 
     def _regroup(self, message: m.Regroup) -> None:
-        """Join the collective of the ranks that are left.
+        """Join the collective of the remaining ranks.
 
         Raises:
-            CollectiveAborted, CollectiveTimeout: Under lockstep, another of them is gone.
+            CollectiveAborted, CollectiveTimeout: In lockstep, another rank has died.
             GpuWorkerError: The group could not be connected.
         """
-        assert self._peers is not None, "a worker on its own has no group"
+        assert self._peers is not None, "a standalone worker has no group"
         try:
             collective = self._peers.groups.connect(
                 message.generation, message.ranks, self.rank, message.backend
             )
         except (CollectiveAborted, CollectiveTimeout) as error:
             if not self.config.falls_back:
-                raise GpuWorkerError(f"rank {self.rank} could not meet its new group") from error
+                raise GpuWorkerError(f"rank {self.rank} could not join its new group") from error
             self._send_unconnected(message, error)
             return
         self.replica.join(collective)
@@ -549,12 +549,12 @@ class GpuWorker:
         if message.donor is not None and message.donor != self.rank:
             donor = self._peers.replicas.get(message.donor)
             self.replica.copy_if_behind(donor, message.donor)
-        collective.barrier()  # no donor trains on before all have copied
-        self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
+        collective.barrier()  # the donor must not train before all have copied
+        self._reporter.send(m.Regrouped(rank=self.rank, generation=message.generation))
 
     def _send_unconnected(self, message: m.Regroup, error: BaseException) -> None:
-        """The new group could not be connected: another one is to come."""
-        self._reporter.put(
+        """Report that the new group could not be connected; another one follows."""
+        self._reporter.send(
             m.ConnectFailed(
                 rank=self.rank,
                 generation=message.generation,
@@ -574,17 +574,17 @@ class GpuWorker:
             self._run()
         finally:
             self._recorder.ended()
-            self.steps.forget_graphs()  # while their stream is this worker's alone
+            self.steps.forget_graphs()  # before another worker may use their stream
 
     def _run(self) -> None:
-        self._reporter.put(m.Ready(rank=self.rank))
+        self._reporter.send(m.Ready(rank=self.rank))
         while True:
             try:
                 self._train_plans()
                 break
             except PieceTooLarge as error:
                 logger.warning(
-                    "rank %d: %s; it gets smaller ones from here on, and the step is made again",
+                    "rank %d: %s; it gets smaller pieces from now on, and the step is repeated",
                     self.rank,
                     error,
                 )
@@ -593,25 +593,25 @@ class GpuWorker:
                     break
                 continue
             except CollectiveAborted as error:
-                # Another rank failed, which is told by that rank; if by none, by this one.
-                goes_on = self._is_lockstep and (self.config.redoes or self.config.falls_back)
+                # Another rank failed and reports the error; if none does, this one raises.
+                can_continue = self._is_lockstep and (self.config.redoes or self.config.falls_back)
                 fault = str(error) if error.failed else None
-                if not goes_on and not self.drain_until_shutdown(DRAIN_S):
+                if not can_continue and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
-                        f"rank {self.rank}: a collective was broken, and no rank has told why "
-                        f"within {DRAIN_S:g} s"
+                        f"rank {self.rank}: a collective was aborted, and no rank has reported a "
+                        f"cause within {DRAIN_S:g} s"
                     ) from error
             except CollectiveTimeout as error:
-                # A peer is late, not dead: with others that wait, meet it anew.
-                goes_on = self.config.survives or (self.config.falls_back and error.failed)
-                if not (goes_on and self._is_lockstep):
+                # A peer is late, not dead: form a new group with those that wait.
+                can_continue = self.config.survives or (self.config.falls_back and error.failed)
+                if not (can_continue and self._is_lockstep):
                     raise
                 fault = str(error) if error.failed else None
             if self.protocol.leaving:
                 self._reporter.report_rest()
                 break
             self._halt(fault)
-        if self._wants_snapshot():
+        if self._snapshot_requested():
             self.send_final_snapshot()
         self.report_exiting()
 
@@ -625,17 +625,17 @@ class GpuWorker:
             raise
 
     def _halt(self, fault: str | None = None, too_large: PieceTooLarge | None = None) -> None:
-        """The group of ranks is broken: leave the plan, say where, and wait for the new one.
+        """Leave the plan and report the position, as the group of ranks is broken.
 
         Args:
-            fault: Of the transport, if that is why.
-            too_large: This rank breaks it, because it had no memory for its piece.
+            fault: The fault of the transport, if that is the cause.
+            too_large: The error of this rank, if it lacked memory for its piece.
         """
-        self._recorder.halts()
+        self._recorder.halted()
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
-        self._context.finish()  # a peer may copy from this replica as soon as it is told
+        self._context.finish()  # a peer may copy from this replica after the report
         if not self.protocol.leaving:
             self.protocol.halt()
         self._send_halted(fault, too_large)
@@ -644,7 +644,7 @@ class GpuWorker:
         self, fault: str | None = None, too_large: PieceTooLarge | None = None
     ) -> None:
         cause = None if too_large is None else too_large.__cause__
-        self._reporter.put(
+        self._reporter.send(
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
@@ -658,22 +658,22 @@ class GpuWorker:
         )
 
     def report_exiting(self) -> None:
-        """Tell the coordinator that nothing more will come."""
-        self._recorder.leaves()
+        """Send the worker's last message."""
+        self._recorder.leaving()
         self.protocol.gone()
-        self._reporter.put(m.Exiting(rank=self.rank))
+        self._reporter.send(m.Exiting(rank=self.rank))
         self._reporter.flush(wait=True)
 
     def drain_until_shutdown(self, timeout_s: float | None = None) -> bool:
-        """Take messages, joining no round and training nothing, until ``Shutdown``.
+        """Discard messages, without training or rounds, until ``Shutdown``.
 
         Args:
-            timeout_s: How long to wait for it; ``None``: as long as it takes.
+            timeout_s: Longest wait in seconds; ``None``: no limit.
 
         Returns:
-            Whether it came.
+            True if it was received.
         """
-        self._recorder.leaves()
+        self._recorder.leaving()
         self.protocol.leave()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self.protocol.shutdown is None:
@@ -687,11 +687,11 @@ class GpuWorker:
         return True
 
     def close(self) -> bool:
-        """End the loader and the worker; returns whether its thread has ended. Idempotent."""
+        """Close the loader and the worker; False if the loader's thread is alive. Idempotent."""
         ended = True if self._loader is None else bool(self._loader.close())
         self._loader = None
-        # Break the cycles of references, or only the collector of cycles frees the replica.
+        # Break reference cycles, so that the replica is freed without the cyclic collector.
         self._reporter.meter.log.on_bad_loss = None
-        self.__dict__.pop("_answers", None)
+        self.__dict__.pop("_handler", None)
         self.steps.close()
         return ended

@@ -1,4 +1,4 @@
-"""What a worker is made from, and what it hands out."""
+"""Settings, functions and queues of a worker, and the result of its steps."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ class WorkerConfig:
     """Settings of one worker.
 
     Attributes:
-        rank: Its rank.
+        rank: The worker's rank.
         world_size: Number of ranks.
-        device: Where it trains.
+        device: The worker's device.
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
-        batch_sizes: Those of each rank; ``None``: all alike.
+        batch_sizes: The batch size of each rank; ``None``: equal sizes.
         policy: ``SYNC`` averages gradients in every step.
-        seed: Of the worker's generators.
+        seed: Seed of the worker's generators.
         accumulate: Micro-batches in an optimizer step.
-        max_grad_norm: Clip the gradients' norm to this.
+        max_grad_norm: Maximum norm, to which gradients are clipped.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         lr_scale: Multiplies the learning rate.
-        total_steps: Positions of the schedule.
-        schedule_every: Positions to a step of the scheduler; 0: it is stepped by a metric.
+        total_steps: The last position of the schedule.
+        schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
         num_cpu_workers: CPU workers that share the cores.
-        survives: Whether the worker goes on when another one dies.
-        falls_back: Whether the run goes on over another transport where one fails.
-        balance: Whether pieces follow measured speed under ``SYNC``, and shrink where a device
-            has no memory for them.
-        sync_batchnorm: Whether batch normalisation uses the statistics of the global batch.
-        all_gather: Whether ``train_fn`` may gather rows of all ranks.
-        bucket_bytes: Under ``SYNC``, about how much of the gradients travels at once, while the
-            backward pass computes others; ``None``: all, after it.
-        cuda_graphs: Whether steps are captured and replayed.
+        survives: True if the worker continues after the death of another one.
+        falls_back: True if the run continues over another transport after one fails.
+        balance: True if pieces follow measured speed under ``SYNC``, and shrink if a device lacks
+            memory for them.
+        sync_batchnorm: True if batch normalisation uses the statistics of the global batch.
+        all_gather: True if ``train_fn`` may gather rows of all ranks.
+        bucket_bytes: Under ``SYNC``, approximate size of the gradient buckets that are sent during
+            the backward pass; ``None``: a single exchange after it.
+        cuda_graphs: True if steps are captured and replayed.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
-        report_interval_s: Trained batches are told at the latest after this long.
+        report_interval_s: Longest time between two reports.
     """
 
     rank: int = 0
@@ -82,12 +82,12 @@ class WorkerConfig:
 
     @property
     def own_batch_size(self) -> int:
-        """Samples in a whole batch of this rank, where pieces are not measured."""
+        """Samples in a full batch of this rank, if pieces do not follow measured speed."""
         return self.batch_size if self.batch_sizes is None else self.batch_sizes[self.rank]
 
     @property
     def batch_part(self) -> Fraction | None:
-        """What a batch of this rank counts as for schedules; ``None``: one."""
+        """Schedule positions of one batch of this rank; ``None``: one."""
         sizes = self.batch_sizes
         if sizes is None or self.policy is ApplyPolicy.SYNC:
             return None
@@ -95,13 +95,13 @@ class WorkerConfig:
 
     @property
     def redoes(self) -> bool:
-        """Whether ranks under ``SYNC`` meet anew and make a step again that was broken off."""
+        """True if ranks under ``SYNC`` repeat an aborted step in a new group."""
         return self.survives or self.balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunctions:
-    """What the user brings; see ``TrainerBuilder`` for each."""
+    """The user's functions; see ``TrainerBuilder`` for each."""
 
     model_factory: ModelFactory
     optim_factory: OptimFactories
@@ -123,7 +123,7 @@ class WorkerEndpoints:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChannels:
-    """The other ends: what goes to the worker, and what comes from it."""
+    """The other ends of a worker's queues: messages to it, and messages from it."""
 
     control: queue.SimpleQueue[Any]
     reports: queue.SimpleQueue[Any]
@@ -135,9 +135,9 @@ class StepResult:
 
     Attributes:
         loss: Mean loss of the batch, detached, on the device.
-        time: The time of the step, the wait for peers excluded.
-        weight: What the loss is a mean over: what ``train_fn`` gave, a number or a tensor on
-            the device, or the samples.
+        time: Time of the step, without waits for peers.
+        weight: Number of units of the mean loss: as returned by ``train_fn``, a number or a tensor
+            on the device, or the samples.
     """
 
     loss: Tensor
@@ -146,12 +146,12 @@ class StepResult:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of the step; waits for it. In the worker's thread alone."""
+        """Seconds of the step; waits for it. Only in the worker's thread."""
         return self.time.seconds
 
 
 class Wake:
-    """What a loader puts into the inbox when a batch is ready."""
+    """Message of a loader to its worker: a batch is ready."""
 
 
 WAKE = Wake()

@@ -139,7 +139,7 @@ class SimWorker:
         yield self._sim.draw(self._sim.schedule.build_s)
         self.protocol.built()
         self.was_built = True
-        self._reporter.put(m.Ready(rank=self.rank))
+        self._reporter.send(m.Ready(rank=self.rank))
         while True:
             try:
                 yield from self._train_plans()
@@ -164,7 +164,7 @@ class SimWorker:
         if self._wants_snapshot():
             counts = self._is_lockstep or self._config.world_size == 1
             assert self.protocol.shutdown is not None
-            self._reporter.put(
+            self._reporter.send(
                 m.FinalSnapshot(
                     rank=self.rank,
                     payload=self._copied(last=True),
@@ -175,7 +175,7 @@ class SimWorker:
                 )
             )
         self.protocol.gone()
-        self._reporter.put(m.Exiting(rank=self.rank))
+        self._reporter.send(m.Exiting(rank=self.rank))
 
     def _train_plans(self) -> Steps:
         while (plan := (yield from self._wait_for_plan())) is not None:
@@ -192,7 +192,7 @@ class SimWorker:
         self._send_halted(fault, too_large)
 
     def _send_halted(self, fault: str | None = None, too_large: int = 0) -> None:
-        self._reporter.put(
+        self._reporter.send(
             m.Halted(
                 rank=self.rank,
                 generation=self.protocol.generation,
@@ -206,7 +206,7 @@ class SimWorker:
 
     def _regroup(self, message: m.Regroup) -> Steps:
         if message.generation in self._sim.unconnected:
-            self._reporter.put(
+            self._reporter.send(
                 m.ConnectFailed(
                     rank=self.rank,
                     generation=message.generation,
@@ -227,7 +227,7 @@ class SimWorker:
                 self.base = donor.base
                 self._lockstep.copy_from(donor._lockstep)
         yield self._join("regroup", message.generation, 0)
-        self._reporter.put(m.Regrouped(rank=self.rank, generation=message.generation))
+        self._reporter.send(m.Regrouped(rank=self.rank, generation=message.generation))
 
     def _join(self, name: str, number: int, weight: int) -> Join:
         return Join((name, number), self.state, weight, self.protocol.generation)
@@ -394,7 +394,7 @@ class SimWorker:
         if self._is_lockstep:  # one rank sends the parameters, each of them its buffers
             leads = self.rank == self._sim.group_of(self.protocol.generation)[0]
             payload = m.Payload(params=(self.state,) if leads else (), buffers=(self.rank,))  # type: ignore[arg-type]
-        self._reporter.put(
+        self._reporter.send(
             m.CapturedState(
                 rank=self.rank,
                 id=capture,
@@ -477,7 +477,7 @@ class SimWorker:
         finally:
             self.protocol.synced(message, ok=ok)
             divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
-            self._reporter.put(
+            self._reporter.send(
                 m.SyncAck(
                     rank=self.rank,
                     round=message.round,
@@ -536,7 +536,7 @@ class SimWorker:
         self._snapshot = tuple(self.local)
         state = self.state if self.replica is None else self.replica.snapshot(self.state)
         self.protocol.snapshot_taken(message.round)
-        self._reporter.put(
+        self._reporter.send(
             m.ParamSnapshot(
                 rank=self.rank,
                 round=message.round,
@@ -565,7 +565,7 @@ class SimWorker:
             self.replica.take(average, wanted=wanted)
         self._expect("updated")
         yield from self._per_epoch(evaluated, checkpoint, message.eval_at)
-        self._reporter.put(m.SyncAck(rank=self.rank, round=message.round))
+        self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
     def _per_epoch(
         self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
@@ -579,9 +579,9 @@ class SimWorker:
                 self._sim.checks.on_evaluated_within(self.rank, eval_at)
             yield self._sim.schedule.evaluate_s
             values = (("e", 0.0),)
-            self._reporter.put(
+            self._reporter.send(
                 m.EvalReport(rank=self.rank, epoch=evaluate, eval_at=eval_at, values=values)
             )
         if checkpoint is not None and c.checkpoint_every is not None:
             self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
-            self._reporter.put(m.CheckpointDone(rank=self.rank, version=checkpoint))
+            self._reporter.send(m.CheckpointDone(rank=self.rank, version=checkpoint))

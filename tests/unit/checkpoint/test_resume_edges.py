@@ -59,8 +59,8 @@ def lrs(optimizer):
     ("settings", "told"),
     [
         ({}, None),
-        ({"lr": 0.5}, "lr=0.25 holds in group 0 of the optimizer, not 0.5"),
-        ({"momentum": 0.9}, "momentum=0.5 holds in group 0 of the optimizer, not 0.9"),
+        ({"lr": 0.5}, "lr=0.25 is used in group 0 of the optimizer, not 0.5"),
+        ({"momentum": 0.9}, "momentum=0.5 is used in group 0 of the optimizer, not 0.9"),
         ({"nesterov": True}, None),  # how it computes stays as built
     ],
 )
@@ -74,7 +74,7 @@ def test_numbers_of_an_optimizer_that_were_changed_in_vain_are_told(
     made().checkpoint_dir(tmp_path).run().join(WAIT_S)
     caplog.clear()
     made(**settings).num_epochs(2).resume(tmp_path).run().join(WAIT_S)
-    found = [r.getMessage() for r in caplog.records if "holds in group" in r.getMessage()]
+    found = [r.getMessage() for r in caplog.records if "is used in group" in r.getMessage()]
     assert len(found) == (told is not None)
     assert all(told in message for message in found)
 
@@ -83,7 +83,7 @@ def test_a_learning_rate_that_follows_the_number_of_workers_was_not_changed(tmp_
     for ranks in (1, 3):
         b = builder(ranks=ranks, epochs=ranks).lr_scale_ratio(1.0)
         b.resume(tmp_path, True).checkpoint_dir(tmp_path).run().join(WAIT_S)
-    assert not [r for r in caplog.records if "holds in group" in r.getMessage()]
+    assert not [r for r in caplog.records if "is used in group" in r.getMessage()]
 
 
 def test_an_optimizer_of_another_class_is_refused_by_its_name(tmp_path):
@@ -114,8 +114,8 @@ def test_an_optimizer_whose_state_dict_fails_stops_no_training(way, tmp_path, ca
     b = builder(optim=lambda p: Failing(p, 1.0), epochs=3, way=way)
     state = b.checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert len(state.metrics) == 3
-    assert "could not be taken: KeyError: 'planted'" in str(state.checkpoint_errors[0])
-    assert "its state could not be taken" in caplog.text
+    assert "was not captured: KeyError: 'planted'" in str(state.checkpoint_errors[0])
+    assert "its state could not be captured" in caplog.text
     # A traceback would keep the replicas' memory as long as the user keeps the state.
     assert state.checkpoint_errors[0].__traceback__ is None
     assert state.checkpoint_errors[0].__cause__.__traceback__ is None
@@ -145,7 +145,7 @@ def test_numpys_generator_comes_back_whichever_it_is(alone_context, caplog):
             assert (np.random.rand(3) == expected).all()
         np.random.set_bit_generator(np.random.PCG64(3))
         _restore_process(saved, alone_context)
-        assert "NumPy's global generator is not that of the checkpoint" in caplog.text
+        assert "NumPy's global generator was not restored" in caplog.text
     finally:
         np.random.set_bit_generator(before)
 

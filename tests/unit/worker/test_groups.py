@@ -98,7 +98,7 @@ def test_when_the_run_is_over_no_group_is_made_any_more():
     make = Maker()
     groups = CollectiveGroups(make)
     groups.close()
-    with pytest.raises(CollectiveAborted, match="over"):
+    with pytest.raises(CollectiveAborted, match="ended"):
         groups.connect(0, (0, 1), 0, THREAD)
     assert make.made == []
 

@@ -49,7 +49,7 @@ def test_a_recorder_is_told_of_plans_and_messages_and_not_of_steps():
         alone.worker.run_epoch_plan(plan(range(num_batches)))
         assert alone.w == num_batches
         told.append(recorder.told)
-    assert told[0] == told[1] == {"watch": 1, "plan": 1, "last_report": 1}
+    assert told[0] == told[1] == {"wrap": 1, "plan": 1, "last_report": 1}
 
 
 def test_the_recorder_of_a_lane_leaves_nothing_out():
@@ -64,7 +64,7 @@ def test_a_run_without_a_timeline_has_no_lane():
 
 
 def test_each_message_to_a_worker_counts_as_something():
-    assert set(recorder._WORK) == set(typing.get_args(m.ToWorker))
+    assert set(recorder._MESSAGE_CAUSES) == set(typing.get_args(m.ToWorker))
 
 
 def make_machine(ranks=2):

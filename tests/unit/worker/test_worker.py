@@ -399,7 +399,7 @@ def test_what_waited_for_copies_is_sent_before_the_next_step():
         return count_up(model, batch)
 
     alone = Alone(train=train)
-    alone.worker._reporter.put(m.Exiting(rank=0), arrival)
+    alone.worker._reporter.send(m.Exiting(rank=0), arrival)
     alone.worker.run_epoch_plan(plan(range(3)))
     assert sent == [False, False, True]
 
@@ -645,7 +645,7 @@ def test_a_broken_collective_that_no_rank_explains_is_told_by_this_one(monkeypat
     monkeypatch.setattr(end, "weighted_mean_", broken)
     alone = Alone(policy=ApplyPolicy.SYNC, collective=end)
     alone.send(start(range(3)))
-    with pytest.raises(GpuWorkerError, match="no rank has told why") as raised:
+    with pytest.raises(GpuWorkerError, match="no rank has reported a cause") as raised:
         alone.worker.run()
     assert isinstance(raised.value.__cause__.__cause__, RuntimeError)
     alone.worker.close()
