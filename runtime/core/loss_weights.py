@@ -125,6 +125,89 @@ class WindowWeight(NamedTuple):
         return self.unit * self.units
 
 
+class WeightAccumulator:
+    """Accumulates the weights of a step's micro-batches on one rank.
+
+    Args:
+        plain_units: Sum of the micro-batches' fractions of the step before the first weight.
+        is_prompt: True if the host can read the device at no cost.
+
+    Attributes:
+        last: The weight of the last micro-batch, for the log; ``None``: its samples.
+        total: The weight of all micro-batches; ``None`` before the first.
+    """
+
+    def __init__(self, plain_units: float, *, is_prompt: bool) -> None:
+        self.last: Weight | None = None
+        self.total: WindowWeight | None = None
+        self._plain_units = plain_units
+        self._is_prompt = is_prompt
+        self._is_scaled = False
+
+    def add(
+        self, loss: Tensor, weight: Weight | None, fraction: float, num_samples: int
+    ) -> tuple[Tensor | bool, Weight]:
+        """Add the weight of a micro-batch.
+
+        Args:
+            loss: Its loss.
+            weight: Its weight; ``None``: its samples.
+            fraction: Its fraction of the step's samples.
+            num_samples: Its samples.
+
+        Returns:
+            True if the weight is above 0 (a tensor if only the device has it), and the factor to
+            scale the loss by.
+        """
+        plain = num_samples / fraction  # the unit of micro-batches without a weight
+        live: Tensor | bool
+        first: Weight
+        if isinstance(weight, Tensor):
+            if self._is_prompt or weight.device.type != loss.device.type:
+                weight = weight.item()  # on the CPU
+            elif weight.device != loss.device:
+                raise ValueError(
+                    f"train_fn returned a loss on {loss.device} with a weight on {weight.device}: "
+                    "return the weight on the loss's device, or as a number"
+                )
+        if isinstance(weight, Tensor):
+            # Checked when it is read; until then an invalid weight counts as 0.
+            raw = weight.detach().to(torch.float64, copy=True).reshape(())
+            self.last = raw
+            live = raw > 0
+            weight = torch.where(live, raw, 0)
+            first = torch.where(live, weight / fraction, plain)
+        else:
+            self.last = None if weight is None else check_read_weight(weight)
+            weight = num_samples if weight is None else float(weight)
+            live = weight > 0
+            first = weight / fraction if live else plain
+        if self.total is not None:
+            unit, units = self.total
+        elif self._plain_units:
+            unit, units = plain, self._plain_units
+        else:
+            unit, units = first, 0.0
+        self._is_scaled = fraction != 1.0
+        scale = weight / unit
+        self.total = WindowWeight(unit, units + scale)
+        return live, scale.to(loss.dtype) if isinstance(scale, Tensor) else scale
+
+    def divide(self, params: Sequence[nn.Parameter]) -> None:
+        """Divide the sum of weighted gradients by the weights, to their mean."""
+        if not self._is_scaled or self.total is None:
+            return
+        units = self.total.units
+        grads = [p.grad for p in params if p.grad is not None]
+        if isinstance(units, Tensor):
+            factor = torch.where(units > 0, 1 / units, 0)
+            if not any(g.dtype is torch.float64 for g in grads):
+                factor = factor.float()
+            torch._foreach_mul_(grads, factor)
+        elif units > 0 and units != 1.0:
+            torch._foreach_div_(grads, units)
+
+
 def checked_loss(loss: object, function: str) -> Tensor:
     """Check that a user function returned a scalar loss with a graph.
 

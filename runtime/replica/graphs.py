@@ -1,9 +1,9 @@
-"""Whole steps as CUDA graphs: when they are captured, replayed, and made eagerly instead.
+"""Steps as CUDA graphs: when they are captured, replayed, or made eagerly instead.
 
-A window of batches is made eagerly until its kind has been seen a few times, which also
-warms up everything that PyTorch makes on first use. Then it is captured once and replayed
-from there on (Nguyen et al., "Accelerating PyTorch with CUDA Graphs", 2021). What cannot be
-captured is made eagerly, as far as needed: the optimizer alone, or the whole step.
+Windows of the same kind are made eagerly a few times, which also initialises everything that
+PyTorch creates on first use. Then the step is captured once and replayed from there on (Nguyen et
+al., "Accelerating PyTorch with CUDA Graphs", 2021). Parts that cannot be captured are made eagerly:
+the optimizer alone, or the whole step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,36 +21,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.core.loss_weights import Weight, WindowWeight
+from runtime.core.loss_weights import Weight
 from runtime.data.batches import map_batch, movable_parts
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import ValueLog
+from runtime.replica.batch_log import BatchLog
 from runtime.replica.capturable import (
     CannotCapture,
     CapturableOptimizer,
     ModuleTensors,
     StateMissing,
 )
-from runtime.replica.reducer import PackedGradients
-from runtime.replica.stepper import MADE, StepEnd, Stepper, TrainFn
+from runtime.replica.stepper import AccumulationWindow, CapturedWindow, StepEnd, TrainFn
 
 logger = logging.getLogger(__name__)
 
 MAX_SIZES = 4
 """Sizes of windows that are captured; a graph of each takes the memory of a step."""
 MAX_SIGNATURES = 8
-"""Kinds of batches that are held, each with memory of its own."""
+"""Signatures of batches with static buffers of their own."""
 MAX_CHANGES = 3
-"""Times that a changed setting of the optimizer is answered by a new capture."""
+"""Changes of the optimizer's settings after which the step is captured again."""
 FIRST_PAUSE_STEPS = 8
-"""Steps made eagerly after a capture that was refused; doubled each time."""
+"""Steps made eagerly after a refused capture; doubled each time."""
 MAX_PAUSE_STEPS = 64
 _MAX_COUNTED = 64
 Replay = Callable[[], None]
 CaptureWork = Callable[[Callable[[], None]], Replay]
-"""Records work of the device without running it, and gives what runs it."""
-MicroStep = Callable[[TrainFn, Any, int, float], object]
+"""Records work of the device without running it, and returns a function that runs it."""
 
 
 class GraphedSteps:
@@ -58,20 +57,16 @@ class GraphedSteps:
 
     Args:
         rank: The worker's rank.
-        device: Where they are captured.
-        model: The replica.
-        stepper: Makes eager steps, and is what is captured.
-        optimizer: The one that the stepper steps.
-        micro_step: Forward and backward of ``(train_fn, batch, samples, fraction)``.
-        redirect: Sends losses and scalars to another log meanwhile.
-        log: Where they go otherwise.
-        full: Sizes of the batches of a whole window.
-        varies: Whether the ranks share each global batch, so that whole windows come in other
-            sizes, too.
-        memory: Tells whether there is room for graphs of these; ``None``: nobody knows.
-        fallbacks: Tells why something is made eagerly.
-        generator: That of the worker, which steps may draw from.
-        obstacle: Why no step can be captured; ``None``: it may be tried.
+        device: Its device.
+        model: The replica's model.
+        optimizer: Its optimizer.
+        log: Receives losses and scalars.
+        full: Sizes of the micro-batches of a full window.
+        varies: True if full windows also have other sizes, as pieces of global batches.
+        memory: Reports if there is memory for graphs of further sizes; ``None``: assume there is.
+        fallbacks: Records what is made eagerly.
+        generator: The worker's random generator, which steps may use.
+        obstacle: The reason why no step can be captured; ``None``: there is none.
     """
 
     def __init__(
@@ -79,12 +74,9 @@ class GraphedSteps:
         rank: int,
         device: Device,
         model: nn.Module,
-        stepper: Stepper,
         optimizer: CapturableOptimizer,
         *,
-        micro_step: MicroStep,
-        redirect: Callable[[ValueLog], AbstractContextManager[None]],
-        log: ValueLog,
+        log: BatchLog,
         full: Sequence[int],
         varies: bool = False,
         memory: StepMemory | None = None,
@@ -95,113 +87,103 @@ class GraphedSteps:
         self._rank = rank
         self._device = device
         self._model = model
-        self._stepper = stepper
         self._optimizer = optimizer
-        self._micro_step = micro_step
-        self._redirect = redirect
         self._log = log
         self._full = tuple(full)
         self._varies = varies
         self._memory = memory
-        self._sizes: Counter[tuple[int, ...]] = Counter()  # how often other windows came
-        self._served = {self._full}
+        self._sizes: Counter[tuple[int, ...]] = Counter()  # of other windows
+        self._captured_sizes = {self._full}
         self._fallbacks = fallbacks
         self._generator = generator
-        self._batches = StaticBatches()
+        self._buffers = StaticBuffers()
         self._graphs: dict[Hashable, StepGraph] = {}
         self._seen: dict[Hashable, int] = {}
-        self._gives_up = False
+        self._has_stopped = False
         self._num_changes = 0
         self._pause = 0
         self._next_pause = FIRST_PAUSE_STEPS
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def window(self, sizes: Sequence[int]) -> StaticWindow | None:
-        """Where the batches of a window go; ``None``: it is made eagerly, batch by batch."""
-        if self._gives_up or not self._serves(tuple(sizes)):
+    def batches(self, sizes: Sequence[int]) -> StaticBatches | None:
+        """Static batches for a window; ``None`` if it is made eagerly, batch by batch."""
+        if self._has_stopped or not self._is_captured(tuple(sizes)):
             return None
-        return StaticWindow(self._batches, sizes)
+        return StaticBatches(self._buffers, sizes)
 
-    def _serves(self, sizes: tuple[int, ...]) -> bool:
-        """Whether such windows get a graph: whole ones, and the first others that come again."""
-        if sizes in self._served:
+    def _is_captured(self, sizes: tuple[int, ...]) -> bool:
+        """True for windows that are captured: full ones, and the first other repeated sizes."""
+        if sizes in self._captured_sizes:
             return True
-        if not self._varies or len(sizes) != len(self._full) or len(self._served) == MAX_SIZES:
+        is_full = len(sizes) == len(self._full)
+        if not self._varies or not is_full or len(self._captured_sizes) == MAX_SIZES:
             return False
         self._sizes[sizes] += 1
         if self._sizes[sizes] == WARM_UP_STEPS + 1:
             if self._memory is None or self._memory.has_room_for_graph(max(sizes)):
-                self._served.add(sizes)
+                self._captured_sizes.add(sizes)
             else:
                 self._fallbacks.report_skipped(
                     self._rank,
-                    f"{self._device.device} has no room for a graph of {sum(sizes)} samples beside "
-                    "what steps and graphs keep already: raise vram_fraction, or use a smaller "
+                    f"{self._device.device} lacks memory for a graph of {sum(sizes)} samples, "
+                    "beside that of steps and other graphs: raise vram_fraction, or use a smaller "
                     "batch_size",
                 )
         return False
 
-    def report_skipped(self) -> None:
-        """A window turned out to hold a batch that no graph can serve."""
-        self._fallbacks.report_skipped(
-            self._rank,
-            f"a batch holds a value that is not a plain tensor, or batches have more than "
-            f"{MAX_SIGNATURES} different shapes: use batches of tensors alone, of few shapes",
-        )
-
-    def verify(self) -> None:
-        """Functions of the user have run: what they have replaced is captured anew."""
+    def drop_replaced(self) -> None:
+        """Drop all graphs if user functions have replaced tensors of the model."""
         for graph in self._graphs.values():
             if graph.module.first_replaced() is not None:
-                self.forget()
+                self.reset()
                 return
 
-    def forget(self) -> None:
-        """Capture anew, after eager steps: what a graph holds on to has been replaced.
-
-        For a change of the model or the optimizer that Python code has made.
-        """
+    def reset(self) -> None:
+        """Drop all graphs; steps are captured again after some eager ones."""
         self._graphs.clear()
         self._seen.clear()
 
-    def step(self, window: StaticWindow, train_fn: TrainFn) -> StepEnd:
-        """Make a whole window, after ``stepper.open()``."""
-        total = sum(window.sizes)
-        graph = self._graph_of(window, train_fn)
+    def finish(
+        self, window: AccumulationWindow, batches: StaticBatches, train_fn: TrainFn
+    ) -> StepEnd:
+        """Make the step of a window on static batches, by a graph if there is one."""
+        graph = self._graph_of(window, batches, train_fn)
         if graph is not None:
-            return graph.run(self._stepper, self._log, total)
-        self.eagerly(window, train_fn, total)
-        return self._stepper.finish(total)
+            return graph.run(window, self._log.values)
+        batches.add_to(window, train_fn)
+        return window.finish()
 
-    def eagerly(self, window: StaticWindow, train_fn: TrainFn, total: int) -> None:
-        """Forward and backward of the batches that are held, without a graph."""
-        self._stepper.clear_gradients()
-        for held, size in zip(window.held, window.sizes, strict=False):
-            self._micro_step(train_fn, held.data, size, size / total)
+    def add_eagerly(
+        self, window: AccumulationWindow, batches: StaticBatches, train_fn: TrainFn
+    ) -> None:
+        """Add the batches so far to a window, whose next batch cannot be captured."""
+        self._fallbacks.report_skipped(
+            self._rank,
+            f"a batch has a value that is not a plain tensor, or batches have more than "
+            f"{MAX_SIGNATURES} different shapes: use batches of tensors alone, of few shapes",
+        )
+        batches.add_to(window, train_fn)
 
-    def _graph_of(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph | None:
-        key = self._key(window, train_fn)
+    def _graph_of(
+        self, window: AccumulationWindow, batches: StaticBatches, train_fn: TrainFn
+    ) -> StepGraph | None:
+        key = (train_fn, *batches.signatures)
         graph = self._graphs.get(key)
         if graph is not None and not graph.holds(self._optimizer):
-            # Its memory is still there, but no step looks at it any more.
-            self.forget()
+            # The optimizer's state was replaced; the graphs use the old one.
+            self.reset()
             graph = None
         if graph is not None and self._settings_changed(graph):
-            # All of them: the end of one may free what cuBLAS keeps for its stream.
+            # All of them: the end of one may free cuBLAS workspaces of the stream.
             self._graphs.clear()
             graph = None
         if graph is None and self._is_due(key):
-            self._stepper.pause()
-            graph = self._capture(window, train_fn)
-            self._stepper.resume()
+            with window.untimed():
+                graph = self._capture(window, batches, train_fn)
             if graph is not None:
                 self._graphs[key] = graph
         return graph
-
-    @staticmethod
-    def _key(window: StaticWindow, train_fn: TrainFn) -> Hashable:
-        return (train_fn, *(held.kind for held in window.held))
 
     def _is_due(self, key: Hashable) -> bool:
         seen = self._seen.get(key, 0)
@@ -212,9 +194,9 @@ class GraphedSteps:
         if self._pause:
             self._pause -= 1
             return False
-        if self._fallbacks.without_graphs and not self._gives_up:
+        if self._fallbacks.without_graphs and not self._has_stopped:
             self._stop()
-        return not self._gives_up
+        return not self._has_stopped
 
     def _settings_changed(self, graph: StepGraph) -> bool:
         if graph.settings is None or graph.settings == self._optimizer.settings():
@@ -223,17 +205,19 @@ class GraphedSteps:
         if self._num_changes > MAX_CHANGES and not self._fallbacks.without_optimizer:
             names = self._optimizer.changed_settings(graph.settings)
             self._leave_out_optimizer(
-                f"its settings change again and again ({names}), and a graph keeps what they were: "
-                "hold them constant (OneCycleLR: cycle_momentum=False), and for a learning rate "
-                "use an optimizer with capturable, such as AdamW, or fused=True"
+                f"its settings change repeatedly ({names}), and a graph keeps those of its "
+                "capture: keep them constant (OneCycleLR: cycle_momentum=False), and for a "
+                "learning rate use an optimizer with capturable, such as AdamW, or fused=True"
             )
         return True
 
-    def _capture(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph | None:
+    def _capture(
+        self, window: AccumulationWindow, batches: StaticBatches, train_fn: TrainFn
+    ) -> StepGraph | None:
         if self._device.is_shared:
             self._give_up(
-                f"several workers are on {self._device.device}, where a capture in one would "
-                "break the others' draws: give each worker a GPU of its own",
+                f"several workers share {self._device.device}, where a capture in one would break "
+                "the random draws of the others: use one GPU for each worker",
                 everywhere=False,
             )
             return None
@@ -246,36 +230,31 @@ class GraphedSteps:
             for _ in range(2):
                 try:
                     with self._memory.capturing() if self._memory else nullcontext():
-                        return self._try(window, train_fn)
+                        return self._try(window, batches, train_fn)
                 except StateMissing:
                     self._seen.clear()
                     return None
                 except CannotCapture as reason:
                     self._leave_out_optimizer(str(reason))
                 except Exception as error:
-                    # A GPU with more memory may not run out of it.
+                    # Other ranks may have GPUs with more memory.
                     is_common = not isinstance(error, torch.OutOfMemoryError)
                     self._give_up(error_summary(error), everywhere=is_common)
                     return None
             return None
 
-    def _try(self, window: StaticWindow, train_fn: TrainFn) -> StepGraph:
-        total = sum(window.sizes)
-
-        def forward() -> None:
-            for held, size in zip(window.held, window.sizes, strict=True):
-                self._micro_step(train_fn, held.data, size, size / total)
-
+    def _try(
+        self, window: AccumulationWindow, batches: StaticBatches, train_fn: TrainFn
+    ) -> StepGraph:
         module = ModuleTensors(self._model)
         try:
             graph = StepCapture(
                 capture=lambda work: self._device.capture(work, self._generator),
-                stepper=self._stepper,
+                window=window,
                 optimizer=self._optimizer,
-                forward=forward,
-                redirect=self._redirect,
-                num_samples=total,
-                is_split=self._stepper.is_split,
+                forward=lambda: batches.add_to(window, train_fn),
+                log=self._log,
+                is_split=window.is_split,
                 with_optimizer=not self._fallbacks.without_optimizer,
                 module=module,
             ).make()
@@ -284,7 +263,7 @@ class GraphedSteps:
             module.restore()
         if replaced is not None:
             raise RuntimeError(
-                f"the step gives {replaced!r} of the model a new tensor: write to it in place"
+                f"the step replaces the tensor {replaced!r} of the model: write to it in place"
             )
         return graph
 
@@ -297,81 +276,92 @@ class GraphedSteps:
         self._fallbacks.give_up(self._rank, reason, everywhere=everywhere)
 
     def _stop(self) -> None:
-        self._gives_up = True
+        self._has_stopped = True
         self._graphs.clear()
-        self._batches = StaticBatches()
-
-
-class StaticWindow:
-    """A window of batches that is to be made at once.
-
-    Args:
-        batches: Memory for them.
-        sizes: Samples of each of its batches.
-    """
-
-    def __init__(self, batches: StaticBatches, sizes: Sequence[int]) -> None:
-        self._batches = batches
-        self.sizes = sizes
-        self.held: list[StaticBatch] = []
-
-    def hold(self, batch: Any) -> bool:
-        """Keep the next batch; whether that was possible."""
-        held = self._batches.hold(len(self.held), batch)
-        if held is not None:
-            self.held.append(held)
-        return held is not None
+        self._buffers = StaticBuffers()
 
 
 class StaticBatches:
+    """The micro-batches of one window, in static buffers.
+
+    Args:
+        buffers: The buffers.
+        sizes: Samples of each micro-batch of the window.
+    """
+
+    def __init__(self, buffers: StaticBuffers, sizes: Sequence[int]) -> None:
+        self._buffers = buffers
+        self._sizes = sizes
+        self._batches: list[StaticBatch] = []
+
+    def copy(self, batch: Any) -> bool:
+        """Copy the next micro-batch to its buffer; False if it cannot be captured."""
+        copied = self._buffers.copy(len(self._batches), batch)
+        if copied is not None:
+            self._batches.append(copied)
+        return copied is not None
+
+    @property
+    def signatures(self) -> Sequence[Hashable]:
+        """The signature of each micro-batch."""
+        return [batch.signature for batch in self._batches]
+
+    def add_to(self, window: AccumulationWindow, train_fn: TrainFn) -> None:
+        """Add the micro-batches so far to a window, as its first ones."""
+        window.restart()
+        for batch, size in zip(self._batches, self._sizes, strict=False):
+            window.add(train_fn, batch.data, size)
+
+
+class StaticBuffers:
     """Memory for the batches of a window. In the worker's thread, on its compute stream."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, Hashable], StaticBatch] = {}
+        self._batches: dict[tuple[int, Hashable], StaticBatch] = {}
 
-    def hold(self, index: int, batch: Any) -> StaticBatch | None:
-        """Copy a batch to its memory, on the device; the host does not wait.
+    def copy(self, index: int, batch: Any) -> StaticBatch | None:
+        """Copy a batch to its buffer, on the device; the host does not wait.
 
         Args:
-            index: Which micro-batch of the window it is.
-            batch: On the device.
+            index: Index of the micro-batch in the window.
+            batch: The batch, on the device.
 
         Returns:
-            ``None`` if no graph can serve such batches, or there are too many kinds.
+            ``None`` if the batch cannot be captured, or there are too many signatures.
         """
-        kind = batch_signature(batch)
-        if kind is None:
+        signature = batch_signature(batch)
+        if signature is None:
             return None
-        held = self._held.get((index, kind))
-        if held is None:
-            if len({known for _, known in self._held} | {kind}) > MAX_SIGNATURES:
+        static = self._batches.get((index, signature))
+        if static is None:
+            if len({known for _, known in self._batches} | {signature}) > MAX_SIGNATURES:
                 return None
-            held = StaticBatch(kind, map_batch(batch, torch.empty_like))
-            self._held[index, kind] = held
-        targets = movable_parts(held.data)
+            static = StaticBatch(signature, map_batch(batch, torch.empty_like))
+            self._batches[index, signature] = static
+        targets = movable_parts(static.data)
         if targets:
             torch._foreach_copy_(targets, movable_parts(batch))
-        return held
+        return static
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
-    """A batch in memory of its own.
+    """A batch in a static buffer.
 
     Attributes:
-        kind: See :func:`batch_signature`.
-        data: The batch, with tensors that the next batch of its kind overwrites.
+        signature: See :func:`batch_signature`.
+        data: The batch; the next one of its signature overwrites its tensors.
     """
 
-    kind: Hashable
+    signature: Hashable
     data: Any
 
 
 def batch_signature(batch: Any) -> Hashable | None:
-    """What two batches must share for one graph to serve both; ``None``: none can.
+    """Signature of batches that share a graph; ``None`` if the batch cannot be captured.
 
-    That is the containers, the tensors' shapes and dtypes, and the values of everything
-    that is no tensor.
+    It contains the containers, the tensors' shapes and dtypes, and all values that are not
+    tensors.
     """
     if isinstance(batch, Tensor):
         plain = type(batch) is Tensor and batch.layout is torch.strided
@@ -393,52 +383,37 @@ def batch_signature(batch: Any) -> Hashable | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """A captured window.
+    """The captured step of a window.
 
     Attributes:
-        first: Forward, backward and, where they are packed or nothing comes between, more.
-        second: Clip and step, where something comes between; else ``None``.
-        is_whole: Whether ``first`` is all.
-        values: What ``first`` leaves.
-        grads: The gradients that it leaves; empty where nobody reads them.
-        packed: What it has packed; ``None``: nothing.
-        window: Weight of the step, which it leaves, too; ``None``: its samples.
-        settings: Of the optimizer when it was captured.
-        state: Mark of the optimizer's state then; ``None``: no graph touches it.
+        first: Forward, backward and, unless the host acts in between, the optimizer's step.
+        second: Clip and step, if the host acts in between and the optimizer is captured.
+        values: Losses and scalars of ``first``.
+        result: The window's result of ``first``.
+        settings: Settings of the optimizer at the capture; ``None``: it is not captured.
+        state: Identity of the optimizer's state at the capture; ``None``: it is not captured.
         kept: Tensors of the optimizer's state, whose memory the graphs use.
-        module: What they read of the module.
+        module: Tensors of the module that the graphs use.
     """
 
     first: Replay
     second: Replay | None
-    is_whole: bool
     values: StepValues
-    grads: Sequence[Tensor | None]
-    packed: PackedGradients | None
-    window: WindowWeight | None
+    result: CapturedWindow
     settings: Any
     state: tuple[Any, int, Any] | None
     kept: Sequence[Tensor]
     module: ModuleTensors
 
-    def run(self, stepper: Stepper, log: ValueLog, num_samples: int) -> StepEnd:
-        """Make the step on the batches that lie in the held memory."""
+    def run(self, window: AccumulationWindow, log: ValueLog) -> StepEnd:
+        """Make the step of a window on the batches in the static buffers."""
         self.first()
         self.values.push(log)
-        stepper.window = self.window
-        if self.is_whole:
-            return MADE
-        stepper.give_gradients(self.grads, self.packed)
-        if self.second is None:
-            return stepper.finish(num_samples)
-        end = stepper.settle(num_samples)
-        if end is not None:
-            return end
-        self.second()
-        return MADE
+        window.load(self.result)
+        return window.finish(self.second)
 
     def holds(self, optimizer: CapturableOptimizer) -> bool:
-        """Whether the optimizer's state is still the one that the graphs write to."""
+        """True if the optimizer still has the state that the graphs write to."""
         if self.state is None:
             return True
         mapping, size, first = optimizer.state_identity()
@@ -447,58 +422,51 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapture:
-    """How a window is captured.
+    """The capture of a window's step.
 
     Attributes:
         capture: Records work.
-        stepper: Makes the step.
+        window: The window.
         optimizer: Its optimizer.
-        forward: Forward and backward of the window on the held batches.
-        redirect: Sends losses and scalars to a log meanwhile.
-        num_samples: Samples in the window.
-        is_split: Whether the ranks reduce, or a flag is read, before the optimizer steps.
-        with_optimizer: Whether clip and step are captured too.
-        module: What the step reads of the module.
+        forward: Adds the static batches to the window.
+        log: Receives losses and scalars.
+        is_split: True if the host acts between the gradients and the optimizer's step.
+        with_optimizer: True if clip and step are captured too.
+        module: Tensors of the module.
     """
 
     capture: CaptureWork
-    stepper: Stepper
+    window: AccumulationWindow
     optimizer: CapturableOptimizer
     forward: Callable[[], None]
-    redirect: Callable[[ValueLog], AbstractContextManager[None]]
-    num_samples: int
+    log: BatchLog
     is_split: bool
     with_optimizer: bool
     module: ModuleTensors
 
     def make(self) -> StepGraph:
-        """Capture. Nothing is trained; gradients are forgotten.
+        """Capture. Nothing is trained, and gradients are dropped.
 
         Raises:
             CannotCapture: The optimizer's part cannot be captured.
             StateMissing: The optimizer has no state yet.
-            BaseException: What the device, or the user's function, says of the rest.
+            BaseException: Errors of the device or of the user's function in the rest.
         """
-        stepper, whole = self.stepper, self.with_optimizer and not self.is_split
-        stepper.clear_gradients()  # the memory of what was captured before goes with it
+        window, whole = self.window, self.with_optimizer and not self.is_split
+        window.restart()  # also frees the memory of earlier captured gradients
         try:
             values, first = self._first(whole)
-            grads, window = stepper.gradients(), stepper.window
-            split = self.with_optimizer and self.is_split
-            packed = stepper.packed() if split else None
-            if packed is not None and not packed.complete:
-                raise CannotCapture("a parameter gets no gradient, which the ranks tell each other")
-            second = self._second() if split else None
+            result = window.captured()
+            if result.packed is not None and not result.packed.complete:
+                raise CannotCapture("a parameter has no gradient, so ranks must exchange flags")
+            second = self._second() if self.with_optimizer and self.is_split else None
         finally:
-            stepper.clear_gradients()
+            window.restart()
         return StepGraph(
             first=first,
             second=second,
-            is_whole=whole,
             values=values,
-            grads=() if whole else grads,
-            packed=packed,
-            window=window,
+            result=result,
             settings=self.optimizer.settings() if self.with_optimizer else None,
             state=self.optimizer.state_identity() if self.with_optimizer else None,
             kept=self.optimizer.state_tensors() if self.with_optimizer else (),
@@ -506,23 +474,22 @@ class StepCapture:
         )
 
     def _first(self, whole: bool) -> tuple[StepValues, Replay]:
-        tap, made = CapturedLog(), []
+        captured, values = CapturedLog(), []
         in_optimizer = False
 
         def work() -> None:
             nonlocal in_optimizer
-            self.stepper.clear_gradients()
-            with self.redirect(tap):
+            with self.log.redirected(captured):
                 self.forward()
-            if whole and self.stepper.is_split:
-                raise StateMissing  # its first loss with a weight: once more, with a read between
+            if whole and self.window.is_split:
+                raise StateMissing  # its first weight on the device: capture again, split
             if self.with_optimizer:
-                self.stepper.pack(self.num_samples)
-            made.append(tap.gather())
+                self.window.pack()
+            values.append(captured.gather())
             if whole:
                 in_optimizer = True
                 with self.optimizer.unchanged():
-                    self.stepper.apply()
+                    self.window.apply()
 
         try:
             replay = self.capture(work)
@@ -532,13 +499,12 @@ class StepCapture:
             if in_optimizer:
                 raise CannotCapture(error_summary(error)) from error
             raise
-        return made[0], replay
+        return values[0], replay
 
     def _second(self) -> Replay:
         def work() -> None:
-            self.stepper.unpack()
             with self.optimizer.unchanged():
-                self.stepper.apply()
+                self.window.apply()
 
         try:
             return self.capture(work)
@@ -549,14 +515,14 @@ class StepCapture:
 
 
 class CapturedLog(ValueLog):
-    """Takes the losses and scalars of a step while it is captured."""
+    """Collects the losses and scalars of a step during its capture."""
 
     def gather(self) -> StepValues:
-        """Make one tensor of them; to be captured behind the step."""
+        """Stack them into one tensor; captured after the step."""
         losses = [(None, loss, n) for loss, n, _ in self._losses]
         entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *self._scalars]
         every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
-        # Those on a CPU are known now, unless it is the stand-in of a device.
+        # Values on a CPU are read now, unless the CPU stands in for a device.
         tensors = [t for t in every if not t.is_cpu] or every
         known = {id(t) for t in tensors}
         return StepValues(
@@ -573,12 +539,12 @@ class CapturedLog(ValueLog):
 
 
 class StepValues:
-    """Losses and scalars that a replay leaves on the device.
+    """Losses and scalars of a replay, on the device.
 
     Args:
         values: The values, of shape ``(n,)``; the next replay overwrites them.
-        entries: ``(name, number, weight)`` in order; a loss has no name, and what is in
-            ``values`` no number and no weight.
+        entries: ``(name, number, weight)`` in order. The name of a loss is ``None``, as are
+            numbers and weights that are in ``values``.
     """
 
     def __init__(
@@ -588,7 +554,7 @@ class StepValues:
         self._entries = entries
 
     def push(self, log: ValueLog) -> None:
-        """Hand a copy of the values on."""
+        """Push a copy of the values to a log."""
         values = iter(self._values.clone().unbind())
         for name, number, known in self._entries:
             value = next(values) if number is None else number
@@ -600,56 +566,57 @@ class StepValues:
 
 
 class GraphFallbacks:
-    """What the workers of a run have found out; thread-safe.
+    """Parts of steps that cannot be captured, shared by the workers of a run; thread-safe.
 
-    A rank that knows it from another one need not break a capture of its own.
+    A rank need not fail in a capture if another one already has.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._optimizer = False
         self._all = False
 
     @property
     def without_optimizer(self) -> bool:
-        """Whether the optimizer cannot be captured."""
+        """True if the optimizer cannot be captured."""
         return self._optimizer
 
     @property
     def without_graphs(self) -> bool:
-        """Whether nothing can be captured."""
+        """True if nothing can be captured."""
         return self._all
 
     def leave_out_optimizer(self, rank: int, reason: str) -> None:
-        """No rank captures the optimizer from here on."""
+        """Capture no optimizer from now on, on any rank."""
         self._optimizer = True
-        self._tell(rank, "the optimizer steps without a graph", reason)
+        self._log(rank, "the optimizer steps without a graph", reason)
 
     def give_up(self, rank: int, reason: str, *, everywhere: bool = True) -> None:
-        """A rank captures nothing from here on, nor does any other if so ``everywhere``."""
-        if everywhere:  # not "or": that would write back what it read before another rank's word
+        """Capture nothing from now on, on this rank or ``everywhere``."""
+        if everywhere:  # "or" could overwrite a concurrent write
             self._all = True
-        self._tell(rank, "steps are made without a graph", reason)
+        self._log(rank, "steps are made without a graph", reason)
 
     def report_skipped(self, rank: int, reason: str) -> None:
-        """Some windows of batches are made without a graph."""
-        self._tell(rank, "some steps are made without a graph", reason)
+        """Report that some windows are made without a graph."""
+        self._log(rank, "some steps are made without a graph", reason)
 
-    def _tell(self, rank: int, what: str, reason: str) -> None:
+    def _log(self, rank: int, what: str, reason: str) -> None:
         with self._lock:
-            first = reason not in self._told
-            self._told.add(reason)
+            first = reason not in self._reported
+            self._reported.add(reason)
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "cuda_graphs, rank %d: %s: %s", rank, what, reason)
 
 
 def error_summary(error: BaseException) -> str:
-    """What an error says in one line, and the line of the user's code that it came from."""
+    """An error's message in one line, with the line of user code that raised it."""
     text = str(error).strip().splitlines()
-    said = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    return f"{said} ({own[-1].filename}, line {own[-1].lineno})" if own else said
+    summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    return f"{summary} ({own[-1].filename}, line {own[-1].lineno})" if own else summary
 
 
 def _is_library(filename: str) -> bool:

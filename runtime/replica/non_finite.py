@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,15 +65,8 @@ class ReplicaFiniteCheck:
         self.is_bad = False
         self._num_counted = 0
         if mode == "raise":
-            meter.log.on_bad_loss = self._raise_for_loss
-
-    def _bad_parameter(self) -> str | None:
-        if all_finite(self._params.flats):
-            return None
-        return first_bad(self._params.names, self._params.params)
-
-    def _raise_for_loss(self, step: int) -> None:
-        raise NonFiniteError(self._rank, step, "loss", self._bad_parameter())
+            # Without a reference to the log, which would be a cycle.
+            meter.log.on_bad_loss = partial(_raise_for_loss, rank, params)
 
     def fault(self) -> NonFiniteError | None:
         """The error of parameters that are not finite; ``None`` if all are finite.
@@ -80,7 +74,7 @@ class ReplicaFiniteCheck:
         Raises:
             NonFiniteError: They are not finite, and no average can replace this replica.
         """
-        name = self._bad_parameter()
+        name = _bad_parameter(self._params)
         if name is None:
             return None
         error = NonFiniteError(self._rank, max(0, self._local_step() - 1), "parameter", name)
@@ -156,6 +150,14 @@ class ReplicaFiniteCheck:
         return m.Failed(
             rank=self._rank, epoch=epoch, step=self._local_step(), error=error, fatal=True
         )
+
+
+def _bad_parameter(params: FlatParams) -> str | None:
+    return None if all_finite(params.flats) else first_bad(params.names, params.params)
+
+
+def _raise_for_loss(rank: int, params: FlatParams, step: int) -> None:
+    raise NonFiniteError(rank, step, "loss", _bad_parameter(params))
 
 
 class StepFiniteCheck:

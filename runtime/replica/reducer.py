@@ -181,6 +181,11 @@ class GradientReducer:
         self._aborted_flats = []
         self.skip_flag.zero_()  # a graph of the step reads it over any collective
 
+    @property
+    def has_buckets(self) -> bool:
+        """True if gradients are sent in buckets, during the backward pass."""
+        return self._bucket_bytes is not None
+
     def take_late_result(self) -> LateResult | None:
         """The pending result of the last exchange; ``None`` if it has completed."""
         result, self._late_result = self._late_result, None

@@ -1,31 +1,35 @@
-"""One optimizer step: forward, backward, reduction under lockstep, clip, step.
+"""Optimizer steps of a replica, one accumulation window at a time.
 
-Nothing here waits for the device: losses stay tensors, and the only host reads are those
-of fp16's gradient scaler, of :mod:`runtime.replica.non_finite` and of
-:mod:`runtime.replica.reducer`.
+Nothing here waits for the device: losses stay tensors, and the only host reads are those of
+fp16's gradient scaler, :mod:`runtime.replica.non_finite` and :mod:`runtime.replica.reducer`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runtime.collective.base import LateResult
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.loss_weights import (
     GradientMask,
     Weight,
+    WeightAccumulator,
     WindowWeight,
-    check_read_weight,
     checked_loss,
     split_loss,
 )
+from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
+from runtime.replica.batch_log import BatchLog
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.gradients import check_gradients
@@ -34,38 +38,36 @@ from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
 from runtime.replica.reducer import GradientReducer, PackedGradients
 
 TrainFn = Callable[[nn.Module, Any], Any]
-"""Gives a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
-units, such as the tokens that are not ignored, or the sum of the samples' class weights; or what
-a model returns, with a field ``loss``."""
+"""Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
+units, such as the tokens that are not ignored, or the sum of the samples' class weights; or the
+output of a model, with a field ``loss``."""
 TrainFns = TrainFn | Mapping[str, TrainFn]
-"""One, or one for each of several optimizers, by their names, in the order of their steps."""
+"""One function, or one for each of several optimizers by name, in the order of their steps."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepper:
-    """Makes steps of a replica.
+    """Makes the optimizer steps of a replica: ``with stepper.window(num_samples) as window``.
 
     Args:
-        model: The replica.
+        model: The replica's model.
         params: Its flat parameters.
         optimizer: Its optimizer.
+        device: Its device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        max_grad_norm: Clip the gradients' norm to this, after the reduction.
-        reducer: Averages gradients over the ranks; ``None``: each rank keeps its own.
-        judge: Judges each step before it is made; ``None``: nothing is judged.
-        timer: Times the steps; what the reduction takes is left out.
-        rates: Context around the optimizer's step, which puts its learning rates in place.
-        is_prompt: Whether values of the device can be read at no cost.
-        parts: The optimizers, if there are several: :meth:`enter` says whose step is next.
+        max_grad_norm: Maximum norm, to which gradients are clipped after the reduction.
+        reducer: Averages gradients over the ranks; ``None``: each rank uses its own.
+        finite_check: Checks each step before it is made; ``None``: no check.
+        timer: Timer of the steps; the reduction is excluded.
+        rates: Context of the optimizer's step, which sets its learning rates.
+        is_prompt: True if values on the device can be read at no cost.
+        log: Receives losses; ``None``: a new log.
+        global_batch: Exchanges within forward and backward passes; ``None``: there are none.
+        parts: The optimizers, if there are several.
 
     Attributes:
-        parts: See above.
-        weight: Of the last micro-batch, as it is logged; ``None``: its samples.
-        window: Weight of the step in progress; ``None``: its samples.
-        trails: Whether steps may be made before the host knows that their gradients can be used;
-            whoever makes them looks at :meth:`take_late_result`.
-        global_batch: Where forward and backward passes meet those of the other ranks; ``None``:
-            they do not.
+        log: See above.
+        part_names: Names of the optimizers, if there are several.
     """
 
     def __init__(
@@ -82,337 +84,345 @@ class Stepper:
         timer: StepTimer | None = None,
         rates: Callable[[], AbstractContextManager[None]] | None = None,
         is_prompt: bool = True,
+        log: BatchLog | None = None,
+        global_batch: GlobalBatch | None = None,
         parts: Sequence[OptimizerPart] = (),
     ) -> None:
-        self.weight: Weight | None = None
-        self.window: WindowWeight | None = None
-        self.host_runs_ahead = False
-        self.global_batch: GlobalBatch | None = None
-        self._last_of = 0
-        self._units = 0.0  # of the step's micro-batches before the first that has a weight
-        self._is_prompt = is_prompt
-        self._weighs_late = False
-        self._is_scaled = False  # whether the step's losses were scaled for their weights
-        self._mask: GradientMask | None = None
+        self.log = log or BatchLog(ValueLog())
+        self.part_names = tuple(part.name for part in parts)
+        self._parts = {part.name: part for part in parts}
+        self._whole = OptimizerPart("", params, optimizer, reducer, finite_check)
         self._model = model
-        self._params = params.params
-        self._names = params.names
-        self._whole = self._optimizer = optimizer
-        self.parts = parts
-        self._known_parts: set[str] = set()  # whose gradients have been looked at
-        self._kept: list[tuple[list[Tensor], dict[str, Any]]] = []
-        self._kept_scale: dict[str, Any] | None = None
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(precision)
         self._max_grad_norm = max_grad_norm
-        self._reducer = reducer
-        self._finite_check = finite_check
         self._timer = timer or HostTimer()
         self._rates = rates or nullcontext
-        # Nothing comes with the optimizer's step: with steps of 1 ms each call counts.
+        self._is_prompt = is_prompt
+        self._global_batch = global_batch
+        # The step is the optimizer's alone: with steps of 1 ms each call counts.
         self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
-        self._losses: list[Tensor] = []
-        self._checked = False
+        self._checked: set[str] = set()  # parts whose first gradients were checked
+        self._mask: GradientMask | None = None
+        self._weights_on_device = False
         self._has_stepped = False
+        self._is_open = False
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type)
             # Creates the scale now: a rank without a batch unscales before it ever scales.
             self._scaler.scale(torch.zeros((), device=device))
 
-    def copy_from(self, other: Stepper) -> None:
-        """Take over the optimizer's state and the scaler of another rank's replica."""
-        self._has_stepped = False
-        # load_state_dict keeps tensors of the right dtype and device, which are the other's.
-        load_optimizer_state(self._whole, copy.deepcopy(other._whole.state_dict()))
-        if self._scaler is not None and other._scaler is not None:
-            self._scaler.load_state_dict(other._scaler.state_dict())
+    def window(
+        self,
+        num_samples: int,
+        num_batches: int = 1,
+        *,
+        part: str | None = None,
+        run_ahead: bool = False,
+    ) -> AccumulationWindow:
+        """Open the window of one optimizer step. Collective if passes exchange global batches.
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer and, if there is one, of the scaler; no copies."""
-        scaler = None if self._scaler is None else self._scaler.state_dict()
-        kind = optimizer_kind(self._whole)
-        return {"optimizer": self._whole.state_dict(), "kind": kind, "scaler": scaler}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave.
-
-        How the optimizer computes (``foreach``, ``fused``, ``capturable``) stays as built.
+        Args:
+            num_samples: Samples of the step; 0: this rank only receives gradients.
+            num_batches: Micro-batches of the step.
+            part: The optimizer, if there are several; within :meth:`alternate`.
+            run_ahead: The step may be made before the result of the reduction is known to the
+                host, which then has to wait for :attr:`StepEnd.pending`.
 
         Raises:
-            ValueError: It is of another optimizer.
+            RuntimeError: A window is open.
+            CollectiveAborted, CollectiveTimeout: See :meth:`GlobalBatch.begin`.
         """
-        kind = optimizer_kind(self._whole)
-        if state["kind"] != kind:  # torch would load it, and fail in the first step
-            raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
-        self._has_stepped = False
-        # A copy: ranks may share it, and torch keeps its containers.
-        load_optimizer_state(self._whole, copy.deepcopy(state["optimizer"]))
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
+        if self._is_open:
+            raise RuntimeError("a window is open: finish its step before the next one")
+        chosen = self._whole if part is None else self._choose(part)
+        window = AccumulationWindow(self, chosen, num_samples, num_batches, run_ahead)
+        if self._global_batch is not None:
+            try:
+                self._global_batch.begin(num_batches)
+            except BaseException:
+                self.clear_gradients()
+                raise
+        if chosen.finite_check is not None:
+            chosen.finite_check.begin()
+        return window
 
-    def enter(self, part: OptimizerPart) -> None:
-        """The step that follows is that of one of several optimizers: no other parameter gets a
-        gradient."""
-        self._params, self._names = part.params.params, part.params.names
-        self._optimizer, self._reducer, self._finite_check = (
-            part.optimizer,
-            part.reducer,
-            part.finite_check,
-        )
-        for each in self.parts:
+    def _choose(self, name: str) -> OptimizerPart:
+        """One of several optimizers: parameters of the others get no gradients."""
+        for each in self._parts.values():
             for p in each.params.params:
-                p.requires_grad_(each is part)
-        self._checked = part.name in self._known_parts
-        self._known_parts.add(part.name)
+                p.requires_grad_(each.name == name)
+        return self._parts[name]
 
-    def leave(self) -> None:
-        """The steps of all optimizers are over, made or not."""
-        for each in self.parts:
-            for p in each.params.params:
-                p.requires_grad_(True)
+    @contextmanager
+    def alternate(self, *, undo: bool) -> Iterator[None]:
+        """Context of one step of each of several optimizers.
 
-    def keep(self) -> None:
-        """Remember what all optimizers but the last are about to change."""
-        self._kept = [
+        Args:
+            undo: Undo the steps that were made if the reduction of a later one is aborted.
+        """
+        kept = self._copy_parts() if undo else None
+        try:
+            yield
+        except (CollectiveAborted, CollectiveTimeout):
+            if kept is not None:
+                self._restore_parts(*kept)
+            raise
+        finally:
+            for each in self._parts.values():
+                for p in each.params.params:
+                    p.requires_grad_(True)
+
+    def _copy_parts(self) -> tuple[list[tuple[list[Tensor], dict[str, Any]]], Any]:
+        """Parameters and optimizer states of all parts but the last, and the scaler's state."""
+        states = [
             (
                 [p.detach().clone() for p in part.params.params],
                 copy.deepcopy(part.optimizer.state_dict()),
             )
-            for part in self.parts[:-1]
+            for part in list(self._parts.values())[:-1]
         ]
-        if self._scaler is not None:
-            self._kept_scale = self._scaler.state_dict()
+        return states, None if self._scaler is None else self._scaler.state_dict()
 
-    def take_back(self) -> None:
-        """Undo the steps made since :meth:`keep`: a later optimizer's was broken off."""
-        kept, self._kept = self._kept, []
+    def _restore_parts(self, states: list[tuple[list[Tensor], dict[str, Any]]], scale: Any) -> None:
         with torch.no_grad():
-            for part, (values, state) in zip(self.parts[:-1], kept, strict=True):
+            parts = list(self._parts.values())[:-1]
+            for part, (values, state) in zip(parts, states, strict=True):
                 for p, value in zip(part.params.params, values, strict=True):
                     p.copy_(value)
                 load_optimizer_state(part.optimizer, state)
-        if self._scaler is not None and self._kept_scale:
-            self._scaler.load_state_dict(self._kept_scale)
-
-    def begin(self) -> None:
-        """A step begins: what follows can be taken back, and has no gradients yet."""
-        self.open()
-        self.clear_gradients()
-
-    def open(self) -> None:
-        """A step begins: what follows can be taken back."""
-        if self._finite_check is not None:
-            self._finite_check.begin()
+        if self._scaler is not None and scale:
+            self._scaler.load_state_dict(scale)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients, losses and weights of the last step."""
-        self._losses.clear()
-        self.window, self._units = None, 0.0
-        self._last_of = 0
-        if self._reducer is not None:
-            self._reducer.reset()
-        for p in self._params:
-            p.grad = None
+        """Drop the gradients of the last step."""
+        for part in self._parts.values() or (self._whole,):
+            part.clear_gradients()
 
-    def expect_last(self, num_samples: int) -> None:
-        """The micro-batch that follows is the step's last one: gradients may travel as they come.
+    def copy_from(self, other: Stepper) -> None:
+        """Copy the state of the optimizer and the scaler of another rank's replica."""
+        self._has_stepped = False
+        # load_state_dict keeps tensors of the right dtype and device, which are the other's.
+        state = copy.deepcopy(other._whole.optimizer.state_dict())
+        load_optimizer_state(self._whole.optimizer, state)
+        if self._scaler is not None and other._scaler is not None:
+            self._scaler.load_state_dict(other._scaler.state_dict())
 
-        Args:
-            num_samples: Samples of the step.
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimizer and, if there is one, of the scaler; not copied."""
+        optimizer = self._whole.optimizer
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        kind = optimizer_kind(optimizer)
+        return {"optimizer": optimizer.state_dict(), "kind": kind, "scaler": scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`.
+
+        Settings of the implementation (``foreach``, ``fused``, ``capturable``) stay as built.
+
+        Raises:
+            ValueError: It is the state of another optimizer.
         """
-        self._last_of = num_samples
+        optimizer = self._whole.optimizer
+        kind = optimizer_kind(optimizer)
+        if state["kind"] != kind:  # torch would load it, and fail in the first step
+            raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
+        self._has_stepped = False
+        # A copy: ranks may share it, and torch keeps its containers.
+        load_optimizer_state(optimizer, copy.deepcopy(state["optimizer"]))
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
 
-    def pause(self) -> None:
-        """What follows is no work of the step: its time is not counted."""
-        self._timer.pause()
 
-    def resume(self) -> None:
-        """The step goes on."""
-        self._timer.resume()
+class _Stage(Enum):
+    """Stages of a window, in order."""
 
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients as they are now, in the order of the parameters."""
-        return [p.grad for p in self._params]
+    NEW = auto()
+    ACCUMULATING = auto()
+    PACKED = auto()
+    APPLIED = auto()
+    CLOSED = auto()
 
-    def packed(self) -> PackedGradients | None:
-        """What was packed for the reduction; ``None`` where there is none."""
-        return None if self._reducer is None else self._reducer.packed
 
-    def give_gradients(
-        self, grads: Sequence[Tensor | None], packed: PackedGradients | None
+class AccumulationWindow:
+    """One optimizer step: :meth:`add` each micro-batch, then :meth:`finish`. See :class:`Stepper`.
+
+    A window that is left without :meth:`finish`, or by an exception, makes no step and drops its
+    gradients. Calls in another order raise ``RuntimeError``. :meth:`restart`, :meth:`pack`,
+    :meth:`apply`, :meth:`captured` and :meth:`load` serve the capture of steps as graphs.
+
+    Attributes:
+        num_samples: Samples of the step.
+    """
+
+    __slots__ = (
+        "_losses",
+        "_num_batches",
+        "_num_left",
+        "_part",
+        "_pending",
+        "_plain_units",
+        "_run_ahead",
+        "_stage",
+        "_stepper",
+        "_weights",
+        "num_samples",
+    )
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        part: OptimizerPart,
+        num_samples: int,
+        num_batches: int,
+        run_ahead: bool,
     ) -> None:
-        """Put gradients in place that were computed elsewhere.
+        self.num_samples = num_samples
+        self._stepper = stepper
+        self._part = part
+        # Counted only for buckets, which the backward pass of the last micro-batch sends.
+        has_buckets = part.reducer is not None and part.reducer.has_buckets
+        self._num_batches = self._num_left = num_batches if has_buckets else 0
+        self._run_ahead = run_ahead
+        self._stage = _Stage.NEW
+        self._losses: list[Tensor] = []
+        self._plain_units = 0.0  # of the micro-batches before the first with a weight
+        self._weights: WeightAccumulator | None = None
+        self._pending: LateResult | None = None
+
+    def __enter__(self) -> AccumulationWindow:
+        self._stepper._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stepper._is_open = False
+        if self._stage is not _Stage.CLOSED:
+            self._stage = _Stage.CLOSED
+            self._part.clear_gradients()
+
+    def restart(self) -> None:
+        """Drop all micro-batches that were added."""
+        if self._stage is _Stage.CLOSED:
+            raise RuntimeError("the step of this window is finished: open another one")
+        self._stage = _Stage.ACCUMULATING
+        self._losses.clear()
+        self._plain_units, self._weights = 0.0, None
+        self._num_left = self._num_batches
+        self._part.clear_gradients()
+
+    def add(self, train_fn: TrainFn, batch: Any, num_samples: int) -> tuple[Tensor, Weight | None]:
+        """Run forward and backward of a micro-batch, and log its loss.
 
         Args:
-            grads: One for each parameter.
-            packed: What was packed of them already; ``None``: nothing.
-        """
-        if packed is not None and self._reducer is not None:
-            self._reducer.packed = packed
-            return
-        for p, grad in zip(self._params, grads, strict=True):
-            p.grad = grad
-
-    @property
-    def is_split(self) -> bool:
-        """Whether something comes between the gradients and the optimizer's step."""
-        if self._reducer is not None or (
-            self._finite_check is not None and self._finite_check.skips
-        ):
-            return True
-        return self._weighs_late and not self._skips_by_itself
-
-    @property
-    def _skips_by_itself(self) -> bool:
-        """Whether the optimizer's kernels leave a step out that the device calls off."""
-        supports = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return bool(supports) and self._scaler is None
-
-    @property
-    def _is_gated(self) -> bool:
-        """Whether the device tells the optimizer whether the reduced gradients can be used."""
-        reducer = self._reducer
-        return reducer is not None and reducer.collective.host_runs_ahead and self._skips_by_itself
-
-    def take_late_result(self) -> LateResult | None:
-        """How the reduction of the step that was made ends; ``None``: it has ended well."""
-        return None if self._reducer is None else self._reducer.take_late_result()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
-
-    def micro_step(
-        self, train_fn: TrainFn, batch: Any, fraction: float = 1.0, num_samples: int = 1
-    ) -> Tensor:
-        """Forward and backward of one micro-batch.
-
-        Args:
-            train_fn: Gives the batch's mean loss, and its weight.
-            batch: What the data set gave, on the device.
-            fraction: The micro-batch's part of the samples of the step.
-            num_samples: Its samples: its weight, where it gives none.
+            train_fn: Returns the micro-batch's mean loss, and its weight.
+            batch: The micro-batch, on the device.
+            num_samples: Its samples: its weight, if ``train_fn`` returns none.
 
         Returns:
-            The loss, detached, still on the device; 0 where its weight is.
+            The loss, detached, on the device, 0 if its weight is 0; and the weight, ``None`` if
+            ``train_fn`` returned none.
         """
-        global_batch = self.global_batch
+        if self._stage is not _Stage.ACCUMULATING:
+            self._begin()
+        stepper = self._stepper
+        log, global_batch = stepper.log, stepper._global_batch
+        log.num_samples = num_samples
+        num_scalars = log.values.num_scalars
         if global_batch is not None:
             global_batch.next_batch()
-        if self._dtype is None:
-            result = train_fn(self._model, batch)
+        if stepper._dtype is None:
+            result = train_fn(stepper._model, batch)
         else:
-            with self._autocast():
-                result = train_fn(self._model, batch)
+            with torch.autocast(stepper._device_type, dtype=stepper._dtype):
+                result = train_fn(stepper._model, batch)
         weight: Weight | None = None
         if not isinstance(result, Tensor):
-            result, weight = split_loss(result, self._model, batch)
+            result, weight = split_loss(result, stepper._model, batch)
         loss = checked_loss(result, "train_fn")
+        fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         live: Tensor | bool = True
-        if weight is None and self.window is None:
-            self.weight = None
-            self._units += fraction
+        if weight is None and self._weights is None:
+            self._plain_units += fraction
             target = loss if fraction == 1.0 else loss * fraction
         else:
-            live, scale = self._weigh(loss, weight, fraction, num_samples)
+            weights = self._weights
+            if weights is None:
+                weights = WeightAccumulator(self._plain_units, is_prompt=stepper._is_prompt)
+                self._weights = weights
+            live, scale = weights.add(loss, weight, fraction, num_samples)
+            weight = weights.last
+            stepper._weights_on_device |= isinstance(weight, Tensor)
             target = loss if fraction == 1.0 else loss * scale
-        if self._scaler is not None:
-            target = self._scaler.scale(target)
+        if stepper._scaler is not None:
+            target = stepper._scaler.scale(target)
+        counts = live
         if global_batch is not None:
-            window = self.window
-            global_batch.weight = num_samples / fraction if window is None else window.unit
-            global_batch.live = live
-            target, tied = global_batch.connect(target, live)
+            unit = num_samples / fraction if self.weight is None else self.weight.unit
+            global_batch.weight, global_batch.live = unit, live
+            target, counts = global_batch.connect(target, live)
+        if self._num_left:
+            self._num_left -= 1
+            is_last = self._num_left == 0
         else:
-            tied = live
-        if self._last_of:
-            self._reducing_backward(target, tied)
-        elif tied is True:
+            is_last = False
+        if is_last:
+            self._reducing_backward(target, counts)
+        elif counts is True:
             target.backward()  # type: ignore[no-untyped-call]
         else:
-            self._backward(target, tied)
+            self._backward(target, counts)
         if global_batch is not None:
             global_batch.end_batch()
-        if not self._checked:
-            self._checked = True
-            check_gradients(self._names, self._params, "train_fn")
-        # Unlike detach(), .data does not give up the interpreter: with 1 ms steps each
-        # hand-over to another worker counts.
+        part = self._part
+        if part.name not in stepper._checked:
+            stepper._checked.add(part.name)
+            check_gradients(part.params.names, part.params.params, "train_fn")
+        # Unlike detach(), .data does not release the GIL: with 1 ms steps each hand-over to
+        # another worker counts.
         loss = loss.data
         if live is not True:
             loss = (
                 torch.where(live, loss, 0) if isinstance(live, Tensor) else torch.zeros_like(loss)
             )
-        if self._reducer is not None:
+        if part.reducer is not None:
             self._losses.append(loss)
-        return loss
-
-    def _weigh(
-        self, loss: Tensor, weight: Weight | None, fraction: float, num_samples: int
-    ) -> tuple[Tensor | bool, Weight]:
-        """Take a micro-batch's weight into that of the step.
-
-        Returns:
-            Whether it is above 0, and what the loss is scaled by.
-        """
-        plain = num_samples / fraction  # the unit of micro-batches without a weight
-        live: Tensor | bool
-        first: Weight
-        if isinstance(weight, Tensor):
-            if self._is_prompt or weight.device.type != loss.device.type:
-                weight = weight.item()  # it lies on the CPU
-            elif weight.device != loss.device:
-                raise ValueError(
-                    f"train_fn returned a loss on {loss.device} with a weight on {weight.device}: "
-                    "return the weight on the loss's device, or as a number"
-                )
-        if isinstance(weight, Tensor):
-            # Judged when it is read; until then what is no weight counts as 0.
-            told = weight.detach().to(torch.float64, copy=True).reshape(())
-            self.weight = told
-            self._weighs_late = True
-            live = told > 0
-            weight = torch.where(live, told, 0)
-            first = torch.where(live, weight / fraction, plain)
+        if weight is None:
+            log.values.push_loss(loss, num_samples)
         else:
-            self.weight = None if weight is None else check_read_weight(weight)
-            weight = num_samples if weight is None else float(weight)
-            live = weight > 0
-            first = weight / fraction if live else plain
-        if self.window is not None:
-            unit, units = self.window
-        elif self._units:
-            unit, units = plain, self._units
-        else:
-            unit, units = first, 0.0
-        self._is_scaled = fraction != 1.0
-        scale = weight / unit
-        self.window = WindowWeight(unit, units + scale)
-        return live, scale.to(loss.dtype) if isinstance(scale, Tensor) else scale
+            log.values.weigh_scalars(num_scalars, weight)
+            log.values.push_loss(loss, weight)
+        return loss, weight
+
+    def _begin(self) -> None:
+        if self._stage is not _Stage.NEW:
+            raise RuntimeError("the micro-batches of this window are reduced: open another one")
+        self.restart()
 
     def _backward(self, target: Tensor, live: Tensor | bool) -> None:
-        """Backward of a micro-batch whose gradients count only if it is live."""
+        """Backward pass of a micro-batch whose gradients are zeroed unless ``live``."""
         if live is True:
             target.backward()  # type: ignore[no-untyped-call]
             return
-        if self._mask is None:
-            self._mask = GradientMask(self._params)
-        self._mask.live = live
+        stepper = self._stepper
+        if stepper._mask is None:
+            stepper._mask = GradientMask(self._part.params.params)
+        stepper._mask.live = live
         try:
             target.backward()  # type: ignore[no-untyped-call]
         finally:
-            self._mask.live = None
+            stepper._mask.live = None
 
     def _reducing_backward(self, target: Tensor, live: Tensor | bool) -> None:
-        """The last backward of a step: gradients travel while others are computed."""
-        num_samples, self._last_of = self._last_of, 0
-        reducer = self._reducer
-        if reducer is None:
-            self._backward(target, live)
-            return
-        reducer.arm(num_samples, self.window)
+        """The last backward pass of a step, which sends buckets of gradients."""
+        reducer = self._part.reducer
+        assert reducer is not None, "only a reducer has buckets"
+        reducer.arm(self.num_samples, self.weight)
         try:
             self._backward(target, live)
         except BaseException:
@@ -420,126 +430,228 @@ class Stepper:
             raise
         reducer.disarm()
 
-    def finish(self, num_samples: int) -> StepEnd:
-        """Reduce, judge, clip and step.
-
-        Args:
-            num_samples: Samples behind this rank's gradients; 0 only under lockstep.
-        """
-        if self._reducer is None and self.window is None:
-            if self._finite_check is not None and not self._finite_check.accept():
-                return DROPPED
-            if self._is_bare:
-                self._optimizer.step()
-            else:
-                self.apply()
-            return MADE
-        self.pack(num_samples)
-        end = self.settle(num_samples)
-        if end is not None:
-            return end
-        self.unpack()
-        self.apply()
-        return MADE
-
-    def pack(self, num_samples: int) -> None:
-        """Make this rank's part of the reduction ready; without one, divide by the weights."""
-        if self._reducer is not None:
-            self._reducer.pack(num_samples, self._losses, self.window)
-        elif self.window is not None and self._is_scaled:
-            self._divide(self.window.units)
-
-    def _divide(self, units: Weight) -> None:
-        """Turn the sum of weighted gradients into their mean."""
-        grads = [p.grad for p in self._params if p.grad is not None]
-        if isinstance(units, Tensor):
-            factor = torch.where(units > 0, 1 / units, 0)
-            if not any(g.dtype is torch.float64 for g in grads):
-                factor = factor.float()
-            torch._foreach_mul_(grads, factor)
-        elif units > 0 and units != 1.0:
-            torch._foreach_div_(grads, units)
-
-    def settle(self, num_samples: int) -> StepEnd | None:
-        """Reduce what was packed, and judge.
-
-        Returns:
-            How the step has ended; ``None``: it may be made.
-        """
-        if self._reducer is not None:
-            # The first step makes the optimizer's state, which one that is called off would leave
-            # without values.
-            late = self.host_runs_ahead and self._has_stepped and self._is_gated
-            late = late and self._reducer.can_end_late()
-            self._timer.pause()
-            accepted = self._reducer.exchange(num_samples, late=late)
-            self._timer.resume()
-            if not accepted:
-                return DROPPED
-            return EMPTY if self._reducer.is_empty else None
-        if self._finite_check is not None and not self._finite_check.accept():
-            return DROPPED
-        if self.window is None:
-            return None
-        units = self.window.units
-        if isinstance(units, Tensor) and self._skips_by_itself:
-            return None
-        # On a device, one number read in each step.
-        return None if units > 0 else EMPTY
-
-    def unpack(self) -> None:
-        """Put the reduced gradients in place; nothing where none are reduced."""
-        if self._reducer is not None:
-            self._reducer.unpack()
-
-    def apply(self) -> None:
-        """Clip and step."""
-        # A dropped step never comes here: the scaler neither unscales nor counts it.
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
-        if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
-        with self._rates():
-            if self._scaler is not None:
-                self._scaler.step(self._optimizer)
-                self._scaler.update()
-            elif self._is_gated:
-                assert self._reducer is not None
-                self._step_unless(self._reducer.skip_flag)
-            elif self._is_called_off_late:
-                assert self.window is not None
-                self._step_unless(1.0 - torch.as_tensor(self.window.units > 0).float())
-            else:
-                self._optimizer.step()
-        self._has_stepped = True
+    @property
+    def weight(self) -> WindowWeight | None:
+        """The weight of the step's losses; ``None``: its samples."""
+        return None if self._weights is None else self._weights.total
 
     @property
-    def _is_called_off_late(self) -> bool:
-        """Whether the device decides whether the step's weights leave anything to do."""
-        if self._reducer is not None or self.window is None or not self._skips_by_itself:
-            return False
-        return isinstance(self.window.units, Tensor)
+    def is_split(self) -> bool:
+        """True if the host acts between the gradients and the optimizer's step."""
+        part = self._part
+        if part.reducer is not None or (part.finite_check is not None and part.finite_check.skips):
+            return True
+        return self._stepper._weights_on_device and not self._can_skip
 
-    def _step_unless(self, called_off: Tensor) -> None:
-        """Step with kernels that do nothing where ``called_off`` is 1; nothing is read."""
-        optimizer: Any = self._optimizer
-        optimizer.found_inf = called_off
+    def finish(self, apply: Callable[[], None] | None = None) -> StepEnd:
+        """Reduce, check, clip and step.
+
+        Args:
+            apply: A captured graph of :meth:`apply`, to replay instead.
+
+        Raises:
+            NonFiniteError, CollectiveAborted, CollectiveTimeout: See :class:`GradientReducer`.
+        """
+        part = self._part
+        if self._stage is _Stage.NEW:
+            self.restart()
+        if self._stage is _Stage.ACCUMULATING:
+            if part.reducer is None and self._weights is None:
+                self._stage = _Stage.CLOSED
+                if part.finite_check is not None and not part.finite_check.accept():
+                    return DROPPED
+                if self._stepper._is_bare:
+                    part.optimizer.step()
+                else:
+                    self._step()
+                return MADE
+            self.pack()
+        if self._stage is _Stage.CLOSED:
+            raise RuntimeError("the step of this window is finished: open another one")
+        if self._stage is _Stage.PACKED:
+            end = self._reduce()
+            if end is not None:
+                self._stage = _Stage.CLOSED
+                return end
+            (apply or self.apply)()
+        self._stage = _Stage.CLOSED
+        return self._end()
+
+    def _end(self) -> StepEnd:
+        weight = self.weight
+        if weight is None and self._pending is None:
+            return MADE
+        return StepEnd(False, weight, self._pending)
+
+    def pack(self) -> None:
+        """Prepare this rank's part of the reduction; without one, divide by the weights."""
+        if self._stage is not _Stage.ACCUMULATING:
+            raise RuntimeError(f"pack() in a window that is {self._stage.name}")
+        reducer = self._part.reducer
+        if reducer is not None:
+            reducer.pack(self.num_samples, self._losses, self.weight)
+        elif self._weights is not None:
+            self._weights.divide(self._part.params.params)
+        self._stage = _Stage.PACKED
+
+    def _reduce(self) -> StepEnd | None:
+        """Reduce the packed gradients and check the step; ``None`` if it may be made."""
+        stepper, part = self._stepper, self._part
+        if part.reducer is not None:
+            # The first step creates the optimizer's state, so it must not be skipped.
+            late = self._run_ahead and stepper._has_stepped and self._is_gated
+            late = late and part.reducer.can_end_late()
+            stepper._timer.pause()
+            accepted = part.reducer.exchange(self.num_samples, late=late)
+            stepper._timer.resume()
+            if late:
+                self._pending = part.reducer.take_late_result()
+            if not accepted:
+                return DROPPED
+            return self._end() if part.reducer.is_empty else None
+        if part.finite_check is not None and not part.finite_check.accept():
+            return DROPPED
+        if self.weight is None:
+            return None
+        units = self.weight.units
+        if isinstance(units, Tensor) and self._can_skip:
+            return None
+        # On a device, this reads one number in each step.
+        return None if units > 0 else self._end()
+
+    def apply(self) -> None:
+        """Take the reduced gradients, clip and step."""
+        if self._stage is not _Stage.PACKED:
+            raise RuntimeError(f"apply() in a window that is {self._stage.name}")
+        if self._part.reducer is not None:
+            self._part.reducer.unpack()
+        self._step()
+        self._stage = _Stage.APPLIED
+
+    def _step(self) -> None:
+        # Dropped steps do not get here: the scaler neither unscales nor counts them.
+        stepper, part = self._stepper, self._part
+        scaler = stepper._scaler
+        if scaler is not None:
+            scaler.unscale_(part.optimizer)
+        if stepper._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(part.params.params, stepper._max_grad_norm)
+        with stepper._rates():
+            if scaler is not None:
+                scaler.step(part.optimizer)
+                scaler.update()
+            elif self._is_gated:
+                assert part.reducer is not None
+                self._step_unless(part.reducer.skip_flag)
+            elif (units := self._units_on_device()) is not None:
+                self._step_unless(1.0 - torch.as_tensor(units > 0).float())
+            else:
+                part.optimizer.step()
+        stepper._has_stepped = True
+
+    @property
+    def _can_skip(self) -> bool:
+        """True if the optimizer's kernels can skip a step by a flag on the device."""
+        supports = getattr(self._part.optimizer, "_step_supports_amp_scaling", False)
+        return bool(supports) and self._stepper._scaler is None
+
+    @property
+    def _is_gated(self) -> bool:
+        """True if a flag on the device decides if the reduced gradients are used."""
+        reducer = self._part.reducer
+        return reducer is not None and reducer.collective.host_runs_ahead and self._can_skip
+
+    def _units_on_device(self) -> Tensor | None:
+        """The units of the weights, if only the device decides whether they are above 0."""
+        if self._part.reducer is not None or self.weight is None or not self._can_skip:
+            return None
+        units = self.weight.units
+        return units if isinstance(units, Tensor) else None
+
+    def _step_unless(self, skip_flag: Tensor) -> None:
+        """Step with kernels that do nothing if ``skip_flag`` is 1; nothing is read."""
+        optimizer: Any = self._part.optimizer
+        optimizer.found_inf = skip_flag
         try:
             optimizer.step()
         finally:
             del optimizer.found_inf
 
+    def captured(self) -> CapturedWindow:
+        """The window's present result, for :meth:`load` after a replay of the captured work."""
+        reducer, is_packed = self._part.reducer, self._stage is _Stage.PACKED
+        grads = [p.grad for p in self._part.params.params]
+        return CapturedWindow(
+            self._stage,
+            () if self._stage is _Stage.APPLIED else grads,
+            reducer.packed if reducer is not None and is_packed else None,
+            self._weights,
+        )
+
+    def load(self, captured: CapturedWindow) -> None:
+        """Set the result of captured work that was replayed; :meth:`finish` continues from it."""
+        if self._stage is _Stage.CLOSED:
+            raise RuntimeError("the step of this window is finished: open another one")
+        self._stage, self._weights = captured.stage, captured.weights
+        if captured.packed is not None and self._part.reducer is not None:
+            self._part.reducer.packed = captured.packed
+        elif captured.grads:
+            for p, grad in zip(self._part.params.params, captured.grads, strict=True):
+                p.grad = grad
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Exclude the time in this context from the step."""
+        self._stepper._timer.pause()
+        try:
+            yield
+        finally:
+            self._stepper._timer.resume()
+
+
+class StepEnd(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        dropped: True if it was dropped because of a value that is not finite.
+        weight: The weight of its losses; ``None``: its samples.
+        pending: The result of its reduction, which may still fail; ``None``: it has succeeded.
+    """
+
+    dropped: bool
+    weight: WindowWeight | None = None
+    pending: LateResult | None = None
+
+
+MADE, DROPPED = StepEnd(False), StepEnd(True)
+
+
+class CapturedWindow(NamedTuple):
+    """The result of a captured window, on the device.
+
+    Attributes:
+        stage: The stage of the window.
+        grads: Its gradients, one for each parameter; empty after the optimizer's step.
+        packed: The gradients as packed for the reduction; ``None``: not packed.
+        weights: The weights of its losses; ``None``: its samples.
+    """
+
+    stage: _Stage
+    grads: Sequence[Tensor | None]
+    packed: PackedGradients | None
+    weights: WeightAccumulator | None
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """One optimizer, and what makes its steps.
+    """An optimizer with the objects of its steps.
 
     Attributes:
-        name: Of the submodule that it trains.
+        name: Name of the submodule that it trains; empty if there is one optimizer.
         params: The submodule's trainable parameters.
         optimizer: Their optimizer.
         reducer: Averages their gradients over the ranks.
-        judge: Judges their steps.
+        finite_check: Checks their steps.
     """
 
     name: str
@@ -548,17 +660,9 @@ class OptimizerPart:
     reducer: GradientReducer | None
     finite_check: StepFiniteCheck | None
 
-
-class StepEnd(NamedTuple):
-    """How a step ended.
-
-    Attributes:
-        dropped: Whether it was dropped because of a value that is not finite.
-    """
-
-    dropped: bool
-
-
-MADE, DROPPED = StepEnd(False), StepEnd(True)
-EMPTY = MADE
-"""The weights sum to 0: the batches are trained, and nothing follows from them."""
+    def clear_gradients(self) -> None:
+        """Drop the gradients and the reducer's state of a step."""
+        if self.reducer is not None:
+            self.reducer.reset()
+        for p in self.params.params:
+            p.grad = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from typing import assert_never
 
@@ -29,7 +30,7 @@ class MessageHandler:
     """Handles the messages that :meth:`WorkerProtocol.receive` returns, in the worker's thread.
 
     Args:
-        worker: The result of ``current_worker()`` inside the user's functions.
+        worker: The owner of this handler, the result of ``current_worker()`` in user functions.
         replica: The worker's replica.
         protocol: The worker's protocol.
         reporter: Sends the replies.
@@ -53,7 +54,7 @@ class MessageHandler:
         *,
         falls_back: bool = False,
     ) -> None:
-        self._worker = worker
+        self._worker = weakref.ref(worker)  # else a cycle of references
         self._replica = replica
         self._averager = replica.averager
         self._finite_check = replica.finite_check
@@ -237,7 +238,7 @@ class MessageHandler:
             return
         f = self._functions
         # Their random draws must not change those of the worker.
-        with worker_context(self._worker), thread_generator(None):
+        with worker_context(self._worker()), thread_generator(None):
             if evaluate is not None and f.eval_fn is not None:
                 values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.send(

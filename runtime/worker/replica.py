@@ -17,6 +17,7 @@ from runtime.device.base import Device
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
 from runtime.replica.averager import ReplicaAverager
+from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.capturable import CapturableOptimizer
@@ -49,6 +50,7 @@ class WorkerReplica:
         lockstep: The rank's progress in a lockstep run.
         timer: Timer of the steps.
         meter: Counts the steps and has their losses.
+        log: Receives the losses of each batch.
         recorder: Records checkpoints and averages.
         resume: The state of an earlier run, which this run continues.
 
@@ -59,6 +61,7 @@ class WorkerReplica:
         schedule: The learning rates.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         stepper: Makes the steps.
+        global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
         averager: Averages the replica with its peers.
         checkpoint: This rank's own part of a checkpoint.
@@ -84,6 +87,7 @@ class WorkerReplica:
         lockstep: LockstepProgress,
         timer: StepTimer,
         meter: StepMeter,
+        log: BatchLog,
         recorder: WorkerRecorder,
         resume: ResumePoint | None = None,
     ) -> None:
@@ -122,7 +126,13 @@ class WorkerReplica:
             self.capturable = CapturableOptimizer(self.optimizer, config.device)
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
-        self.stepper = self._make_stepper(config, collective, timer, meter)
+        self.global_batch: GlobalBatch | None = None
+        syncs_layers = config.sync_batchnorm and collective is not None
+        if syncs_layers or config.all_gather:
+            self.global_batch = GlobalBatch(collective, context.comm, timer)
+        if syncs_layers and self.global_batch is not None:
+            synchronise(self.model, self.global_batch)
+        self.stepper = self._make_stepper(config, collective, timer, log)
         self.finite_check = ReplicaFiniteCheck(
             config.on_non_finite,
             config.rank,
@@ -166,7 +176,7 @@ class WorkerReplica:
         config: WorkerConfig,
         collective: Collective | None,
         timer: StepTimer,
-        meter: StepMeter,
+        log: BatchLog,
     ) -> Stepper:
         """Build the stepper, in lockstep with its reducers."""
         parts: list[OptimizerPart] = []
@@ -178,9 +188,9 @@ class WorkerReplica:
                 reducer = self._make_reducer(config, named, collective, own, timer)
                 parts.append(OptimizerPart(name, named, optimizer, reducer, own))
         else:
-            finite_check = self._step_check(config, self.state.params, meter.log)
+            finite_check = self._step_check(config, self.state.params, log.values)
             self._make_reducer(config, self.state.params, collective, finite_check, timer)
-        stepper = Stepper(
+        return Stepper(
             self.model,
             self.state.params,
             self.optimizer,
@@ -192,14 +202,10 @@ class WorkerReplica:
             timer=timer,
             rates=None if self.capturable is None else self.capturable.rates,
             is_prompt=self.context.is_prompt,
+            log=log,
+            global_batch=self.global_batch,
             parts=parts,
         )
-        has_layers = config.sync_batchnorm and collective is not None
-        if has_layers or config.all_gather:
-            stepper.global_batch = GlobalBatch(collective, self.context.comm, timer)
-        if has_layers and stepper.global_batch is not None:
-            synchronise(self.model, stepper.global_batch)
-        return stepper
 
     def _params_of(self, name: str) -> ParamSubset:
         """The trainable parameters of a submodule."""
@@ -282,8 +288,8 @@ class WorkerReplica:
         before, self.averager.collective = self.averager.collective, collective
         for reducer in self._reducers:
             reducer.join(collective)
-        if self.stepper.global_batch is not None:
-            self.stepper.global_batch.join(collective)
+        if self.global_batch is not None:
+            self.global_batch.join(collective)
         if before is not None:
             before.close()
 

@@ -1,10 +1,9 @@
-"""A worker's optimizer steps: windows of micro-batches, made eagerly or as graphs, and counted."""
+"""The optimizer steps of a worker: made eagerly or as graphs, confirmed, and counted."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +17,21 @@ from runtime.core.errors import (
     PieceTooLarge,
     without_tracebacks,
 )
+from runtime.core.loss_weights import Weight
 from runtime.device.memory import is_out_of_memory
-from runtime.device.metering import LogMark, PendingStep, StepMeter, ValueLog
+from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
-from runtime.replica.graphs import GraphedSteps, GraphFallbacks, StaticWindow
+from runtime.replica.graphs import GraphedSteps, GraphFallbacks
 from runtime.replica.schedule import ScheduleMark
-from runtime.replica.stepper import DROPPED, MADE, StepEnd, TrainFn, TrainFns
+from runtime.replica.stepper import (
+    DROPPED,
+    MADE,
+    AccumulationWindow,
+    StepEnd,
+    TrainFn,
+    TrainFns,
+)
 from runtime.timeline.events import COMPUTE, CONTROL
 from runtime.timeline.rank_lane import RankLane
 from runtime.worker.protocol import WorkerProtocol
@@ -32,28 +39,27 @@ from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import StepResult, WorkerConfig
 
 MAX_STEPS_AHEAD = 3
-"""Steps that may be launched before the host knows that the first of them counts."""
+"""Steps that may be launched before the host waits for the reduction of the first."""
 
 
 class WorkerSteps:
     """Makes the optimizer steps of one worker. In its thread.
 
     With a collective whose ``host_runs_ahead`` is set, up to ``MAX_STEPS_AHEAD`` steps are launched
-    before the host inspects how the reduction of the first has ended. None of them is reported
-    before that, and every other user of the replica calls :meth:`confirm_steps` first. The device
-    skips each step whose reduction was aborted.
+    before the host waits for the result of the first reduction. None of them is reported before
+    that, and every other user of the replica calls :meth:`confirm_steps` first. The device skips
+    each step whose reduction was aborted.
 
     Args:
         config: The worker's settings.
-        replica: What is trained.
-        protocol: Is told what was trained.
-        meter: Counts it.
-        timer: Times the steps.
-        values: Where losses go.
-        await_batch: Gives the batches of a plan; ``None``: only :meth:`train_step` is called.
-        lane: Where the time of each step goes, if that is recorded: written here and not around
-            it, where every call costs as much as the notes.
-        fallbacks: Shared by all workers of a run; tells what is not captured.
+        replica: The replica.
+        protocol: Counts the trained batches for the coordinator.
+        meter: Counts them for reports.
+        timer: Timer of the steps.
+        await_batch: Returns the batches of a plan; ``None``: only :meth:`train_step` is called.
+        lane: Lane for the time of each step; ``None``: not recorded. Written here, as a wrapper
+            would cost as much as the entries.
+        fallbacks: Shared by all workers of a run; records what is not captured.
     """
 
     def __init__(
@@ -63,7 +69,6 @@ class WorkerSteps:
         protocol: WorkerProtocol,
         meter: StepMeter,
         timer: StepTimer,
-        values: BatchLog,
         *,
         await_batch: AwaitBatch | None = None,
         lane: RankLane | None = None,
@@ -72,6 +77,7 @@ class WorkerSteps:
         self.replica = replica
         self._context = replica.context
         self._stepper = replica.stepper
+        self._log = replica.stepper.log
         self._schedule = replica.schedule
         self._capturable = replica.capturable
         self._is_lockstep = replica.is_lockstep
@@ -80,20 +86,18 @@ class WorkerSteps:
         self._protocol = protocol
         self._meter = meter
         self._timer = timer
-        self._values = values
         self._await_batch = await_batch
         self._lane = lane
         self._part = config.batch_part
-        self._makes_again = self._is_lockstep and (config.redoes or config.falls_back)
+        self._can_repeat = self._is_lockstep and (config.redoes or config.falls_back)
         self._redoes = config.redoes
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._is_lockstep
         varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
-        self._buckets = config.bucket_bytes is not None
         self._gathers = config.all_gather
-        self._late_weight: Tensor | None = None  # of steps since it was last told
+        self._device_weight: Tensor | None = None  # of steps since the last flush
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
             fallbacks = fallbacks or GraphFallbacks()
@@ -114,11 +118,8 @@ class WorkerSteps:
             config.rank,
             self._context,
             self.replica.model,
-            self._stepper,
             optimizer,
-            micro_step=self._micro_step,
-            redirect=self._values.redirected,
-            log=self._values.log,
+            log=self._log,
             full=[config.own_batch_size] * config.accumulate,
             varies=varies,
             memory=self._memory,
@@ -128,67 +129,64 @@ class WorkerSteps:
         )
 
     def forget_graphs(self) -> None:
-        """Capture the step anew, after some eager ones."""
+        """Drop all graphs; steps are captured again after some eager ones."""
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.reset()
 
-    def verify_graphs(self) -> None:
-        """Look, between two plans, whether the captured steps are still the user's."""
+    def check_graphs(self) -> None:
+        """Between two plans, drop graphs of tensors that user functions have replaced."""
         if self._graphs is not None:
-            self._graphs.verify()
+            self._graphs.drop_replaced()
 
     def close(self) -> None:
-        """Break the cycles of references, or only the collector of cycles frees the replica."""
+        """Release graphs, batches and subgroups."""
         self._graphs = None
         self._await_batch = None
-        if self._stepper.global_batch is not None:
-            self._stepper.global_batch.close()
+        if self.replica.global_batch is not None:
+            self.replica.global_batch.close()
 
     def train_step(self, batch: Any, train_fn: TrainFns) -> StepResult:
         """One optimizer step on one batch, eagerly.
 
         Args:
             batch: A tuple, list or dict of tensors on the worker's device.
-            train_fn: Gives a batch's mean loss, and its weight.
+            train_fn: Returns a batch's mean loss, and its weight.
 
         Returns:
             Device-side handles; nothing is synchronised.
         """
         samples = count_samples(batch)
         self.confirm_steps()
-        self._stepper.host_runs_ahead = False
         self._advance_schedule()
         self._timer.start()
-        if self._stepper.parts:
-            loss, end = self._make_parts(train_fn, batch, samples)
+        weight: Weight | None = None
+        if self._stepper.part_names:
+            loss, end = self._step_parts(train_fn, batch, samples)
         else:
-            train_fn = _one(train_fn)
-            self._begin_global_batch(1)
-            self._stepper.begin()
-            loss = self._micro_step(train_fn, batch, samples, 1.0)
-            end = self._stepper.finish(samples)
+            with self._stepper.window(samples) as window:
+                loss, weight = window.add(_single(train_fn), batch, samples)
+                end = window.finish()
         time = self._timer.stop(1)
-        self._count(1, samples, dropped=end.dropped)
-        weight = self._stepper.weight
+        self._count(1, samples, end)
         return StepResult(loss, time, samples if weight is None else weight)
 
     def run(self, sizes: Sequence[int], position: int | None, train_fn: TrainFns) -> bool:
         """One optimizer step.
 
         Args:
-            sizes: Samples of each batch; empty where this rank only receives.
-            position: Where the schedule stands; ``None``: this rank knows.
-            train_fn: Gives a batch's mean loss, and its weight.
+            sizes: Samples of each batch; empty if this rank only receives.
+            position: Position of the schedule; ``None``: computed from this rank's counts.
+            train_fn: Returns a batch's mean loss, and its weight.
 
         Returns:
-            ``False`` if ``Shutdown`` came while data was awaited.
+            ``False`` if ``Shutdown`` was received while waiting for data.
         """
         lane = self._lane
         first: Any = None
         if self._launched:
             self._confirm(MAX_STEPS_AHEAD - 1)
         if sizes:
-            assert self._await_batch is not None, "the worker is closed, or was given no batches"
+            assert self._await_batch is not None, "the worker is closed, or has no batches"
             first = self._await_batch(answer=not self._protocol.leaving)
             if first is None:
                 return False
@@ -207,133 +205,124 @@ class WorkerSteps:
         return True
 
     def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFns) -> None:
-        """The work of a step, its first batch being there.
+        """Make the step of a window whose first batch is available.
 
         Args:
-            sizes: Samples of each batch; empty where this rank only receives.
-            first: The first batch; the others are awaited here.
-            train_fn: Gives a batch's mean loss, and its weight.
+            sizes: Samples of each batch; empty if this rank only receives.
+            first: The first batch.
+            train_fn: Returns a batch's mean loss, and its weight.
         """
         total = sum(sizes)
         self._timer.start()
         if self._is_lockstep:
-            self._make_undoable_step(sizes, first, train_fn, total)
+            self._make_lockstep(sizes, first, train_fn, total)
             return
         end = self._make_step(sizes, first, train_fn, total)
         self._timer.stop(len(sizes))
         self._lockstep.stepped(0 if end.dropped else total)
-        self._count(len(sizes), total, dropped=end.dropped)
+        self._count(len(sizes), total, end)
 
-    def _make_undoable_step(
+    def _make_lockstep(
         self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int
     ) -> None:
-        """A step that is trained again, as if it had not been, where the reduction fails."""
-        before = _Before(
-            self._values.log.mark(),
-            self._keep_buffers(),
+        """A step in lockstep, which leaves no trace if the reduction fails, to be repeated."""
+        before = _BeforeStep(
+            self._log.values.mark(),
+            self._copy_buffers(),
             self.replica.generator.get_state() if self._shrinks else None,
             self._schedule_before,
         )
-        self._stepper.host_runs_ahead = not self._stepper.parts
         try:
-            self._begin_global_batch(len(sizes))
             end = self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout) as error:
-            self._values.log.retract(before.mark)
-            self._put_back(before)
-            cause = self.give_up()
+            self._log.values.retract(before.mark)
+            self._restore(before)
+            cause = self.abandon_steps()
             if cause is not None and not isinstance(error, PieceTooLarge):
                 raise cause from error
             raise
         self._timer.stop(len(sizes))
         if self._memory is not None and sizes:
             self._memory.stepped(max(sizes))
-            if self._shrinks:  # shares that are fixed stay as they are
+            if self._shrinks:  # fixed shares do not change
                 self._meter.most_samples = self._memory.most
         self._lockstep.stepped(0 if end.dropped else total)
-        outcome = self._stepper.take_late_result()
-        if outcome is None and not self._launched:
-            self._count(len(sizes), total, dropped=end.dropped)
+        if end.pending is None and not self._launched:
+            self._count(len(sizes), total, end)
             return
-        values = self._values.log.withhold(before.mark)
-        if outcome is None:
-            self.confirm_steps()  # this one has ended well, and so have those before it
-            self._values.log.give(values)
-            self._count(len(sizes), total, dropped=end.dropped)
+        values = self._log.values.withhold(before.mark)
+        if end.pending is None:
+            self.confirm_steps()  # this one has succeeded, and so have those before it
+            self._log.values.give(values)
+            self._count(len(sizes), total, end)
         else:
-            self._launched.append(_Launched(outcome, before, values, len(sizes), total))
+            self._launched.append(_LaunchedStep(end.pending, before, values, len(sizes), total))
             self._progress.local_step += len(sizes)
 
-    def _put_back(self, before: _Before) -> None:
-        """What a step that has failed did to the replica, beside its parameters."""
+    def _restore(self, before: _BeforeStep) -> None:
+        """Undo the changes of a failed step other than those of parameters."""
         if before.buffers is not None:
             self.replica.state.buffers.write_from(*before.buffers)
         if before.draws is not None:
             self.replica.generator.set_state(before.draws)
         if before.schedule is not None:
             self._schedule.restore(before.schedule)
-        self._stepper.clear_gradients()
 
     def confirm_steps(self) -> None:
-        """Wait until it is known of every step that was launched whether it counts.
+        """Wait for the reductions of all launched steps.
 
         Raises:
-            CollectiveAborted, CollectiveTimeout: One does not, and it and those after it are taken
-                back.
+            CollectiveAborted, CollectiveTimeout: One failed; its step and later ones are undone.
         """
         if self._launched:
             self._confirm(0)
 
-    def give_up(self) -> BaseException | None:
-        """As :meth:`confirm_steps`, where steps are broken off already: gives the error, if any."""
+    def abandon_steps(self) -> BaseException | None:
+        """As :meth:`confirm_steps`, after a failure: returns the error, if any."""
         try:
             self.confirm_steps()
         except (CollectiveAborted, CollectiveTimeout) as error:
             return error
         return None
 
-    def _confirm(self, num_unseen: int) -> None:
-        """Count the steps that are known to be good, leaving at most ``num_unseen`` others."""
+    def _confirm(self, num_left: int) -> None:
+        """Count steps whose reductions have succeeded; at most ``num_left`` others may remain."""
         launched = self._launched
-        while launched and (len(launched) > num_unseen or launched[0].outcome.done):
+        while launched and (len(launched) > num_left or launched[0].pending.done):
             try:
-                launched[0].outcome.wait()
+                launched[0].pending.wait()
             except (CollectiveAborted, CollectiveTimeout):
-                self._take_back()
+                self._undo_launched()
                 raise
             step = launched.popleft()
-            self._values.log.give(step.values)
+            self._log.values.give(step.values)
             self._meter.add(step.num_batches, step.num_samples)
             self._meter.add_empty(step.num_empty)
             self._protocol.step_reduced(step.num_batches + step.num_empty)
 
-    def _take_back(self) -> None:
-        """The oldest step that was launched has failed, and so have all after it."""
+    def _undo_launched(self) -> None:
+        """Undo all launched steps: the oldest has failed, and so have those after it."""
         first = self._launched[0].before
         for step in self._launched:
             self._lockstep.step_undone(step.num_samples)
             self._progress.local_step -= step.num_batches + step.num_empty
         self._launched.clear()
-        self._values.log.start_at(first.mark.step)
-        self._put_back(first)
-
-    def _begin_global_batch(self, num_batches: int) -> None:
-        """Tell the other ranks in how many micro-batches the passes of this one meet theirs."""
-        if self._stepper.global_batch is not None:
-            self._stepper.global_batch.begin(num_batches)
+        self._log.values.start_at(first.mark.step)
+        self._restore(first)
+        self._stepper.clear_gradients()
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
         """See :func:`gpuworker.all_gather`."""
         if not self._gathers:
             raise RuntimeError(
-                "all_gather needs all_gather(True): call it on the builder, so that ranks without "
-                "a batch are known before others wait for them"
+                "all_gather requires all_gather(True): call it on the builder, so that ranks agree "
+                "in every step on those without a batch"
             )
-        assert self._stepper.global_batch is not None, "made where it is asked for"
-        return self._stepper.global_batch.all_gather(tensor)
+        assert self.replica.global_batch is not None, "made for all_gather(True)"
+        return self.replica.global_batch.all_gather(tensor)
 
-    def _keep_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
-        """A copy of the buffers where a step under lockstep may have to be undone."""
+    def _copy_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+        """A copy of the buffers, if a step may have to be undone."""
         buffers = self.replica.state.buffers
         if not (buffers and self._redoes):
             return None
@@ -344,144 +333,114 @@ class WorkerSteps:
     def _make_step(
         self, sizes: Sequence[int], batch: Any, train_fn: TrainFns, total: int
     ) -> StepEnd:
-        if self._stepper.parts:
-            return self._make_parts(train_fn, batch, total)[1]
-        assert callable(train_fn)  # a dict of functions makes parts
-        window = self._graphs.window(sizes) if self._graphs is not None else None
-        if window is None:
-            self._stepper.begin()
-        else:
-            self._stepper.open()
-        for i, size in enumerate(sizes):
-            if i:
-                assert self._await_batch is not None
-                self._timer.pause()
-                batch = self._await_batch(answer=False)
-                self._timer.resume()
-            if window is not None:
-                if window.hold(batch):
-                    continue
-                self._make_held(window, train_fn, total)
-                window = None
-            if self._buckets and i + 1 == len(sizes):
-                self._stepper.expect_last(total)
-            self._train_piece(train_fn, batch, size, size / total)
-            batch = None  # the loader may use its memory again
-        if window is None:
-            return self._stepper.finish(total)
-        assert self._graphs is not None
-        return self._graphs.step(window, train_fn)
+        if self._stepper.part_names:
+            return self._step_parts(train_fn, batch, total)[1]
+        assert callable(train_fn), "a dict of functions is for several optimizers"
+        graphs = self._graphs
+        static = graphs.batches(sizes) if graphs is not None else None
+        with self._stepper.window(total, len(sizes), run_ahead=self._is_lockstep) as window:
+            for i, size in enumerate(sizes):
+                if i:
+                    assert self._await_batch is not None
+                    self._timer.pause()
+                    batch = self._await_batch(answer=False)
+                    self._timer.resume()
+                if static is not None:
+                    if static.copy(batch):
+                        continue
+                    assert graphs is not None
+                    graphs.add_eagerly(window, static, train_fn)
+                    static = None
+                self._add(window, train_fn, batch, size)
+                batch = None  # the loader may use its memory again
+            if static is None:
+                return window.finish()
+            assert graphs is not None
+            return graphs.finish(window, static, train_fn)
 
-    def _make_parts(self, train_fns: Any, batch: Any, num_samples: int) -> tuple[Tensor, StepEnd]:
-        """A step of each optimizer on one batch, one after the other.
+    def _add(self, window: AccumulationWindow, train_fn: TrainFn, batch: Any, size: int) -> None:
+        """Add a micro-batch.
+
+        Raises:
+            PieceTooLarge: It needs too much memory, and smaller pieces can be trained instead.
+        """
+        try:
+            window.add(train_fn, batch, size)
+        except RuntimeError as error:
+            if not (self._shrinks and size > 1 and is_out_of_memory(error)):
+                raise
+            # Its frames hold the memory.
+            raise PieceTooLarge(size) from without_tracebacks(error)
+
+    def _step_parts(self, train_fns: Any, batch: Any, num_samples: int) -> tuple[Tensor, StepEnd]:
+        """Make one step of each of several optimizers on a batch, in turn.
 
         Args:
-            train_fns: One for each, by name.
+            train_fns: The functions by optimizer name.
             batch: The batch.
             num_samples: Its samples; 0: this rank only receives.
 
         Returns:
-            The sum of the losses, and whether any of the steps was dropped.
+            The sum of the losses, and the end of the steps: dropped if any was.
         """
         if not isinstance(train_fns, Mapping):
-            raise TypeError("several optimizers need a dict of functions, one for each")
-        log, parts = self._values.log, {part.name: part for part in self._stepper.parts}
-        own = self.replica.part_log
-        own.start_at(log.mark().step)
-        begun = own.mark()
+            raise TypeError("several optimizers require a dict of functions, one for each")
+        values, own = self._log.values, self.replica.part_log
+        own.start_at(values.mark().step)
+        start = own.mark()
         scalars: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
         end = MADE
-        if self._makes_again:
-            self._stepper.keep()
         try:
-            with self._values.redirected(own):
+            with self._log.redirected(own), self._stepper.alternate(undo=self._can_repeat):
                 for name, train_fn in train_fns.items():
-                    self._stepper.enter(parts[name])
-                    self._stepper.begin()
-                    if num_samples:
-                        if self._buckets:
-                            self._stepper.expect_last(num_samples)
-                        self._train_piece(train_fn, batch, num_samples, 1.0)
-                        if self._stepper.weight is not None:
-                            raise ValueError(
-                                f"the function of the optimizer {name!r} returned a loss with a "
-                                "weight: with several optimizers return the mean over samples alone"
-                            )
-                    if self._stepper.finish(num_samples).dropped:
+                    if self._step_part(name, train_fn, batch, num_samples).dropped:
                         end = DROPPED
-                    for loss, _, _ in own.since(begun):
+                    for loss, _, _ in own.since(start):
                         losses.append(loss)
                         scalars.append((f"loss/{name}", loss))
                     scalars += own.take_scalars()
-                    own.retract(begun)
-        except (CollectiveAborted, CollectiveTimeout, PieceTooLarge):
-            if self._makes_again:
-                self._stepper.take_back()
+                    own.retract(start)
+        except (CollectiveAborted, CollectiveTimeout):
             own.take_scalars()
-            own.retract(begun)
+            own.retract(start)
             raise
-        finally:
-            self._stepper.leave()
         total = torch.stack(losses).sum() if losses else torch.zeros(())
         if num_samples:
-            mark = log.mark()
-            log.push_loss(total, num_samples)
+            mark = values.mark()
+            values.push_loss(total, num_samples)
             if end.dropped:
-                log.rewind(mark)
+                values.rewind(mark)
             for name, value in scalars:
-                log.push_scalar(name, value, num_samples)
+                values.push_scalar(name, value, num_samples)
         return total, end
 
-    def _train_piece(self, train_fn: TrainFn, batch: Any, size: int, fraction: float) -> None:
-        """A micro-batch; where there is no memory for it, all ranks make the step again.
+    def _step_part(self, name: str, train_fn: TrainFn, batch: Any, num_samples: int) -> StepEnd:
+        num_batches = 1 if num_samples else 0
+        with self._stepper.window(num_samples, num_batches, part=name) as window:
+            if num_samples:
+                self._add(window, train_fn, batch, num_samples)
+                if window.weight is not None:
+                    raise ValueError(
+                        f"the function of the optimizer {name!r} returned a loss with a weight: "
+                        "with several optimizers return the mean over samples alone"
+                    )
+            return window.finish()
 
-        Raises:
-            PieceTooLarge: There is none, and pieces are made smaller.
-        """
-        try:
-            self._micro_step(train_fn, batch, size, fraction)
-        except RuntimeError as error:
-            if not (self._shrinks and size > 1 and is_out_of_memory(error)):
-                raise
-            # The frames hold what has used the memory up.
-            raise PieceTooLarge(size) from without_tracebacks(error)
-
-    def _make_held(self, window: StaticWindow, train_fn: TrainFn, total: int) -> None:
-        """The batches so far, when the window turns out to be none for a graph."""
-        assert self._graphs is not None
-        self._graphs.report_skipped()
-        self._graphs.eagerly(window, train_fn, total)
-
-    def _micro_step(self, train_fn: TrainFn, batch: Any, samples: int, fraction: float) -> Tensor:
-        values = self._values
-        values.num_samples = samples
-        log = values.log
-        num_scalars = log.num_scalars
-        loss = self._stepper.micro_step(train_fn, batch, fraction, samples)
-        weight = self._stepper.weight
-        if weight is None:
-            log.push_loss(loss, samples)
-        else:
-            log.weigh_scalars(num_scalars, weight)
-            log.push_loss(loss, weight)
-        return loss
-
-    def _count(self, batches: int, samples: int, *, dropped: bool) -> None:
+    def _count(self, batches: int, samples: int, end: StepEnd) -> None:
         self._progress.local_step += batches
-        kept = 0 if dropped else samples
+        kept = 0 if end.dropped else samples
         self._meter.add(batches, samples, num_skipped=samples - kept)
         if self._is_lockstep:
             self._protocol.step_reduced(batches)
             return
-        window = None if dropped else self._stepper.window
-        if window is None:
+        if end.weight is None:
             self._protocol.trained(batches, kept)
             return
-        weight = window.total
+        weight = end.weight.total
         if isinstance(weight, Tensor):
-            late = self._late_weight
-            self._late_weight = weight if late is None else late + weight
+            earlier = self._device_weight
+            self._device_weight = weight if earlier is None else earlier + weight
             weight = 0
         self._protocol.trained(batches, kept, weight)
 
@@ -495,10 +454,10 @@ class WorkerSteps:
         self._protocol.step_reduced(num_batches)
 
     def flush_weight(self) -> None:
-        """Tell the protocol the weights that were summed on the device; waits for it."""
-        late, self._late_weight = self._late_weight, None
-        if late is not None:
-            self._protocol.add_weight(float(late))
+        """Add the weights summed on the device to the protocol's; waits for the device."""
+        weight, self._device_weight = self._device_weight, None
+        if weight is not None:
+            self._protocol.add_weight(float(weight))
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:
@@ -512,20 +471,20 @@ class WorkerSteps:
 
 
 @dataclass(slots=True)
-class _Launched:
-    """A step that was given to the device, whose reduction may still fail there.
+class _LaunchedStep:
+    """A step launched on the device, whose reduction may still fail.
 
     Attributes:
-        outcome: How the reduction ends.
-        before: How things stood.
+        pending: The result of the reduction.
+        before: The state before the step.
         values: Its losses and scalars.
         num_batches: Its batches.
         num_samples: Their samples.
-        num_empty: Batches after it that peers have trained.
+        num_empty: Following batches without samples for this rank.
     """
 
-    outcome: LateResult
-    before: _Before
+    pending: LateResult
+    before: _BeforeStep
     values: PendingStep
     num_batches: int
     num_samples: int
@@ -533,14 +492,14 @@ class _Launched:
 
 
 @dataclass(slots=True)
-class _Before:
-    """How things stood before a step under lockstep.
+class _BeforeStep:
+    """State before a step in lockstep, to undo it.
 
     Attributes:
-        mark: The log.
-        buffers: Those of the model, where they may have to be put back.
+        mark: Mark of the log.
+        buffers: The model's buffers, if they may have to be restored.
         draws: State of the worker's generator, likewise.
-        schedule: The learning rate, likewise.
+        schedule: State of the schedule, likewise.
     """
 
     mark: LogMark
@@ -549,44 +508,11 @@ class _Before:
     schedule: ScheduleMark | None
 
 
-class BatchLog:
-    """Where the losses and scalars of the batch in training go.
-
-    Args:
-        log: There, unless they are redirected.
-
-    Attributes:
-        log: There.
-        num_samples: Samples in the batch.
-    """
-
-    __slots__ = ("log", "num_samples")
-
-    def __init__(self, log: ValueLog) -> None:
-        self.log = log
-        self.num_samples = 1
-
-    def record_scalar(self, name: str, value: float | Tensor) -> None:
-        """See :func:`gpuworker.record_scalar`."""
-        if isinstance(value, Tensor):
-            value = value.data.clone()  # read later, when a parameter has moved on
-        self.log.push_scalar(name, value, self.num_samples)
-
-    @contextmanager
-    def redirected(self, log: ValueLog) -> Iterator[None]:
-        """Send them elsewhere meanwhile."""
-        before, self.log = self.log, log
-        try:
-            yield
-        finally:
-            self.log = before
-
-
 class AwaitBatch(Protocol):
-    """Gives the next batch of the plan in progress; ``None``: the worker is to leave."""
+    """Returns the next batch of the plan in progress; ``None`` if the worker must leave."""
 
     def __call__(self, *, answer: bool) -> Any:
-        """Wait for it; ``answer``: between two steps, where messages are answered meanwhile."""
+        """Wait for the batch; ``answer``: handle messages meanwhile, between two steps."""
 
 
 def count_samples(batch: Any) -> int:
@@ -601,7 +527,7 @@ def count_samples(batch: Any) -> int:
     return 1
 
 
-def _one(train_fn: TrainFns) -> TrainFn:
+def _single(train_fn: TrainFns) -> TrainFn:
     if isinstance(train_fn, Mapping):
-        raise TypeError("a dict of functions needs a dict of optimizers, one for each")
+        raise TypeError("a dict of functions requires a dict of optimizers, one for each")
     return train_fn

@@ -29,6 +29,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
+from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import GraphFallbacks
@@ -42,7 +43,7 @@ from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import RunPeers, WorkerProgress, WorkerReplica, seed_generator
 from runtime.worker.reporter import Reporter
-from runtime.worker.step import BatchLog, WorkerSteps
+from runtime.worker.step import WorkerSteps
 from runtime.worker.worker_config import (
     WAKE,
     StepResult,
@@ -136,7 +137,7 @@ class GpuWorker:
         meter = StepMeter(self._context.new_log(), timer)
         meter.log.each = [] if config.metrics_every else None
         # A model factory may run a forward pass that records scalars.
-        self._values = BatchLog(meter.log)
+        self._log = BatchLog(meter.log)
         self._reporter = Reporter(
             self.protocol, endpoints.outbox, self._context, config.report_interval_s, meter
         )
@@ -152,6 +153,7 @@ class GpuWorker:
                 lockstep=self._lockstep,
                 timer=timer,
                 meter=meter,
+                log=self._log,
                 recorder=self._recorder,
                 resume=resume,
             )
@@ -166,7 +168,6 @@ class GpuWorker:
             self.protocol,
             meter,
             timer,
-            self._values,
             await_batch=self._await_batch,
             lane=self._lane,
             fallbacks=fallbacks,
@@ -244,7 +245,7 @@ class GpuWorker:
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
         """See :func:`gpuworker.record_scalar`."""
-        self._values.record_scalar(name, value)
+        self._log.record_scalar(name, value)
 
     def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
         """See :func:`gpuworker.all_gather`."""
@@ -353,7 +354,7 @@ class GpuWorker:
         with worker_context(self), thread_generator(self._cpu_generator):
             self._schedule.step_by_metrics(plan.metrics)
             self._begin_epoch(plan.epoch)
-            self.steps.verify_graphs()
+            self.steps.check_graphs()
             self._submit(plan)
             self._submitted.remove(plan)
             plan_steps = PlanSteps(plan, self.config)
@@ -621,7 +622,7 @@ class GpuWorker:
                 if self.run_epoch_plan(plan):
                     return
         except (CollectiveAborted, CollectiveTimeout):
-            self.steps.give_up()
+            self.steps.abandon_steps()
             raise
 
     def _halt(self, fault: str | None = None, too_large: PieceTooLarge | None = None) -> None:
@@ -690,8 +691,5 @@ class GpuWorker:
         """Close the loader and the worker; False if the loader's thread is alive. Idempotent."""
         ended = True if self._loader is None else bool(self._loader.close())
         self._loader = None
-        # Break reference cycles, so that the replica is freed without the cyclic collector.
-        self._reporter.meter.log.on_bad_loss = None
-        self.__dict__.pop("_handler", None)
-        self.steps.close()
+        self.steps.close()  # breaks a cycle of references: the replica is freed at once
         return ended

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import record_scalar
-from runtime.replica.stepper import Stepper
+from runtime.replica.stepper import AccumulationWindow, Stepper
 from tests.deadlock.faults import BOUND_S
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
 
@@ -25,22 +25,22 @@ class Reads:
         self._lock = threading.Lock()
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._noting(name, getattr(torch.Tensor, name)))
-        begin, finish = Stepper.begin, Stepper.finish
+        open_window, finish = Stepper.window, AccumulationWindow.finish
 
-        def begun(stepper):
+        def opened(stepper, *args, **kwargs):
             self._local.inside = True
-            begin(stepper)
+            return open_window(stepper, *args, **kwargs)
 
-        def finished(stepper, *args, **kwargs):
+        def finished(window, *args, **kwargs):
             try:
-                return finish(stepper, *args, **kwargs)
+                return finish(window, *args, **kwargs)
             finally:
                 self._local.inside = False
                 with self._lock:
                     self.num_steps += 1
 
-        monkeypatch.setattr(Stepper, "begin", begun)
-        monkeypatch.setattr(Stepper, "finish", finished)
+        monkeypatch.setattr(Stepper, "window", opened)
+        monkeypatch.setattr(AccumulationWindow, "finish", finished)
 
     def _noting(self, name, read):
         def noting(tensor, *args, **kwargs):

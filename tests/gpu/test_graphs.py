@@ -148,18 +148,18 @@ def test_a_step_that_synchronises_falls_back_to_eager_with_one_warning(caplog):
 
 def test_no_host_sync_in_captured_steps(monkeypatch):
     """Replays, batch copies and the step log synchronise by events alone."""
-    make, watched = GraphedSteps.step, []
+    finish, watched = GraphedSteps.finish, []
 
-    def watch(self, window, train_fn):
+    def watch(self, window, batches, train_fn):
         watches = bool(self._graphs)
         (forbid_sync if watches else allow_sync)()
         try:
-            return make(self, window, train_fn)
+            return finish(self, window, batches, train_fn)
         finally:
             allow_sync()
             watched.append(watches)
 
-    monkeypatch.setattr(GraphedSteps, "step", watch)
+    monkeypatch.setattr(GraphedSteps, "finish", watch)
     state = a_run().cuda_graphs(True).run().join(WAIT_S)
     assert [e.num_samples for e in state.metrics] == [1030] * 4
     assert watched.count(True) > 100

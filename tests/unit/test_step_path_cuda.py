@@ -40,7 +40,7 @@ FORBIDDEN = {
 
 ALLOWED = {
     ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
-    ("runtime/replica/stepper.py", "_weigh", "item"): "a weight of the CPU",
+    ("runtime/core/loss_weights.py", "add", "item"): "a weight of the CPU",
     ("runtime/core/loss_weights.py", "check_weight", "item"): "a weight of the CPU",
     ("runtime/replica/reducer.py", "_agree_on_order", "tolist"): "a tensor of the CPU",
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from runtime import (
 from runtime.core.loss_weights import WindowWeight, _warn_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.stepper import EMPTY, Stepper
+from runtime.replica.stepper import Stepper
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 from tests.support.graphing import (
     DATA,
@@ -189,11 +190,11 @@ def test_a_step_of_weight_0_is_not_made(optim, is_prompt):
     stepper = make_stepper(model, optim(model.parameters()), is_prompt=is_prompt)
     states = []
     for weight in (1.0, 0.0):
-        stepper.begin()
         value = 1.0 if weight else torch.nan
-        loss = stepper.micro_step(weighted(value, torch.tensor(weight)), None)
-        assert float(loss) == 0.0
-        stepper.finish(1)
+        with stepper.window(1) as window:
+            loss, _ = window.add(weighted(value, torch.tensor(weight)), None, 1)
+            assert float(loss) == 0.0
+            window.finish()
         states.append(model.weight.detach().clone())
     assert float(states[0].norm()) > 0
     assert states[1].equal(states[0])
@@ -206,38 +207,35 @@ def test_micro_batches_count_by_their_weights(weights, is_prompt):
     model = two_numbers()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     stepper = make_stepper(model, optimizer, is_prompt=is_prompt)
-    stepper.begin()
-    for value, weight in zip((1.0, 5.0), weights, strict=True):
-        if weight is None:
-            stepper.micro_step(lambda m, b, v=value: (m.weight * v).sum(), None, 0.5, 3)
-        else:
-            lost = value if weight else torch.nan
-            stepper.micro_step(weighted(lost, torch.tensor(weight)), None, 0.5, 3)
-    assert stepper.finish(6) == EMPTY
+    with stepper.window(6, 2) as window:
+        for value, weight in zip((1.0, 5.0), weights, strict=True):
+            if weight is None:
+                window.add(lambda m, b, v=value: (m.weight * v).sum(), None, 3)
+            else:
+                lost = value if weight else torch.nan
+                window.add(weighted(lost, torch.tensor(weight)), None, 3)
+        end = window.finish()
+    assert not end.dropped
     first, second = (3.0 if weight is None else weight for weight in weights)
     mean = (first * 1.0 + second * 5.0) / (first + second)
     torch.testing.assert_close(model.weight.data, torch.full((1, 2), -mean, dtype=torch.float64))
-    assert float(stepper.window.total) == first + second
+    assert float(end.weight.total) == first + second
 
 
 @pytest.mark.parametrize("optim", ["fused sgd", "fused adamw"])
-@pytest.mark.parametrize("fractions", [(1.0,), (0.5, 0.5)])
-def test_nothing_of_a_device_is_read_where_the_optimizers_kernels_can_skip(optim, fractions):
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_no_value_is_read_if_the_kernels_of_the_optimizer_can_skip_a_step(optim, num_batches):
     model = two_numbers()
     optimizer = OPTIMIZERS[optim](model.parameters())
     stepper = make_stepper(model, optimizer, is_prompt=False)
     for weight in (torch.tensor(1.0), torch.tensor(0)):
-        stepper.begin()
-        stepper._checked = True
-        if optimizer.state:  # made with reads of nothing
-            with Tape():  # an operation that reads raises
-                for fraction in fractions:
-                    stepper.micro_step(weighted(1.0, weight), None, fraction)
-                stepper.finish(1)
-        else:
-            for fraction in fractions:
-                stepper.micro_step(weighted(1.0, weight), None, fraction)
-            stepper.finish(1)
+        # From the second step on: the first one checks gradients and creates the state. An
+        # operation that reads raises in a Tape.
+        tape = Tape() if optimizer.state else nullcontext()
+        with tape, stepper.window(num_batches, num_batches) as window:
+            for _ in range(num_batches):
+                window.add(weighted(1.0, weight), None, 1)
+            window.finish()
 
 
 @both
@@ -247,12 +245,12 @@ def test_low_precision_scales_a_weighted_loss_as_any_other(is_prompt):
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     stepper = make_stepper(model, optimizer, precision="fp16", is_prompt=is_prompt)
     before = stepper._scaler.get_scale()
-    stepper.begin()
-    for _ in range(2):
-        stepper.micro_step(
-            lambda m, b: (m(b).float().sum() / 2, torch.tensor(4096)), torch.ones(1, 2), 0.5
-        )
-    stepper.finish(2)
+    with stepper.window(2, 2) as window:
+        for _ in range(2):
+            window.add(
+                lambda m, b: (m(b).float().sum() / 2, torch.tensor(4096)), torch.ones(1, 2), 1
+            )
+        window.finish()
     assert stepper._scaler.get_scale() == before
 
 

@@ -75,9 +75,9 @@ def build(optim):
 def train(model, stepper, steps):
     for step in steps:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-        stepper.begin()
-        stepper.micro_step(lambda model, x: (model(x) ** 2).mean(), x)
-        stepper.finish(4)
+        with stepper.window(4) as window:
+            window.add(lambda model, x: (model(x) ** 2).mean(), x, 4)
+            window.finish()
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

@@ -10,12 +10,13 @@ from runtime import UserFunctions, WorkerConfig, create_collectives
 from runtime.core.errors import CollectiveAborted
 from runtime.device.cuda import open_device
 from runtime.device.metering import StepMeter
+from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerProgress, WorkerReplica
-from runtime.worker.step import BatchLog, WorkerSteps
+from runtime.worker.step import WorkerSteps
 from tests.support.running import CPU, count_up, counter, plain_sgd
 
 SIZE = 2
@@ -44,13 +45,13 @@ class Bench:
             lockstep=self.lockstep,
             timer=timer,
             meter=self.meter,
+            log=BatchLog(self.meter.log),
             recorder=WorkerRecorder(),
         )
         self.asked = []
         self._batches = iter(batches)
-        values = BatchLog(self.meter.log)
         self.steps = WorkerSteps(
-            config, self.replica, self.protocol, self.meter, timer, values, await_batch=self._await
+            config, self.replica, self.protocol, self.meter, timer, await_batch=self._await
         )
 
     def _await(self, *, answer):
