@@ -78,7 +78,7 @@ def test_workers_sharing_a_gpu_run_eager_steps_with_one_warning(way, caplog):
     assert [e.num_samples for e in state.metrics] == [1030] * 4
     assert state.metrics[-1].avg_loss < state.metrics[0].avg_loss
     (warning,) = warnings_of(caplog)
-    assert "several workers are on cuda:0" in warning
+    assert "several workers share cuda:0" in warning
 
 
 class DeviceNoise(torch.utils.data.Dataset):
