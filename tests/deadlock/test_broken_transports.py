@@ -53,7 +53,7 @@ class Wire:
         monkeypatch.setattr(runtime.run, "create_collectives", broken)
 
     def cut(self, end, at, rng):
-        def weighted_mean_(tensors, weight, *, stats=0.0):
+        def weighted_mean_(tensors, weight, *, tally=0.0):
             if end.rank == 0:
                 self.num_calls += 1
                 fails = self.num_calls > at if at is not None else rng.random() < 0.4
@@ -61,7 +61,7 @@ class Wire:
                     self.num_cut += 1
                     end.abort()
                     raise mark_failed(CollectiveAborted("the wire is cut"))
-            return Collective.weighted_mean_(end, tensors, weight, stats=stats)
+            return Collective.weighted_mean_(end, tensors, weight, tally=tally)
 
         return weighted_mean_
 
