@@ -217,7 +217,7 @@ class GraphedSteps:
         if self._device.is_shared:
             self._give_up(
                 f"several workers share {self._device.device}, where a capture in one would break "
-                "the random draws of the others: use one GPU for each worker",
+                "the random draws of the others: give each worker a GPU of its own",
                 everywhere=False,
             )
             return None

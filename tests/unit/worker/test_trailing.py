@@ -157,7 +157,7 @@ def test_of_a_broken_reduction_nothing_reaches_the_parameters_nor_the_count(lone
     break_at = breaking.break_at
     with pytest.raises(CollectiveAborted, match="broken off"):
         lone.worker.run_epoch_plan(plan(range(5)))
-    lone.worker.steps.give_up()
+    lone.worker.steps.abandon_steps()
     lone.worker._reporter.report_rest()
     assert lone.num_forwards > break_at
     assert lone.alone.w == float(break_at)
