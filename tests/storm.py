@@ -1,10 +1,9 @@
-"""A storm of faults over machines in real processes: ``python -m tests.storm --count 100``.
+"""A storm of faults over machines as processes: ``python -m tests.storm --count 100``.
 
-Machines are killed, stopped for a while, started late and asked to leave, and the lighthouse is
-killed and started again, one fault after the other or several at a time. One machine that has
-taken part in a round always runs. At last the run ends on all machines, which must have the same
-parameters, in which each batch counts once. The seed draws the faults and when they come; what
-they meet depends on the clock.
+Machines are killed, suspended, started late and stopped, and the lighthouse is killed and
+restarted, in sequence or several at a time. At least one machine that has taken part in a round
+keeps running. At the end all machines must have equal parameters, in which each batch counts once.
+The faults and their pauses are drawn from the seed; their effect depends on the clock.
 """
 
 from __future__ import annotations
@@ -19,35 +18,37 @@ from pathlib import Path
 
 from tests.support.machines import LighthouseProcess, TrainingMachine
 
-MOST = 5
-"""Machines that live at a time."""
+MAX_MACHINES = 5
+"""Largest number of live machines."""
 QUIET_S = 60.0
-"""Longest time without a round while enough machines run and the lighthouse is there."""
+"""Longest time without a round while enough machines and the lighthouse are running."""
 SAMPLES = 2003
 KINDS = {"kill": 4, "stop": 4, "join": 4, "lighthouse": 2, "leave": 1}
-"""Kinds of faults, and how often each is drawn."""
+"""Kinds of faults, with their weights."""
 
 
 class StormFailed(Exception):
-    """A promise is broken; the message says which."""
+    """A guarantee is violated; the message names it."""
 
 
 class Storm:
-    """Machines, and the faults that they meet.
+    """Machines under injected faults.
 
     Args:
-        seed: Of the draw.
-        policy: Of each machine.
-        min_machines: Fewest machines that make a round.
-        say: Takes a line for each fault.
-        logs: A directory for what the machines log; ``None``: nowhere.
+        seed: Seed of the faults.
+        policy: Averaging policy of each machine.
+        min_machines: Fewest machines in a round.
+        log_line: Called with a line for each fault.
+        logs: Directory for the machines' logs; ``None``: no logs.
 
     Attributes:
-        counts: How many faults of each kind there were.
-        longest_quiet_s: The longest time without a round.
+        counts: Number of faults of each kind.
+        longest_quiet_s: Longest time without a round.
     """
 
-    def __init__(self, seed, *, policy="cadence", min_machines=1, say=lambda line: None, logs=None):
+    def __init__(
+        self, seed, *, policy="cadence", min_machines=1, log_line=lambda line: None, logs=None
+    ):
         self.counts = Counter()
         self.longest_quiet_s = 0.0
         self._draw = random.Random(seed)
@@ -56,25 +57,25 @@ class Storm:
             *("--policy", policy, "--machines", min_machines, "--timeout", 2.0),
         )
         self._min_machines = min_machines
-        self._say = say
+        self._log_line = log_line
         self._logs = logs
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._server = LighthouseProcess(join_timeout_s=3.0)
         self._port, self._address = self._server.port, self._server.address
-        self._server_back_at = None  # while it is away
+        self._server_back_at = None  # while it is down
         self._machines = {}
         self._leaving = {}
-        self._stopped = {}  # when each goes on
-        self._steady_from = {}  # the rounds after which each counts as a survivor
+        self._stopped = {}  # time at which each is resumed
+        self._steady_from = {}  # number of rounds after which each counts as steady
         self._num_started = 0
         self._num_rounds = 0
         self._quiet_since = time.monotonic()
 
     def run(self, count):
-        """Let ``count`` faults happen; gives what each machine that is left printed.
+        """Inject ``count`` faults; returns the results of the remaining machines.
 
         Raises:
-            StormFailed: A promise is broken.
+            StormFailed: A guarantee is violated.
         """
         while len(self._machines) < 3:
             self._start_machine()
@@ -88,12 +89,12 @@ class Storm:
         return self._end()
 
     def close(self):
-        """Kill what is left."""
+        """Kill all processes."""
         for process in (self._server, *self._machines.values(), *self._leaving.values()):
             process.close()
 
     def _fault(self, kind):
-        """Let one happen; whether it can now."""
+        """Inject a fault; False if it is not possible now."""
         match kind:
             case "lighthouse":
                 if self._server_back_at is not None:
@@ -101,38 +102,38 @@ class Storm:
                 self._server.close()
                 seconds = self._draw.choice((0.0, 1.0, 4.0))
                 self._server_back_at = time.monotonic() + seconds
-                return self._tell(kind, f"is back after {seconds:g} s")
+                return self._record(kind, f"is back after {seconds:g} s")
             case "join":
-                if len(self._machines) == MOST:
+                if len(self._machines) == MAX_MACHINES:
                     return False
-                return self._tell(kind, self._start_machine())
-        able = sorted(name for name in self._machines if set(self._steady()) - {name})
+                return self._record(kind, self._start_machine())
+        candidates = sorted(name for name in self._machines if set(self._steady()) - {name})
         if kind != "kill":
-            able = [name for name in able if name in self._steady()]
-        if not able:
+            candidates = [name for name in candidates if name in self._steady()]
+        if not candidates:
             return False
-        name = self._draw.choice(able)
+        name = self._draw.choice(candidates)
         match kind:
             case "kill":
                 self._machines.pop(name).close()
                 self._stopped.pop(name, None)
-                return self._tell(kind, name)
+                return self._record(kind, name)
             case "leave":
                 self._leaving[name] = self._machines.pop(name)
                 self._leaving[name].signal(signal.SIGINT)
-                return self._tell(kind, name)
+                return self._record(kind, name)
             case "stop":
                 seconds = self._draw.choice((0.1, 1.0, 3.0, 8.0))
                 self._machines[name].signal(signal.SIGSTOP)
                 self._stopped[name] = time.monotonic() + seconds
-                return self._tell(kind, f"{name} for {seconds:g} s")
+                return self._record(kind, f"{name} for {seconds:g} s")
         raise AssertionError(kind)
 
-    def _tell(self, kind, what):
+    def _record(self, kind, details):
         self.counts[kind] += 1
-        at_s = time.monotonic() - self._began
+        at_s = time.monotonic() - self._started_at
         names = " ".join(f"({n})" if n in self._stopped else n for n in self._machines)
-        self._say(f"{self.counts.total():4d}  {at_s:6.1f} s  {kind} {what:<22} {names}")
+        self._log_line(f"{self.counts.total():4d}  {at_s:6.1f} s  {kind} {details:<22} {names}")
         return True
 
     def _start_machine(self):
@@ -144,7 +145,7 @@ class Storm:
         return name
 
     def _steady(self):
-        """Machines that run and have taken part in a round since they started or went on."""
+        """Running machines that have taken part in a round since they started or resumed."""
         return [
             name
             for name, machine in self._machines.items()
@@ -152,7 +153,7 @@ class Storm:
         ]
 
     def _watch(self):
-        """Do what is due, and take in what the machines say."""
+        """Apply what is due, and read the machines' output."""
         now = time.monotonic()
         if self._server_back_at is not None and now >= self._server_back_at:
             self._server.close()
@@ -163,7 +164,7 @@ class Storm:
             self._steady_from[name] = self._machines[name].num_rounds
             self._machines[name].signal(signal.SIGCONT)
         for name, machine in self._machines.items():
-            if machine.look().answer is not None:
+            if machine.poll().answer is not None:
                 raise StormFailed(f"machine {name} has ended by itself: {machine.answer}")
         num_rounds = sum(machine.num_rounds for machine in self._machines.values())
         num_running = sum(
@@ -194,7 +195,7 @@ class Storm:
         time.sleep(1.0)
 
     def _end(self):
-        """All go on, and the run is ended everywhere."""
+        """Resume all machines, and end the run on all of them."""
         for name in self._stopped:
             self._stopped[name] = 0.0
         if len(self._machines) < max(2, self._min_machines):
@@ -204,7 +205,7 @@ class Storm:
         )
         self._machines[self._steady()[0]].signal(signal.SIGUSR1)
         ended_at = time.monotonic()
-        while any(machine.look().answer is None for machine in self._machines.values()):
+        while any(machine.poll().answer is None for machine in self._machines.values()):
             if time.monotonic() > ended_at + QUIET_S:
                 self._show_threads()
                 names = [n for n, m in self._machines.items() if m.answer is None]
@@ -217,8 +218,8 @@ class Storm:
         return {name: machine.join(QUIET_S) for name, machine in self._machines.items()}
 
 
-def broken(answers):
-    """Which promise the answers of :meth:`Storm.run` break; empty: none."""
+def violations(answers):
+    """The guarantees violated by the results of :meth:`Storm.run`; empty if none."""
     found = []
     if len({answer["digest"] for answer in answers.values()}) != 1:
         found.append("digests differ")
@@ -234,13 +235,13 @@ def broken(answers):
 
 
 def main():
-    """Let the storm happen, and say what came of it."""
+    """Run the storm, and print its result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default="cadence", choices=["sync", "cadence", "async"])
     parser.add_argument("--min-machines", type=int, default=1)
-    parser.add_argument("--logs", help="directory for what the machines log")
+    parser.add_argument("--logs", help="directory for the machines' logs")
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.policy}, at least {args.min_machines} machine(s)", flush=True)
     start = time.monotonic()
@@ -248,18 +249,18 @@ def main():
         args.seed,
         policy=args.policy,
         min_machines=args.min_machines,
-        say=lambda line: print(line, flush=True),
+        log_line=lambda line: print(line, flush=True),
         logs=args.logs,
     )
     try:
         answers = storm.run(args.count)
-        why = broken(answers)
+        problem = violations(answers)
     except (StormFailed, AssertionError) as error:
-        answers, why = {}, str(error)
+        answers, problem = {}, str(error)
     finally:
         storm.close()
-    if why:
-        print(f"seed {args.seed}: {why}")
+    if problem:
+        print(f"seed {args.seed}: {problem}")
         for name, answer in answers.items():
             print(name, {k: v for k, v in answer.items() if not isinstance(v, list)})
         return 1
@@ -268,8 +269,8 @@ def main():
     print(
         f"{args.count} faults ({faults}) in {time.monotonic() - start:.0f} s: {len(answers)} "
         f"machines ended with equal digests after {answer['step']} rounds; "
-        f"{answer['num_batches']} batches of {len(answer['num_samples'])} whole epochs and what "
-        f"was open, each in exactly one round; no round for {storm.longest_quiet_s:.1f} s at most"
+        f"{answer['num_batches']} batches of {len(answer['num_samples'])} whole epochs and of "
+        f"open ones, each in exactly one round; no round for {storm.longest_quiet_s:.1f} s at most"
     )
     return 0
 

@@ -1,9 +1,8 @@
 """One machine of a cluster, as a program: ``python -m tests.support.cluster_program ADDRESS``.
 
-It trains numbers, as ``tests/support/clustering.py`` has them, says on stdout when it has started
-and when it has taken part in a round, and at last prints what came of it as JSON. SIGINT has it
-leave the cluster, SIGUSR1 ends the run on all machines, SIGUSR2 shows on stderr where its threads
-are.
+It trains the model of ``tests/support/clustering.py``, prints a line when it has started and after
+each round, and its result as JSON at the end. SIGINT makes it leave the cluster, SIGUSR1 ends the
+run on all machines, SIGUSR2 prints its threads' stacks to stderr.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from tests.support.clustering import SLOTS, Counted, Effects, expected_rounds
 BATCH_SIZE = 4
 
 
-class Told(Counted):
-    """Says when a round has changed something."""
+class Reporting(Counted):
+    """Prints a line after each round with changes."""
 
     def step(self, old, change):
         new = super().step(old, change)
-        say("a round")
+        print_line("a round")
         return new
 
 
-def say(line):
+def print_line(line):
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -48,22 +47,22 @@ def main():
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--period", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=3.0)
-    parser.add_argument("--step-s", type=float, default=0.0, help="work of a step")
-    parser.add_argument("--sleep-s", type=float, default=0.0, help="how long a step waits")
+    parser.add_argument("--step-s", type=float, default=0.0, help="compute time of a step")
+    parser.add_argument("--sleep-s", type=float, default=0.0, help="sleep of a step")
     parser.add_argument("--token")
-    parser.add_argument("--clock-s", type=float, default=0.0, help="how far every clock is off")
+    parser.add_argument("--clock-s", type=float, default=0.0, help="offset of every clock")
     parser.add_argument("--directory")
-    parser.add_argument("--log", help="file for what the runtime says")
+    parser.add_argument("--log", help="log file of the runtime")
     args = parser.parse_args()
     if args.log:
-        form = "%(asctime)s.%(msecs)03d %(message).600s"
-        logging.basicConfig(filename=args.log, level=logging.DEBUG, format=form, datefmt="%X")
+        log_format = "%(asctime)s.%(msecs)03d %(message).600s"
+        logging.basicConfig(filename=args.log, level=logging.DEBUG, format=log_format, datefmt="%X")
     faulthandler.register(signal.SIGUSR2)
     if args.clock_s:
         for name in ("time", "monotonic"):
-            true = getattr(time, name)
-            setattr(time, name, lambda true=true: true() + args.clock_s)
-    outer = Told(args.samples)
+            original = getattr(time, name)
+            setattr(time, name, lambda original=original: original() + args.clock_s)
+    outer = Reporting(args.samples)
 
     def train_fn(model, batch):
         (samples,) = batch
@@ -71,7 +70,7 @@ def main():
             torch.ones(int(1e6 * args.step_s)).sin_()
         if args.sleep_s:
             time.sleep(args.sleep_s)
-        return -model.numbers(samples, current_worker().current_epoch).mean()
+        return -model.elements(samples, current_worker().current_epoch).mean()
 
     builder = (
         Trainer.builder(
@@ -98,22 +97,22 @@ def main():
         builder.checkpoint_dir(args.directory, every_s=0.2).resume(args.directory, missing_ok=True)
     handle = builder.run()
     signal.signal(signal.SIGUSR1, lambda *_: handle.stop(everywhere=True))
-    say("started")
+    print_line("started")
     try:
         state = handle.join()
     except KeyboardInterrupt:
         state = handle.state
     weights = state.params["w"]
     ledger = handle._run._member.ledger
-    wanted = expected_rounds(ledger, args.samples, BATCH_SIZE)
-    say(
+    expected = expected_rounds(ledger, args.samples, BATCH_SIZE)
+    print_line(
         json.dumps(
             {
                 "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
                 "step": ledger.step,
                 "num_batches": ledger.consumed,
-                "num_missing": int((outer.counts < wanted).sum()),
-                "num_twice": int((outer.counts > wanted).sum()),
+                "num_missing": int((outer.counts < expected).sum()),
+                "num_twice": int((outer.counts > expected).sum()),
                 "num_samples": [metrics.num_samples for metrics in state.metrics],
                 "num_trained": [
                     sum(machine.num_samples for machine in metrics.machines)

@@ -1,4 +1,4 @@
-"""What the tests of clusters share: machines as threads of one process, and whose effect counts."""
+"""Machines as threads of one process, and models that record each sample's effects, for tests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ PERIOD_S = 0.05
 
 
 SLOTS = MAX_OPEN_EPOCHS + 1
-"""Numbers of a sample, so that epochs which may be open at a time change different ones."""
+"""Elements per sample, so that epochs open at the same time change different ones."""
 
 
 class Effects(nn.Module):
-    """A number for each sample, or several, which a step on it changes, and no other."""
+    """A model with one element or more per sample, which only steps on that sample change."""
 
     def __init__(self, n, slots=1):
         super().__init__()
         self.n, self.slots = n, slots
         self.w = nn.Parameter(torch.zeros(slots * n, dtype=torch.float64))
 
-    def numbers(self, samples, epoch):
-        """Those of some samples that an epoch changes."""
+    def elements(self, samples, epoch):
+        """The elements of these samples that an epoch changes."""
         return self.w[samples + epoch % self.slots * self.n]
 
 
 class RecordedRun(Mean):
-    """Notes what each round changes."""
+    """Records the change of each round."""
 
     def __init__(self, n):
         self.n = n
@@ -47,14 +47,14 @@ class RecordedRun(Mean):
         return super().step(old, change)
 
     def rounds_of_each_sample(self):
-        """In how many rounds each sample had an effect."""
+        """Number of rounds in which each sample had an effect."""
         none = torch.zeros(self.n, dtype=torch.int64)
         return sum(((c[: self.n].abs() > 1e-9).long() for c in self.changes), none)
 
 
 class Counted(Mean):
-    """Counts the rounds in which each number has changed, over the whole history: the counts
-    heal machines and stand in checkpoints."""
+    """Counts the rounds in which each element has changed, over the whole history: the counts are
+    part of the healing state and of checkpoints."""
 
     def __init__(self, n):
         self.counts = torch.zeros(SLOTS * n, dtype=torch.int64)
@@ -71,26 +71,26 @@ class Counted(Mean):
 
 
 def expected_rounds(ledger, n, batch_size, seed=0):
-    """What :class:`Counted` has to say of a history in which each batch counts once."""
-    wanted = torch.zeros(SLOTS, n, dtype=torch.int64)
+    """The counts of :class:`Counted` after a history in which each batch counts once."""
+    expected = torch.zeros(SLOTS, n, dtype=torch.int64)
     for epoch in range(ledger.first_open):
-        wanted[epoch % SLOTS] += 1
+        expected[epoch % SLOTS] += 1
     for epoch in ledger.open_epochs:
         order = permutation(n, epoch, seed)
         for span in ledger.consumed_of(epoch):
-            wanted[epoch % SLOTS, order[span.start * batch_size : span.stop * batch_size]] += 1
-    return wanted.view(-1)
+            expected[epoch % SLOTS, order[span.start * batch_size : span.stop * batch_size]] += 1
+    return expected.view(-1)
 
 
 class Machine:
-    """One machine of a cluster, whose engine is that of ``tests/support/memory_engine.py``.
+    """One machine of a cluster with the engine of ``tests/support/memory_engine.py``.
 
     Args:
         cluster: The ``MemoryCluster``.
-        name: Its name, which orders machines.
-        n: Samples.
-        epochs: Epochs.
-        hold: An event for which each step waits; ``None``: none.
+        name: The machine's id.
+        n: Number of samples.
+        epochs: Number of epochs.
+        hold: Event for which each step waits, or ``None``.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Machine:
     ):
         self.trained = Counter()
         self.outer = RecordedRun(n) if outer is None else outer
-        self.began = threading.Event()
+        self.started = threading.Event()
         self._lock = threading.Lock()
         self._hold = hold
         self._before_step = before_step
 
         def train(model, batch):
             (samples,) = batch
-            self.began.set()
+            self.started.set()
             if self._hold is not None:
                 assert self._hold.wait(WAIT_S)
             if self._before_step is not None:
@@ -153,5 +153,5 @@ class Machine:
 
 
 def same(*states):
-    """Whether all states hold the same bits."""
+    """True if all states are bitwise equal."""
     return all(torch.equal(states[0].params["w"], state.params["w"]) for state in states)

@@ -1,4 +1,4 @@
-"""A lighthouse and machines in processes of their own, driven call by call."""
+"""A lighthouse and machines as processes, driven call by call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallFailed(Exception):
 
     Attributes:
         kind: Name of the exception's class.
-        machines: Whom it names.
+        machines: The machines named by the exception.
     """
 
     def __init__(self, answer):
@@ -43,7 +43,7 @@ class CallFailed(Exception):
 
 class _Process:
     def __init__(self, module, *args, namespace=None):
-        programs.preload("tests.support.machine")
+        programs.preload("tests.support.engine_program")
         if namespace is not None:  # see tests/support/namespaces.py
             module, args = "tests.support.namespaces", (namespace, module, *args)
         self._process = programs.Popen(
@@ -76,7 +76,7 @@ class _Process:
         self._process.wait(10.0)
 
     def ended(self):
-        """Its exit status, once it has ended."""
+        """Wait for its exit status."""
         return self._process.wait(10.0)
 
     def close(self):
@@ -89,8 +89,8 @@ class LighthouseProcess(_Process):
     """``python -m runtime lighthouse``.
 
     Attributes:
-        address: What it prints.
-        line: All that it prints.
+        address: The printed address.
+        line: The printed line.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class LighthouseProcess(_Process):
         self.line = self._line()
         self.address = self.line.split()[2].rstrip(";")
 
-    def wait_for(self, what, count):
-        """Wait until its page says that so many ``"heartbeating"`` machines live, or want a
-        round, which is what ``"participants"`` do."""
+    def wait_for(self, kind, count):
+        """Wait until its page shows this number of ``"heartbeating"`` machines, or of
+        ``"participants"``, which have requested a round."""
         pattern = {
             "heartbeating": r"\[(\d+) heartbeating",
             "participants": r"\[(\d+)/\d+ participants healthy",
-        }[what]
+        }[kind]
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             with urllib.request.urlopen(f"http://{self.address}/status", timeout=5.0) as page:
@@ -121,11 +121,11 @@ class LighthouseProcess(_Process):
             if found and int(found[1]) >= count:
                 return
             time.sleep(0.01)
-        raise AssertionError(f"not {count} {what}")
+        raise AssertionError(f"not {count} {kind}")
 
     @property
     def port(self):
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self.address.rpartition(":")[2])
 
 
@@ -133,9 +133,9 @@ class TrainingMachine(_Process):
     """``tests/support/cluster_program.py``: a whole run.
 
     Attributes:
-        started: Whether it has said so.
-        num_rounds: In how many rounds it has taken part.
-        answer: What it printed at last; ``None``: it has not ended.
+        started: True once it has printed so.
+        num_rounds: Rounds in which it has taken part.
+        answer: Its printed result; ``None`` while it is running.
     """
 
     def __init__(self, address, *args, namespace=None):
@@ -145,8 +145,8 @@ class TrainingMachine(_Process):
         self.num_rounds = 0
         self.answer = None
 
-    def look(self, timeout_s=0.0):
-        """Take in what it has said; wait for a line for a while."""
+    def poll(self, timeout_s=0.0):
+        """Read the printed lines; wait for the first one up to the timeout."""
         while self.answer is None:
             ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
             if not ready and b"\n" not in self._rest:
@@ -162,55 +162,55 @@ class TrainingMachine(_Process):
         return self
 
     def until(self, ready, timeout_s=ANSWER_S):
-        """Wait until it has said what makes ``ready(self)`` true."""
+        """Wait until ``ready(self)`` is true."""
         deadline = time.monotonic() + timeout_s
-        while not ready(self.look(0.05)):
+        while not ready(self.poll(0.05)):
             assert time.monotonic() < deadline, f"nothing more within {timeout_s:g} s"
         return self
 
     def in_a_round(self):
-        """Wait until it has taken part in a round from now on."""
-        before = self.look().num_rounds
+        """Wait until it has taken part in another round."""
+        before = self.poll().num_rounds
         return self.until(lambda self: self.num_rounds > before)
 
     def join(self, timeout_s=90.0):
-        """Wait for its end; gives what it printed."""
+        """Wait for its end, and return its result."""
         self.until(lambda self: self.answer is not None, timeout_s)
         assert self._process.wait(timeout_s) == 0
         return self.answer
 
 
-class Machine(_Process):
-    """A machine that makes the calls it is told."""
+class EngineMachine(_Process):
+    """A machine that makes the requested engine calls."""
 
     def __init__(self, address, name, **options):
-        given = {"address": address, "machine": name, "timeout_s": 10.0, **options}
-        super().__init__("tests.support.machine", json.dumps(given))
+        all_options = {"address": address, "machine": name, "timeout_s": 10.0, **options}
+        super().__init__("tests.support.engine_program", json.dumps(all_options))
         self.name = name
         assert json.loads(self._line()) == {"ready": True}
 
-    def tell(self, call, **args):
-        """Have it make a call; the answer is for later."""
-        self._process.stdin.write(json.dumps({"call": call, **args}).encode() + b"\n")
+    def send(self, name, **args):
+        """Request a call without waiting for its result."""
+        self._process.stdin.write(json.dumps({"call": name, **args}).encode() + b"\n")
         self._process.stdin.flush()
 
     def answer(self, timeout_s=ANSWER_S):
-        """What the call gave. Raises :class:`CallFailed` if it raised."""
+        """Wait for the result of the call. Raises :class:`CallFailed` if it raised."""
         found = json.loads(self._line(timeout_s))
         if "error" in found:
             raise CallFailed(found)
         return found.get("result", found)
 
-    def make(self, call, **args):
-        """Make a call, and wait for what it gives."""
-        self.tell(call, **args)
+    def call(self, name, **args):
+        """Request a call, and wait for its result."""
+        self.send(name, **args)
         return self.answer()
 
 
-def together(machines, call, *args, **kwargs):
-    """All make a call at once; what each gave, :class:`CallFailed` in place of what failed."""
+def together(machines, name, *args, **kwargs):
+    """Make a call on all machines at once; the result or :class:`CallFailed` of each."""
     for machine in machines:
-        machine.tell(call, *args, **kwargs)
+        machine.send(name, *args, **kwargs)
     found = []
     for machine in machines:
         try:
@@ -221,7 +221,7 @@ def together(machines, call, *args, **kwargs):
 
 
 def make_round(machines, facts="", seed=0, value=None):
-    """A whole round, which must succeed. Gives the quorums."""
+    """Make a round, which must succeed; returns the quorums."""
     quorums = together(machines, "quorum")
     for found in (
         quorums,
@@ -242,28 +242,28 @@ def cluster():
         lighthouse = None
 
         def light(self, **options):
-            """A lighthouse, the one of the machines to come."""
+            """Start the lighthouse of the next machines."""
             self.lighthouse = LighthouseProcess(**options)
             started.append(self.lighthouse)
             return self.lighthouse
 
         def machine(self, name, **options):
-            """A machine."""
+            """Start a machine."""
             if self.lighthouse is None:
                 self.light()
-            found = Machine(self.lighthouse.address, name, **options)
+            found = EngineMachine(self.lighthouse.address, name, **options)
             started.append(found)
             return found
 
         def machines(self, names, **options):
-            """Machines that live, and whose states differ."""
+            """Start machines with different states, and wait for their heartbeats."""
             found = [self.machine(n, value=float(i), **options) for i, n in enumerate(names)]
             self.lighthouse.wait_for("heartbeating", len(found))
             return found
 
         def join(self, machine):
-            """A machine wants a round, before those that make the next one."""
-            machine.tell("quorum")
+            """Let a machine request a quorum before the others."""
+            machine.send("quorum")
             self.lighthouse.wait_for("participants", 1)
 
     yield Cluster()

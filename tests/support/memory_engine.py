@@ -1,7 +1,7 @@
-"""Machines of a cluster as threads of one process: the engine without a network.
+"""In-memory engine: machines of a cluster as threads of one process.
 
-A quorum forms as soon as every machine that lives wants one. Whatever is to fail is said
-beforehand, and counted::
+A quorum forms as soon as every live machine requests one. Faults are injected beforehand, and
+counted::
 
     cluster = MemoryCluster(min_machines=2)
     cluster.faults.fail_at("a", 3, "gather").die_at("b", 5, "commit")
@@ -25,17 +25,17 @@ from torch import Tensor
 from runtime.cluster.engine import ClusterEngine, ClusterState, EngineClosed, EngineError, Quorum
 
 POLL_S = 0.02
-"""How often who waits looks at the clock."""
+"""Interval at which blocked calls check the clock."""
 POINTS = ("quorum", "gather", "all_reduce", "commit")
 
 
 class Died(BaseException):
-    """What a machine that dies raises in the thread that called it: no code of it goes on."""
+    """Raised in the thread of a machine that dies, so that none of its code continues."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a machine as it makes a call."""
+    """A fault of a machine in a call."""
 
     machine: str
     step: int
@@ -44,18 +44,18 @@ class Fault:
 
 
 class Faults:
-    """Faults to come, each of which happens once."""
+    """Injected faults, each of which occurs once."""
 
     def __init__(self) -> None:
         self.pending: tuple[Fault, ...] = ()
         self.fired: tuple[Fault, ...] = ()
 
     def fail_at(self, machine: str, step: int, point: str) -> Faults:
-        """The call raises ``EngineError`` there, and fails for the others too."""
+        """The call raises ``EngineError``, also on the other machines."""
         return self._add(machine, step, point, "fail")
 
     def die_at(self, machine: str, step: int, point: str) -> Faults:
-        """The machine is gone; its thread gets :class:`Died`."""
+        """The machine dies: its thread raises :class:`Died`."""
         return self._add(machine, step, point, "die")
 
     def hang_at(self, machine: str, step: int, point: str) -> Faults:
@@ -63,11 +63,11 @@ class Faults:
         return self._add(machine, step, point, "hang")
 
     def deny_at(self, machine: str, step: int) -> Faults:
-        """``commit`` decides ``False`` on this machine alone."""
+        """``commit`` returns ``False`` on this machine only."""
         return self._add(machine, step, "commit", "deny")
 
     def take(self, machine: str, step: int, point: str) -> str | None:
-        """The kind of the fault that happens now."""
+        """Remove and return the kind of the fault that is due."""
         for fault in self.pending:
             if (fault.machine, fault.step, fault.point) == (machine, step, point):
                 self.pending = tuple(other for other in self.pending if other is not fault)
@@ -98,12 +98,12 @@ class _Formed:
 
 
 class MemoryCluster:
-    """What the machines share.
+    """The shared state of the machines.
 
     Args:
-        min_machines: Fewest machines that make a quorum.
+        min_machines: Fewest machines in a quorum.
         timeout_s: Longest wait for a peer, in seconds.
-        join_timeout_s: How long a quorum waits for machines that live and do not want one.
+        join_timeout_s: Longest wait of a quorum for live machines that have not requested it.
     """
 
     def __init__(
@@ -120,29 +120,29 @@ class MemoryCluster:
         self._generation = _Generation(0, ())
 
     def engine(self, machine: str, offer: Callable[[], ClusterState]) -> MemoryEngine:
-        """A machine, which lives from now on."""
+        """Create a live machine."""
         with self.changed:
-            assert machine not in self._alive, f"{machine} is there already"
+            assert machine not in self._alive, f"{machine} exists already"
             self._alive[machine] = engine = MemoryEngine(self, machine, offer)
             return engine
 
     def gone(self, machine: str) -> None:
-        """A machine lives no more; called under the lock."""
+        """Remove a dead machine; called under the lock."""
         self._alive.pop(machine, None)
         self._waiting.pop(machine, None)
         if machine in self._generation.members:
             self._generation.failed = f"{machine} is gone"
         self.changed.notify_all()
 
-    def want(self, engine: MemoryEngine) -> None:
-        """A machine wants a quorum; called under the lock."""
+    def request(self, engine: MemoryEngine) -> None:
+        """Request a quorum for a machine; called under the lock."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting[engine.machine] = engine
         self.changed.notify_all()
 
     def form(self) -> None:
-        """Form a quorum if one can be; called under the lock."""
+        """Form a quorum if possible; called under the lock."""
         ready = sorted(self._waiting)
         late = time.monotonic() >= self._since + self._join_timeout_s
         enough = len(ready) >= self._min_machines and 2 * len(ready) > len(self._alive)
@@ -163,7 +163,7 @@ class MemoryCluster:
 
 
 class MemoryEngine(ClusterEngine):
-    """One machine; made by :meth:`MemoryCluster.engine`."""
+    """One machine; created by :meth:`MemoryCluster.engine`."""
 
     def __init__(
         self, cluster: MemoryCluster, machine: str, offer: Callable[[], ClusterState]
@@ -175,7 +175,7 @@ class MemoryEngine(ClusterEngine):
         self._offer = offer
         self._step = 0
         self._calls = 0
-        self._ends = [math.inf]
+        self._deadlines = [math.inf]
 
     @property
     def step(self) -> int:
@@ -186,7 +186,7 @@ class MemoryEngine(ClusterEngine):
         cluster = self._cluster
         with cluster.changed:
             self.formed = None
-            cluster.want(self)
+            cluster.request(self)
             while self.formed is None:
                 self._check()
                 cluster.form()
@@ -196,8 +196,8 @@ class MemoryEngine(ClusterEngine):
         generation = formed.generation
         healed = None
         if formed.behind:
-            mine = _copied(self._offer()) if self.machine == formed.source else None
-            posted = self._exchange("heal", mine, needed=(formed.source,))
+            own = _copied(self._offer()) if self.machine == formed.source else None
+            posted = self._exchange("heal", own, needed=(formed.source,))
             state = posted[formed.source]
             assert isinstance(state, ClusterState)
             if self.machine in formed.behind:
@@ -237,21 +237,21 @@ class MemoryEngine(ClusterEngine):
         self._step = step
 
     def cancel_after(self, timeout_s: float) -> None:
-        self._ends.append(time.monotonic() + timeout_s)
+        self._deadlines.append(time.monotonic() + timeout_s)
 
     def close(self) -> None:
         with self._cluster.changed:
-            self._ends.append(0.0)
+            self._deadlines.append(0.0)
             self._cluster.gone(self.machine)
 
     def _enter(self, point: str) -> str | None:
-        """Check for a fault, and do what it says."""
+        """Check for a fault, and apply it."""
         cluster = self._cluster
         with cluster.changed:
             self._check()
             kind = cluster.faults.take(self.machine, self._step, point)
             if kind == "die":
-                self._ends.append(0.0)
+                self._deadlines.append(0.0)
                 cluster.gone(self.machine)
                 raise Died(self.machine)
             if kind == "fail":
@@ -264,9 +264,9 @@ class MemoryEngine(ClusterEngine):
             return kind
 
     def _exchange(
-        self, what: str, value: object, needed: tuple[str, ...] | None = None
+        self, name: str, value: object, needed: tuple[str, ...] | None = None
     ) -> dict[str, object]:
-        """What the needed members posted for this call, by member; all of them by default."""
+        """The values of the needed members in this call, by member; of all by default."""
         cluster = self._cluster
         deadline = time.monotonic() + cluster.timeout_s
         with cluster.changed:
@@ -275,8 +275,8 @@ class MemoryEngine(ClusterEngine):
             needed = generation.members if needed is None else needed
             step = self.formed.top
             for key in [key for key in generation.posts if key[0] < step]:
-                del generation.posts[key]  # all have come here since
-            posts = generation.posts.setdefault((step, f"{what} {self._calls}"), {})
+                del generation.posts[key]  # all members have read them
+            posts = generation.posts.setdefault((step, f"{name} {self._calls}"), {})
             self._calls += 1
             if value is not None:
                 posts[self.machine] = value
@@ -291,18 +291,18 @@ class MemoryEngine(ClusterEngine):
             return {member: posts[member] for member in needed}
 
     def _check(self) -> None:
-        if time.monotonic() >= min(self._ends):
+        if time.monotonic() >= min(self._deadlines):
             raise EngineClosed("the engine is closed")
 
-    def _fail(self, why: str) -> EngineError:
+    def _fail(self, reason: str) -> EngineError:
         self.broken = True
         if self.formed is not None and self.formed.generation.failed is None:
-            self.formed.generation.failed = why
+            self.formed.generation.failed = reason
         self._cluster.changed.notify_all()
-        return EngineError(why)
+        return EngineError(reason)
 
 
 def _copied(state: ClusterState) -> ClusterState:
-    """As it comes out of a network: JSON, and tensors of its own."""
+    """The state as received over a network: through JSON, with separate tensors."""
     tensors = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
     return ClusterState(tensors=tensors, meta=json.loads(json.dumps(state.meta)))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from runtime.checkpoint.store import entries
-from tests.storm import Storm, broken
+from tests.storm import Storm, violations
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, TrainingMachine, needs_torchft
 from tests.support.namespaces import SUBNET, Namespaces
@@ -145,9 +145,9 @@ def test_a_broken_link_creates_no_second_history(start, network, cut):
     network.cut(cut)
     cut_at = time.monotonic()
     time.sleep(0.5)  # for a round in progress
-    before = {number: machine.look().num_rounds for number, machine in machines.items()}
+    before = {number: machine.poll().num_rounds for number, machine in machines.items()}
     time.sleep(down_s - 0.5)
-    after = {number: machine.look().num_rounds for number, machine in machines.items()}
+    after = {number: machine.poll().num_rounds for number, machine in machines.items()}
     network.mend(cut)
     back = time.monotonic()
     for number, machine in machines.items():
@@ -165,7 +165,7 @@ def test_a_broken_link_creates_no_second_history(start, network, cut):
 def test_a_short_storm_of_faults_ends_with_equal_parameters():
     storm = Storm(3, min_machines=1)
     try:
-        assert not broken(storm.run(3))
+        assert not violations(storm.run(3))
     finally:
         storm.close()
     assert storm.counts.total() == 3

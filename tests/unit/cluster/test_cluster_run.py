@@ -303,7 +303,7 @@ def test_started_threads_end_if_a_later_one_cannot_be_started(monkeypatch):
 def test_a_stop_everywhere_ends_all_machines_with_equal_states():
     cluster = MemoryCluster(min_machines=2)
     a, b = (Machine(cluster, name, n=2003, epochs=50) for name in "ab")
-    assert b.began.wait(WAIT_S)
+    assert b.started.wait(WAIT_S)
     b.handle.stop(everywhere=True)
     states = a.join(), b.join()
     assert all(state.stopped for state in states)
@@ -322,7 +322,7 @@ def test_a_worker_error_ends_only_its_machine():
 
     a = Machine(cluster, "a", epochs=3)
     b = Machine(cluster, "b", epochs=3, before_step=fail)
-    assert b.began.wait(WAIT_S)
+    assert b.started.wait(WAIT_S)
     fails.set()
     with pytest.raises(WorkerFailed, match="no"):
         b.join()
@@ -333,7 +333,7 @@ def test_a_worker_error_ends_only_its_machine():
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
     cluster = MemoryCluster()
     a = Machine(cluster, "a", epochs=5000)
-    assert a.began.wait(WAIT_S)
+    assert a.started.wait(WAIT_S)
     c = Machine(cluster, "c", batch_size=5, epochs=2)
     with pytest.raises(ClusterError, match=r"machine c .*batch_size is 5, not 4"):
         c.join()
@@ -344,7 +344,7 @@ def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continu
 def test_a_machine_with_another_outer_optimizer_is_refused():
     cluster = MemoryCluster()
     a = Machine(cluster, "a", epochs=5000)
-    assert a.began.wait(WAIT_S)
+    assert a.started.wait(WAIT_S)
     c = Machine(cluster, "c", epochs=5000, outer=Nesterov())
     with pytest.raises(ClusterError, match=r"outer is 'Nesterov.*, not 'Mean"):
         c.join()

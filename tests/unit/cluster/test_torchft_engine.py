@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.cluster import torchft_engine
-from tests.support.machine import contribution
+from tests.support.engine_program import contribution
 from tests.support.machines import (
     HEARTBEAT_TIMEOUT_S,
     CallFailed,
@@ -34,12 +34,12 @@ def test_machines_heal_gather_sum_and_commit(cluster, names):
     assert sorted(str(q["healed"]) for q in quorums) == ["0.0"] * (len(names) - 1) + ["None"]
 
     for machine in machines:
-        machine.tell("gather", facts=f"of {machine.name}", size=10_000 * (machine.name == "a"))
+        machine.send("gather", facts=f"of {machine.name}", size=10_000 * (machine.name == "a"))
     gathered = [machine.answer() for machine in machines]
     assert gathered == [[f"of {name}" for name in names]] * len(names)
 
     for seed, machine in enumerate(machines):
-        machine.tell("all_reduce", seed=seed)
+        machine.send("all_reduce", seed=seed)
     sums = [machine.answer() for machine in machines]
     assert len({found["digest"] for found in sums}) == 1
     expected = [sum(parts) for parts in zip(*map(contribution, range(len(names))), strict=True)]
@@ -65,7 +65,7 @@ def survive(survivor):
         found = [together([survivor], call)[0] for call in ("quorum", "gather", "all_reduce")]
         failed = [each for each in found if isinstance(each, CallFailed)]
         assert {each.kind for each in failed} <= {"EngineError"}, failed
-        if survivor.make("commit")["done"]:
+        if survivor.call("commit")["done"]:
             return time.monotonic()
 
 
@@ -78,13 +78,13 @@ def test_a_killed_peer_costs_its_heartbeat(cluster, point):
         case "quorum":  # before the gather
             b.kill()
             killed = time.monotonic()
-            a.tell("gather")
+            a.send("gather")
         case "gather" | "all_reduce":  # in the middle of the call
-            b.make("freeze_at", point=point)
+            b.call("freeze_at", point=point)
             if point == "all_reduce":
                 together(machines, "gather")
-            b.tell(point)
-            a.tell(point)
+            b.send(point)
+            a.send(point)
             assert b.answer() == {"frozen": point}
             b.kill()
             killed = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_killed_peer_costs_its_heartbeat(cluster, point):
             together(machines, "all_reduce")
             b.kill()
             killed = time.monotonic()
-            a.tell("commit")
+            a.send("commit")
     if point == "commit":  # each machine decides by itself
         assert a.answer()["done"]
     else:
@@ -113,14 +113,14 @@ def test_a_suspended_peer_costs_the_timeout_and_rejoins(cluster):
     together(machines, "quorum")
     b.signal(signal.SIGSTOP)
     with pytest.raises(CallFailed, match="gone or timed out") as caught:
-        a.make("gather")
+        a.call("gather")
     assert 1.0 < caught.value.took_s < 3.0
     survive(a)
     b.signal(signal.SIGCONT)
     with pytest.raises(CallFailed, match="gone or timed out"):
-        b.make("gather")
+        b.call("gather")
     cluster.join(b)
-    a.tell("quorum")
+    a.send("quorum")
     assert [machine.answer()["healed"] for machine in machines] == [None, 1.0]
 
 
@@ -130,7 +130,7 @@ def test_machines_wait_for_a_restarted_lighthouse(cluster):
     [before, _] = make_round(machines)
     first.kill()
     for machine in machines:
-        machine.tell("quorum")
+        machine.send("quorum")
     time.sleep(1.0)  # neither answer nor error
     cluster.light(port=first.port, min_machines=2)
     back = time.monotonic()
@@ -169,37 +169,37 @@ def test_two_histories_of_one_step_are_not_healed_unless_one_is_reset(cluster):
     a, b = machines = cluster.machines("ab")
     make_round(machines, value=1.0)
     together(machines, "quorum")
-    assert a.make("commit", value=2.0) == {"done": True, "step": 2}
-    assert b.make("commit", ok=False) == {"done": False, "step": 1}
+    assert a.call("commit", value=2.0) == {"done": True, "step": 2}
+    assert b.call("commit", ok=False) == {"done": False, "step": 1}
     a.signal(signal.SIGSTOP)  # stalls, while the other one commits its own step 2
     survive(b)
     a.signal(signal.SIGCONT)
     cluster.join(a)
-    b.tell("quorum")
+    b.send("quorum")
     quorums = [machine.answer() for machine in machines]
     assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, None)]
-    b.make("reset")
+    b.call("reset")
     assert [q["healed"] for q in make_round(machines)] == [None, 2.0]
 
 
 def test_a_reset_machine_continues_alone_if_its_source_dies(cluster):
     a, b = machines = cluster.machines("ab")
     make_round(machines, value=1.0)
-    b.make("reset")  # its history has lost: it must be healed
+    b.call("reset")  # its history has lost: it must be healed
     a.kill()
     [quorum] = together([b], "quorum")
     assert (quorum["step"], quorum["healed"], tuple(quorum["members"])) == (0, None, ("b",))
-    b.make("reset", step=1)  # no machine is left to heal from
-    b.make("gather")
-    assert b.make("commit", value=2.0) == {"done": True, "step": 2}
+    b.call("reset", step=1)  # no machine is left to heal from
+    b.call("gather")
+    assert b.call("commit", value=2.0) == {"done": True, "step": 2}
 
 
 def test_a_machine_that_missed_a_commit_is_healed(cluster):
     a, b = machines = cluster.machines("ab")
     make_round(machines, value=1.0)
     together(machines, "quorum")
-    a.make("commit", value=5.0)
-    b.make("commit", ok=False)
+    a.call("commit", value=5.0)
+    b.call("commit", ok=False)
     quorums = make_round(machines)
     assert [(q["step"], q["healed"]) for q in quorums] == [(2, None), (2, 5.0)]
 
@@ -225,7 +225,7 @@ def test_a_machine_with_another_token_is_refused_and_the_others_continue(cluster
 )
 def test_a_peer_that_gathers_garbage_is_refused_and_the_others_continue(cluster, what):
     a, b, c = machines = cluster.machines("abc", token="secret")
-    c.make("send", what=what)
+    c.call("send", kind=what)
     failed = together(machines, "quorum")  # step and address are gathered for healing
     assert {(f.kind, f.machines) for f in failed} == {("PeerRefused", ("c",))}
     cluster.join(c)
@@ -239,8 +239,8 @@ def test_a_peer_that_gathers_garbage_is_refused_and_the_others_continue(cluster,
 def test_unequal_tensor_sizes_raise_and_do_not_abort_the_process(cluster):
     a, b = machines = cluster.machines("ab")
     together(machines, "quorum")
-    a.tell("all_reduce", numel=1000)
-    b.tell("all_reduce", numel=1001)
+    a.send("all_reduce", numel=1000)
+    b.send("all_reduce", numel=1001)
     for machine in machines:
         with pytest.raises(CallFailed, match="other shapes"):
             machine.answer()
@@ -253,7 +253,7 @@ def test_compressed_sums_are_bitwise_equal_on_all_machines(cluster, compression)
     machines = cluster.machines("abc", compression=compression)
     together(machines, "quorum")
     for seed, machine in enumerate(machines):
-        machine.tell("all_reduce", seed=seed)
+        machine.send("all_reduce", seed=seed)
     sums = [machine.answer() for machine in machines]
     assert len({found["digest"] for found in sums}) == 1
     single, double, *_ = [sum(parts) for parts in zip(*map(contribution, range(3)), strict=True)]
@@ -265,8 +265,8 @@ def test_close_wakes_a_blocked_call(cluster):
     cluster.light(min_machines=3)
     machines = cluster.machines("ab")
     for machine in machines:
-        machine.make("cancel_after", timeout_s=0.3)
-        machine.tell("quorum")
+        machine.call("cancel_after", timeout_s=0.3)
+        machine.send("quorum")
     for machine in machines:
         with pytest.raises(CallFailed) as caught:
             machine.answer()
@@ -276,9 +276,9 @@ def test_close_wakes_a_blocked_call(cluster):
 
 def test_a_quorum_waits_for_min_machines(cluster):
     a = cluster.machine("a", min_machines=2)
-    a.tell("quorum")
+    a.send("quorum")
     with pytest.raises(AssertionError, match="no answer"):
         a.answer(0.5)
     b = cluster.machine("b", min_machines=2)
-    b.tell("quorum")
+    b.send("quorum")
     assert tuple(a.answer()["members"]) == tuple(b.answer()["members"]) == ("a", "b")

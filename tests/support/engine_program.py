@@ -1,7 +1,7 @@
-"""One machine of a cluster as a program: makes the calls that it is told on stdin.
+"""One machine of a cluster as a program, which makes the engine calls requested on stdin.
 
-``python -m tests.support.machine OPTIONS`` takes and gives a line of JSON for each call; see
-:class:`tests.support.machines.Machine` for the other end.
+``python -m tests.support.engine_program OPTIONS`` reads and writes a line of JSON per call; see
+:class:`tests.support.machines.EngineMachine` for the other end.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NUMEL = 5000
 
 
 def digest(tensors):
-    """Tells apart what differs in one bit."""
+    """Digest of the bits of tensors."""
     return hashlib.sha256(
         b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors)
     ).hexdigest()
 
 
 def contribution(seed):
-    """Tensors of every dtype that is summed."""
+    """Tensors of every supported dtype."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(NUMEL, generator=draw)
     return [x, x[:999].double(), x[:2000].bfloat16(), x[:0]]
@@ -54,7 +54,7 @@ class Program:
         return ClusterState(tensors={"w": weights}, meta={"value": self._value})
 
     def quorum(self):
-        """Forms a quorum; takes over the state that it receives."""
+        """Form a quorum, and adopt the state received."""
         found = self._engine.quorum()
         healed = found.healed
         if healed is not None:
@@ -70,53 +70,53 @@ class Program:
         }
 
     def gather(self, facts="", size=0):
-        """Gathers a text, made longer on demand."""
+        """Gather a text, padded by ``size`` bytes."""
         return [
             part.rstrip(b".").decode() for part in self._engine.gather(facts.encode() + b"." * size)
         ]
 
     def all_reduce(self, seed=0, numel=None):
-        """Sums; gives the digest of the sums and some numbers of each."""
+        """Sum tensors; returns the digest and the first elements of the sums."""
         tensors = contribution(seed) if numel is None else [torch.ones(numel)]
         self._engine.all_reduce(tensors)
         return {"digest": digest(tensors), "first": [t[:2].tolist() for t in tensors]}
 
     def commit(self, ok=True, value=None):
-        """Decides; a commit changes the state."""
+        """Commit; a positive decision changes the state."""
         done = self._engine.commit(ok)
         if done and value is not None:
             self._value = value
         return {"done": done, "step": self._engine.step}
 
     def reset(self, step=0):
-        """Counts on from another step."""
+        """Set the step."""
         self._engine.reset(step)
 
     def close(self):
-        """Leaves."""
+        """Close the engine."""
         self._engine.close()
 
     def cancel_after(self, timeout_s):
-        """Ends what waits then."""
+        """Cancel calls after a time."""
         self._engine.cancel_after(timeout_s)
 
     # -- faults ---------------------------------------------------------------------
 
     def freeze_at(self, point):
-        """The next call of this name says where it is, and stops there for ever."""
+        """Make the next call of this name report its point and block for ever."""
         kind = groups.MachineGroup
         inner = {"gather": "_all_gather", "all_reduce": "_compare_layouts"}[point]
         first = getattr(kind, inner)
 
         def frozen(group, *args):
             first(group, *args)
-            say({"frozen": point})
+            reply({"frozen": point})
             threading.Event().wait()
 
         setattr(kind, inner, frozen)
 
-    def send(self, what):
-        """Puts something else in place of an envelope."""
+    def send(self, kind):
+        """Send something else in place of an envelope."""
         envelopes = {
             "a pickle": lambda *_: pickle.dumps({"facts": list(range(100))}),
             "a wrong token": lambda token, *rest: SEALED("wrong", *rest),
@@ -133,17 +133,17 @@ class Program:
             try:
                 return hello(*args)
             finally:
-                groups.seal = envelopes[what]
+                groups.seal = envelopes[kind]
 
         groups._exchange_hellos = honest_hello
-        groups.seal = envelopes[what]
+        groups.seal = envelopes[kind]
 
 
 SEALED = groups.seal
 
 
-def say(answer):
-    """A line to the other end."""
+def reply(answer):
+    """Print a line of JSON."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -151,7 +151,7 @@ def say(answer):
 def main():
     """Answer until stdin ends."""
     program = Program(**json.loads(sys.argv[1]))
-    say({"ready": True})
+    reply({"ready": True})
     for line in sys.stdin:
         call = json.loads(line)
         start = time.monotonic()
@@ -161,7 +161,7 @@ def main():
         except Exception as error:
             answer = {"error": type(error).__name__, "text": str(error)}
             answer["machines"] = getattr(error, "machines", ())
-        say({**answer, "took_s": time.monotonic() - start, "at_s": time.monotonic()})
+        reply({**answer, "took_s": time.monotonic() - start, "at_s": time.monotonic()})
 
 
 if __name__ == "__main__":
