@@ -23,11 +23,8 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-
 CLUSTER_KEY = "cluster"
 """Key of the cluster's state in the coordinator's part of a checkpoint."""
-
-
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for a slow disk at the end of a run, in seconds."""
 

@@ -14,34 +14,9 @@ from typing import Any, Protocol, assert_never
 import torch
 
 from coordinator import messages as m
+from coordinator.cluster import member
 from coordinator.cluster.facts import Facts
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
-from coordinator.cluster.member import (
-    AdoptState,
-    ApplyRound,
-    CaptureFailed,
-    Commit,
-    Committed,
-    Finish,
-    FormQuorum,
-    Gathered,
-    GatherFacts,
-    GatherFailed,
-    Idle,
-    Member,
-    MemberCommand,
-    MemberEvent,
-    QuorumFailed,
-    QuorumFormed,
-    ReduceChanges,
-    ReduceDone,
-    Reject,
-    RequestCapture,
-    ResetEngine,
-    ResumeGrant,
-    RunReady,
-    Stop,
-)
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
@@ -73,12 +48,9 @@ from runtime.core.signals import INTERRUPTS
 
 logger = logging.getLogger(__name__)
 
-
 LEAVE_TIMEOUT_S = 30.0
 """Longest time in which a stopping machine tries to hand over what it has trained, in seconds,
 after the next round is due."""
-
-
 BUILD_TIMEOUT_S = 3600.0
 """Longest time to build the model, in seconds."""
 
@@ -118,8 +90,8 @@ class ClusterRun:
         self.total_batches = self._inner.total_batches
         self._listener: Any = None  # the handle; see runtime.run.Listener
         self._engine: Any = None
-        self._member: Member | None = None
-        self._commands: deque[MemberCommand] = deque()
+        self._member: member.Member | None = None
+        self._commands: deque[member.MemberCommand] = deque()
         self._grants = GrantTracker()
         self._capturing = False
         self._leaving = False  # after the round in progress
@@ -138,7 +110,7 @@ class ClusterRun:
             self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
-        self._deferred_stops: deque[Stop] = deque()
+        self._deferred_stops: deque[member.Stop] = deque()
         self._result: Payload | None = None
         self._result_given = False  # to the inner run, before it assembled its own
         self._ended: _RunEnded | None = None
@@ -211,7 +183,7 @@ class ClusterRun:
         The inner run continues until that round, because the others' changes that it receives
         until then must be in the state that it hands over.
         """
-        self._inbox.put(Stop(everywhere=everywhere))
+        self._inbox.put(member.Stop(everywhere=everywhere))
         self._bound_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
     def _bound_leaving(self, *, nothing_to_report: bool = False) -> None:
@@ -323,8 +295,8 @@ class ClusterRun:
                 raise CheckpointError(f"resume(path): {error}") from error
         self._checkpointer.start_from(ledger)
         leave_s = self._settings.period_s + LEAVE_TIMEOUT_S
-        self._member = Member(self._machine, ledger, leave_s=leave_s)
-        self._handle(RunReady())
+        self._member = member.Member(self._machine, ledger, leave_s=leave_s)
+        self._handle(member.RunReady())
 
     def _await(self, kind: type[Any]) -> Any:
         """Wait for a message of this type; the end of the inner run ends this one.
@@ -346,12 +318,12 @@ class ClusterRun:
                 raise message.error or EngineClosed("the run was stopped before it started")
             if isinstance(message, SaveFailed):
                 raise message.error
-            if isinstance(message, Stop):
+            if isinstance(message, member.Stop):
                 self._deferred_stops.append(message)
                 if self._member is None:
                     self._inner.stop()
 
-    def _handle(self, event: MemberEvent) -> None:
+    def _handle(self, event: member.MemberEvent) -> None:
         assert self._member is not None
         logger.debug("machine %s: %s", self._machine, event)
         self._commands.extend(self._member.handle(event, time.monotonic()))
@@ -377,8 +349,8 @@ class ClusterRun:
                 self._on_capture(message)
             case _RunIdle():
                 if message.num_grants == self._num_grants:  # else another grant is on its way
-                    self._handle(Idle())
-            case Stop():
+                    self._handle(member.Idle())
+            case member.Stop():
                 self._handle(message)
             case _RunStarted():
                 pass
@@ -393,7 +365,7 @@ class ClusterRun:
             self._answer_capture()
         if self._result is None:
             self._bound_leaving()
-            self._handle(Stop())
+            self._handle(member.Stop())
 
     def _on_capture(self, message: SaveCheckpoint | SaveFailed) -> None:
         if isinstance(message, SaveCheckpoint):
@@ -402,7 +374,7 @@ class ClusterRun:
                 self._answer_capture()
         elif self._capturing:
             self._capturing = False
-            self._handle(CaptureFailed(error=str(message.error)))
+            self._handle(member.CaptureFailed(error=str(message.error)))
 
     def _answer_capture(self) -> None:
         assert self._member is not None
@@ -416,31 +388,31 @@ class ClusterRun:
         captured = self._grants.capture(self._last_capture, self._member.ledger)
         self._handle(replace(captured, kept=()) if self._leaving else captured)
 
-    def _execute(self, command: MemberCommand) -> None:
+    def _execute(self, command: member.MemberCommand) -> None:
         logger.debug("machine %s: %s", self._machine, command)
         match command:
-            case FormQuorum():
+            case member.FormQuorum():
                 self._form_quorum()
-            case AdoptState():
+            case member.AdoptState():
                 self._adopt()
-            case ResetEngine():
+            case member.ResetEngine():
                 self._engine.reset(command.step)
-            case RequestCapture():
+            case member.RequestCapture():
                 self._take_capture(command.reserve_s)
-            case GatherFacts():
+            case member.GatherFacts():
                 self._gather(command)
-            case ReduceChanges():
+            case member.ReduceChanges():
                 self._reduce(command)
-            case Commit():
+            case member.Commit():
                 self._vote(command.ok)
-            case ApplyRound():
+            case member.ApplyRound():
                 self._apply(command)
-            case ResumeGrant():
+            case member.ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
                 self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
-            case Reject():
+            case member.Reject():
                 raise ClusterError(command.reason)
-            case Finish():
+            case member.Finish():
                 self._over = True
             case _:
                 assert_never(command)
@@ -452,11 +424,11 @@ class ClusterRun:
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
                 raise ClusterError(f"the cluster refuses this machine: {error}") from error
-            self._handle(QuorumFailed(error=str(error)))
+            self._handle(member.QuorumFailed(error=str(error)))
             return
         healed = self._quorum.healed
         self._handle(
-            QuorumFormed(
+            member.QuorumFormed(
                 members=self._quorum.members,
                 healed=None if healed is None else healed.meta["ledger"],
             )
@@ -491,12 +463,12 @@ class ClusterRun:
         else:
             self._inner.post(m.ClusterCheckpointRequested(reserve_s=reserve_s))
 
-    def _gather(self, command: GatherFacts) -> None:
+    def _gather(self, command: member.GatherFacts) -> None:
         self._leaving = command.facts.leaving
         try:
             messages = self._engine.gather(command.facts.to_json())
         except EngineError as error:
-            self._handle(GatherFailed(error=str(error)))
+            self._handle(member.GatherFailed(error=str(error)))
             return
         assert self._quorum is not None
         facts = []
@@ -504,12 +476,14 @@ class ClusterRun:
             try:
                 facts.append(Facts.from_json(data))
             except ValueError as error:
-                self._handle(GatherFailed(error=f"machine {machine} sent malformed facts: {error}"))
+                self._handle(
+                    member.GatherFailed(error=f"machine {machine} sent malformed facts: {error}")
+                )
                 return
         self._facts = tuple(facts)
-        self._handle(Gathered(facts=self._facts))
+        self._handle(member.Gathered(facts=self._facts))
 
-    def _reduce(self, command: ReduceChanges) -> None:
+    def _reduce(self, command: member.ReduceChanges) -> None:
         assert self._quorum is not None
         assert self._global is not None
         rank, weights = self._quorum.rank, command.weights
@@ -521,9 +495,9 @@ class ClusterRun:
             self._engine.all_reduce(self._sums)
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
-            self._handle(ReduceDone(ok=False))
+            self._handle(member.ReduceDone(ok=False))
             return
-        self._handle(ReduceDone(ok=True))
+        self._handle(member.ReduceDone(ok=True))
 
     def _vote(self, ok: bool) -> None:
         try:
@@ -531,9 +505,9 @@ class ClusterRun:
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
             committed = False
-        self._handle(Committed(ok=committed))
+        self._handle(member.Committed(ok=committed))
 
-    def _apply(self, command: ApplyRound) -> None:
+    def _apply(self, command: member.ApplyRound) -> None:
         """Apply a committed round: the new global state, and the new grant."""
         assert self._member is not None
         assert self._global is not None
@@ -702,7 +676,7 @@ class ClusterRun:
             message = self._inbox.get()
             if isinstance(message, _RunEnded):
                 self._ended = message
-            elif isinstance(message, Stop):
+            elif isinstance(message, member.Stop):
                 self._deferred_stops.append(message)
         return self._ended
 
@@ -734,40 +708,29 @@ class InnerRun(Protocol):
     model_digest: str
     resumed: ResumePoint | None
 
-    def start(self, listener: Any) -> None:
-        """Start all threads."""
+    def start(self, listener: Any) -> None: ...
 
-    def post(self, event: m.Event) -> None:
-        """Put an event into the coordinator's inbox."""
+    def post(self, event: m.Event) -> None: ...
 
-    def stop(self) -> None:
-        """End at a step boundary."""
+    def stop(self) -> None: ...
 
-    def abort(self) -> None:
-        """End at once."""
+    def abort(self) -> None: ...
 
-    def wait_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until the coordinator's thread has ended."""
+    def wait_threads(self, timeout_s: float | None = None) -> None: ...
 
-    def owns_current_thread(self) -> bool:
-        """True if the caller is a callback of this run."""
+    def owns_current_thread(self) -> bool: ...
 
-    def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
-        """The whole state under the model's parameter names."""
+    def checkpoint(self, command: SaveCheckpoint) -> CheckpointData: ...
 
-    def statistics(self) -> Statistics:
-        """A snapshot of counters."""
+    def statistics(self) -> Statistics: ...
 
-    def monitor_view(self, started: float, end: Any) -> Any:
-        """The view for monitors."""
+    def monitor_view(self, started: float, end: Any) -> Any: ...
 
     @property
-    def backend(self) -> AverageBackend:
-        """The transport in use."""
+    def backend(self) -> AverageBackend: ...
 
     @property
-    def backend_reason(self) -> str:
-        """Reason for this transport."""
+    def backend_reason(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -809,4 +772,4 @@ class _RunEnded:
     error: BaseException | None
 
 
-_Message = _RunStarted | _RunIdle | _RunEnded | Stop | SaveCheckpoint | SaveFailed
+_Message = _RunStarted | _RunIdle | _RunEnded | member.Stop | SaveCheckpoint | SaveFailed

@@ -17,12 +17,8 @@ from torch import Tensor
 
 BLOCK = 256
 """Elements that share a scale in ``int8``."""
-
-
 MIN_NUMEL = 1024
 """Smaller tensors are sent uncompressed."""
-
-
 ByteExchange = Callable[[Tensor, Tensor], None]
 """Collective on ``uint8`` tensors: fills the first from the second ones of all machines."""
 

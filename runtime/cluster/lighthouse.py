@@ -11,12 +11,8 @@ from runtime.cluster.options import join_host_port
 from runtime.core.checks import check_float, check_int, need
 
 DEFAULT_PORT = 29510
-
-
 JOIN_TIMEOUT_S = 60.0
 """Default time for which a quorum waits for live machines that have not requested it yet."""
-
-
 TICK_INTERVAL_MS = 20
 """Interval at which the lighthouse checks heartbeats."""
 

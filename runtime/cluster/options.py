@@ -100,11 +100,7 @@ class EngineOptions:
 
 
 MAX_MACHINE_ID_BYTES = 256
-
-
 COMPRESSIONS = (None, "bf16", "int8")
-
-
 ENV_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "address": ("GPUWORKER_CLUSTER", str),
     "min_machines": ("GPUWORKER_CLUSTER_MIN_MACHINES", int),

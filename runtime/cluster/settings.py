@@ -16,7 +16,6 @@ from runtime.core.checks import check_float
 
 logger = logging.getLogger(__name__)
 
-
 PERIOD_VARIABLE = "GPUWORKER_CLUSTER_PERIOD"
 """Environment variable of ``period``."""
 

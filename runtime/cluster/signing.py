@@ -10,11 +10,7 @@ from runtime.cluster.engine import PeerRefused
 from runtime.cluster.options import MAX_MACHINE_ID_BYTES
 
 MAC_BYTES = 32
-
-
 _HEADER = struct.Struct(">QH")
-
-
 MAX_OVERHEAD_BYTES = MAC_BYTES + _HEADER.size + MAX_MACHINE_ID_BYTES
 """Largest difference in length between an envelope and its payload."""
 

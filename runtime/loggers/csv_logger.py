@@ -82,11 +82,7 @@ class CsvLogger(RunLogger):
 
 
 FIRST_COLUMNS = ("epoch", "time", *EPOCH_FIELDS)
-
-
 FIRST_STEP_COLUMNS = ("step", "epoch", "time", *STEP_FIELDS)
-
-
 _OF_RANK = re.compile(r"rank\d+/")
 
 

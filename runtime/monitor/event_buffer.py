@@ -14,17 +14,11 @@ from runtime.timeline.text import one_line
 
 MAX_NEW_EVENTS = 40
 """Events returned by one reading, the newest."""
-
-
 _COORDINATOR_KINDS = (
     *(Kind.EPOCH, Kind.AVERAGING, Kind.ANCHOR, Kind.TRANSPORT, Kind.STOP),
     Kind.MACHINES,
 )
-
-
 _RANK_KINDS = (Kind.CHECKPOINT, Kind.EVALUATION, Kind.FAILURE, Kind.THROTTLE)
-
-
 _AGGREGATED_KINDS = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
 

@@ -9,14 +9,8 @@ import socket
 from collections.abc import Iterable
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
 ANY_HOST = "*"
-
-
 BACKLOG = 64
-
-
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
 
 

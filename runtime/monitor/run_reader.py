@@ -25,8 +25,6 @@ from runtime.timeline.text import one_line
 from runtime.timeline.timeline import Timeline
 
 NUM_POINTS = 120
-
-
 MAX_SCALARS = 64
 """Scalars shown of an epoch."""
 

@@ -22,7 +22,6 @@ from runtime.monitor.viewer import Viewer
 
 logger = logging.getLogger(__name__)
 
-
 THREAD_NAME = "monitor"
 MAX_VIEWERS = 64
 MAX_CONNECTIONS = 2 * MAX_VIEWERS

@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 Row = tuple[float, ...]
-
-
 T = TypeVar("T")
-
-
 NUM_BINS = 1024
-
-
 NUM_POINTS = 4096
-
-
 FIRST_WIDTH_S = 0.02
 
 

@@ -33,16 +33,11 @@ from runtime.timeline.text import error_text, one_line
 
 logger = logging.getLogger(__name__)
 
-
 MAX_EPOCHS = 4096
 MAX_SCALARS = 64
 """Scalars kept of an epoch."""
-
-
 EpochRecord = dict[str, Any]
 """A closed epoch: plain numbers by printable names."""
-
-
 NUM_NAMED = 16
 """Machines of a round that are listed by name."""
 

@@ -62,11 +62,7 @@ def embedded(data: object) -> str:
 
 MAX_PAGE_EVENTS = 2000
 """Events of each rank in the page, the newest; the totals include all."""
-
-
 MAX_PAGE_GAPS = 200
-
-
 _OMITTED = {Kind.STEP.value} | {kind.value for kind in GAP_KINDS.values()}
 
 

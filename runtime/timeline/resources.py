@@ -16,8 +16,6 @@ from runtime.timeline.buffers import NUM_POINTS, Decimated, Row
 from runtime.timeline.nvml import NvmlGpus, open_gpus
 
 THREAD_NAME = "timeline-poll"
-
-
 STOP_S = 5.0
 """Longest time of a reading; only an unresponsive driver takes that long."""
 
@@ -94,7 +92,6 @@ class ResourcePoller:
 
 
 logger = logging.getLogger(__name__)
-
 
 MEMORY_S, MACHINE_S = 0.5, 1.0
 """Shortest interval at which the process's memory and the machine's values are read: each takes a

@@ -131,8 +131,6 @@ class RunFacts:
 
 MIN_SHOWN = 0.001
 """Smallest share of a rank's time that its line shows."""
-
-
 _WAITS = (Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE)
 
 

@@ -7,8 +7,6 @@ import os
 import threading
 
 MAX_LENGTH = 200
-
-
 _FORMULA = ("=", "+", "-", "@", "|", "%")
 
 
