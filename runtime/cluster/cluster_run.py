@@ -104,7 +104,7 @@ class ClusterRun:
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
         self._facts: tuple[Facts, ...] = ()  # of the last round
-        self._round_began = 0.0
+        self._round_started = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
             self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
@@ -184,9 +184,9 @@ class ClusterRun:
         until then must be in the state that it hands over.
         """
         self._inbox.put(member.Stop(everywhere=everywhere))
-        self._bound_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
+        self._limit_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
-    def _bound_leaving(self, *, nothing_to_report: bool = False) -> None:
+    def _limit_leaving(self, *, nothing_to_report: bool = False) -> None:
         """Limit the time for which a stopping machine waits for the others."""
         if not self._stopped:
             self._stopped = True
@@ -364,7 +364,7 @@ class ClusterRun:
         if self._capturing:  # it ended before the capture, and has left its final state
             self._answer_capture()
         if self._result is None:
-            self._bound_leaving()
+            self._limit_leaving()
             self._handle(member.Stop())
 
     def _on_capture(self, message: SaveCheckpoint | SaveFailed) -> None:
@@ -398,13 +398,13 @@ class ClusterRun:
             case member.ResetEngine():
                 self._engine.reset(command.step)
             case member.RequestCapture():
-                self._take_capture(command.reserve_s)
+                self._request_capture(command.reserve_s)
             case member.GatherFacts():
                 self._gather(command)
             case member.ReduceChanges():
                 self._reduce(command)
             case member.Commit():
-                self._vote(command.ok)
+                self._commit(command.ok)
             case member.ApplyRound():
                 self._apply(command)
             case member.ResumeGrant():
@@ -420,7 +420,7 @@ class ClusterRun:
     def _form_quorum(self) -> None:
         try:
             self._quorum = self._engine.quorum()
-            self._round_began = time.monotonic()
+            self._round_started = time.monotonic()
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
                 raise ClusterError(f"the cluster refuses this machine: {error}") from error
@@ -456,7 +456,7 @@ class ClusterRun:
         self._global = state
         self._closed = [metrics_from_state(saved) for saved in self._quorum.healed.meta["metrics"]]
 
-    def _take_capture(self, reserve_s: float) -> None:
+    def _request_capture(self, reserve_s: float) -> None:
         self._capturing, self._leaving = True, reserve_s == 0
         if self._ended is not None:
             self._answer_capture()
@@ -499,7 +499,7 @@ class ClusterRun:
             return
         self._handle(member.ReduceDone(ok=True))
 
-    def _vote(self, ok: bool) -> None:
+    def _commit(self, ok: bool) -> None:
         try:
             committed = self._engine.commit(ok)
         except EngineError as error:
@@ -569,7 +569,7 @@ class ClusterRun:
             machines=tuple(peer.machine for peer in self._facts),
             num_samples=tuple(peer.num_samples for peer in self._facts),
             num_granted=tuple(len(ledger.grants[peer.machine]) for peer in self._facts),
-            round_s=time.monotonic() - self._round_began,
+            round_s=time.monotonic() - self._round_started,
         )
 
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:

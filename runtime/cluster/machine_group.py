@@ -19,7 +19,7 @@ from runtime.cluster.compression import ErrorFeedback, is_compressible
 from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
 from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal
 
-# Any: the type stubs leave out most of the names below.
+# Any: the type stubs lack most of the names used below.
 _c10d: Any = torch.distributed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -44,7 +44,7 @@ from runtime.cluster.state_server import StateServer, fetch_state
 
 logger = logging.getLogger(__name__)
 
-# Any: the type stubs leave out most of the names below.
+# Any: the type stubs lack most of the names used below.
 _c10d: Any = torch.distributed
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class TorchftEngine(ClusterEngine):
         self._options = options
         self._offer = offer
         self._step = 0
-        self._is_new = True  # no part in any history yet
+        self._is_new = True  # has taken part in no committed round
         self._failures = 0
         self._refused: dict[str, str] = {}
         self._banned: set[str] = set()

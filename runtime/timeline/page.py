@@ -86,7 +86,7 @@ def _for_page(data: dict[str, Any]) -> dict[str, Any]:
 def asset(folder: str, name: str) -> str:
     """The text of a style sheet or script in a package of the runtime."""
     text = files(f"runtime.{folder}").joinpath("assets", name).read_text(encoding="utf-8")
-    assert "</" not in text, "it would end its own element"
+    assert "</" not in text, "it would end its HTML element"
     return text
 
 
