@@ -1,4 +1,4 @@
-"""Which test holds which hazard, and why some have none here.
+"""The tests of each hazard, and the reasons for hazards without a test here.
 
 Every test of this folder begins its docstring with the ids of its hazards (``D8, S2: ...``).
 ``D`` are deadlocks and races, ``S`` are wrong results. ``python -m tests.deadlock.catalogue``
@@ -36,7 +36,7 @@ ELSEWHERE = {
     ],
     "D30": [
         "tests/unit/device/test_cuda_device.py::test_accumulators_are_made_under_the_compute_stream_and_kept",
-        "tests/gpu/test_streams.py::test_an_accumulator_of_another_stream_is_noticed",
+        "tests/gpu/test_streams.py::test_an_accumulator_of_another_stream_is_detected",
     ],
     "D9": [
         "tests/unit/test_step_path_cuda.py::test_the_step_path_neither_syncs_a_device_nor_frees_its_memory"
@@ -50,14 +50,14 @@ ELSEWHERE = {
     ],
     "S4": [
         "tests/unit/device/test_cuda_device.py::test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first",
-        "tests/gpu/test_streams.py::test_a_wait_that_is_forgotten_shows",
+        "tests/gpu/test_streams.py::test_a_missing_stream_wait_is_detected",
     ],
     "S5": [
-        "tests/unit/device/test_cuda_device.py::test_an_update_adds_what_was_trained_since_the_snapshot",
+        "tests/unit/device/test_cuda_device.py::test_an_update_keeps_the_training_since_the_snapshot",
         "tests/gpu/test_streams.py::test_a_thousand_averagings_of_two_workers_on_one_gpu_are_exact",
     ],
     "S6": [
-        "tests/unit/device/test_cuda_device.py::test_a_snapshot_holds_the_state_at_its_step_and_is_late"
+        "tests/unit/device/test_cuda_device.py::test_a_snapshot_holds_the_state_of_its_step_and_completes_later"
     ],
     "S7": [
         "tests/unit/data/test_slots.py::test_no_slot_is_used_too_early_whatever_the_delays",
@@ -91,18 +91,18 @@ ELSEWHERE = {
         "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
     ],
     "S24": [
-        "tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_time_of_the_run"
+        "tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_wall_time"
     ],
     "S27": [
         "tests/unit/loop/test_data_parallel.py::test_fewer_samples_than_replicas_leave_the_rest_identical"
     ],
 }
-"""Tests of other folders that show a hazard as well."""
+"""Tests of other folders that cover a hazard."""
 
 ABSENT = {
     "S26": "is about the benchmarks, which are no part of a run; benchmarks/README.md",
 }
-"""Hazards without a test here, and why."""
+"""Hazards without a test here, with the reason."""
 
 IN_PART = {
     "D30": "that PyTorch warns of it needs a GPU",
@@ -112,7 +112,7 @@ IN_PART = {
     "S10": "the cost is measured by a clock; events need a GPU",
     "S22": "reads of a value are counted on the CPU; waits of a stream need a GPU",
 }
-"""Hazards of which a part is left out, and which."""
+"""Hazards with an untested part, with that part."""
 
 _IDS = re.compile(r"((?:[DS]\d+(?:, )?)+):")
 

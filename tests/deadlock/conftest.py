@@ -1,4 +1,4 @@
-"""What holds for this folder: faults that must fire, and a tap."""
+"""Fixtures of this folder: injected faults that must fire, and a tap."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PLAIN = [getattr(owner, name) for owner, name in PATCHED]
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_patched() -> Iterator[None]:
-    """A tap that stays would keep all that later runs say, and their machines."""
+    """Fail on leftover patches: a tap would keep all messages of later runs alive."""
     yield
     assert [getattr(owner, name) for owner, name in PATCHED] == PLAIN
 
 
 @pytest.fixture
 def faults(tap: Tap) -> Iterator[Callable[..., Faults]]:
-    """Gives injectors; the test fails if a fault planted in one of them never fired.
+    """A factory of injectors; the test fails if one of their faults never fired.
 
     The tap comes first, and goes last: both patch the same methods.
     """
@@ -40,6 +40,6 @@ def faults(tap: Tap) -> Iterator[Callable[..., Faults]]:
 
 @pytest.fixture
 def tap() -> Iterator[Tap]:
-    """Sees all traffic of the runs of the test."""
+    """Records all messages of the runs of the test."""
     with Tap() as opened:
         yield opened

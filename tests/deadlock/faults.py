@@ -1,4 +1,4 @@
-"""A fault injector: user functions that go wrong where they are told to.
+"""A fault injector: user functions that fail at chosen places.
 
 Every fault counts its shots. A block (or a test, through the fixture ``faults``) that
 planted a fault which never fired fails: it would have shown nothing.
@@ -26,11 +26,11 @@ BOUND_S = 40.0
 
 
 class Planted(RuntimeError):
-    """What an injected fault raises."""
+    """The error of an injected fault."""
 
 
 class Vanish(BaseException):
-    """Ends a worker's thread; nothing of it reaches the coordinator but the thread's end."""
+    """Ends a worker's thread without a message to the coordinator."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Faults:
         return self._plant(f"fail_at({rank=}, {step=})", _raising(error), "step", rank, step)
 
     def vanish_at(self, *, rank: int, step: int) -> Faults:
-        """End the worker's thread in a step without a word to the coordinator."""
+        """End the worker's thread in a step without a message to the coordinator."""
         return self._plant(f"vanish_at({rank=}, {step=})", _raising(Vanish()), "step", rank, step)
 
     def stall_at(self, *, rank: int, step: int, until: threading.Event) -> Faults:
@@ -96,14 +96,14 @@ class Faults:
         return self._plant(what, self._waiting(until), "epoch", rank, epoch)
 
     def meet_at(self, *, ranks: Sequence[int], step: int) -> Faults:
-        """Let ranks wait for one another in a step, before what is planted there next."""
+        """Let ranks wait for one another in a step, before its next fault."""
         barrier = threading.Barrier(len(ranks), timeout=BOUND_S)
         for rank in ranks:
             self._plant(f"meet_at({rank=}, {step=})", barrier.wait, "step", rank, step)
         return self
 
     def slow(self, *, rank: int, seconds: float) -> Faults:
-        """Take so much longer in every step."""
+        """Delay every step by ``seconds``."""
         assert 0 < seconds < 0.2, "a slow step is no way to win a race: use stall_at"
         pause = threading.Event()
         return self._plant(f"slow({rank=})", lambda: pause.wait(seconds), "every step", rank)
@@ -127,12 +127,12 @@ class Faults:
     def fail_in_data(
         self, *, batch: int, epoch: int = 0, error: BaseException | None = None
     ) -> Faults:
-        """Raise where :meth:`dataset` reads a batch, by its position in the epoch."""
+        """Raise when :meth:`dataset` reads a batch, by its position in the epoch."""
         key = _key_of(epoch, batch)
         return self._plant(f"fail_in_data({batch=}, {epoch=})", _raising(error), "data", key)
 
     def stall_in_data(self, *, rank: int, read: int, until: threading.Event) -> Faults:
-        """Wait where :meth:`dataset` reads for a rank for the ``read``-th time, from 0."""
+        """Wait in the ``read``-th read of :meth:`dataset` for a rank, from 0."""
         what = f"stall_in_data({rank=}, {read=})"
         return self._plant(what, self._waiting(until), "read", rank, read)
 
@@ -182,7 +182,7 @@ class Faults:
         return {"w": float(model.w)}
 
     def dataset(self, num_samples: int) -> _Reads:
-        """A data set that is read by a loader's thread."""
+        """A data set that is read on a loader's thread."""
         return _Reads(self, num_samples)
 
     def builder(self, **settings: Any) -> Any:
@@ -197,11 +197,11 @@ class Faults:
                 self._changed.notify_all()
             fault.act()
 
-    # -- what became of it ----------------------------------------------------------------
+    # -- outcome ----------------------------------------------------------------
 
     @property
     def num_shots(self) -> int:
-        """How often any fault fired."""
+        """Number of fired faults."""
         with self._changed:
             return sum(f.num_shots for faults in self._faults.values() for f in faults)
 
@@ -212,12 +212,12 @@ class Faults:
             return [f.what for faults in self._faults.values() for f in faults if not f.num_shots]
 
     def wait_for(self, ready: Callable[[], object]) -> None:
-        """Wait until steps and shots are as told; ``ready`` is asked again after each."""
+        """Wait until ``ready()``, which is evaluated after each step and fault."""
         with self._changed:
             assert self._changed.wait_for(ready, BOUND_S), "the run did not get that far"
 
     def await_all(self) -> None:
-        """Wait until every fault has fired; what stalls may still do so."""
+        """Wait until every fault has fired; stalls may continue."""
         self.wait_for(lambda: not self.missed)
 
     def __enter__(self) -> Faults:
@@ -245,7 +245,7 @@ class Faults:
 
 
 class _Reads:
-    """Sample ``i`` is ``i``; not in memory, so that a loader's thread reads it."""
+    """Sample ``i`` is ``i``; not in memory, so that it is read on a loader's thread."""
 
     def __init__(self, faults: Faults, num_samples: int) -> None:
         self._faults = faults
@@ -274,5 +274,5 @@ def _raising(error: BaseException | None) -> Callable[[], None]:
 
 
 def _key_of(epoch: int, batch: int) -> int:
-    """What a data set can tell a batch by: its generator, in a run of seed 0."""
+    """Identifies a batch inside a data set: its generator, in a run of seed 0."""
     return batch_generator(0, epoch, batch).initial_seed()

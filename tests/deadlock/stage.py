@@ -1,4 +1,4 @@
-"""The real coordinator and real workers, with ranks that the test plays by hand."""
+"""The real coordinator with one real worker and one rank scripted by the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.worker.test_worker import Alone
 
 @contextmanager
 def running(*workers: Alone) -> Iterator[None]:
-    """Workers in threads of their own; at the end each is sent away and must go."""
+    """Workers on their own threads; each is shut down at the end."""
     threads = [threading.Thread(target=alone.worker.run, daemon=True) for alone in workers]
     for thread in threads:
         thread.start()
@@ -42,7 +42,7 @@ def running(*workers: Alone) -> Iterator[None]:
 
 
 class Stage:
-    """A run of two ranks: rank 0 is a worker, rank 1 is played.
+    """A run of two ranks: rank 0 is a worker, rank 1 is scripted.
 
     Use it in a ``with`` block, which leaves no thread behind: a run that is not over then
     ends by the death of the played rank.
@@ -124,21 +124,21 @@ class Stage:
         finally:
             self._inbox.put(m.ThreadEnded(rank=0))
 
-    # -- the played rank ---------------------------------------------------------------
+    # -- the scripted rank ---------------------------------------------------------------
 
     def play(self, *messages: Any) -> None:
-        """Send what rank 1 says."""
+        """Send messages of rank 1."""
         for message in messages:
             self._inbox.put(message)
 
     def train(self) -> None:
-        """Rank 1, the slow one, has trained its next plan."""
+        """Report that rank 1, the slow one, has trained its next plan."""
         number = self.expect(m.StartEpoch).plan.num_batches
         stats = m.ReportStats(num_batches=number, num_samples=number, compute_s=0.05 * number)
         self.play(m.EpochReport(rank=1, epoch=0, stats=stats))
 
     def expect(self, kind: Any) -> Any:
-        """The next message of a kind to rank 1; others wait until they are asked for."""
+        """The next message of a kind to rank 1; others stay queued."""
         for message in self._unread:
             if isinstance(message, kind):
                 self._unread.remove(message)
@@ -148,7 +148,7 @@ class Stage:
         return message
 
     def join_round(self) -> m.SyncNow:
-        """Rank 1 takes its part in the collective of the next round, as told to."""
+        """Rank 1 joins the collective of the next round on request."""
         call = self.expect(m.SyncNow)
         (flat,) = self.snapshot(call.round, 1.0, 1).payload.params
         self.collectives[1].barrier()
@@ -176,7 +176,7 @@ class Stage:
         return self
 
     def join(self) -> Any:
-        """Wait for the end of the run; gives its outcome."""
+        """Wait for the end of the run; returns its outcome."""
         assert self._ended.wait(BOUND_S), "the run did not end"
         self._thread.join(BOUND_S)
         assert not self._thread.is_alive()

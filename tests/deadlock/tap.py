@@ -1,4 +1,4 @@
-"""What passes between coordinator and workers, seen by the test in the order of events."""
+"""Recorder of the messages between coordinator and workers, in order of events."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.deadlock.faults import BOUND_S
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that lies in a worker's inbox."""
+    """A message in a worker's inbox."""
 
     rank: int
     message: Any
 
 
 class Tap:
-    """Notes every event before the machine takes it and every command once it is done.
+    """Records every event before the coordinator handles it, and every executed command.
 
     Attributes:
         log: Events, :class:`Sent` messages and other commands, oldest first.
@@ -47,7 +47,7 @@ class Tap:
             self.machine = machine
             self._note(event)
             commands = handle(machine, event, now)
-            with self._changed:  # whoever waits looks at the machine's state as well
+            with self._changed:  # waiting tests inspect the coordinator's state as well
                 self._changed.notify_all()
             return commands
 
@@ -68,7 +68,7 @@ class Tap:
             self.log.append(entry)
             self._changed.notify_all()
 
-    # -- what was seen -------------------------------------------------------------
+    # -- records -------------------------------------------------------------
 
     def sent(self, kind: Any, rank: int | None = None) -> list[Any]:
         """Messages to workers."""
@@ -76,12 +76,12 @@ class Tap:
         return [e.message for e in found if rank in (None, e.rank)]
 
     def came(self, kind: Any, rank: int | None = None) -> list[Any]:
-        """Events that the machine took."""
+        """Handled events."""
         return [e for e in self._seen(kind) if rank is None or e.rank == rank]
 
     @property
     def averages(self) -> list[Average]:
-        """Averages that were computed aside."""
+        """Averages computed in the background."""
         return self._seen(Average)
 
     @property
@@ -90,7 +90,7 @@ class Tap:
         return [command.metrics.epoch for command in self._seen(PublishEpoch)]
 
     def parked(self, rank: int) -> bool:
-        """Whether the machine knows that the rank waits to be released."""
+        """True if the coordinator's record of the rank says parked."""
         return self.machine is not None and self.machine.core.ranks[rank].parked
 
     def _seen(self, kind: Any) -> list[Any]:
@@ -98,27 +98,27 @@ class Tap:
             return [entry for entry in self.log if isinstance(entry, kind)]
 
     def where(self, wanted: Callable[[Any], bool]) -> list[int]:
-        """Places in the log."""
+        """Positions in the log."""
         with self._changed:
             return [i for i, entry in enumerate(self.log) if wanted(entry)]
 
     def wait_for(self, ready: Callable[[], object]) -> None:
-        """Wait until the traffic is as told; ``ready`` is asked again after each entry."""
+        """Wait until ``ready()``, which is evaluated after each entry."""
         with self._changed:
             assert self._changed.wait_for(ready, BOUND_S), "it was never seen"
 
     def await_sent(self, kind: Any, rank: int, count: int = 1) -> None:
-        """Wait until so many messages of a kind lie in the rank's inbox, or were there."""
+        """Wait until ``count`` messages of a kind were put into the rank's inbox."""
         self.wait_for(lambda: len(self.sent(kind, rank)) >= count)
 
     def await_came(self, kind: Any, rank: int, count: int = 1) -> None:
-        """Wait until so many events of a kind came from a rank."""
+        """Wait until ``count`` events of a kind were received from a rank."""
         self.wait_for(lambda: len(self.came(kind, rank)) >= count)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The block takes less than that: far more than it needs, far less than a timeout."""
+    """Assert that the block takes less than this, far less than any timeout."""
     start = time.monotonic()
     yield
     elapsed = time.monotonic() - start

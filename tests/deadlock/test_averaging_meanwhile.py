@@ -1,4 +1,4 @@
-"""What goes on while an average is made, and what must be in it."""
+"""Training and messages while an average is computed, and its contents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
 
 
 class HeldAverage:
-    """Holds the first average until the test opens it; notes what went in and came out."""
+    """Blocks the first average until the test releases it; records inputs and results."""
 
     def __init__(self, monkeypatch):
         self.computing, self.opened = threading.Event(), threading.Event()
@@ -60,14 +60,14 @@ class HeldAverage:
         assert self.computing.wait(BOUND_S), "no average was ever computed"
 
 
-# -- training goes on --------------------------------------------------------------------
+# -- training continues --------------------------------------------------------------------
 
 
 @both
 def test_batches_trained_while_an_average_is_computed_count_for_the_next(
     policy, faults, tap, monkeypatch
 ):
-    """D19: counters subtract what the snapshot held; every sample is behind one weight."""
+    """D19: counters subtract the snapshot's batches; every sample has one weight."""
     held, planted = HeldAverage(monkeypatch), faults()
     b = planted.builder(dataset=400, batch_size=1, epochs=2, way=(policy, OVER_CPU))
     handle = b.anchor(2).max_overshoot(1000).run()
@@ -82,7 +82,7 @@ def test_batches_trained_while_an_average_is_computed_count_for_the_next(
     assert sum(first.weights) < 800
 
 
-def test_plans_and_releases_go_out_while_an_average_is_computed(faults, tap, monkeypatch):
+def test_plans_and_releases_are_sent_while_an_average_is_computed(faults, tap, monkeypatch):
     """D19: averaging blocks neither dispatch nor throttling."""
     held, planted = HeldAverage(monkeypatch), faults()
     b = planted.builder(dataset=400, batch_size=1, way=(CADENCE, OVER_CPU))
@@ -97,8 +97,8 @@ def test_plans_and_releases_go_out_while_an_average_is_computed(faults, tap, mon
 
 
 @both
-def test_snapshots_are_not_written_to_while_training_goes_on(policy, faults, tap, monkeypatch):
-    """S14: they own their memory, carry their round and say whose batches they hold."""
+def test_training_does_not_modify_snapshots(policy, faults, tap, monkeypatch):
+    """S14: they own their memory, and carry their round and their batches."""
     held, planted = HeldAverage(monkeypatch), faults()
     b = planted.builder(dataset=400, batch_size=1, way=(policy, OVER_CPU))
     handle = b.anchor(2).max_overshoot(1000).run()
@@ -124,7 +124,7 @@ def one_batch_in_a_snapshot(train, model=counter):
         yield alone
 
 
-def test_an_update_keeps_what_was_trained_since_the_snapshot():
+def test_an_update_keeps_training_since_the_snapshot():
     """S8: a snapshot, two batches more, the average 10: 12, and two batches still count."""
     with one_batch_in_a_snapshot(count_up) as alone:
         alone.send(start(range(1, 3)))
@@ -142,7 +142,7 @@ class Wide(nn.Module):
         self.w = nn.Parameter(torch.zeros(1 << 20, dtype=torch.float64))
 
 
-def test_a_snapshot_right_behind_an_update_holds_all_of_it(faults):
+def test_a_snapshot_after_an_update_contains_the_update(faults):
     """D16: the worker finds both after a step; the snapshot waits for the copy."""
     held = threading.Event()
     planted = faults().stall_at(rank=0, step=2, until=held)
@@ -158,10 +158,10 @@ def test_a_snapshot_right_behind_an_update_holds_all_of_it(faults):
     assert bool((second.payload.params[0] == 12.0).all())
 
 
-# -- what is averaged ---------------------------------------------------------------------
+# -- contents of averages ---------------------------------------------------------------------
 
 
-def test_snapshots_are_cpu_tensors_whatever_the_replica_lies_on(tap, monkeypatch):
+def test_snapshots_are_cpu_tensors_on_any_device(tap, monkeypatch):
     """D17: the averaging thread never touches a device."""
     held = HeldAverage(monkeypatch)
     held.opened.set()
@@ -187,7 +187,7 @@ def write_rank(model, batch):
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
-def test_every_transport_weighs_by_samples_and_averages_buffers(way):
+def test_every_transport_weights_by_samples_and_averages_buffers(way):
     """S9: rank 0 trains six samples and rank 1 two, in one round."""
     b = builder(model=lambda d: Seen(), train=write_rank, dataset=8, batch_size=1, way=way)
     state = b.partition_ratios([3, 1]).anchor(100).run().join(BOUND_S)
@@ -195,14 +195,14 @@ def test_every_transport_weighs_by_samples_and_averages_buffers(way):
     assert state.buffers["seen"].item() == pytest.approx((6 * 0 + 2 * 1) / 8)
 
 
-# -- what a round teaches the cadence -----------------------------------------------------------
+# -- effect of a round on the cadence -----------------------------------------------------------
 
 
 def finish_round(run, number, divergence):
-    """Carry out a round over a collective, in which the ranks were that far apart."""
+    """Complete a round over a collective with this divergence."""
     for rank in (0, 1):
         run.report(rank, 0)
-        run.tell(m.SyncAck(rank=rank, round=number, divergence=divergence, sync_s=1e-9))
+        run.handle(m.SyncAck(rank=rank, round=number, divergence=divergence, sync_s=1e-9))
 
 
 def test_the_divergence_of_one_round_does_not_leak_into_the_next():
@@ -223,8 +223,8 @@ def test_the_divergence_of_one_round_does_not_leak_into_the_next():
 
 
 @both
-def test_divergence_that_stays_brings_the_cadence_down(policy):
-    """S11: the guard's last verdict is reachable, on the virtual clock."""
+def test_lasting_divergence_lowers_the_anchor(policy):
+    """S11: the guard's last action is reachable, on the virtual clock."""
     settings = {"num_samples": 8000, "num_epochs": 1, "anchor": 8, "max_anchor": 8}
     for divergence, expected in ((50.0, 1), (0.0, 8)):
         s = schedule_of(policy, THREAD, slowness=(1.0, 1.0), **settings)

@@ -1,4 +1,4 @@
-"""A transport that fails: ``AUTO`` goes on over another, a named one ends the run."""
+"""Failing transports: ``AUTO`` continues over another, a named one fails the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_S = 10.0
 
 
 class Wire:
-    """Collectives whose exchanges fail, from the one that is named, or at random.
+    """Collectives whose exchanges fail, from a chosen one on, or at random.
 
     Args:
         monkeypatch: Of the test.
@@ -85,8 +85,8 @@ BREAKS = {
 
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC])
-def test_auto_goes_on_over_the_cpu(policy, how, faults, monkeypatch, caplog):
-    """D36: no rank waits in a collective that is broken, and no sample is lost."""
+def test_auto_falls_back_to_the_cpu(policy, how, faults, monkeypatch, caplog):
+    """D36: no rank waits in a broken collective, and no sample is lost."""
     wire = Wire(monkeypatch, **BREAKS[how])
     with within(END_S), caplog.at_level(logging.WARNING, "coordinator"):
         handle = run_over(faults, (policy, AUTO), timeline := Timeline())
@@ -104,14 +104,14 @@ def test_auto_goes_on_over_the_cpu(policy, how, faults, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", [name for name in BREAKS if name != "broken at random"])
-def test_a_named_transport_still_ends_the_run(how, faults, monkeypatch):
-    """D36: the user has asked for it, and hears of it."""
+def test_a_failed_named_transport_ends_the_run(how, faults, monkeypatch):
+    """D36: the user requested it, and receives the error."""
     Wire(monkeypatch, **BREAKS[how])
     with within(END_S), pytest.raises(RuntimeError, match=r"no connection|the wire is cut"):
         run_over(faults, (CADENCE, THREAD)).join(BOUND_S)
 
 
-def test_an_error_of_any_kind_in_a_collective_is_its_own(faults, monkeypatch):
+def test_any_error_in_a_collective_is_a_fault_of_the_transport(faults, monkeypatch):
     """D36: under a named transport it kills the rank, under ``AUTO`` the transport."""
 
     def fails(end, *args, **kwargs):
@@ -137,7 +137,7 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     if how != "broken at random":
         assert handle.backend is THREAD
         assert "NCCL failed" in handle.backend_reason
-    # Whatever broke when, each step counts once: as without any fault.
+    # Whenever it broke, each step counts once, as without a fault.
     with monkeypatch.context() as patch:
         patch.setattr(runtime.run, "create_collectives", create_collectives)
         patch.setattr(runtime.run, "choose_backend", lambda *_, **__: (THREAD, "plain"))
@@ -145,8 +145,8 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     assert state.params["w"].equal(plain.params["w"])
 
 
-def test_a_slow_collective_and_a_slow_coordinator_are_left_for_the_other(monkeypatch):
-    """D36: what is chosen is what costs less, whichever was first."""
+def test_the_faster_of_collective_and_coordinator_is_chosen(monkeypatch):
+    """D36: the cheaper backend is chosen, whichever was first."""
     slow = Collective.weighted_mean_
 
     def delayed(end, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Data that comes late, fails or is abandoned holds nobody up."""
+"""Late, failing or abandoned data does not block ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_stalled_loader_delays_no_acknowledgement(way, faults, tap):
     planted.stall_in_epoch(rank=0, epoch=0, until=ready)
     b = planted.builder(dataset=planted.dataset(60), batch_size=1, way=way)
     handle = b.anchor(2).partition_ratios([1, 1]).run()
-    tap.await_came(m.EpochReport, 1, 2)  # of the two plans of one batch that it was dealt
+    tap.await_came(m.EpochReport, 1, 2)  # of its two plans of one batch
     ready.set()
     tap.await_came(m.SyncAck, 1)
     assert planted.steps[1] == 2

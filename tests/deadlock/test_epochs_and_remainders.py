@@ -1,4 +1,4 @@
-"""Epochs close once and in order, and no remainder holds one open or is lost."""
+"""Epochs close once and in order, and no remainder is lost or keeps one open."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def each_sample_once(trace, num_samples, num_epochs):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @every_way
-def test_a_remainder_smaller_than_a_batch_is_trained_and_the_epoch_ends(way, ranks):
+def test_a_short_last_batch_is_trained_and_the_epoch_closes(way, ranks):
     """D25, S15: 103 samples in batches of 10."""
     trace = Trace()
     b = builder(train=trace, dataset=103, batch_size=10, epochs=2, ranks=ranks, way=way)
@@ -66,7 +66,7 @@ def test_a_data_set_smaller_than_a_batch_is_trained_as_one_short_batch(way, rank
     assert [len(indices) for _, _, indices in trace.batches] == [3, 3]
 
 
-def test_dropping_the_only_batch_is_refused_before_any_thread():
+def test_dropping_the_only_batch_is_rejected_before_any_thread_starts():
     """S3: with ``drop_last`` nothing would be left."""
     before = threading.active_count()
     with pytest.raises(ValueError, match="drop_last"):
@@ -78,7 +78,7 @@ def test_dropping_the_only_batch_is_refused_before_any_thread():
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_epochs_close_in_order_while_a_fast_rank_is_done_with_the_last(policy, faults, tap):
+def test_epochs_close_in_order_while_a_fast_rank_has_trained_the_last(policy, faults, tap):
     """D26, D24: rank 0 ends epoch 1, the last, while rank 1 is in the first batch of epoch 0."""
     held, trace = threading.Event(), Trace()
     planted = faults(trace).hold(rank=1, step=0, until=held)

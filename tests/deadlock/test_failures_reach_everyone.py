@@ -1,4 +1,4 @@
-"""A fault anywhere ends the run in bounded time, with the truth about it."""
+"""A fault anywhere ends the run in bounded time, with its error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 every_way = pytest.mark.parametrize("way", WAYS, **by_name)
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 FAST_S = 4.0
-"""Far more than a failure takes to reach everyone, far less than any timeout of a run."""
+"""Far more than a failure takes to reach all ranks, far less than any timeout of a run."""
 
 RANKS, STEPS = 3, 4
 
@@ -47,7 +47,7 @@ def run_with(planted, way):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @every_way
-def test_an_exception_at_any_step_comes_out_of_join(way, rank, faults):
+def test_join_raises_an_exception_of_any_step(way, rank, faults):
     """S2, D1, D23: whatever the others wait for at that time."""
     for step in range(STEPS):
         error = Planted(f"rank {rank}, step {step}")
@@ -63,8 +63,8 @@ def test_an_exception_at_any_step_comes_out_of_join(way, rank, faults):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @every_way
-def test_a_worker_that_vanishes_at_any_step_is_missed(way, rank, faults):
-    """S2, D22: it says nothing, and the others may wait for it in a collective."""
+def test_a_vanished_worker_is_detected_at_any_step(way, rank, faults):
+    """S2, D22: it sends no message, and the others may wait for it in a collective."""
     for step in range(STEPS):
         handle = run_with(faults().vanish_at(rank=rank, step=step), way)
         with within(FAST_S), pytest.raises(WorkerFailed, match="without a message") as failed:
@@ -103,7 +103,7 @@ def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatc
 
 
 @every_way
-def test_the_first_of_two_deaths_is_told(way, faults, tap):
+def test_join_raises_the_first_of_two_deaths(way, faults, tap):
     """S2: rank 1 dies while the others are held; then rank 2 dies as well."""
     held = threading.Event()
     planted = faults().meet_at(ranks=(1, 2), step=0).fail_at(rank=1, step=0)
@@ -117,7 +117,7 @@ def test_the_first_of_two_deaths_is_told(way, faults, tap):
 
 
 @local_ways
-def test_a_failure_after_the_last_step_is_no_success(way, faults):
+def test_a_failure_after_the_last_step_fails_the_run(way, faults):
     """S2: in the evaluation of the last epoch, when every sample is trained."""
     planted = faults().fail_in_eval(epoch=1)
     handle = planted.builder(epochs=2, way=way).eval_fn(planted.evaluate).run()
@@ -132,7 +132,7 @@ def test_a_failure_after_the_last_step_is_no_success(way, faults):
 @pytest.mark.parametrize("what", ["fail_in_build", "fail_in_optimizer"])
 @pytest.mark.parametrize("rank", range(RANKS))
 @every_way
-def test_a_worker_that_cannot_be_built_is_told_and_its_peers_end(way, rank, what, faults):
+def test_a_failed_build_is_raised_and_ends_the_peers(way, rank, what, faults):
     """D32: those that are built wait for a plan, the others for their turn."""
     planted = getattr(faults(), what)(rank=rank)
     with within(FAST_S), pytest.raises(WorkerFailed) as failed:
@@ -143,8 +143,8 @@ def test_a_worker_that_cannot_be_built_is_told_and_its_peers_end(way, rank, what
 
 
 @every_way
-def test_peers_of_a_slow_factory_are_not_trained_alone(way, faults, tap):
-    """D7: nobody begins before everyone is built, and a stop does not wait for it."""
+def test_peers_of_a_slow_factory_wait_for_its_rank(way, faults, tap):
+    """D7: no rank begins before all are built, and a stop does not wait for them."""
     held = threading.Event()
     planted = faults().stall_in_build(rank=2, until=held)
     handle = run_with(planted, way)
@@ -206,7 +206,7 @@ def test_stuck_workers_are_waited_for_once_and_named(faults, monkeypatch):
 
 
 @local_ways
-def test_the_dead_are_not_waited_for(way, faults):
+def test_dead_ranks_are_not_waited_for(way, faults):
     """D22: two of three ranks are dead; the last one ends the run."""
     held, planted = threading.Event(), faults().meet_at(ranks=range(3), step=0)
     planted.fail_at(rank=0, step=0).vanish_at(rank=2, step=0)
@@ -222,13 +222,13 @@ def test_the_dead_are_not_waited_for(way, faults):
 
 
 class _Broken(Exception):
-    """What the machine dies of."""
+    """The coordinator's planted error."""
 
 
 @pytest.mark.parametrize("num_events", [0, 2, 6, 12])
 @every_way
-def test_a_coordinator_that_dies_wakes_every_worker_and_every_waiter(way, num_events, monkeypatch):
-    """D35: Python's queues never disconnect, so everyone must be told."""
+def test_the_death_of_the_coordinator_wakes_every_worker_and_waiter(way, num_events, monkeypatch):
+    """D35: Python's queues never disconnect, so every worker needs a message."""
     handle_event, left = Coordinator.handle, [num_events]
 
     def breaking(machine, event, now):
@@ -262,7 +262,7 @@ def test_a_coordinator_that_dies_wakes_every_worker_and_every_waiter(way, num_ev
 def test_a_parked_and_an_idle_worker_are_woken_by_the_death_of_the_coordinator(
     faults, tap, monkeypatch
 ):
-    """D35: nobody but the coordinator would ever release them."""
+    """D35: only the coordinator can release them."""
     held = threading.Event()
     planted = faults().hold(rank=1, step=0, until=held)
     b = planted.builder(dataset=60, batch_size=1, way=(CADENCE, OVER_CPU)).anchor(100)
@@ -308,7 +308,7 @@ def test_no_averaging_thread_outlives_the_run(tap, monkeypatch):
     assert not [t for t in threading.enumerate() if t.name in ("averager", "coordinator")]
 
 
-def test_an_average_that_cannot_be_computed_hangs_nobody(monkeypatch):
+def test_a_failing_average_does_not_hang_the_run(monkeypatch):
     """D20: every round fails, and after some in a row the run ends with an error."""
     num_calls = [0]
 
@@ -324,7 +324,7 @@ def test_an_average_that_cannot_be_computed_hangs_nobody(monkeypatch):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, THREAD), (CADENCE, GLOO)], **by_name)
-def test_a_stop_in_the_middle_of_rounds_leaves_a_state_and_nobody_waiting(way, faults, tap):
+def test_a_stop_during_rounds_returns_a_state_and_leaves_no_rank_waiting(way, faults, tap):
     """D23: over collectives, asked for while one is in flight."""
     planted = faults().slow(rank=1, seconds=0.005)
     handle = planted.builder(dataset=4000, batch_size=1, way=way).anchor(1).run()

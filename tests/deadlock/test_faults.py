@@ -74,7 +74,7 @@ def test_faults_of_one_step_act_in_their_order(faults):
 
 
 @local_ways
-def test_a_vanished_worker_says_nothing(faults, tap, way):
+def test_a_vanished_worker_sends_no_message(faults, tap, way):
     planted = faults().vanish_at(rank=1, step=0)
     with pytest.raises(WorkerFailed, match="ended without a message") as failed:
         planted.builder(way=way).run().join(BOUND_S)
@@ -83,7 +83,7 @@ def test_a_vanished_worker_says_nothing(faults, tap, way):
     assert tap.machine.outcome.failure.rank == 1
 
 
-def test_a_batch_is_known_by_its_place_in_the_epoch(faults):
+def test_a_batch_is_identified_by_its_position_in_the_epoch(faults):
     planted = faults().fail_in_data(batch=4, epoch=1)
     handle = planted.builder(dataset=planted.dataset(20), epochs=2, ranks=1).run()
     with pytest.raises(WorkerFailed) as failed:

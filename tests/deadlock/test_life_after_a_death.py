@@ -1,4 +1,4 @@
-"""``on_worker_failure("continue")``: the others go on, and the books are right."""
+"""``on_worker_failure("continue")``: the others continue, with correct accounting."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FAST_S = 5.0
 
 
 def run_with(planted, way, *, ranks=RANKS, epochs=1):
-    """Eleven batches, the last one short; each rank has three of them or more."""
+    """Eleven batches, the last one short; each rank has at least three of them."""
     b = planted.builder(dataset=NUM_SAMPLES, batch_size=BATCH, ranks=ranks, epochs=epochs, way=way)
     b.anchor(2).partition_ratios([1] * ranks)
     return b.on_worker_failure("continue").run()
 
 
 def check_books(state, dead, *, epochs=1):
-    """Every epoch has closed with every sample once; what was trained again is told."""
+    """Check that every epoch closed with every sample once, and repeats were counted."""
     assert sorted(f.rank for f in state.failures) == sorted(dead)
     assert [e.num_samples for e in state.metrics] == [NUM_SAMPLES] * epochs
     for epoch in state.metrics:
@@ -63,7 +63,7 @@ def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
 @pytest.mark.parametrize("dying", range(RANKS))
-def test_a_round_in_which_a_rank_died_counts_nothing_of_it(backend, dying, monkeypatch):
+def test_a_round_with_a_dead_rank_excludes_its_training(backend, dying, monkeypatch):
     """S8: the others have the average with what died, which is trained again: it goes out."""
     real, undo = ReplicaAverager.all_reduce, ReplicaAverager.undo_all_reduce
     own = [torch.zeros(NUM_SAMPLES, dtype=torch.float64) for _ in range(RANKS)]
@@ -120,8 +120,8 @@ def test_ranks_die_down_to_one(way, how, faults):
 
 
 @most_ways
-def test_the_death_of_the_last_is_the_end(way, faults):
-    """S2: nobody is left to go on."""
+def test_the_death_of_the_last_rank_fails_the_run(way, faults):
+    """S2: no rank is left."""
     planted = faults().meet_at(ranks=range(RANKS), step=0)
     for rank in range(RANKS):
         planted.fail_at(rank=rank, step=0)
@@ -132,7 +132,7 @@ def test_the_death_of_the_last_is_the_end(way, faults):
 
 @both
 @pytest.mark.parametrize("way", [w for w in MOST_WAYS if OVER_CPU not in w], **by_name)
-def test_a_survivor_comes_out_of_the_collective_and_goes_on(way, how, faults, tap, monkeypatch):
+def test_a_survivor_leaves_the_collective_and_continues(way, how, faults, tap, monkeypatch):
     """D1: rank 0 sleeps in the round that rank 1 will never join."""
     waiting, held = threading.Event(), threading.Event()
     wait = AbortableBarrier.wait
@@ -160,7 +160,7 @@ def test_a_survivor_comes_out_of_the_collective_and_goes_on(way, how, faults, ta
 
 @pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name)
 def test_a_throttled_survivor_is_released_by_the_death_of_the_slow_rank(way, faults, tap):
-    """D11: nobody will ever catch up with it."""
+    """D11: no rank will ever catch up with it."""
     held, planted = threading.Event(), faults()
     with a_rank_too_far_ahead(planted, tap, way, held, "continue") as handle:
         planted.vanish_at(rank=1, step=0)
@@ -172,7 +172,7 @@ def test_a_throttled_survivor_is_released_by_the_death_of_the_slow_rank(way, fau
 
 
 @pytest.mark.parametrize("way", [(ASYNC, OVER_CPU), (ASYNC, THREAD)], **by_name)
-def test_a_survivor_parked_by_the_gate_is_woken(way, faults, tap):
+def test_a_survivor_parked_at_the_overshoot_limit_is_woken(way, faults, tap):
     """D27: the averaging that would have woken it never comes."""
     held, planted = threading.Event(), faults()
     planted.hold(rank=1, step=0, until=held).fail_at(rank=1, step=0)
@@ -188,10 +188,10 @@ def test_a_survivor_parked_by_the_gate_is_woken(way, faults, tap):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_the_part_of_a_rank_that_dies_while_it_is_averaged_is_trained_once_more(
+def test_training_of_a_rank_that_dies_during_its_average_is_repeated(
     policy, ranks, faults, tap, monkeypatch
 ):
-    """D15: its round is given up; the average that comes later is taken by nobody."""
+    """D15: its round is abandoned, and its late average applied by no rank."""
     held, gone = HeldAverage(monkeypatch), threading.Event()
     planted = faults(train_samples, effects).hold(rank=1, step=2, until=gone)
     planted.slow(rank=1, seconds=0.005).fail_at(rank=1, step=3)
@@ -216,8 +216,8 @@ def test_the_part_of_a_rank_that_dies_while_it_is_averaged_is_trained_once_more(
         assert state.params["w"].tolist() == [1.0] * NUM_SAMPLES
 
 
-def test_a_batch_that_kills_whoever_reads_it_ends_the_run(faults):
-    """S2: it goes from one rank to the next, and the last one tells."""
+def test_a_batch_that_kills_every_reader_ends_the_run(faults):
+    """S2: it kills one rank after another, and the last one's error is raised."""
     planted = faults().fail_in_data(batch=5)
     b = planted.builder(dataset=planted.dataset(40), ranks=3, way=(CADENCE, OVER_CPU))
     with within(FAST_S), pytest.raises(WorkerFailed) as failed:
@@ -228,8 +228,8 @@ def test_a_batch_that_kills_whoever_reads_it_ends_the_run(faults):
 
 @pytest.mark.parametrize("rank", [1, 2])
 @most_ways
-def test_a_rank_that_is_never_built_is_done_without(way, rank, faults):
-    """D32: the others wait for its turn to build, and then for nobody."""
+def test_the_run_continues_without_a_rank_that_cannot_be_built(way, rank, faults):
+    """D32: the others wait for its turn to build, and no longer."""
     planted = faults(train_samples, effects).fail_in_build(rank=rank)
     with within(FAST_S):
         state = run_with(planted, way).join(BOUND_S)
@@ -237,7 +237,7 @@ def test_a_rank_that_is_never_built_is_done_without(way, rank, faults):
 
 
 @most_ways
-def test_rank_0_that_is_never_built_ends_the_run(way, faults):
+def test_a_failed_build_of_rank_0_ends_the_run(way, faults):
     """D32: there are no weights to begin from."""
     planted = faults().fail_in_build(rank=0)
     with within(FAST_S), pytest.raises(WorkerFailed) as failed:

@@ -1,4 +1,4 @@
-"""Averaging rounds: who joins, who waits for whom, and ranks that leave during one."""
+"""Averaging rounds: joining ranks, waiting ranks, and ranks that leave during one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ local_rounds = pytest.mark.parametrize(
 # -- leaving ---------------------------------------------------------------------------
 
 
-def test_no_rank_is_sent_into_a_collective_once_its_peer_has_left(tap):
+def test_no_rank_enters_a_collective_after_its_peer_left(tap):
     """D1: the first round goes out, the peer takes part and leaves, no second one does."""
     with Stage(backend=THREAD, anchor=1) as stage:
         stage.train()
@@ -56,7 +56,7 @@ def test_no_rank_is_sent_into_a_collective_once_its_peer_has_left(tap):
 
 
 def test_a_round_already_sent_out_is_aborted_when_a_peer_leaves(tap):
-    """D1: rank 0 is in the collective, rank 1 says that it leaves: rank 0 comes out."""
+    """D1: rank 0 is in the collective and is woken when rank 1 leaves."""
     with Stage(backend=THREAD, anchor=1) as stage:
         entered = threading.Event()
         barrier = stage.collectives[0].barrier
@@ -103,13 +103,13 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
         trace.wait_for(lambda: trace.steps[0] == 1)
         alone.send(*STALE)
         assert not alone.control.empty()
-        ends[1].abort()  # it comes out of the reduction, and leaves
+        ends[1].abort()  # ends the reduction, so that it leaves
     assert [type(r) for r in alone.take()] == [m.Ready, m.Exiting]
     assert (alone.control.empty(), trace.steps[0], saved) == (True, 1, [])
 
 
-def test_a_worker_told_to_leave_skips_what_comes_after(ends, faults):
-    """D2: it finds the order to leave, and behind it the rounds of peers that are gone."""
+def test_a_leaving_worker_skips_messages_after_the_shutdown(ends, faults):
+    """D2: behind the shutdown its inbox holds rounds of peers that are gone."""
     held = threading.Event()
     planted = faults().stall_at(rank=0, step=0, until=held)
     alone = Alone(train=planted, collective=ends[0], build_order=BuildOrder(standalone=True))
@@ -162,7 +162,7 @@ def test_an_idle_rank_still_joins_a_round(ends):
 
 @rounds
 def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
-    """D4, D7: the acknowledgement is a message of its own, so the next averaging arms again."""
+    """D4, D7: acknowledgements do not depend on batches, so the next round can start."""
     b = builder(dataset=20, batch_size=1, epochs=2, way=way).anchor(2).max_anchor(2)
     state = b.partition_ratios([1, 0]).run().join(BOUND_S)
     kind = m.RequestParams if way[1] is OVER_CPU else m.SyncNow
@@ -175,21 +175,21 @@ def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
 
 
 @pytest.mark.parametrize("way", WAYS, **by_name)
-def test_ranks_without_any_batch_hold_nobody_up(way):
+def test_ranks_without_a_batch_do_not_block_the_others(way):
     """D7: one batch for three ranks."""
     with within(5):
         state = builder(dataset=2, epochs=3, ranks=3, way=way).run().join(BOUND_S)
     assert [e.num_samples for e in state.metrics] == [2, 2, 2]
 
 
-def test_a_rank_that_has_not_begun_its_first_batch_blocks_nobody(faults, tap):
-    """D7: its first batch is being loaded; the policy waits for it with its rounds."""
+def test_a_rank_before_its_first_batch_does_not_block_the_others(faults, tap):
+    """D7: its first batch is being loaded, and rounds wait for it."""
     loading = threading.Event()
     planted = faults().stall_in_data(rank=1, read=0, until=loading)
     b = planted.builder(dataset=planted.dataset(40), batch_size=1, way=(CADENCE, THREAD))
     handle = b.anchor(1).partition_ratios([39, 1]).run()
     planted.await_all()
-    # All but the batch that is being loaded: rank 0 is not held up in a collective.
+    # All but the batch being loaded: rank 0 does not wait in a collective.
     planted.wait_for(lambda: planted.steps[0] == 39)
     assert not tap.came(m.Failed)
     assert planted.steps[1] == 0
@@ -201,7 +201,7 @@ def test_a_rank_that_has_not_begun_its_first_batch_blocks_nobody(faults, tap):
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_reports_that_flood_in_during_a_round_start_no_second_one(policy, tap):
+def test_reports_during_a_round_start_no_second_round(policy, tap):
     """D6: rank 0 trains and reports on while rank 1 has not answered."""
     with Stage(policy=policy, anchor=1, max_overshoot=50) as stage:
         stage.train()
@@ -219,7 +219,7 @@ def test_reports_that_flood_in_during_a_round_start_no_second_one(policy, tap):
         assert stage.expect(m.RequestParams).round == first.round + 1
 
 
-def test_a_batch_report_passes_for_no_acknowledgement(tap):
+def test_a_batch_report_is_not_an_acknowledgement(tap):
     """S12: after its peer's acknowledgement rank 1 reports batches, and nothing moves on."""
     with Stage(backend=THREAD, anchor=1) as stage:
         stage.train()
@@ -237,7 +237,7 @@ def test_a_batch_report_passes_for_no_acknowledgement(tap):
         assert stage.machine.core.num_averagings == 1
 
 
-def test_a_snapshot_of_a_round_that_was_given_up_is_not_averaged_into_the_next(tap):
+def test_a_snapshot_of_an_abandoned_round_is_not_averaged_into_the_next(tap):
     """D15: it comes late, while the next round collects."""
     with Stage(num_batches=60, anchor=1, snapshot_timeout_s=0.05, max_failed_rounds=1000) as stage:
         stage.train()
@@ -257,7 +257,7 @@ def test_a_snapshot_of_a_round_that_was_given_up_is_not_averaged_into_the_next(t
 
 @local_rounds
 def test_ten_batches_and_their_acknowledgements_are_ten_batches(way, tap):
-    """D5: the schedule follows batches; no acknowledgement moves it."""
+    """D5: only batches advance the schedule, acknowledgements do not."""
     handle = builder(dataset=10, batch_size=1, way=way).anchor(1).max_anchor(1).run()
     handle.join(BOUND_S)
     assert len(tap.came(m.SyncAck)) >= 2
@@ -265,8 +265,8 @@ def test_ten_batches_and_their_acknowledgements_are_ten_batches(way, tap):
     assert [msg.step for msg in tap.sent(m.SetGlobalStep)][-1] == 10
 
 
-def test_final_snapshots_and_those_of_a_round_are_told_apart(faults, tap):
-    """D21: the run is stopped while a round collects; both kinds travel on one queue."""
+def test_final_snapshots_and_snapshots_of_a_round_are_distinguished(faults, tap):
+    """D21: the run is stopped while a round collects; both kinds share one queue."""
     held = threading.Event()
     planted = faults().hold(rank=1, step=2, until=held)
     b = planted.builder(dataset=400, batch_size=1, way=(CADENCE, OVER_CPU)).anchor(2)
@@ -278,7 +278,7 @@ def test_final_snapshots_and_those_of_a_round_are_told_apart(faults, tap):
     held.set()
     state = handle.join(BOUND_S)
     assert len(tap.came(m.FinalSnapshot)) == 2
-    # Every sample is behind one weight: that of a round, or that of the end.
+    # Every sample has one weight: in a round, or in the final average.
     weights = [sum(job.weights) for job in tap.averages]
     assert tap.averages[0].weights[1] > 0
     assert sum(weights) == sum(planted.steps.values())
@@ -286,7 +286,7 @@ def test_final_snapshots_and_those_of_a_round_are_told_apart(faults, tap):
 
 
 class HeldBack:
-    """Samples that are their own numbers, one of which is read only once it may be."""
+    """Samples equal to their indices, one of which is read only after a release."""
 
     def __init__(self, held):
         self.held, self.may_be_read = held, threading.Event()
@@ -301,14 +301,14 @@ class HeldBack:
 
 
 def until(ready):
-    """Wait for what nobody tells of."""
+    """Wait by polling, where there is no event."""
     deadline = time.monotonic() + BOUND_S
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_a_rank_that_leaves_from_a_broken_step_tells_what_it_has_trained(tap, tmp_path):
+def test_a_rank_that_leaves_from_a_broken_step_reports_its_training(tap, tmp_path):
     """D15: its last steps are in the checkpoint, so a resumed run must not train them again."""
     data, trained = HeldBack(3), Counter()
 

@@ -1,4 +1,4 @@
-"""The step waits for no device: what a run does not read."""
+"""The step waits for no device: it reads no tensor values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "
 
 
 class Reads:
-    """Notes every read of a tensor's value between the start and the end of a step."""
+    """Records every read of a tensor's value within a step."""
 
     def __init__(self, monkeypatch):
         self.found, self.num_steps = [], 0
@@ -72,7 +72,7 @@ def train(model, batch):
     "way", [(CADENCE, OVER_CPU), (ASYNC, THREAD)], ids=lambda w: f"{w[0].name}-{w[1].name}"
 )
 def test_a_step_reads_no_value_of_a_tensor(way, ranks, monkeypatch):
-    """S22: neither the loss before backward nor a norm now and then; recorded ones come late."""
+    """S22: neither a loss nor a norm; recorded values arrive later."""
     reads = Reads(monkeypatch)
     b = builder(
         model=lambda device: Net(),
@@ -89,8 +89,8 @@ def test_a_step_reads_no_value_of_a_tensor(way, ranks, monkeypatch):
     assert state.metrics[0].scalars["loss"] == pytest.approx(state.metrics[0].avg_loss)
 
 
-def test_a_loss_read_in_the_step_is_noticed(monkeypatch):
-    """S22: the fault itself, so that the test above means something."""
+def test_a_loss_read_in_the_step_is_detected(monkeypatch):
+    """S22: the planted fault, which the test above would find."""
     reads = Reads(monkeypatch)
 
     def eager(model, batch):

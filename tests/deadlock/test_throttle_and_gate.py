@@ -1,4 +1,4 @@
-"""Ranks that are held back: throttled, parked by the overshoot gate, and released."""
+"""Ranks that are throttled, parked at the overshoot limit, and released."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async_ways = pytest.mark.parametrize("way", [(ASYNC, OVER_CPU), (ASYNC, THREAD)]
 
 @contextmanager
 def throttled(*messages):
-    """A worker in its own thread that parks after one batch, with these messages to come."""
+    """A worker on its own thread that parks after one batch, with these messages queued."""
     trace = Trace()
     alone = Alone(train=trace)
     alone.send(m.Throttle(limit=1), *messages, start(range(3)))
@@ -38,7 +38,7 @@ def throttled(*messages):
 
 
 def test_two_throttles_need_one_release():
-    """D10: one before the wait and one within it; ``Resume`` once ends both."""
+    """D10: one before the wait and one during it; one ``Resume`` ends both."""
     with throttled(m.Throttle(limit=1)) as alone:
         alone.send(m.Throttle(limit=1), m.Resume(budget=MANY))
         assert alone.take_next(m.EpochReport).stats.num_batches == 2
@@ -54,8 +54,8 @@ def test_a_throttled_worker_still_answers_control_messages():
         assert (alone.worker.protocol.parked, alone.w) == (True, 1.0)
 
 
-def test_a_plan_that_comes_during_a_throttle_is_trained_after():
-    """D13: ``StartEpoch`` is taken while the worker waits, and not lost."""
+def test_a_plan_received_during_a_throttle_is_trained_afterwards():
+    """D13: ``StartEpoch`` is received while the worker waits, and not lost."""
     with throttled() as alone:
         alone.send(start(range(3, 5)), m.RequestParams(round=1))
         alone.take_next(m.ParamSnapshot)
@@ -66,7 +66,7 @@ def test_a_plan_that_comes_during_a_throttle_is_trained_after():
 
 
 def test_shutdown_within_a_throttle_ends_the_worker():
-    """D14: the worker is waiting when it comes, and leaves."""
+    """D14: a waiting worker receives it and leaves."""
     with throttled() as alone:
         alone.send(m.Shutdown())
         final = alone.take_next(m.FinalSnapshot)
@@ -102,7 +102,7 @@ def a_rank_too_far_ahead(planted, tap, way, held, mode="raise"):
 
 @held_ways
 def test_catching_up_alone_releases_a_throttled_rank(way, faults, tap):
-    """D11: no averaging is due for long; the slow rank's batches release the fast one."""
+    """D11: no round is due soon; the slow rank's batches release the fast one."""
     held, planted = threading.Event(), faults()
     with a_rank_too_far_ahead(planted, tap, way, held) as handle:
         held.set()
@@ -130,7 +130,7 @@ def test_a_stop_ends_a_run_with_a_throttled_rank(way, faults, tap):
 
 @held_ways
 def test_a_rank_too_far_ahead_is_released_by_the_death_of_the_other(way, faults, tap):
-    """D11: nobody catches up any more."""
+    """D11: no rank can catch up any more."""
     held, planted = threading.Event(), faults()
     with a_rank_too_far_ahead(planted, tap, way, held) as handle:
         planted.fail_at(rank=1, step=0)
@@ -140,13 +140,13 @@ def test_a_rank_too_far_ahead_is_released_by_the_death_of_the_other(way, faults,
 
 
 @held_ways
-def test_an_idle_rank_throttles_nobody(way, tap):
+def test_an_idle_rank_does_not_throttle_the_others(way, tap):
     """D11: rank 1 has nothing to catch up with."""
     b = builder(dataset=40, batch_size=1, way=way).anchor(100).max_batch_diff(0)
     with within(5):
         state = b.partition_ratios([1, 0]).run().join(BOUND_S)
     assert state.params["w"].item() == 40.0
-    # Nor does rank 0 need a round for each batch to go on.
+    # Rank 0 needs no round for each batch either.
     assert {msg.round for msg in tap.sent((m.RequestParams, m.SyncNow))} <= {1, 2}
 
 
@@ -168,7 +168,7 @@ def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(
 
 
 class _Parked(Hooks):
-    """Counts the steps that a rank begins while its peer is parked."""
+    """Counts the steps of a rank while its peer is parked."""
 
     num_steps = 0
 
@@ -190,12 +190,12 @@ def test_a_throttled_fast_rank_keeps_the_pace_of_the_slow_one(way, anchor, max_b
     assert run.now < 1.3 * 100 * slow_s
 
 
-# -- parked by the overshoot gate ------------------------------------------------------------
+# -- parked at the overshoot limit ------------------------------------------------------------
 
 
 @async_ways
-def test_a_rank_parked_by_the_gate_answers_and_is_woken_by_the_averaging(way, faults, tap):
-    """D12, D27: rank 0 has overshot its count and waits; the round needs its answer."""
+def test_a_rank_parked_at_the_overshoot_limit_replies_and_is_woken_by_the_round(way, faults, tap):
+    """D12, D27: rank 0 has overshot its count and waits; the round needs its reply."""
     held, planted = threading.Event(), faults()
     planted.hold(rank=1, step=0, until=held)
     b = planted.builder(dataset=80, batch_size=1, way=way).anchor(2).max_anchor(2)
@@ -211,7 +211,7 @@ def test_a_rank_parked_by_the_gate_answers_and_is_woken_by_the_averaging(way, fa
 
 
 @async_ways
-def test_a_rank_parked_at_the_end_of_an_epoch_goes_on_into_the_next(way, faults, tap):
+def test_a_rank_parked_at_the_end_of_an_epoch_continues_in_the_next(way, faults, tap):
     """D27: it is woken when the epoch closes, by the round that closes it."""
     held, planted = threading.Event(), faults()
     planted.hold(rank=1, step=0, until=held)
@@ -229,7 +229,7 @@ def test_a_rank_parked_at_the_end_of_an_epoch_goes_on_into_the_next(way, faults,
 
 
 @async_ways
-def test_a_stop_ends_a_run_with_a_rank_parked_by_the_gate(way, faults, tap):
+def test_a_stop_ends_a_run_with_a_rank_parked_at_the_overshoot_limit(way, faults, tap):
     """D14: the parked rank leaves at once, the other at its step's end."""
     held, planted = threading.Event(), faults()
     planted.hold(rank=1, step=0, until=held)

@@ -1,4 +1,4 @@
-"""What a run tells of itself is so, and telling it holds nothing up."""
+"""Reported results are correct, and reporting blocks nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 
 
 @local_ways
-def test_a_metrics_function_that_blocks_stops_no_dispatch(way):
+def test_a_blocking_metrics_function_does_not_stop_dispatch(way):
     """S23: it is in its first call while all epochs are trained and read by others."""
     called, opened = threading.Event(), threading.Event()
 
@@ -39,8 +39,8 @@ def test_a_metrics_function_that_blocks_stops_no_dispatch(way):
 
 
 @local_ways
-def test_a_metrics_function_that_raises_is_logged_and_ends_nothing(way, caplog):
-    """S23: every epoch is still handed to it."""
+def test_a_failing_metrics_function_is_logged_and_does_not_end_the_run(way, caplog):
+    """S23: it still receives every epoch."""
     seen = []
 
     def fail(metrics):
@@ -59,7 +59,7 @@ def recording(model, batch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_device_reports_as_many_do_and_keeps_nothing(ranks, tap):
+def test_a_single_device_reports_like_several_and_keeps_no_references(ranks, tap):
     """S24: the same metrics by the same path, and no report, batch or tensor left over."""
     b = builder(train=recording, dataset=45, batch_size=2, epochs=3, ranks=ranks)
     state = b.backend(OVER_CPU).run().join(BOUND_S)
@@ -91,7 +91,7 @@ def test_throughput_divides_by_the_time_of_all_chunks():
 
 
 @local_ways
-def test_a_loss_that_is_not_a_number_is_an_error_that_names_its_step(way, faults):
+def test_a_nan_loss_is_an_error_that_names_its_step(way, faults):
     """S19: one rank's loss is NaN at one step; no maximum and no comparison hides it."""
     planted = faults(poisoned_at(rank=1, step=2))
     b = planted.builder(dataset=40, batch_size=1, way=way).anchor(1)

@@ -47,8 +47,8 @@ class Checks:
         self._num_averagings = 0
         self._failed_before = 0
         self._dismissed: set[int] = set()
-        self._sizes: dict[int, int] = {}  # of the plan that is being dealt
-        self._needed = (0, 0)  # nothing before it may be dealt any more
+        self._sizes: dict[int, int] = {}  # of the plan being dealt
+        self._needed = (0, 0)  # no batch before it may be dealt again
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
@@ -62,7 +62,7 @@ class Checks:
             if c.batch_sizes is None:
                 self._evaluated_at = len(self._resumed)
             self._closed = list(range(sim.origin.num_closed))
-            # With ratios each rank had a part of the epoch for itself.
+            # With ratios each rank had its own part of the epoch.
             consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]
             num = c.accumulate * sim.per_global
             self._is_cut_anyhow |= any(start or stop % num for start, stop in consumed)
@@ -70,12 +70,12 @@ class Checks:
     # -- the coordinator ---------------------------------------------------------------
 
     def on_command(self, command: Command) -> None:
-        """The machine decided something."""
+        """Check the commands of the coordinator."""
         match command:
             case Send():
                 self._on_send(command.rank, command.message)
             case Average():
-                if self._sim.average_pending and not self._sim.dead:  # else that round is void
+                if self._sim.average_pending and not self._sim.dead:  # otherwise that round is void
                     raise Violation("two averages are computed at a time")
                 told = tuple(map(squares_of, command.payloads)) if command.round >= 0 else ()
                 if command.squares != told:
@@ -110,7 +110,7 @@ class Checks:
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
     def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
-        """Once all ranks have theirs of a plan, look at those of its first batch."""
+        """Check the pieces of the first batch once all ranks have the plan."""
         live = [r.rank for r in self._sim.machine.core.live]
         if rank == live[0]:
             self._sizes = {}
@@ -121,12 +121,12 @@ class Checks:
                 self._must_rest(idle)
 
     def _slice_samples(self, live: Sequence[int]) -> int | None:
-        """Samples in the first slice of a whole global batch, if there is one for each rank."""
+        """Samples in the first slice of a whole global batch, if enough for one per rank."""
         total = self._sim.machine.core.slice_samples(live)
         return total if total >= len(live) else None
 
     def _must_rest(self, rank: int) -> None:
-        """The rank gets nothing of global batches, which 1 sample for it would have to delay."""
+        """Check that an idle rank would delay the step with 1 sample."""
         shares = self._sim.machine.core.shares
         assert shares is not None
         sizes = {r: n for r, n in self._sizes.items() if n}
@@ -136,7 +136,7 @@ class Checks:
             best = split_by_cost(sum(sizes.values()), tuple(costs.values()))
             best_s = max(seconds(cost, n) for cost, n in zip(costs.values(), best, strict=True))
             now_s = max(seconds(costs[r], n) for r, n in sizes.items())
-            # With limits what fits is cut, and not what would be best.
+            # Memory limits, not times, decide here.
             gains = best_s < 0.96 * now_s and not self._sim.schedule.memory
         if gains:
             raise Violation(f"rank {rank} has an empty piece, and 1 sample would delay nobody")
@@ -161,7 +161,7 @@ class Checks:
         self._asked, self._unanswered = round_id, {rank}
 
     def on_event(self, event: m.Event) -> None:
-        """The machine is about to hear of this."""
+        """Record an event before the coordinator handles it."""
         self._needed = max(self._needed, self._sim.machine.first_needed())
         if isinstance(event, m.SyncAck | m.ParamSnapshot):
             took_s = self._sim.now - self._asked_at[event.rank]
@@ -172,7 +172,7 @@ class Checks:
     def _on_publish(self, command: PublishEpoch) -> None:
         metrics, c = command.metrics, self._config
         if metrics.partial:
-            self._partial.append(metrics)  # judged with the result
+            self._partial.append(metrics)  # checked with the result
             return
         if metrics.epoch != len(self._closed):
             raise Violation(f"epoch {metrics.epoch} closes after {self._closed}")
@@ -182,7 +182,7 @@ class Checks:
         if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
             raise Violation(f"{samples} samples are trained in an epoch, told: {metrics}")
         if not self._sim.num_live:
-            return  # nobody is left who could have evaluated it
+            return  # no rank was left to evaluate it
         self._must_hold(metrics.epoch, self._sim.settled(), "closed")
         if c.evaluate and ("evaluated", metrics.epoch) not in self._done_per_epoch:
             raise Violation(f"epoch {metrics.epoch} is published before it was evaluated")
@@ -245,11 +245,11 @@ class Checks:
         return tuple(batches)
 
     def _must_be_global(self, batches: Sequence[Batch]) -> None:
-        """A step is as many global batches as are accumulated; only the last one has fewer."""
+        """Check that a step has ``accumulate`` global batches, except for the last one."""
         c, (epoch, first) = self._config, batches[0]
         num = c.accumulate * self._sim.per_global
         wanted = [(epoch, b) for b in range(first, min(first + num, self._per_epoch))]
-        if self._is_cut_anyhow:  # what is left of the run, or between what was trained before
+        if self._is_cut_anyhow:  # the rest of the run, or gaps between consumed batches
             wanted = wanted[: len(batches)]
         elif first % num:
             raise Violation(f"a step of {num} batches begins in the middle of one: {batches}")
@@ -262,7 +262,7 @@ class Checks:
         self._note_trained(rank, batch, size)
 
     def on_own_batches(self, rank: int, plan: m.EpochPlan) -> None:
-        """The rank begins a plan with batches of its own size: only the end of a range is short."""
+        """Check a plan with the rank's own batch size: only the end of a range is short."""
         sizes = self._config.batch_sizes
         if sizes is None or not plan.batches:
             return
@@ -274,7 +274,7 @@ class Checks:
         self._pieces[rank] = dict(zip(numbers, plan.pieces, strict=True))
 
     def on_trained_own(self, rank: int, number: Batch, size: int) -> list[Batch]:
-        """The rank trained a batch, which may be several of those that the ledger counts."""
+        """The rank trained a batch, which may be several batches of the ledger."""
         if self._config.batch_sizes is None:
             self.on_trained(rank, number, size)
             return [number]
@@ -291,7 +291,7 @@ class Checks:
 
     def _note_trained(self, rank: int, batch: Batch, size: int) -> None:
         before = self._trained.get(batch)
-        # Under lockstep the effect of a batch may die with a rank that did not train it.
+        # Under lockstep a batch can be lost with a rank that did not train it.
         lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
         if before is not None and (before not in lost or before == BEFORE):
             raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
@@ -300,15 +300,15 @@ class Checks:
         self._trained[batch] = rank
 
     def on_per_epoch(self, rank: int, what: str, epoch: int, held: frozenset[Batch]) -> None:
-        """The rank evaluates or hands over what must be the average that closes an epoch."""
-        undone = self._sim.dead or self._sim.num_faults  # of a round that others could not end
+        """Check that the evaluated or handed over state is the average that closes an epoch."""
+        undone = self._sim.dead or self._sim.num_faults  # of a round that failed on other ranks
         if (what, epoch) in self._done_per_epoch and not undone:
             raise Violation(f"epoch {epoch} is {what} twice")
         self._done_per_epoch.append((what, epoch))
         self._must_hold(epoch, held, what)
 
     def on_evaluated_within(self, rank: int, at: int) -> None:
-        """The rank evaluates after so many batches, within an epoch."""
+        """Check an evaluation within an epoch."""
         c, last = self._config, self._evaluated_at
         assert c.eval_every is not None
         undone = self._sim.dead or self._sim.num_faults
@@ -326,7 +326,7 @@ class Checks:
     # -- the end ---------------------------------------------------------------------------
 
     def at_end(self) -> None:
-        """The run is over: nothing is lost and nobody is left."""
+        """Check the end of the run: no batch is lost and no rank is left."""
         machine = self._sim.machine
         left = [w.rank for w in self._sim.workers if not self._sim.ended(w)]
         if left:
@@ -356,7 +356,7 @@ class Checks:
         self._all_was_done(len(effects), outcome.stopped)
 
     def _must_have_failed(self, failure: Failure) -> None:
-        """A run fails when a rank dies, or, if the others may go on, when nobody can."""
+        """Check that a run fails exactly if a death must end it."""
         sim, s = self._sim, self._sim.schedule
         late = s.late_chance or s.collective_timeout_s
         if isinstance(failure.error, AveragingFailed):
@@ -375,7 +375,7 @@ class Checks:
         raise Violation("the run failed although it could go on") from failure.error
 
     def _cut_epochs(self, effects: frozenset[Batch]) -> None:
-        """What is told of epochs that max_steps has cut is what the result holds of them."""
+        """Check that metrics of partial epochs agree with the result."""
         told = {metrics.epoch: metrics.num_samples for metrics in self._partial}
         if len(told) != len(self._partial) or (told and self._config.max_steps is None):
             raise Violation(f"told of epochs that were cut: {self._partial}")
@@ -408,7 +408,7 @@ class Checks:
         self._was_evaluated()
 
     def _was_evaluated(self) -> None:
-        """An epoch that is long enough is evaluated within, where nothing comes between."""
+        """Check the evaluations within long enough epochs, without deaths or stops."""
         c, sim = self._config, self._sim
         if c.eval_every is None or c.max_steps is not None or self._resumed:
             return
@@ -419,12 +419,12 @@ class Checks:
             raise Violation(f"never evaluated within {counted} batches of {c.eval_every}")
 
     def _unfinished(self) -> list[int]:
-        """Epochs of which anything is trained in this run."""
+        """Epochs with batches trained in this run."""
         epochs = range(self._config.num_epochs)
         return [e for e in epochs if not self._resumed.issuperset(self._batches_of(e))]
 
     def _shares(self) -> None:
-        """Fixed ratios hold in every epoch to a batch."""
+        """Check that fixed ratios hold in every epoch to within a batch."""
         c = self._config
         if c.partition_ratios is None or c.max_steps is not None:
             return
@@ -442,5 +442,5 @@ class Checks:
 
     @property
     def needs_rounds(self) -> bool:
-        """Whether replicas are averaged by rounds."""
+        """True if replicas are averaged by rounds."""
         return self._config.world_size > 1 and self._config.policy is not ApplyPolicy.SYNC

@@ -1,4 +1,4 @@
-"""What stands for tensors in the simulation: whose training is in which state."""
+"""Symbolic tensors of the simulation: the batches whose effect is in each state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Batch = tuple[int, int]
 
 
 class Violation(AssertionError):
-    """Something happened that must never happen."""
+    """A violated invariant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced(m.Payload):
-    """A payload that knows which batches have shaped it.
+    """A payload with the batches whose effect it contains.
 
     Attributes:
         base: The batches in the average that the replica started from.
@@ -46,7 +46,7 @@ def replica(base: frozenset[Batch], local: Iterable[Batch]) -> Traced:
 
 
 def squares_of(state: m.Payload) -> tuple[float, ...] | None:
-    """The norms that a rank tells of a snapshot: of some, and of each others."""
+    """The squared norms of a snapshot, for some states only."""
     assert isinstance(state, Traced)
     if state.held is not None:
         return state.squares

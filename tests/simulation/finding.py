@@ -1,4 +1,4 @@
-"""What the tests of planted faults share: a simulator that finds nothing proves nothing."""
+"""Helpers of the tests of planted faults, which prove that the simulator finds faults."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.simulation.schedule import Schedule, draw_schedule
 from tests.support.pairs import SCALE
 
 NUM_SCHEDULES = 1000 * SCALE
-"""More than any planted fault needs to be found."""
+"""Number of schedules, more than any planted fault needs."""
 MAX_SCHEDULES = 5000
-"""Within which a planted fault has to be found."""
+"""Time limit for finding a planted fault."""
 STUCK = "nothing can happen any more"
 
 
-def drawn(wanted: Callable[[Schedule], object]) -> Callable[[int], Schedule]:
-    """Draws schedules until one is as wanted, each seed others."""
+def drawn(accepts: Callable[[Schedule], object]) -> Callable[[int], Schedule]:
+    """A function that draws schedules from a seed until one satisfies ``accepts``."""
 
     def draw(seed: int) -> Schedule:
         schedule = draw_schedule(seed)
-        while not wanted(schedule):
+        while not accepts(schedule):
             seed += 10**6
             schedule = draw_schedule(seed)
         return schedule
@@ -34,13 +34,13 @@ def drawn(wanted: Callable[[Schedule], object]) -> Callable[[int], Schedule]:
 def assert_is_found(
     expected: str, draw: Callable[[int], Schedule] = draw_schedule, *, tensors: bool = False
 ) -> None:
-    """Some schedule fails, with a message that says how."""
+    """Assert that some schedule fails with the expected message."""
     text = _first_failure(lambda seed: simulate(seed, draw=draw, tensors=tensors), expected)
     assert "coordinator ->" in text
 
 
 def assert_cluster_is_found(expected: str) -> None:
-    """Some schedule of a cluster fails, with a message that says how."""
+    """Assert that some schedule of a cluster fails with the expected message."""
     assert "--cluster" in _first_failure(simulate_cluster, expected)
 
 
@@ -58,6 +58,6 @@ def _first_failure(run: Callable[[int], object], expected: str) -> str:
 
 
 def simulate_all_quietly() -> None:
-    """The change made so far is none that a run could not bear."""
+    """Assert that no schedule fails with the changes made so far."""
     for seed in range(100):
         simulate(seed)

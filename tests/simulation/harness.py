@@ -51,29 +51,29 @@ class SimulationFailed(AssertionError):
 
 
 class Vanish(BaseException):
-    """Raised by a hook: the worker's thread ends without a word."""
+    """Raised by a hook: the worker's thread ends without a message."""
 
 
 class UserError(RuntimeError):
-    """What a user's function raises."""
+    """An error raised by a user's function."""
 
 
 class Hooks:
-    """Where faults are put in. These do nothing; a subclass overrides what it needs."""
+    """Injection points for faults; these do nothing and are overridden by subclasses."""
 
     def before_step(self, worker: SimWorker) -> None:
         """Called before a step; may raise: any exception kills the worker, as in a thread."""
 
     def before_death(self, worker: SimWorker) -> None:
-        """Called before a worker dies of what the schedule says."""
+        """Called before a worker dies by the schedule."""
 
     def extra_delay_s(self, sim: Simulation, rank: int, message: object) -> float:
-        """Time that a message travels beyond the schedule's own delay."""
+        """Delay of a message in addition to that of the schedule."""
         return 0.0
 
 
 class _Clock:
-    """What a reporter asks for the time."""
+    """The clock of a reporter."""
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
@@ -83,7 +83,7 @@ class _Clock:
 
 
 class _Outbox:
-    """A worker's way to the coordinator."""
+    """A worker's queue to the coordinator."""
 
     def __init__(self, sim: Simulation, rank: int) -> None:
         self._sim = sim
@@ -175,12 +175,12 @@ class Simulation:
         )
 
     def load_s(self) -> float:
-        """Seconds until the batch asked for is loaded."""
+        """Seconds until the next batch is loaded."""
         chance = self.schedule.load_chance
         return self.draw(self.schedule.load_s) if chance and self.rng.random() < chance else 0.0
 
     def outbox(self, rank: int) -> _Outbox:
-        """The worker's way to the coordinator."""
+        """The worker's queue to the coordinator."""
         return _Outbox(self, rank)
 
     def wake_at(self, worker: SimWorker, time: float) -> None:
@@ -188,22 +188,22 @@ class Simulation:
         self._at(time, lambda: self._deliver(worker, WAKE))
 
     def group_of(self, generation: int) -> tuple[int, ...]:
-        """The ranks that meet in a generation."""
+        """The ranks of a generation's group."""
         return self._groups[generation]
 
     def ended(self, worker: SimWorker) -> bool:
-        """Whether the worker's thread has ended."""
+        """True if the worker's thread has ended."""
         return worker.rank in self._ended
 
     def settled(self) -> frozenset[tuple[int, int]]:
-        """What is in the result whoever dies now."""
+        """Batches that are in the result whichever rank dies now."""
         alive = [w for w in self.workers if w.rank not in self.dead] or self.workers
         if len(alive) == 1:
             return self.averaged().union(alive[0].base, alive[0].local)
         return self.averaged()
 
     def averaged(self) -> frozenset[tuple[int, int]]:
-        """What is in the last average that every rank has, or is about to take."""
+        """Batches in the last average that every rank has, or is about to apply."""
         return self.result.base if self._delivers else self._held_by_all()
 
     def _held_by_all(self) -> frozenset[tuple[int, int]]:
@@ -221,14 +221,14 @@ class Simulation:
         heapq.heappush(self._heap, (time, next(self._order), action))
 
     def _arrival(self, way: str, rank: int, message: object) -> float:
-        """When a message arrives: after a delay, never before the one sent before it."""
+        """Arrival time of a message: delayed, but in order of sending."""
         delay = self.draw(self.schedule.delay_s) + self.hooks.extra_delay_s(self, rank, message)
         time = max(self.now + delay, self._channel_ends.get((way, rank), 0.0))
         self._channel_ends[way, rank] = time
         return time
 
     def send_to_coordinator(self, rank: int, message: m.Event) -> None:
-        """Put a message on its way."""
+        """Send a message."""
         if rank in self._ended:
             return
         self.trace.append((self.now, f"rank {rank} sends", message))
@@ -251,7 +251,7 @@ class Simulation:
             return
         worker.inbox.append(message)
         if worker.rank in self._waiting:
-            # A thread takes its time to wake up, and finds what has come meanwhile.
+            # A thread wakes up late and finds all messages that arrived meanwhile.
             self._waiting.remove(worker.rank)
             wake_s = self.draw(self.schedule.wake_s)
             self._at(self.now + wake_s, lambda: self._resume(worker, worker.inbox.popleft()))
@@ -270,7 +270,7 @@ class Simulation:
             self._at(self.now + self.draw(self.schedule.busy_s), self._serve)
 
     def _serve(self) -> None:
-        """The coordinator's thread takes what the inbox gives it, and waits again."""
+        """The coordinator's thread handles all messages of its inbox and waits again."""
         self._comes = False
         while self.inbox:
             self._handle(self.inbox.popleft())
@@ -290,7 +290,7 @@ class Simulation:
                     assert isinstance(command.message.average, Traced)
                     self.result = command.message.average
                 elif isinstance(command.message, m.RequestParams):
-                    # No average is on its way; the last one may have come of a collective.
+                    # No average is in flight; the last one may be that of a collective.
                     self.result = replace(self.result, base=self._held_by_all())
                     self._delivers = True
                 elif isinstance(command.message, m.SyncNow):
@@ -314,7 +314,7 @@ class Simulation:
             case m.BackendChosen():
                 self.choices.append(command)
             case ReportStall():
-                if not self.schedule.collective_timeout_s:  # else a rank may come late for ever
+                if not self.schedule.collective_timeout_s:  # otherwise a late rank may stall
                     raise Violation(STUCK) from command.error
 
     def _regroup(self, message: m.Regroup) -> None:
@@ -326,7 +326,7 @@ class Simulation:
         self._groups[generation] = message.ranks
 
     def _may_fail(self, generation: int) -> bool:
-        """Whether the group's transport is the one that fails, and another could serve."""
+        """True if the group's backend is the failing one, and another is usable."""
         c = self.schedule.config
         meeting = [b for b in c.backends if b is not AverageBackend.CPU]
         return bool(c.alternatives) and self._backends[generation] is meeting[0]
@@ -353,7 +353,7 @@ class Simulation:
         return finish
 
     def _averaged(self, job: Average, mean: Traced, parts: Sequence[Traced]) -> Traced:
-        """The same with tensors, by the coordinator's own arithmetic."""
+        """The average of real tensors, by the coordinator's averager."""
         made = self._mixer.average(job.payloads, job.weights, job.squares).average
         held = self._effects(parts, job.weights)
         return replace(
@@ -474,7 +474,7 @@ class Simulation:
             if name == "step":
                 loads = {rank: j.loads for rank, j in joined}
                 batches = self.checks.on_reduced(loads, weights)
-                # What is averaged is looked at by batches, whoever had which piece of them.
+                # The average is checked by batches, whichever ranks trained their pieces.
                 states[0] = replica(states[0].base, batches)
                 weights = [sum(map(self.weight_of, batches)), *[0] * (len(joined) - 1)]
             state = average(states, weights, self.weight_of)
@@ -514,7 +514,7 @@ class Simulation:
         self, worker: SimWorker, generation: int, state: Traced | None
     ) -> Callable[[], None]:
         def leave() -> None:
-            # A group that breaks meanwhile may take the result from some ranks, not all.
+            # A group that breaks meanwhile may lose the result on some ranks only.
             if self._is_broken(generation) and self._lot(self.schedule.torn_chance):
                 self._resume(worker, error=Torn(state))
             else:
@@ -597,7 +597,7 @@ class Simulation:
 
 
 def _kept(mean: Traced) -> Traced:
-    """What the coordinator keeps of an average, whose own memory is written to again."""
+    """A copy of an average, whose own memory is reused."""
     copied = clone_payload(mean)
     return replace(
         mean, params=copied.params, buffers=copied.buffers, other_buffers=copied.other_buffers

@@ -18,7 +18,7 @@ Run = Callable[[int], Simulation | ClusterSimulation | NcclRun]
 
 
 def try_seed(run: Run, seed: int) -> tuple[int, int, str]:
-    """Run a schedule; gives its seed, its number of events and what failed."""
+    """Run a schedule; returns its seed, its number of events and the error."""
     try:
         return seed, run(seed).num_events, ""
     except (SimulationFailed, ScheduleFailed) as error:

@@ -1,4 +1,4 @@
-"""Real replicas in the simulation: small tensors, averaged by the code that a run averages with.
+"""Real replicas in the simulation: small tensors, averaged by the code of real runs.
 
 A replica has a number for each batch of the run, which only training that batch changes, and
 buffers that do the same. What the numbers must be is known without tensors: a batch counts 1
@@ -32,7 +32,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What a state must be: the effect of each batch, and how often its lead trained it.
+    """The expected state: the effect of each batch, and the number of its trainings by its lead.
 
     Attributes:
         shares: Float64, one for each batch: 1 if trained by nobody else.
@@ -43,7 +43,7 @@ class Effects:
     counts: Tensor
 
     def plus(self, places: Sequence[int], share: float = 1.0) -> Effects:
-        """And these batches, trained once more."""
+        """These effects with some batches added."""
         shares, counts = self.shares.clone(), self.counts.clone()
         for place in places:
             shares[place] += share
@@ -57,7 +57,7 @@ def average_effects(
     local: Sequence[Sequence[int]],
     base: Effects,
 ) -> Effects:
-    """The effects of an average: each rank's batches count as much as its weight.
+    """The effects of an average, weighted by rank.
 
     Args:
         parts: What each rank holds.
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a rank brings to a collective."""
+    """A rank's contribution to a collective."""
 
     reals: tuple[Tensor, ...]
     others: tuple[Tensor, ...]
@@ -95,7 +95,7 @@ class Brought:
 
 
 class Meeting(ThreadCollective):
-    """A rank's end of a collective that all others have already brought their tensors to.
+    """A rank's end of a collective to which all others have already contributed.
 
     Args:
         rank: The rank's place among those that meet.
@@ -123,7 +123,7 @@ class Meeting(ThreadCollective):
         requests = [self._of_peer(peer, request) for peer in self._brought]
         requests[self.rank] = request
         self._num_broadcasts += request.name == "broadcast_"
-        plan = self._plan(requests)  # tensors so small are reduced by whoever makes the plan
+        plan = self._plan(requests)  # the rank that makes the plan reduces tensors this small
         assert plan.done
         if plan.fault is not None:
             raise ValueError(plan.fault)
@@ -131,7 +131,7 @@ class Meeting(ThreadCollective):
         return plan.total
 
     def _of_peer(self, peer: Brought, mine: Request) -> Request:
-        """What a peer asks when this rank asks that."""
+        """The matching request of a peer."""
         match mine.name:
             case "barrier":
                 return mine
@@ -149,7 +149,7 @@ class Meeting(ThreadCollective):
 
 
 class Replica:
-    """A rank's tensors, and what they must be.
+    """A rank's tensors and their expected values.
 
     Attributes:
         held: What the average that it started from must be.
@@ -179,7 +179,7 @@ class Replica:
         self.model.odd[place] ^= True
 
     def expect(self, local: Sequence[Batch], when: str) -> None:
-        """The live state must be the last average and what was trained since."""
+        """Check that the live state is the last average and the training since."""
         self.seen[when] += 1
         wanted = self.held.plus(self.places(local))
         model = self.model
@@ -196,7 +196,7 @@ class Replica:
         return self._with(traced, payload, squares)
 
     def copy(self, traced: Traced, *, last: bool = False) -> Traced:
-        """A snapshot for something else."""
+        """A snapshot outside of rounds."""
         averager = self._averager
         payload = averager.last_snapshot() if last else averager.snapshot(reuse=False)
         return self._with(traced, payload, None)
@@ -215,7 +215,7 @@ class Replica:
         )
 
     def take(self, average: Traced, *, wanted: bool) -> None:
-        """The average has come.
+        """Apply the average.
 
         Args:
             average: The average.
@@ -232,24 +232,24 @@ class Replica:
     # -- over a collective ---------------------------------------------------------------
 
     def bring(self, weight: float) -> Brought:
-        """What the rank puts into a round now."""
+        """The rank's present contribution to a round."""
         floats, others = self._state.buffers.empty()
         self._state.buffers.read_into(floats, others)
         reals = [*self._state.params.flats, *floats]
         return Brought(tuple(t.detach().clone() for t in reals), others, weight)
 
     def meet(self, meeting: Meeting, weight: float) -> None:
-        """Take part in a round; raises as a real one does if it fails."""
+        """Join a round; raises like a real one if it fails."""
         self._averager.collective = meeting
         self._averager.all_reduce(weight)
 
     def undo(self) -> None:
-        """The round is taken back."""
+        """Undo the round."""
         self._averager.undo_all_reduce()
 
 
 def expect_payload(payload: Traced, what: str) -> None:
-    """A payload must hold what is said of it."""
+    """Check the values of a payload."""
     wanted = payload.held.plus(payload.places)
     size = len(wanted.shares)
     (effects,), (mean,) = payload.params, payload.buffers

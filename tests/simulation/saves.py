@@ -1,4 +1,4 @@
-"""What must hold for every checkpoint of a simulated run, and going on from one."""
+"""Invariants of the checkpoints of a simulated run, and runs resumed from one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
 
 BEFORE = -1
-"""Who trained what is in the checkpoint that a run goes on from."""
+"""The rank of batches trained before a resume."""
 
 
 def held_by(command: SaveCheckpoint) -> frozenset[Batch]:
@@ -31,7 +31,7 @@ def held_by(command: SaveCheckpoint) -> frozenset[Batch]:
 
 
 def consumed_by(run: Mapping[str, Any], per_epoch: int) -> frozenset[Batch]:
-    """The batches that a checkpoint says are in it."""
+    """The consumed batches recorded in a checkpoint."""
     found = [(metrics["epoch"], b) for metrics in run["metrics"] for b in range(per_epoch)]
     for epoch in run["epochs"]:
         for start, stop in epoch["consumed"]:
@@ -43,18 +43,18 @@ def consumed_by(run: Mapping[str, Any], per_epoch: int) -> frozenset[Batch]:
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint that a simulated run goes on from."""
+    """The checkpoint of a resumed simulated run."""
 
     command: SaveCheckpoint
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """The machine's state."""
+        """The coordinator's state."""
         return self.command.run
 
     @property
     def held(self) -> frozenset[Batch]:
-        """What is in the weights."""
+        """The batches in the weights."""
         return held_by(self.command)
 
     @property
@@ -109,5 +109,5 @@ class SaveChecks:
         self._answered += command.tickets
 
     def answered(self) -> list[int]:
-        """Calls of ``save()`` that were answered."""
+        """Completed calls of ``save()``."""
         return self._answered

@@ -1,4 +1,4 @@
-"""A schedule: everything that a seed decides about a simulated run."""
+"""A schedule: all random choices of a simulated run, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.splitting import split_like
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast a rank trains: seconds for a full batch, from a time on."""
+    """Speed of a rank: seconds per full batch, from a time on."""
 
     start_s: float
     batch_s: float
@@ -20,7 +20,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """A worker raises, or its thread ends without a word, from a time on."""
+    """A worker raises, or its thread ends without a message, from a time on."""
 
     rank: int
     at_s: float
@@ -105,7 +105,7 @@ class Draw:
         object.__setattr__(self, "rng", random.Random(self.seed))
 
     def maybe(self, chance: float) -> bool:
-        """True with this chance."""
+        """True with this probability."""
         return self.rng.random() < chance
 
     def schedule(self) -> Schedule:
@@ -143,7 +143,7 @@ class Draw:
         )
 
     def _deaths(self, world: int, lasts_s: float, build_s: float, step_s: float) -> Iterator[Death]:
-        """None in most runs, else of one rank or of several, now and then at once."""
+        """No death in most runs, otherwise of one or several ranks, sometimes at once."""
         rng = self.rng
         if not self.maybe(0.4 if world > 1 else 0.1):
             return
@@ -157,7 +157,7 @@ class Draw:
             yield Death(rank=rank, at_s=at_s, vanishes=self.maybe(0.3))
             if self.maybe(0.4):
                 at_s = time_s()
-            elif self.maybe(0.5):  # while the others are still bringing themselves together
+            elif self.maybe(0.5):  # while the others regroup
                 at_s += rng.uniform(0.0, 10.0) * step_s
 
     def _config(self, world: int) -> CoordinatorConfig:
@@ -211,7 +211,7 @@ def draw_schedule(seed: int) -> Schedule:
 
 
 def with_evaluations(schedule: Schedule) -> Schedule:
-    """The schedule with evaluations within epochs in half of the runs that have some."""
+    """The schedule with evaluations within epochs in half of the runs with evaluation."""
     c, rng = schedule.config, random.Random(f"evaluations of {schedule.seed}")
     fits = c.evaluate and not (c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None)
     if not fits or rng.random() < 0.5:
@@ -220,8 +220,8 @@ def with_evaluations(schedule: Schedule) -> Schedule:
 
 
 def with_sizes(schedule: Schedule) -> Schedule:
-    """The schedule with batches of a size of its own for each rank in a third of the runs
-    without ``SYNC``."""
+    """The schedule with unequal batch sizes of the ranks in a third of the runs without
+    ``SYNC``."""
     c = schedule.config
     rng = random.Random(f"sizes of {schedule.seed}")
     if c.policy is ApplyPolicy.SYNC or c.drop_last or rng.random() < 0.67:
@@ -232,7 +232,7 @@ def with_sizes(schedule: Schedule) -> Schedule:
 
 
 def with_transports(schedule: Schedule) -> Schedule:
-    """The schedule with a choice of transports in half of the runs, drawn apart."""
+    """The schedule with a choice of backends in half of the runs, from a separate generator."""
     rng = random.Random(f"transports of {schedule.seed}")
     c = schedule.config
     if c.world_size == 1 or rng.random() < 0.5:
@@ -263,12 +263,12 @@ def with_shares(schedule: Schedule) -> Schedule:
         return schedule
     factor = rng.choice((1, 1, 2, 4, 8))
     stop_s = schedule.stop_at_s
-    # A limit is four fifths of what was too large, and equal pieces must fit.
+    # A limit is four fifths of the failed piece, and equal pieces must fit.
     least = c.batch_size * 5 // 4 + 1
     memory = tuple(rng.randint(least, least + 2) for _ in range(c.world_size))
     is_small = rng.random() < 0.4
     sizes, measures = None, True
-    if rng.random() < 0.4:  # sizes of the user, at first or for good
+    if rng.random() < 0.4:  # sizes set by the user, initial or fixed
         weights = [rng.randint(1, 5) for _ in range(c.world_size)]
         sizes = split_like(c.batch_size * c.world_size, weights)
         measures, is_small = rng.random() < 0.4, False
@@ -283,7 +283,7 @@ def with_shares(schedule: Schedule) -> Schedule:
 
 
 def stopped_late(schedule: Schedule) -> Schedule:
-    """A longer run that is stopped, where ranks hear of it at different times."""
+    """A longer run that is stopped, with ranks notified at different times."""
     rng = random.Random(f"stop of {schedule.seed}")
     c, batch_s = schedule.config, schedule.batch_s(0, 0.0)
     size = c.batch_size * c.world_size * c.accumulate
@@ -298,7 +298,7 @@ def stopped_late(schedule: Schedule) -> Schedule:
 
 
 def with_saves(schedule: Schedule) -> Schedule:
-    """The schedule with checkpoints in some runs, drawn apart: the rest stays as it was."""
+    """The schedule with checkpoints in some runs, from a separate generator."""
     rng = random.Random(f"saves of {schedule.seed}")
     if rng.random() < 0.5:
         return schedule
@@ -314,7 +314,7 @@ def with_saves(schedule: Schedule) -> Schedule:
 
 
 def draw_late_schedule(seed: int) -> Schedule:
-    """A longer run with a late coordinator, whose acknowledgements may wait for reports.
+    """A longer run with a late coordinator, whose acknowledgements may be delayed to reports.
 
     The faults of the seed are spread over it.
     """

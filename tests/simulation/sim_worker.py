@@ -1,4 +1,4 @@
-"""A worker whose tensors are faked: the protocol, the reports and the loop are not.
+"""A worker with symbolic tensors and the real protocol, reports and loop.
 
 It follows :class:`runtime.worker.worker.GpuWorker` message for message, as a generator: what
 blocks there is yielded here. A ``float`` is time that passes, :data:`GET` waits for a
@@ -57,7 +57,7 @@ class Join:
 
 
 class Torn(CollectiveAborted):
-    """The group broke when all had joined: the rank loses the average that the others have."""
+    """The group broke after all had joined: this rank misses the average that others have."""
 
     def __init__(self, average: Traced | None) -> None:
         super().__init__("aborted")
@@ -120,16 +120,16 @@ class SimWorker:
 
     @property
     def state(self) -> Traced:
-        """The replica now."""
+        """The present state of the replica."""
         return replica(self.base, self.local)
 
     def _copied(self, *, last: bool = False) -> Traced:
-        """The replica now, with its tensors."""
+        """The present state of the replica, with its tensors."""
         tensors = self.replica
         return self.state if tensors is None else tensors.copy(self.state, last=last)
 
     def _expect(self, when: str) -> None:
-        """The tensors must be what is said of them."""
+        """Check the values of the tensors."""
         if self.replica is not None:
             self.replica.expect(self.local, when)
 
@@ -323,7 +323,7 @@ class SimWorker:
                 raise PieceTooLarge(size)
             elapsed += step_s
             batch = batches.popleft()
-            if self._in_steps:  # it counts once the gradients are averaged
+            if self._in_steps:  # counted once the gradients are averaged
                 trained.append(batch)
                 continue
             counted = self._sim.checks.on_trained_own(self.rank, batch, size)
@@ -332,7 +332,7 @@ class SimWorker:
             if self.replica is not None:
                 for one in counted:
                     self.replica.train(one)
-        # Pieces whose samples the peers train.
+        # Empty pieces: the peers train the samples.
         trained += [batches.popleft() for _ in range(num_empty)]
         if self._is_lockstep:
             join = self._join("step", self._lockstep.step, sum(sizes))
@@ -526,7 +526,7 @@ class SimWorker:
         return Meeting(ranks.index(self.rank), average.brought, torn=torn)
 
     def _check_samples(self) -> None:
-        """The protocol's samples since the last round must be those of its batches."""
+        """Check that the protocol's samples since the last round are those of its batches."""
         if self.protocol.samples != sum(map(self._sim.samples_of, self.local)):
             raise Violation(f"{self.protocol.samples} samples for the batches {self.local}")
 

@@ -17,11 +17,11 @@ MAX_STEPS = 50_000
 
 
 class Killed(BaseException):
-    """Ends a thread of a schedule that is over."""
+    """Ends a thread of a finished schedule."""
 
 
 class Carrier:
-    """A thread of the operating system, which carries one stepped thread after the other."""
+    """An OS thread that runs stepped threads one after another."""
 
     idle: ClassVar[deque[Carrier]] = deque()
 
@@ -86,7 +86,7 @@ class Scheduler:
         self.trace = []
         self.dead = False
         self._stickiness = self.random.choice((0.0, 0.5, 0.8, 0.95))
-        self._slow = self.random.choice((0.2, 1.0, 3.0))  # of devices, beside threads
+        self._slow = self.random.choice((0.2, 1.0, 3.0))  # speed of devices relative to threads
         self._over = threading.Event()
 
     def run(self, main):
@@ -124,7 +124,7 @@ class Scheduler:
         return thread
 
     def block(self, ready, timeout_s, what):
-        """Let others run until ``ready()``; false if the time is over before."""
+        """Let others run until ``ready()``; returns False after a timeout."""
         if self.dead:
             raise Killed
         me = self.current
@@ -140,14 +140,14 @@ class Scheduler:
         self.block(None, None, what)
 
     def fail(self, why, error=None):
-        """The schedule is over; the first reason stands."""
+        """End the schedule; the first reason is kept."""
         if self.failure is None and not self.dead:
             self.failure = why
             self.error = error
         self.dead = True
 
     def states(self):
-        """One line on what every thread waits for."""
+        """One line with the wait of every thread."""
         waiting = [f"{t.name}: {t.what}" for t in self.threads if not t.finished]
         return "; ".join(waiting + self.machine.states())
 
@@ -325,7 +325,7 @@ class Local:
 
 
 class Threading:
-    """Stands for the module ``threading``."""
+    """Replaces the module ``threading``."""
 
     Lock, Condition, Event, Thread, local = Lock, Condition, Event, Thread, Local
     TIMEOUT_MAX = threading.TIMEOUT_MAX
@@ -336,7 +336,7 @@ class Threading:
 
 
 class Time:
-    """Stands for the module ``time``."""
+    """Replaces the module ``time``."""
 
     @staticmethod
     def monotonic():
@@ -351,7 +351,7 @@ class Time:
 
 @contextmanager
 def stepped(*modules):
-    """Let modules use the stand-ins."""
+    """Replace the modules ``threading`` and ``time`` in these modules."""
     before = []
     for module in modules:
         for name, stand_in in (("threading", Threading), ("time", Time)):

@@ -1,4 +1,4 @@
-"""Longer runs, in which the coordinator's thread is late and finds what has come meanwhile."""
+"""Longer runs whose coordinator thread is late and finds several messages at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.pairs import SCALE
 NUM_SCHEDULES = 300 * SCALE
 
 
-def test_every_schedule_ends_however_late_the_coordinator_is():
+def test_every_schedule_ends_with_a_late_coordinator():
     seen = Counter()
     for seed in range(NUM_SCHEDULES):
         run = simulate(seed, draw=draw_late_schedule)

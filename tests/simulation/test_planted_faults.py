@@ -1,4 +1,4 @@
-"""Faults planted in the machine and in the protocol: the simulator must find each."""
+"""Faults planted in coordinator and protocol, each of which the simulator must find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_dropped_resume_is_found(monkeypatch):
     assert_is_found(STUCK)
 
 
-def test_a_parked_rank_that_a_round_does_not_wake_is_found(monkeypatch):
+def test_a_parked_rank_not_woken_by_a_round_is_found(monkeypatch):
     new_round = WorkerProtocol._new_round
 
     def asleep(self, budget):
@@ -127,7 +127,7 @@ def test_late_rounds_counted_over_a_good_one_are_found(monkeypatch):
 
 
 def test_halts_counted_over_a_step_are_found(monkeypatch):
-    """Those of ``SYNC``, at whatever step."""
+    """Halts of ``SYNC`` at different steps are not consecutive failures."""
     on_halted = Survival.on_halted
 
     def grudging(self, event):
@@ -237,7 +237,7 @@ def shares(schedule):
 
 
 def test_a_stale_share_is_found(monkeypatch):
-    """One rank's plan has the sizes of the plan before."""
+    """One rank's plan has the sizes of the last plan."""
     cut_pieces = BatchLedger.cut_pieces
     before = {}
 
@@ -304,7 +304,7 @@ def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
 
 
 def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
-    """What the ledger counts behind a report goes beyond the end of the range."""
+    """A report then covers batches beyond the end of the range."""
     settle = BatchLedger.settle
 
     def whole(self, rank):
@@ -315,7 +315,7 @@ def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
     assert_is_found("", drawn(sized_apart))
 
 
-def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):
+def test_a_weight_other_than_that_of_the_share_is_found(monkeypatch):
     init = PlanSteps.__init__
 
     def of_whole_batches(self, plan, config):
@@ -325,7 +325,7 @@ def test_a_weight_that_is_not_that_of_the_share_is_found(monkeypatch):
     assert_is_found("weighs", drawn(shares))
 
 
-def test_a_share_of_nothing_is_found(monkeypatch):
+def test_an_empty_share_is_found(monkeypatch):
     sizes = Shares.sizes
 
     def greedy(self, total, ranks):
@@ -345,8 +345,8 @@ def test_a_piece_that_stays_too_large_is_found(monkeypatch):
     assert_is_found("", drawn(small_memory))
 
 
-def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatch):
-    """The batches of the window that a rank had trained before its memory ended."""
+def test_a_repeated_step_without_its_first_batches_is_found(monkeypatch):
+    """Batches of the window that a rank trained before it ran out of memory are lost."""
     recount = BatchLedger.recount
 
     def one_more(self, rank, number, spans, *, reported, made):
@@ -358,20 +358,20 @@ def test_a_step_that_is_made_again_without_its_first_batches_is_found(monkeypatc
 
 
 def late_stops(monkeypatch):
-    """Runs that are stopped while short plans wait."""
+    """Runs that are stopped while short plans are queued."""
     monkeypatch.setattr(epochs, "PLAN_STEPS", 2)
     draw = drawn(shares)
     return lambda seed: stopped_late(draw(seed))
 
 
-def test_a_stop_while_plans_wait_is_borne(monkeypatch):
+def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
     draw = late_stops(monkeypatch)
     for seed in range(150):
         simulate(seed, draw=draw)
 
 
-def test_a_rank_that_begins_a_plan_behind_the_stop_is_found(monkeypatch):
-    """It has left the plan in which all stop, and begins the one that waited behind it."""
+def test_a_rank_that_begins_a_plan_after_the_stop_is_found(monkeypatch):
+    """It left the plan in which all stop, and starts the next one in its queue."""
     monkeypatch.setattr(WorkerProtocol, "drop_plans", lambda self: None)
     assert_is_found("told", late_stops(monkeypatch))
 
@@ -381,8 +381,8 @@ def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
     assert_is_found("told", drawn(shares))
 
 
-def test_steps_that_are_forgotten_and_counted_again_are_found(monkeypatch):
-    """What a death takes back begins behind the steps that were forgotten."""
+def test_dropped_steps_that_are_counted_again_are_found(monkeypatch):
+    """A death can only undo steps after the dropped ones."""
     forget = LockstepPlan.drop_reported
 
     def again(self, accumulate):

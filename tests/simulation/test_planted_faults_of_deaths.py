@@ -1,4 +1,4 @@
-"""Faults planted in what follows a death: the simulator must find each."""
+"""Faults planted in the handling of deaths, each of which the simulator must find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.simulation.sim_worker import SimWorker
 
 
 def without(monkeypatch, owner, name, dropped):
-    """Messages that ``dropped`` picks do not arrive."""
+    """Drop the messages that ``dropped`` selects."""
     send = getattr(owner, name)
 
     def dropping(self, rank, message):
@@ -35,7 +35,7 @@ def without(monkeypatch, owner, name, dropped):
     monkeypatch.setattr(owner, name, dropping)
 
 
-def test_batches_that_die_with_a_rank_are_missed(monkeypatch):
+def test_unsettled_batches_not_reopened_after_a_death_are_found(monkeypatch):
     reopen_rank = BatchLedger.reopen_rank
 
     def forgetful(self, rank, shares, *, in_round=True):
@@ -50,7 +50,7 @@ def test_batches_that_die_with_a_rank_are_missed(monkeypatch):
     assert_is_found("Violation")
 
 
-def test_batches_that_were_only_assigned_to_the_dead_are_missed(monkeypatch):
+def test_assigned_batches_not_reopened_after_a_death_are_found(monkeypatch):
     reopen_rank = BatchLedger.reopen_rank
 
     def forgetful(self, rank, shares, *, in_round=True):
@@ -61,17 +61,17 @@ def test_batches_that_were_only_assigned_to_the_dead_are_missed(monkeypatch):
     assert_is_found(STUCK)
 
 
-def test_a_share_that_is_kept_for_the_dead_is_found(monkeypatch):
+def test_a_share_kept_for_a_dead_rank_is_found(monkeypatch):
     monkeypatch.setattr(BatchLedger, "_hand_over", lambda self, epoch, rank, shares: None)
     assert_is_found(STUCK)
 
 
-def test_a_round_that_waits_for_the_dead_is_found(monkeypatch):
+def test_a_round_that_waits_for_a_dead_rank_is_found(monkeypatch):
     monkeypatch.setattr(RoundRunner, "on_death", lambda self, rank: True)
     assert_is_found(STUCK)
 
 
-def test_a_round_that_keeps_what_the_dead_never_told_is_found(monkeypatch):
+def test_a_round_with_unreported_training_of_a_dead_rank_is_found(monkeypatch):
     on_death = RoundRunner.on_death
 
     def trusting(self, rank):
@@ -115,7 +115,7 @@ def test_a_group_that_is_not_replaced_is_found(monkeypatch):
     assert_is_found(STUCK)
 
 
-def test_the_last_rank_kept_on_a_leash_is_found(monkeypatch):
+def test_a_limit_on_the_last_rank_is_found(monkeypatch):
     continue_alone = Survival.continue_alone
 
     def quietly(self):
@@ -132,13 +132,13 @@ def test_an_evaluation_that_dies_with_the_lead_is_found(monkeypatch):
     assert_is_found(STUCK)
 
 
-def test_lockstep_ranks_that_are_not_told_to_halt_are_found(monkeypatch):
+def test_lockstep_ranks_without_a_halt_message_are_found(monkeypatch):
     without(monkeypatch, Simulation, "_send_to_worker", lambda message: isinstance(message, m.Halt))
     assert_is_found(STUCK)
 
 
-def test_a_step_counted_by_what_was_told_is_found(monkeypatch):
-    """What the dead rank had no time to report would be trained twice."""
+def test_a_step_counted_by_reports_is_found(monkeypatch):
+    """Unreported batches of the dead rank would be trained twice."""
     recount = BatchLedger.recount
 
     def by_reports(self, rank, number, spans, *, reported, made):
@@ -174,7 +174,7 @@ def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
     assert_is_found("Violation")
 
 
-def test_a_dead_rank_that_is_dealt_to_is_found(monkeypatch):
+def test_a_batch_dealt_to_a_dead_rank_is_found(monkeypatch):
     on_death = Coordinator._on_death
 
     def deal_first(self, failure, now, *, fatal=False):
@@ -185,7 +185,7 @@ def test_a_dead_rank_that_is_dealt_to_is_found(monkeypatch):
     assert_is_found("a message to rank")
 
 
-def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
+def test_batches_kept_by_a_dead_rank_are_found(monkeypatch):
     reopen_rank = BatchLedger.reopen_rank
 
     def hoarding(self, rank, shares, *, in_round=True):
@@ -199,7 +199,7 @@ def test_a_ledger_that_the_dead_keep_is_found(monkeypatch):
 
 
 def two_deaths(seed):
-    """The second falls into the meeting after the first, which some ranks leave late."""
+    """The second death occurs while the ranks regroup after the first."""
     rng = random.Random(seed)
     first_s = rng.uniform(0.01, 0.03)
     config = CoordinatorConfig(
@@ -233,7 +233,7 @@ def _run_all(count):
 
 
 def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
-    """By a rank that comes late out of the meeting of a group which has broken since."""
+    """A rank leaves the connection of a group late, after the group broke."""
     _run_all(200)
     begin_plan = WorkerProtocol.begin_plan
 
@@ -248,13 +248,13 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
         _run_all(200)
 
 
-def test_samples_that_are_let_go_while_a_step_may_be_taken_back_are_missed(monkeypatch):
+def test_samples_released_while_a_step_may_be_undone_are_found(monkeypatch):
     monkeypatch.setattr(machine, "STEPS_BACK", 0)
     # One in twelve thousand has such a death.
     assert_is_found("was let go", lambda _: draw_schedule(59591))
 
 
-def test_samples_that_are_let_go_once_they_are_trained_are_missed(monkeypatch):
+def test_samples_released_after_training_are_found(monkeypatch):
     first_unsettled = BatchLedger.first_unsettled
 
     def forgetful(self):
@@ -287,7 +287,7 @@ def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
 
 
 def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
-    """After a death each rank's piece is a part of the global batch, and not a batch of it."""
+    """After a death a piece is a part of the global batch, and not one of its batches."""
     monkeypatch.setattr(LockstepPlan, "num_complete_batches", lambda self, rank, num: num)
     assert_is_found("", drawn(lambda s: lockstep(s) and not s.config.balance and bool(s.deaths)))
 
@@ -304,7 +304,7 @@ def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
 
 
 def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
-    """Where few ranks train a global batch in several slices, each step has all of them."""
+    """With few ranks a step has several slices of the global batch."""
     init = PlanSteps.__init__
 
     def of_slices(self, plan, config):

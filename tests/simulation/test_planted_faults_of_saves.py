@@ -1,4 +1,4 @@
-"""Faults planted in the making of checkpoints: the simulator must find each."""
+"""Faults planted in checkpoints, each of which the simulator must find."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.simulation.saves import Origin
 from tests.simulation.schedule import draw_schedule
 
 
-def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
+def test_sums_with_reports_after_the_cut_are_found(monkeypatch):
     def late(core, closing, elapsed_s, cuts, step):
         epochs = [*(epoch for epoch, _ in closing), *core.ledger.epochs]
         now = {
@@ -35,7 +35,7 @@ def test_sums_that_hold_what_was_told_after_the_cut_are_found(monkeypatch):
 
 
 class LateParts(Hooks):
-    """The part of one rank arrives when the others have gone on."""
+    """The reply of one rank arrives after the others have continued."""
 
     def extra_delay_s(self, sim, rank, message):
         late = isinstance(message, m.CapturedState) and rank == 1
@@ -109,7 +109,7 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
     assert_is_found("in the checkpoint and not told: [(")
 
 
-def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
+def test_consumed_batches_dealt_again_are_found(monkeypatch):
     epoch_of = run_state._epoch_of
 
     def whole(core, saved):
@@ -120,7 +120,7 @@ def test_a_pool_that_deals_consumed_batches_again_is_found(monkeypatch):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 
 
-def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(monkeypatch):
+def test_evaluations_that_ignore_training_before_a_resume_are_found(monkeypatch):
     monkeypatch.setattr(run_state, "_TOTALS", [t for t in run_state._TOTALS if t != "num_batches"])
     with pytest.raises(SimulationFailed, match="evaluated after"):
         resume_all(
@@ -131,7 +131,7 @@ def test_evaluations_that_forget_what_an_interrupted_run_had_trained_are_found(m
 
 
 @pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
-def test_evaluations_within_an_epoch_that_never_come_are_found(monkeypatch, policy):
+def test_missing_evaluations_within_an_epoch_are_found(monkeypatch, policy):
     due = EpochScheduler.evaluation_due.fget
     alone = property(lambda self: due(self) and len(self._core.live) < 2)
     monkeypatch.setattr(EpochScheduler, "evaluation_due", alone)

@@ -1,4 +1,4 @@
-"""Schedules with real tensors, averaged by real averagers: every effect is in them once."""
+"""Schedules with real tensors and averagers: the result contains every effect once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_schedule
 
 NUM_SCHEDULES = 150
-"""One of them takes four times as long as one without tensors."""
+"""Number of schedules; each takes four times as long as one without tensors."""
 
 
 def draw_rounds(seed):
-    """The schedule, or another one if this one has no rounds."""
+    """A schedule with rounds."""
     schedule = draw_schedule(seed)
     while schedule.config.world_size == 1 or schedule.config.policy is ApplyPolicy.SYNC:
         seed += 10**6
@@ -30,7 +30,7 @@ def draw_rounds(seed):
     return schedule
 
 
-def test_every_effect_is_in_the_tensors_once():
+def test_every_effect_is_in_the_tensors_exactly_once():
     seen = Counter()
     for seed in range(NUM_SCHEDULES):
         run = simulate(seed, draw=draw_rounds, tensors=True)
@@ -48,18 +48,18 @@ def test_every_effect_is_in_the_tensors_once():
 
 
 @pytest.mark.parametrize("seed", [1, 66, 77])
-def test_tensors_change_nothing_of_a_history(seed):
+def test_tensors_do_not_change_a_history(seed):
     plain, real = simulate(seed, draw=draw_rounds), simulate(seed, draw=draw_rounds, tensors=True)
     assert plain.num_events == real.num_events
     assert [line[:2] for line in plain.trace] == [line[:2] for line in real.trace]
 
 
-def test_a_round_that_is_not_taken_back_is_found(monkeypatch):
+def test_a_round_not_undone_is_found(monkeypatch):
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", lambda self: None)
     assert_is_found("undone: effects in parameters", draw_rounds, tensors=True)
 
 
-def test_parameters_that_are_not_taken_back_are_found(monkeypatch):
+def test_parameters_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
@@ -71,7 +71,7 @@ def test_parameters_that_are_not_taken_back_are_found(monkeypatch):
     assert_is_found("undone: effects in parameters", draw_rounds, tensors=True)
 
 
-def test_buffers_that_are_not_taken_back_are_found(monkeypatch):
+def test_buffers_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
@@ -82,7 +82,7 @@ def test_buffers_that_are_not_taken_back_are_found(monkeypatch):
     assert_is_found("undone: effects in buffers", draw_rounds, tensors=True)
 
 
-def test_flags_that_are_not_taken_back_are_found(monkeypatch):
+def test_flags_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
@@ -104,7 +104,7 @@ def test_integers_of_the_first_rank_are_found(monkeypatch):
     assert_is_found("averaged: counts", draw_rounds, tensors=True)
 
 
-def test_an_average_that_loses_what_was_trained_meanwhile_is_found(monkeypatch):
+def test_an_average_that_loses_training_since_the_snapshot_is_found(monkeypatch):
     def replacing(self, average, meanwhile=None):
         self.replace(average)
         if meanwhile is not None:

@@ -1,4 +1,4 @@
-"""Every checkpoint of a simulated run can be gone on from, at any world size."""
+"""Runs resumed from every checkpoint of a simulated run, at any world size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def at_world_size(schedule: Schedule, world: int) -> Schedule:
 
 
 @pytest.mark.parametrize("part", range(SLICES))
-def test_what_is_left_after_any_checkpoint_is_trained_once(part):
+def test_remaining_batches_of_any_checkpoint_are_trained_once(part):
     seen: Counter[object] = Counter()
     for seed in range(part, NUM_SCHEDULES, SLICES):
         schedule = draw_schedule(seed)

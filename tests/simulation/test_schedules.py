@@ -44,7 +44,7 @@ def test_every_schedule_ends_with_every_sample_in_the_result_once(part):
 
 
 def draw_late_ranks_at_a_stop(seed):
-    """Ranks in lockstep that wait for each other in vain, and a stop at about that time."""
+    """Lockstep ranks that time out waiting for each other, and a stop at about that time."""
     draw = random.Random(seed)
     config = CoordinatorConfig(
         devices=("cpu", "cpu"),
@@ -72,8 +72,8 @@ def draw_late_ranks_at_a_stop(seed):
     )
 
 
-def test_ranks_that_a_stop_finds_waiting_in_vain_tell_what_they_have_trained():
-    """Their last steps are in the checkpoint, so it must not hand them out again."""
+def test_ranks_that_time_out_at_a_stop_report_their_training():
+    """Their last steps are in the checkpoint and must not be dealt again."""
     seen = Counter()
     for seed in range(300):
         run = simulate(seed, draw=draw_late_ranks_at_a_stop)
@@ -111,7 +111,7 @@ def test_the_schedules_reach_every_setting():
     assert {len(s.deaths) for s in drawn} >= {0, 1, 2, 8}
 
 
-def test_a_violation_says_which_batch_is_missing():
+def test_a_violation_names_the_missing_batch():
     run = simulate(7)
     checks = Checks(run)
     with pytest.raises(Violation, match=r"epoch 0 is closed without the effect of \[\(0, 0\)"):

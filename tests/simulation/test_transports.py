@@ -1,4 +1,4 @@
-"""Runs that choose their transport: switches between rounds, fallbacks, deaths in the middle."""
+"""Runs that choose their backend: switches between rounds, fallbacks, deaths in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NC
 
 
 def choosing(draw):
-    """Draws schedules until one has a choice, each seed others."""
+    """A function that draws schedules from a seed until one has a choice of backends."""
 
     def drawn(seed):
         schedule = draw(seed)
@@ -83,7 +83,7 @@ def steady(**settings):
 @pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
 @pytest.mark.parametrize(("backend", "alternatives"), [(CPU, (THREAD,)), (NCCL, (CPU,))])
 @pytest.mark.parametrize("slow", ["collective", "coordinator"])
-def test_the_cheaper_one_is_chosen_within_ten_rounds(slow, backend, alternatives, policy):
+def test_the_cheaper_backend_is_chosen_within_ten_rounds(slow, backend, alternatives, policy):
     costs = {"sync_s": 0.05} if slow == "collective" else {"average_s": 0.2}
     sim = Simulation(steady(backend=backend, alternatives=alternatives, policy=policy, **costs))
     at = []
@@ -104,10 +104,8 @@ def test_the_cheaper_one_is_chosen_within_ten_rounds(slow, backend, alternatives
 
 
 @pytest.mark.parametrize("target", [0.1, 0.5])
-def test_training_on_while_an_average_is_made_is_charged_at_the_overhead_target(
-    monkeypatch, target
-):
-    """Over a collective nobody trains on; over the coordinator both ranks do."""
+def test_training_during_an_average_is_charged_at_the_overhead_target(monkeypatch, target):
+    """Ranks train during a round over the coordinator, but not over a collective."""
     costs = {CPU: [], THREAD: []}
     record_round = BackendChoice.record_round
 
@@ -122,14 +120,14 @@ def test_training_on_while_an_average_is_made_is_charged_at_the_overhead_target(
     Simulation(replace(schedule, config=config)).run()
     told = [cost for cost in costs[CPU][1:] if cost is not None]
     assert len(told) >= 2
-    for cost in told:  # from the request, which waits for a batch at most, to the average
+    for cost in told:  # from the request, after at most a batch, to the average
         assert average_s <= cost.stale_s / (2 * target) <= average_s + 0.011
         assert cost.total_s == cost.ranks_s + cost.own_s + cost.stale_s
     assert len(costs[THREAD]) >= 3
     assert {cost.stale_s for cost in costs[THREAD]} == {0.0}
 
 
-def test_a_world_that_shrinks_is_measured_anew():
+def test_backends_are_measured_again_after_a_death():
     pace = (Pace(start_s=0.0, batch_s=0.01),)
     schedule = steady(num_samples=900)
     config = replace(schedule.config, devices=("cpu",) * 3)
@@ -139,8 +137,8 @@ def test_a_world_that_shrinks_is_measured_anew():
     assert [c.failed for c in run.choices] == [False, False]
 
 
-def test_a_late_rank_is_no_failure_of_the_transport():
-    """Rounds that wait in vain again and again end the run, whatever else could serve."""
+def test_a_late_rank_is_not_a_fault_of_the_backend():
+    """Repeated timeouts end the run, even if another backend is usable."""
     schedule = steady(
         backend=NCCL,
         alternatives=(CPU,),
@@ -159,7 +157,7 @@ def test_a_late_rank_is_no_failure_of_the_transport():
 
 
 def test_a_switch_with_a_round_in_flight_is_found(monkeypatch):
-    """The transport is looked up anew while its round is in flight."""
+    """The transport is replaced while its round is in flight."""
     take = RoundRunner.receive
 
     def switching(self, event, now):
@@ -170,7 +168,7 @@ def test_a_switch_with_a_round_in_flight_is_found(monkeypatch):
     assert_is_found("", choosing(draw_schedule))
 
 
-def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
+def test_one_rank_on_the_old_transport_is_found(monkeypatch):
     ask = SnapshotTransport.request
 
     def lopsided(self, now):
@@ -188,7 +186,7 @@ def test_one_rank_left_on_the_old_transport_is_found(monkeypatch):
 
 
 def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
-    """What waits for the next round is taken for settled, and its ranks average it again."""
+    """Unsettled batches are settled, and averaged again by the next round."""
     leave = Core.exclude_backend
 
     def settling(self, backend, why):
@@ -203,7 +201,7 @@ def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
 
 
 def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
-    """Some ranks keep the average of a round that has failed on another."""
+    """Some ranks keep the average of a round that failed on another."""
     leave = Core.exclude_backend
 
     def keeping(self, backend, why):
@@ -217,8 +215,8 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
     assert_is_found("", choosing(draw_schedule))
 
 
-def test_a_transport_that_is_left_takes_its_failures_with_it():
-    """Exchanges that fail, and then a group that cannot be connected: the other one begins anew."""
+def test_faults_of_an_excluded_backend_are_not_counted_for_the_next():
+    """Failed rounds, then a group that cannot be connected: the next backend starts at 0."""
     seen = Counter()
 
     def draw(seed):

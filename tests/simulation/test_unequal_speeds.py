@@ -22,7 +22,7 @@ every_way = pytest.mark.parametrize(
 
 
 def schedule_of(policy, backend, *, slowness=(1.0, 3.0), jitter=0.1, **settings):
-    """Ranks whose batches take ``slowness * FAST_S``, with small costs for all else."""
+    """Ranks whose batches take ``slowness * FAST_S``, with small other costs."""
     config = CoordinatorConfig(
         devices=("cpu",) * len(slowness),
         batch_size=10,
@@ -42,7 +42,7 @@ def schedule_of(policy, backend, *, slowness=(1.0, 3.0), jitter=0.1, **settings)
 
 
 def lockstep_of(slowness, num_steps, jitter=0.0):
-    """Ranks under ``SYNC`` whose shares are measured, for an epoch of so many steps."""
+    """Ranks under ``SYNC`` with measured shares, for an epoch of ``num_steps`` steps."""
     return schedule_of(
         ApplyPolicy.SYNC,
         AverageBackend.THREAD,
@@ -61,7 +61,7 @@ def shares_of(run):
 
 @pytest.mark.parametrize(("num_epochs", "num_batches"), [(1, 400), (4, 100), (10, 37), (3, 1000)])
 @every_way
-def test_a_rank_three_times_slower_gets_a_quarter_and_no_time_is_lost(
+def test_a_rank_three_times_slower_trains_a_quarter_without_idle_time(
     policy, backend, num_epochs, num_batches
 ):
     schedule = schedule_of(policy, backend, num_samples=num_batches * 10 - 7, num_epochs=num_epochs)
@@ -74,7 +74,7 @@ def test_a_rank_three_times_slower_gets_a_quarter_and_no_time_is_lost(
 
 
 @every_way
-def test_a_rank_that_slows_down_hands_its_share_over(policy, backend):
+def test_a_slower_rank_loses_its_share(policy, backend):
     schedule = schedule_of(
         policy, backend, slowness=(1.0, 1.0), jitter=0.0, num_samples=4000, num_epochs=5
     )
@@ -87,7 +87,7 @@ def test_a_rank_that_slows_down_hands_its_share_over(policy, backend):
 
 
 @pytest.mark.parametrize("slowness", [(1.0, 2.0), (1.0, 3.0), (1.0, 5.0), (1.0, 2.0, 4.0)])
-def test_lockstep_with_shares_comes_near_the_sum_of_the_ranks(slowness):
+def test_lockstep_with_shares_approaches_the_sum_of_the_ranks_speeds(slowness):
     num_steps, world = 300, len(slowness)
     schedule = lockstep_of(slowness, num_steps, jitter=0.1)
     run = Simulation(schedule).run()
@@ -109,7 +109,7 @@ class Sizes(Hooks):
             self.steps.append((worker._sim.now, plan.pieces[0][1] - plan.pieces[0][0]))
 
 
-def test_lockstep_with_shares_knows_the_speeds_after_a_dozen_steps():
+def test_lockstep_shares_match_the_speeds_after_a_dozen_steps():
     schedule = lockstep_of((1.0, 5.0), num_steps=40)
     sizes = Sizes()
     Simulation(schedule, hooks=sizes).run()
@@ -117,7 +117,7 @@ def test_lockstep_with_shares_knows_the_speeds_after_a_dozen_steps():
     assert {size for _, size in sizes.steps[8:]} <= {3, 4}
 
 
-def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
+def test_lockstep_shares_follow_a_slower_rank_within_20_steps():
     schedule = lockstep_of((1.0, 1.0), num_steps=100)
     slower = Pace(start_s=50 * FAST_S, batch_s=3 * FAST_S)
     paces = (schedule.paces[0], (*schedule.paces[1], slower))
@@ -131,7 +131,7 @@ def test_lockstep_with_shares_follows_a_rank_that_slows_down_within_20_steps():
 @pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)])
 @pytest.mark.parametrize("progressive", [True, False])
 @every_way
-def test_fixed_ratios_hold_whatever_the_speeds(policy, backend, progressive, ratios):
+def test_fixed_ratios_hold_at_any_speeds(policy, backend, progressive, ratios):
     run = Simulation(
         schedule_of(
             policy,
@@ -165,7 +165,7 @@ class Lead(Hooks):
 @pytest.mark.parametrize("max_batch_diff", [0, 1, 2, 5])
 @every_way
 def test_no_rank_leads_by_more_than_max_batch_diff(policy, backend, max_batch_diff):
-    """S1: a limit below the anchor, or 0 on equal devices, neither hangs nor is passed."""
+    """S1: a limit below the anchor, or 0 on equal devices, does not hang and is not exceeded."""
     for slowness in ((1.0, 3.0), (1.0, 1.0)):
         lead = Lead()
         schedule = schedule_of(
@@ -208,7 +208,7 @@ def test_a_fast_rank_overshoots_its_count_by_max_overshoot_at_most(backend, max_
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
-def test_sync_deals_equal_shares_whatever_the_speeds(policy):
+def test_sync_deals_equal_shares_at_any_speeds(policy):
     schedule = schedule_of(policy, AverageBackend.THREAD, num_samples=1000, num_epochs=2)
     shares = shares_of(Simulation(schedule).run())
     assert (shares == [0.5, 0.5]) == (policy is ApplyPolicy.SYNC)
@@ -216,7 +216,7 @@ def test_sync_deals_equal_shares_whatever_the_speeds(policy):
 
 @every_way
 def test_a_stalled_loader_delays_no_acknowledgement(policy, backend):
-    """D8: less than 100 ms pass between a request and its answer while a batch is loaded."""
+    """D8: less than 100 ms pass between a request and its reply while a batch is loaded."""
     schedule = schedule_of(policy, backend, slowness=(1.0, 1.0), num_samples=600, num_epochs=2)
     stalled = Schedule(
         config=schedule.config, paces=schedule.paces, load_chance=0.1, load_s=60.0, seed=3

@@ -39,9 +39,9 @@ class Run:
         self.others = []
         if ready:
             for rank in range(world):
-                self.tell(m.Ready(rank=rank))
+                self.handle(m.Ready(rank=rank))
 
-    def tell(self, event):
+    def handle(self, event):
         """Handle an event; returns the messages that it caused."""
         commands = self.machine.handle(event, self.now)
         new = [(c.rank, c.message) for c in commands if isinstance(c, Send)]
@@ -54,14 +54,14 @@ class Run:
 
     def report(self, rank, batches=1, epoch=0):
         stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
-        return self.tell(m.BatchReport(rank=rank, epoch=epoch, stats=stats))
+        return self.handle(m.BatchReport(rank=rank, epoch=epoch, stats=stats))
 
     def end_plan(self, rank, batches=1, epoch=0):
         stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
-        return self.tell(m.EpochReport(rank=rank, epoch=epoch, stats=stats))
+        return self.handle(m.EpochReport(rank=rank, epoch=epoch, stats=stats))
 
     def snapshot(self, rank, round_id, samples=1):
-        return self.tell(
+        return self.handle(
             m.ParamSnapshot(
                 rank=rank, round=round_id, payload=EMPTY, num_samples=samples, num_batches=samples
             )
@@ -87,8 +87,8 @@ def at_a_round(backend=CPU, **settings):
 
 def test_nothing_is_dealt_before_every_rank_is_ready():
     run = Run(ready=False)
-    assert run.tell(m.Ready(rank=0)) == []
-    run.tell(m.Ready(rank=1))
+    assert run.handle(m.Ready(rank=0)) == []
+    run.handle(m.Ready(rank=1))
     assert run.machine.phase is Phase.RUNNING
     assert [len(run.to(m.StartEpoch, rank)) for rank in (0, 1)] == [2, 2]
 
@@ -109,7 +109,7 @@ def test_a_rank_without_a_batch_of_an_epoch_receives_an_empty_plan():
     run.end_plan(0), run.end_plan(1)
     for rank in range(3):
         run.snapshot(rank, 1, 0 if rank == 2 else 1)
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
     assert run.to(m.StartEpoch, 2) == [m.StartEpoch(plan=m.EpochPlan(epoch=0))]
 
 
@@ -121,16 +121,16 @@ def test_a_rank_receives_one_empty_plan_per_epoch():
         run.end_plan(rank, 0 if rank == 2 else 1)
     for rank in range(3):
         run.snapshot(rank, 1, 0 if rank == 2 else 1)
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=4))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=4))
     assert run.machine.core.ledger.oldest.epoch == 1
     assert run.to(m.StartEpoch, 2).count(empty) == 1
 
 
 def test_a_stop_before_the_start_ends_the_run_without_training():
     run = Run(ready=False)
-    run.tell(m.StopRequested())
+    run.handle(m.StopRequested())
     for rank in (0, 1):
-        run.tell(m.Ready(rank=rank))
+        run.handle(m.Ready(rank=rank))
     assert run.to(m.StartEpoch) == []
     assert run.to(m.Shutdown) == [m.Shutdown(), m.Shutdown()]
 
@@ -144,7 +144,7 @@ def test_a_round_over_the_cpu_collects_computes_and_delivers():
     run.snapshot(1, 1, 3)
     (job,) = run.jobs()
     assert (job.round, job.ranks, job.weights) == (1, (0, 1), (2, 3))
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=5))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=5))
     assert [msg.round for msg in run.to(m.Update)] == [1, 1]
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
     assert run.machine.core.ledger.oldest.num_settled == 4
@@ -157,13 +157,13 @@ def test_no_second_request_goes_out_before_every_rank_acknowledged(backend):
     kind = m.RequestParams if backend is CPU else m.SyncNow
     if backend is CPU:
         run.snapshot(0, 1), run.snapshot(1, 1)
-        run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+        run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
     for _ in range(10):
         run.end_plan(0)
         run.end_plan(1)
-    run.tell(m.SyncAck(rank=0, round=1))
+    run.handle(m.SyncAck(rank=0, round=1))
     assert len(run.to(kind)) == 2
-    run.tell(m.SyncAck(rank=1, round=1))
+    run.handle(m.SyncAck(rank=1, round=1))
     run.end_plan(0), run.end_plan(1), run.end_plan(0), run.end_plan(1)
     assert [msg.round for msg in run.to(kind)] == [1, 1, 2, 2]
 
@@ -173,7 +173,7 @@ def test_an_acknowledgement_is_not_counted_as_a_batch():
     run = at_a_round(THREAD)
     before = [r.num_batches for r in run.machine.core.ranks]
     for rank in (0, 1):
-        run.tell(m.SyncAck(rank=rank, round=1))
+        run.handle(m.SyncAck(rank=rank, round=1))
     assert [r.num_batches for r in run.machine.core.ranks] == before
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
 
@@ -183,7 +183,7 @@ def test_training_during_an_average_counts_for_the_next_round():
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.end_plan(0), run.end_plan(0), run.end_plan(1)
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
     assert [r.since_round for r in run.machine.core.ranks] == [2, 1]
     assert run.machine.core.ledger.oldest.num_settled == 4
     assert run.to(m.SetGlobalStep)[-1].step == 4
@@ -194,10 +194,10 @@ def test_a_round_without_timely_replies_is_abandoned_and_retried():
     run.snapshot(0, 1)
     assert run.machine.deadline == pytest.approx(1.0)
     run.now = 0.9
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     assert len(run.to(m.RequestParams)) == 2
     run.now = 1.0
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     assert [msg.round for msg in run.to(m.RequestParams)] == [1, 1, 2, 2]
     assert run.machine.statistics().num_failed_rounds == 1
 
@@ -206,7 +206,7 @@ def test_a_snapshot_of_an_abandoned_round_is_dropped():
     """D15."""
     run = at_a_round(snapshot_timeout_s=1.0)
     run.now = 1.0
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     run.snapshot(0, 1), run.snapshot(1, 1)
     assert run.jobs() == []
     run.snapshot(1, 2), run.snapshot(0, 2)
@@ -218,7 +218,7 @@ def test_too_many_failed_rounds_in_a_row_end_the_run():
     run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
     for _ in range(3):
         run.now += 1.0
-        run.tell(m.Tick())
+        run.handle(m.Tick())
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
     assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
 
@@ -227,8 +227,8 @@ def finish_round(run):
     """Both ranks reply to the last round and acknowledge its average."""
     round_id = run.to(m.RequestParams)[-1].round
     run.snapshot(0, round_id), run.snapshot(1, round_id)
-    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
-    run.tell(m.SyncAck(rank=0, round=round_id)), run.tell(m.SyncAck(rank=1, round=round_id))
+    run.handle(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
+    run.handle(m.SyncAck(rank=0, round=round_id)), run.handle(m.SyncAck(rank=1, round=round_id))
 
 
 def test_late_rounds_that_are_not_consecutive_do_not_end_the_run():
@@ -236,7 +236,7 @@ def test_late_rounds_that_are_not_consecutive_do_not_end_the_run():
     for _ in range(5):
         for _ in range(2):
             run.now += 1.0
-            run.tell(m.Tick())
+            run.handle(m.Tick())
         finish_round(run)
         asked = len(run.to(m.RequestParams))
         while len(run.to(m.RequestParams)) == asked:
@@ -256,9 +256,9 @@ def test_a_death_in_a_round_is_not_a_late_reply():
     """The number of failed rounds in a row stays the same."""
     run = at_a_round(world=2, snapshot_timeout_s=1.0, max_failed_rounds=2, continue_on_failure=True)
     run.now += 1.0
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     assert run.machine.rounds.round.num_failed == 1
-    run.tell(m.Failed(rank=1, epoch=0, step=1, error=ValueError("planted")))
+    run.handle(m.Failed(rank=1, epoch=0, step=1, error=ValueError("planted")))
     assert run.machine.rounds.round.num_failed == 1
     assert run.machine.phase is Phase.RUNNING
 
@@ -266,7 +266,7 @@ def test_a_death_in_a_round_is_not_a_late_reply():
 def test_a_failed_average_abandons_the_round():
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
-    run.tell(m.Averaged(round=1, average=None, error=MemoryError()))
+    run.handle(m.Averaged(round=1, average=None, error=MemoryError()))
     assert run.to(m.Update) == []
     assert [msg.round for msg in run.to(m.RequestParams)] == [1, 1, 2, 2]
 
@@ -279,9 +279,9 @@ def finish_training(run, epoch=0):
     run.end_plan(0, epoch=epoch), run.end_plan(1, epoch=epoch)
     round_id = run.to(m.RequestParams)[-1].round
     run.snapshot(0, round_id), run.snapshot(1, round_id)
-    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
+    run.handle(m.Averaged(round=round_id, average=EMPTY, num_samples=2))
     for rank in (0, 1):
-        run.tell(m.SyncAck(rank=rank, round=round_id))
+        run.handle(m.SyncAck(rank=rank, round=round_id))
 
 
 def test_a_run_ends_with_the_average_of_the_last_snapshots():
@@ -289,11 +289,11 @@ def test_a_run_ends_with_the_average_of_the_last_snapshots():
     finish_training(run)
     assert run.to(m.Shutdown) == [m.Shutdown()] * 2
     for rank in (0, 1):
-        run.tell(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
-        run.tell(m.Exiting(rank=rank))
+        run.handle(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        run.handle(m.Exiting(rank=rank))
     assert run.jobs()[-1].round == FINAL_ROUND
     final = m.Payload(params=())
-    run.tell(m.Averaged(round=FINAL_ROUND, average=final, num_samples=2))
+    run.handle(m.Averaged(round=FINAL_ROUND, average=final, num_samples=2))
     assert run.machine.done
     assert run.machine.outcome.payload is final
     assert run.machine.outcome.failure is None
@@ -306,7 +306,7 @@ def test_an_epoch_is_published_after_its_evaluation():
     assert [msg.evaluate for msg in run.to(m.Update)] == [0, None]
     assert not any(isinstance(c, PublishEpoch) for c in run.others)
     assert run.to(m.Shutdown) == []
-    run.tell(m.EvalReport(rank=0, epoch=0, values=(("acc", 0.5),)))
+    run.handle(m.EvalReport(rank=0, epoch=0, values=(("acc", 0.5),)))
     (published,) = (c for c in run.others if isinstance(c, PublishEpoch))
     assert published.metrics.scalars["eval/acc"] == 0.5
     assert len(run.to(m.Shutdown)) == 2
@@ -336,15 +336,15 @@ def answer_round(run, ranks):
     round_id = run.to(m.RequestParams)[-1].round
     for rank in ranks:
         run.snapshot(rank, round_id)
-    run.tell(m.Averaged(round=round_id, average=EMPTY, num_samples=len(ranks)))
+    run.handle(m.Averaged(round=round_id, average=EMPTY, num_samples=len(ranks)))
     for rank in ranks:
-        run.tell(m.SyncAck(rank=rank, round=round_id))
+        run.handle(m.SyncAck(rank=rank, round=round_id))
 
 
 def test_an_evaluation_within_an_epoch_is_due_again_after_a_failed_round():
     run = at_an_evaluation(snapshot_timeout_s=1.0)
     run.now = 1.0
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     answer_round(run, (0, 1))
     assert evaluations(run) == [(0, 0, 4)]
 
@@ -353,13 +353,13 @@ def test_an_evaluation_within_an_epoch_is_published_once():
     run = at_an_evaluation()
     answer_round(run, (0, 1))
     values = (("acc", 0.5),)
-    run.tell(
+    run.handle(
         m.EvalReport(rank=0, epoch=0, eval_at=3, values=values)
     )  # of an average that was undone
     run.end_plan(0), run.end_plan(1)
     assert not any(isinstance(c, PublishSteps) for c in run.others)
     for _ in range(2):
-        run.tell(m.EvalReport(rank=0, epoch=0, eval_at=4, values=values))
+        run.handle(m.EvalReport(rank=0, epoch=0, eval_at=4, values=values))
     (told,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
     assert (told.step, told.scalars) == (4, {"eval/acc": 0.5})
     run.end_plan(0)
@@ -373,7 +373,7 @@ def test_an_evaluation_of_a_dead_rank_is_not_waited_for():
     run = at_an_evaluation(world=3, continue_on_failure=True)
     answer_round(run, (0, 1, 2))
     assert evaluations(run) == [(0, 0, 4)]
-    run.tell(m.Failed(rank=0, epoch=0, step=1, error=ValueError("planted")))
+    run.handle(m.Failed(rank=0, epoch=0, step=1, error=ValueError("planted")))
     run.end_plan(1)
     answer_round(run, (1, 2))
     assert [rank for rank, _, _ in evaluations(run)] == [0, 1]
@@ -386,20 +386,20 @@ def test_epochs_that_close_together_share_the_time():
     run.end_plan(1, epoch=1)
     run.snapshot(0, 1, 2), run.snapshot(1, 1, 2)
     run.now = 3.0
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=4))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=4))
     published = [c.metrics for c in run.others if isinstance(c, PublishEpoch)]
     assert [(metrics.epoch, metrics.epoch_s) for metrics in published] == [(0, 1.5), (1, 1.5)]
 
 
 def test_a_stop_waits_for_the_round_in_flight():
     run = at_a_round()
-    run.tell(m.StopRequested())
+    run.handle(m.StopRequested())
     assert run.to(m.Shutdown) == []
     run.snapshot(0, 1), run.snapshot(1, 1)
-    run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2))
-    run.tell(m.SyncAck(rank=0, round=1))
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.handle(m.SyncAck(rank=0, round=1))
     assert run.to(m.Shutdown) == []
-    run.tell(m.SyncAck(rank=1, round=1))
+    run.handle(m.SyncAck(rank=1, round=1))
     assert len(run.to(m.Shutdown)) == 2
     assert run.machine.outcome.stopped
 
@@ -408,10 +408,10 @@ def test_a_failed_final_average_fails_the_run():
     run = Run(num_samples=2)
     finish_training(run)
     for rank in (0, 1):
-        run.tell(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
-        run.tell(m.Exiting(rank=rank))
+        run.handle(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        run.handle(m.Exiting(rank=rank))
     error = MemoryError()
-    run.tell(m.Averaged(round=FINAL_ROUND, average=None, error=error))
+    run.handle(m.Averaged(round=FINAL_ROUND, average=None, error=error))
     assert run.machine.outcome.failure.error is error
 
 
@@ -423,13 +423,13 @@ def test_a_failed_final_average_fails_the_run():
 def test_the_result_of_sync_is_averaged_over_the_ranks_with_the_most_steps(ahead, num_samples):
     """After a death in a reduction ranks may differ by one step."""
     run = Run(world=3, policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True)
-    run.tell(m.StopRequested())
+    run.handle(m.StopRequested())
     assert len(run.to(m.Shutdown)) == 3
     payloads = [m.Payload(params=(torch.tensor([float(rank)]),)) for rank in range(3)]
     for rank, payload in enumerate(payloads):
         step = 2 if rank == ahead else 1
-        run.tell(m.FinalSnapshot(rank=rank, payload=payload, num_samples=num_samples, step=step))
-        run.tell(m.Exiting(rank=rank))
+        run.handle(m.FinalSnapshot(rank=rank, payload=payload, num_samples=num_samples, step=step))
+        run.handle(m.Exiting(rank=rank))
     assert run.machine.outcome.payload is payloads[ahead]
     assert run.jobs() == []
 
@@ -437,11 +437,11 @@ def test_the_result_of_sync_is_averaged_over_the_ranks_with_the_most_steps(ahead
 def test_a_failure_aborts_the_collective_and_shuts_all_ranks_down():
     run = at_a_round(THREAD)
     error = RuntimeError("in a step")
-    run.tell(m.Failed(rank=1, epoch=0, step=7, error=error))
+    run.handle(m.Failed(rank=1, epoch=0, step=7, error=error))
     assert AbortCollective() in run.others
     assert run.to(m.Shutdown, 0) == [m.Shutdown(snapshot=False)]
-    run.tell(m.SyncAck(rank=0, round=1, ok=False))
-    run.tell(m.Exiting(rank=0))
+    run.handle(m.SyncAck(rank=0, round=1, ok=False))
+    run.handle(m.Exiting(rank=0))
     assert run.machine.done
     failure = run.machine.outcome.failure
     assert (failure.error, failure.rank, failure.step) == (error, 1, 7)
@@ -451,15 +451,15 @@ def test_a_failure_ends_the_round_in_flight():
     """Its average is sent to no rank."""
     run = at_a_round()
     run.snapshot(0, 1), run.snapshot(1, 1)
-    run.tell(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
-    assert run.tell(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
+    run.handle(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
+    assert run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
     assert run.machine.core.ledger.oldest.num_settled == 0
 
 
 def test_a_rank_that_leaves_during_a_round_aborts_it():
     """D1."""
     run = at_a_round(THREAD)
-    run.tell(m.Exiting(rank=1))
+    run.handle(m.Exiting(rank=1))
     assert AbortCollective() in run.others
     assert [msg for _, msg in run.sent if isinstance(msg, m.SyncNow) and msg.round > 1] == []
     assert run.machine.outcome.failure.rank == 1
@@ -467,7 +467,7 @@ def test_a_rank_that_leaves_during_a_round_aborts_it():
 
 def test_a_thread_that_ends_without_a_message_is_dead():
     run = Run()
-    run.tell(m.ThreadEnded(rank=0))
+    run.handle(m.ThreadEnded(rank=0))
     assert run.machine.core.ranks[0].state is RankState.DEAD
     assert "without a message" in str(run.machine.outcome.failure.error)
 
@@ -475,29 +475,29 @@ def test_a_thread_that_ends_without_a_message_is_dead():
 def test_the_first_failure_is_the_outcome():
     run = Run(world=3)
     first = RuntimeError("first")
-    run.tell(m.Failed(rank=0, epoch=0, step=1, error=first))
-    run.tell(m.Failed(rank=1, epoch=0, step=1, error=RuntimeError("second")))
+    run.handle(m.Failed(rank=0, epoch=0, step=1, error=first))
+    run.handle(m.Failed(rank=1, epoch=0, step=1, error=RuntimeError("second")))
     assert run.machine.outcome.failure.error is first
 
 
 def test_ranks_that_do_not_leave_in_time_are_named():
     """D22: one bounded wait for all."""
     run = Run(world=3, grace_s=2.0)
-    run.tell(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
-    run.tell(m.Exiting(rank=1))
+    run.handle(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
+    run.handle(m.Exiting(rank=1))
     run.now = run.machine.deadline
     assert run.now == 2.0
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     assert run.machine.done
     assert run.machine.outcome.missing == (2,)
 
 
 def test_a_finished_coordinator_ignores_events():
     run = Run(world=2, grace_s=0.0)
-    run.tell(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
-    run.tell(m.Tick())
+    run.handle(m.Failed(rank=0, epoch=0, step=0, error=RuntimeError()))
+    run.handle(m.Tick())
     assert run.machine.done
-    assert run.tell(m.Ready(rank=1)) == []
+    assert run.handle(m.Ready(rank=1)) == []
     assert run.machine.deadline is None
 
 
@@ -528,7 +528,7 @@ def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported):
     for _ in range(60):
         for rank, step_s in enumerate((0.01, 0.03)):
             stats = m.ReportStats(num_batches=10, num_samples=10, compute_s=10 * step_s)
-            run.tell(m.BatchReport(rank=rank, epoch=0, stats=stats))
+            run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
     told = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
     assert len(told) == num_reported
     assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
@@ -541,10 +541,10 @@ def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death()
     for round_id in (1, 2, 3):
         fault = "planted" if round_id < 3 else None
         for rank in (0, 1):
-            run.tell(m.SyncAck(rank=rank, round=round_id, ok=False, fault=fault))
+            run.handle(m.SyncAck(rank=rank, round=round_id, ok=False, fault=fault))
     assert run.machine.outcome.failure is None
     assert run.machine.core.backend_choice.chosen is CPU
-    run.tell(m.Failed(rank=0, epoch=0, step=0, error=ValueError("planted")))
+    run.handle(m.Failed(rank=0, epoch=0, step=0, error=ValueError("planted")))
     assert run.machine.core.alone
 
 
@@ -570,30 +570,30 @@ def test_every_requested_checkpoint_is_made(world, policy, buffers):
     run = Run(world=world, policy=ApplyPolicy(policy), backend=THREAD)
     held = (torch.zeros(1),) if buffers else ()
     for ticket in range(3):
-        run.tell(m.SaveRequested(ticket=ticket))
+        run.handle(m.SaveRequested(ticket=ticket))
         for rank in range(world):
             asked = run.to(m.TakeCheckpoint, rank)
             assert len(asked) == ticket + 1
             part = m.Payload(params=(), buffers=held)
             step, extra = ticket + 1, {"rank": rank}
-            run.tell(
+            run.handle(
                 m.CapturedState(
                     rank=rank, id=asked[-1].id, payload=part, num_samples=1, step=step, extra=extra
                 )
             )
         if buffers and world > 1:
-            run.tell(m.Averaged(round=SAVE_ROUND, average=EMPTY, kept=EMPTY))
+            run.handle(m.Averaged(round=SAVE_ROUND, average=EMPTY, kept=EMPTY))
         saved = [c.tickets for c in run.others if isinstance(c, SaveCheckpoint)]
         assert saved == [(t,) for t in range(ticket + 1)]
 
 
 def test_buffers_of_a_sync_checkpoint_are_averaged_without_samples_on_one_rank():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD)
-    run.tell(m.SaveRequested(ticket=0))
+    run.handle(m.SaveRequested(ticket=0))
     part = m.Payload(params=(), buffers=(torch.zeros(1),))
     for rank, num_samples in enumerate((0, 3)):
         number = run.to(m.TakeCheckpoint, rank)[-1].id
-        run.tell(
+        run.handle(
             m.CapturedState(
                 rank=rank, id=number, payload=part, num_samples=num_samples, step=1, extra={}
             )
@@ -605,12 +605,12 @@ def test_every_requested_checkpoint_has_its_own_round():
     run = Run(backend=THREAD, anchor=50)
     for ticket in range(3):
         run.end_plan(0), run.end_plan(1)
-        run.tell(m.SaveRequested(ticket=ticket))
+        run.handle(m.SaveRequested(ticket=ticket))
         call = run.to(m.SyncNow, 0)[-1]
         assert (call.round, call.capture) == (ticket + 1, True)
         for rank, average in enumerate((EMPTY, None)):
             extra = {"rank": rank}
-            run.tell(m.SyncAck(rank=rank, round=call.round, extra=extra, average=average))
+            run.handle(m.SyncAck(rank=rank, round=call.round, extra=extra, average=average))
         saved = [c.tickets for c in run.others if isinstance(c, SaveCheckpoint)]
         assert saved == [(t,) for t in range(ticket + 1)]
 
@@ -618,11 +618,11 @@ def test_every_requested_checkpoint_has_its_own_round():
 def test_the_last_rank_of_sync_counts_no_averagings():
     """Two steps were made together; steps of a single rank are not averagings."""
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True, num_samples=6)
-    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    run.handle(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     stats = m.ReportStats(num_batches=2, num_samples=2)
     report = m.BatchReport(rank=0, epoch=0, stats=stats)
-    run.tell(m.Halted(rank=0, generation=0, step=2, num_syncs=0, report=report))
-    run.tell(m.Regrouped(rank=0, generation=1))
+    run.handle(m.Halted(rank=0, generation=0, step=2, num_syncs=0, report=report))
+    run.handle(m.Regrouped(rank=0, generation=1))
     assert run.machine.core.alone
     assert run.to(m.StartEpoch, 0)[-1].plan.num_batches == 2
     assert run.machine.statistics().num_averagings == 2
@@ -636,16 +636,16 @@ def test_a_halt_before_the_report_of_a_death_is_not_a_failed_reduction(alternati
     for generation in range(2):
         for rank in range(3):
             where = {"generation": generation, "step": 0, "num_syncs": 0}
-            run.tell(m.Halted(rank=rank, fault="planted", **where))
+            run.handle(m.Halted(rank=rank, fault="planted", **where))
         for rank in range(3):
-            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+            run.handle(m.Regrouped(rank=rank, generation=generation + 1))
     halted = m.Halted(rank=0, generation=2, step=0, num_syncs=0)
-    run.tell(halted)
-    run.tell(m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")))
-    run.tell(replace(halted, rank=1))
+    run.handle(halted)
+    run.handle(m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")))
+    run.handle(replace(halted, rank=1))
     assert run.machine.outcome.failure is None
     assert run.to(m.Regroup, 0)[-1].ranks == (0, 1)
-    run.tell(m.Regrouped(rank=0, generation=3))
+    run.handle(m.Regrouped(rank=0, generation=3))
     assert run.machine.core.phase is Phase.RUNNING
 
 
@@ -657,9 +657,9 @@ def test_max_failed_rounds_consecutive_halts_end_the_run(fault):
         assert run.machine.outcome.failure is None
         for rank in range(2):
             where = {"generation": generation, "step": 0, "num_syncs": 0}
-            run.tell(m.Halted(rank=rank, fault=fault, **where))
+            run.handle(m.Halted(rank=rank, fault=fault, **where))
         for rank in range(2):
-            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+            run.handle(m.Regrouped(rank=rank, generation=generation + 1))
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
 
 
@@ -669,8 +669,8 @@ def test_an_out_of_memory_halt_is_not_a_failed_reduction_in_any_order_of_reports
     settings = {"backend": NCCL, "max_failed_rounds": 1, "balance": True, "batch_size": 8}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
     halted = m.Halted(rank=told_first, generation=0, step=0, too_large=8 * (told_first == 1))
-    run.tell(halted)
-    run.tell(replace(halted, rank=1 - told_first, too_large=8 - halted.too_large))
+    run.handle(halted)
+    run.handle(replace(halted, rank=1 - told_first, too_large=8 - halted.too_large))
     assert run.machine.outcome.failure is None
     assert run.to(m.Regroup, 0)
 
@@ -683,10 +683,10 @@ def test_a_halt_after_progress_of_another_rank_restarts_the_count():
     report = m.BatchReport(rank=1, epoch=0, stats=stats)
     for generation, made in enumerate((0, 0, 1)):
         halted = m.Halted(rank=0, generation=generation, step=0, num_syncs=0)
-        run.tell(halted)
-        run.tell(replace(halted, rank=1, step=made, report=report if made else None))
+        run.handle(halted)
+        run.handle(replace(halted, rank=1, step=made, report=report if made else None))
         for rank in range(2):
-            run.tell(m.Regrouped(rank=rank, generation=generation + 1))
+            run.handle(m.Regrouped(rank=rank, generation=generation + 1))
     assert run.machine.outcome.failure is None
     assert run.machine.core.phase is Phase.RUNNING
 
@@ -694,7 +694,7 @@ def test_a_halt_after_progress_of_another_rank_restarts_the_count():
 def test_generations_are_ascending():
     run = Run(world=4, backend=THREAD, continue_on_failure=True)
     for rank in (3, 2):
-        run.tell(m.Failed(rank=rank, epoch=0, step=0, error=ValueError("planted")))
+        run.handle(m.Failed(rank=rank, epoch=0, step=0, error=ValueError("planted")))
     assert [msg.generation for msg in run.to(m.Regroup, 0)] == [1, 2]
 
 
@@ -723,26 +723,26 @@ LATE = {
 @pytest.mark.parametrize("event", LATE.values(), ids=LATE)
 def test_messages_of_a_dead_rank_change_nothing(event):
     run = Run(world=3, continue_on_failure=True)
-    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    run.handle(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     before = run.machine.statistics()
-    assert run.tell(event) == []
+    assert run.handle(event) == []
     assert run.machine.statistics() == before
     assert run.machine.phase is Phase.RUNNING
 
 
 def test_step_metrics_do_not_wait_for_a_dead_rank():
     run = Run(world=3, continue_on_failure=True, metrics_every=4)
-    run.tell(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
+    run.handle(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
     stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
     for rank in (0, 2):
-        run.tell(m.BatchReport(rank=rank, epoch=0, stats=stats))
+        run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
     told = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
     assert [(steps.num_batches, steps.avg_loss) for steps in told] == [(4, 2.0)]
 
 
 def test_the_run_fails_if_no_backend_can_connect_the_ranks():
     run = Run(backend=THREAD)
-    run.tell(m.ConnectFailed(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
+    run.handle(m.ConnectFailed(rank=0, generation=0, backend=THREAD, error=OSError("planted")))
     assert run.machine.phase is Phase.FAILING
     error = run.machine.outcome.failure.error
     assert isinstance(error, AveragingFailed)

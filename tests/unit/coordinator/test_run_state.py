@@ -18,13 +18,13 @@ def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
     run = Run(world=3, backend=AverageBackend.THREAD, anchor=50, continue_on_failure=True)
     for rank in range(3):
         run.end_plan(rank), run.end_plan(rank)
-    run.tell(m.SaveRequested(ticket=0))
+    run.handle(m.SaveRequested(ticket=0))
     for rank in (1, 2, 0):
         average = EMPTY if rank == 0 else None
-        run.tell(m.SyncAck(rank=rank, round=1, extra={"rank": rank}, average=average))
+        run.handle(m.SyncAck(rank=rank, round=1, extra={"rank": rank}, average=average))
         if rank == 1:
             run.report(1)
-            run.tell(m.Failed(rank=1, epoch=0, step=2, error=ValueError("planted")))
+            run.handle(m.Failed(rank=1, epoch=0, step=2, error=ValueError("planted")))
     (saved,) = (c for c in run.others if isinstance(c, SaveCheckpoint))
     (epoch, *_) = saved.run["epochs"]
     assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)

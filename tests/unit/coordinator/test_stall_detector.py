@@ -19,7 +19,7 @@ def stalled(run):
     run.now = run.machine.deadline
     run.others.clear()
     run.sent.clear()
-    run.tell(m.Tick())
+    run.handle(m.Tick())
     return run.others
 
 
@@ -27,7 +27,7 @@ def later(run, event):
     """Handle an event just before the deadline; returns True if it moved the deadline."""
     before = run.machine._stall_detector.deadline
     run.now = before - 1.0
-    run.tell(event)
+    run.handle(event)
     after = run.machine._stall_detector.deadline
     assert after in (before, run.now + TIMEOUT_S)
     return after > before
@@ -80,7 +80,7 @@ def test_a_round_is_progress_when_the_last_rank_completes_it(backend):
 
 def test_a_failed_round_is_not_progress():
     run = at_a_round(THREAD, stall_timeout_s=TIMEOUT_S)
-    run.tell(m.SyncAck(rank=0, round=1))
+    run.handle(m.SyncAck(rank=0, round=1))
     assert not later(run, m.SyncAck(rank=1, round=1, ok=False))
     assert run.machine.core.num_failed_rounds == 1
     before = run.machine._stall_detector.deadline
@@ -103,7 +103,7 @@ def test_evaluation_and_checkpoint_calls_are_progress(order):
 
 def test_a_rank_that_leaves_is_progress():
     run = fresh(num_samples=1)
-    run.tell(m.StopRequested())
+    run.handle(m.StopRequested())
     assert run.machine.phase is Phase.LEAVING
     assert not later(run, m.FinalSnapshot(rank=0, payload=EMPTY, num_samples=0))
     assert later(run, m.Exiting(rank=0))
@@ -129,7 +129,7 @@ def test_a_stalled_run_reports_before_it_wakes_any_thread(ready):
     run = fresh(ready=ready)
     run.machine.restart_stall_timer(0.0)
     run.now = TIMEOUT_S - 0.1
-    assert run.tell(m.Tick()) == []
+    assert run.handle(m.Tick()) == []
     command, *others = stalled(run)
     assert isinstance(command, ReportStall)
     assert others == [AbortCollective()]
@@ -143,7 +143,7 @@ def test_a_stalled_run_reports_before_it_wakes_any_thread(ready):
 
 def test_the_reported_state_is_the_one_before_the_failure():
     run = at_a_round(THREAD, stall_timeout_s=TIMEOUT_S)
-    run.tell(m.SyncAck(rank=1, round=1, report=report(1, 2)))
+    run.handle(m.SyncAck(rank=1, round=1, report=report(1, 2)))
     command = stalled(run)[0]
     state = command.state
     assert "state=syncing" in state
@@ -156,8 +156,8 @@ def test_the_reported_state_is_the_one_before_the_failure():
 
 def test_the_reported_state_contains_no_tensors():
     run = fresh(num_samples=1)
-    run.tell(m.StopRequested())
-    run.tell(m.FinalSnapshot(rank=0, payload=EMPTY, num_samples=0))
+    run.handle(m.StopRequested())
+    run.handle(m.FinalSnapshot(rank=0, payload=EMPTY, num_samples=0))
     (command, _) = stalled(run)
     assert "final=FinalSnapshot" in command.state
     assert "Payload" not in command.state
@@ -181,12 +181,12 @@ def test_a_run_stalls_at_most_once(policy):
 
 def test_an_abort_ends_a_run_in_every_phase():
     starting, running, leaving, averaging = fresh(ready=False), fresh(), fresh(), fresh()
-    leaving.tell(m.StopRequested())
+    leaving.handle(m.StopRequested())
     averaging.report(0)
-    averaging.tell(m.StopRequested())
+    averaging.handle(m.StopRequested())
     for rank in (0, 1):
-        averaging.tell(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
-        averaging.tell(m.Exiting(rank=rank))
+        averaging.handle(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        averaging.handle(m.Exiting(rank=rank))
     runs = {
         Phase.STARTING: starting,
         Phase.RUNNING: running,
@@ -195,18 +195,18 @@ def test_an_abort_ends_a_run_in_every_phase():
     }
     for phase, run in runs.items():
         assert run.machine.phase is phase
-        run.tell(m.AbortRequested())
+        run.handle(m.AbortRequested())
         assert AbortCollective() in run.others
         if phase is not Phase.AVERAGING:  # otherwise no rank is left
             assert run.to(m.Shutdown)[-2:] == [m.Shutdown(snapshot=False)] * 2
             run.now = run.machine.deadline
-            run.tell(m.Tick())
+            run.handle(m.Tick())
         assert run.machine.done
         assert isinstance(run.machine.outcome.failure.error, RunAborted)
 
 
 def test_an_abort_after_a_failure_keeps_the_failure():
     run, error = fresh(), RuntimeError("first")
-    run.tell(m.Failed(rank=0, epoch=0, step=0, error=error))
-    run.tell(m.AbortRequested())
+    run.handle(m.Failed(rank=0, epoch=0, step=0, error=error))
+    run.handle(m.AbortRequested())
     assert run.machine.outcome.failure.error is error

@@ -428,7 +428,7 @@ def test_callbacks_run_inside_the_worker(message):
 # -- averaging -----------------------------------------------------------------
 
 
-def test_an_update_keeps_what_was_trained_since_the_snapshot():
+def test_an_update_keeps_training_since_the_snapshot():
     alone = Alone()
     for _ in range(2):
         alone.worker.train_step(BATCH)
