@@ -90,9 +90,7 @@ ELSEWHERE = {
     "S21": [
         "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
     ],
-    "S24": [
-        "tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_wall_time"
-    ],
+    "S24": ["tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_wall_time"],
     "S27": [
         "tests/unit/loop/test_data_parallel.py::test_fewer_samples_than_replicas_leave_the_rest_identical"
     ],
