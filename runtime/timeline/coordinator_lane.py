@@ -42,14 +42,6 @@ NUM_NAMED = 16
 """Machines of a round that are listed by name."""
 
 
-def machine_shares(found: m.MachineRound) -> str:
-    """The machines of a round and the samples that each contributed, as text."""
-    pairs = zip(found.machines, found.num_samples, strict=True)
-    listed = [f"{name} {samples}" for name, samples in pairs][:NUM_NAMED]
-    left_out = len(found.machines) - len(listed)
-    return ", ".join([*listed, *([f"{left_out} more"] if left_out else [])])
-
-
 class CoordinatorLane:
     """Rounds, epochs, anchor, throughput and failures of a run.
 
@@ -309,6 +301,14 @@ class CoordinatorLane:
             end_s=max(0.0, ended - self._start),
             args={name: value for name, value in found.items() if name != "rank"},
         )
+
+
+def machine_shares(found: m.MachineRound) -> str:
+    """The machines of a round and the samples that each contributed, as text."""
+    pairs = zip(found.machines, found.num_samples, strict=True)
+    listed = [f"{name} {samples}" for name, samples in pairs][:NUM_NAMED]
+    left_out = len(found.machines) - len(listed)
+    return ", ".join([*listed, *([f"{left_out} more"] if left_out else [])])
 
 
 def spread(totals: Sequence[float], reach: int) -> list[float]:

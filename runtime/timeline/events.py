@@ -8,6 +8,57 @@ from enum import Enum, IntEnum, unique
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened on a rank or at the coordinator.
+
+    Attributes:
+        kind: The kind of event.
+        rank: The rank; ``None``: the coordinator.
+        start_s: Start, in seconds since the start of the run.
+        end_s: End, likewise; equal to ``start_s`` for an instant.
+        args: Arguments by name; numbers and short texts.
+    """
+
+    kind: Kind
+    rank: int | None
+    start_s: float
+    end_s: float
+    args: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        """Duration in seconds."""
+        return self.end_s - self.start_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The event as a JSON object."""
+        return {
+            "kind": self.kind.value,
+            "rank": self.rank,
+            "start_s": self.start_s,
+            "end_s": self.end_s,
+            **({"args": dict(self.args)} if self.args else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleGap:
+    """An interval in which a rank did not train.
+
+    Attributes:
+        rank: The rank.
+        cause: What it did instead.
+        start_s: Start, in seconds since the start of the run.
+        duration_s: Duration in seconds.
+    """
+
+    rank: int
+    cause: Cause
+    start_s: float
+    duration_s: float
+
+
 class Cause(IntEnum):
     """Activity of a rank; exactly one at each moment.
 
@@ -123,54 +174,3 @@ GAP_KINDS: Mapping[Cause, Kind] = {
     Cause.ENDING: Kind.ENDING,
 }
 """Kinds of the gaps that are events; other gaps are within a more specific event."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened on a rank or at the coordinator.
-
-    Attributes:
-        kind: The kind of event.
-        rank: The rank; ``None``: the coordinator.
-        start_s: Start, in seconds since the start of the run.
-        end_s: End, likewise; equal to ``start_s`` for an instant.
-        args: Arguments by name; numbers and short texts.
-    """
-
-    kind: Kind
-    rank: int | None
-    start_s: float
-    end_s: float
-    args: Mapping[str, Value] = field(default_factory=dict)
-
-    @property
-    def duration_s(self) -> float:
-        """Duration in seconds."""
-        return self.end_s - self.start_s
-
-    def as_dict(self) -> dict[str, Any]:
-        """The event as a JSON object."""
-        return {
-            "kind": self.kind.value,
-            "rank": self.rank,
-            "start_s": self.start_s,
-            "end_s": self.end_s,
-            **({"args": dict(self.args)} if self.args else {}),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdleGap:
-    """An interval in which a rank did not train.
-
-    Attributes:
-        rank: The rank.
-        cause: What it did instead.
-        start_s: Start, in seconds since the start of the run.
-        duration_s: Duration in seconds.
-    """
-
-    rank: int
-    cause: Cause
-    start_s: float
-    duration_s: float

@@ -35,7 +35,7 @@ class Effects(nn.Module):
         return self.w[samples + epoch % self.slots * self.n]
 
 
-class RecordedRun(Mean):
+class RecordedChanges(Mean):
     """Records the change of each round."""
 
     def __init__(self, n):
@@ -111,7 +111,7 @@ class Machine:
         timeout_s=5.0,
     ):
         self.trained = Counter()
-        self.outer = RecordedRun(n) if outer is None else outer
+        self.outer = RecordedChanges(n) if outer is None else outer
         self.started = threading.Event()
         self._lock = threading.Lock()
         self._hold = hold
