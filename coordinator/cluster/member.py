@@ -389,7 +389,7 @@ class Member:
 
 
 class MemberState(Enum):
-    """What a machine is doing or waiting for."""
+    """States of the state machine."""
 
     BUILDING = "building"
     TRAINING = "training"

@@ -20,7 +20,7 @@ from tests.support.pairs import SCALE
 pytestmark = needs_torchft
 SAMPLES = 12003
 ACCURACY_MARGIN = 0.02
-"""How far the held-out accuracy of two machines may be below that of one: 7 of 359 images,
+"""Largest deficit of the held-out accuracy of two machines against one: 7 of 359 images,
 some four standard deviations of what another seed changes in one machine's (0.5 %)."""
 
 

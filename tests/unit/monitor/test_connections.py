@@ -169,7 +169,7 @@ def test_a_connection_without_a_complete_header_is_closed(impatient, begin, drib
 def test_an_idle_connection_is_closed_after_its_response(impatient, monkeypatch):
     monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 1.0)
     with Monitor() as monitor, connected(monitor) as sock:
-        for _ in range(4):  # as long as it asks it stays
+        for _ in range(4):  # stays open while it sends requests
             sock.sendall(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert sock.recv(65536).startswith(b"HTTP/1.1 404")
             time.sleep(0.4)
