@@ -19,7 +19,9 @@ ELSEWHERE = {
     "D8": [
         "tests/simulation/test_unequal_speeds.py::test_a_stalled_loader_delays_no_acknowledgement"
     ],
-    "D12": ["tests/unit/worker/test_protocol.py::test_a_parked_worker_still_answers"],
+    "D12": [
+        "tests/unit/worker/test_protocol.py::test_a_parked_worker_still_returns_messages_that_need_work"
+    ],
     "D15": ["tests/unit/coordinator/test_rounds.py::test_a_reply_to_an_old_round_is_ignored"],
     "D17": ["tests/unit/coordinator/test_averaging.py::test_tensors_on_other_devices_are_rejected"],
     "D19": [
@@ -64,7 +66,7 @@ ELSEWHERE = {
         "tests/unit/data/test_slots.py::test_the_checker_finds_every_wait_that_is_left_out",
     ],
     "S8": [
-        "tests/unit/replica/test_averaging_runtime.py::test_what_is_trained_while_an_average_is_computed_stays"
+        "tests/unit/replica/test_averaging_runtime.py::test_training_during_the_computation_of_an_average_is_kept"
     ],
     "S9": [
         "tests/unit/replica/test_averaging_runtime.py::test_every_transport_gives_the_same_average_and_divergence",

@@ -1,4 +1,4 @@
-"""What the tests of parity share: PyTorch's systems in real processes, started once."""
+"""Shared fixtures of the parity tests: PyTorch's systems in real processes, started once."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Usage: ``ddp_gan_process.py RANK WORLD_SIZE STORE_FILE RESULT``. Rank 0 writes the final
 state dicts of both networks to ``RESULT``.
 
-What is trained stands here too, for every system that is compared: in the judge a
-parameter that no rank ever uses, one that only rank 0 uses, and one that is frozen; in the
-maker batch norm, whose buffers are rank 0's.
+The models are defined here too, for every system that is compared: the discriminator has a
+parameter that no rank uses, one that only rank 0 uses, and a frozen one; the generator has batch
+norm, whose buffers are rank 0's.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def make_maker() -> nn.Module:
 
 
 def make_models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """Maker and judge, whose weights follow from a seed."""
+    """Generator and discriminator, with weights from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make_maker().double(), Judge().double()
 
 
 def make_optimizers(maker: nn.Module, judge: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    """AdamW with weight decay, which would move a parameter with a gradient of zero."""
+    """AdamW with weight decay, which would change a parameter with a gradient of zero."""
     trained = [p for p in judge.parameters() if p.requires_grad]
     return (
         torch.optim.AdamW(maker.parameters(), 1e-2, weight_decay=0.1),
@@ -72,7 +72,7 @@ def draws(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def judge_loss(maker: nn.Module, judge: nn.Module, step: int, rank: int) -> Tensor:
-    """The judge's loss; real and made points go through it together."""
+    """The discriminator's loss, on real and generated points in one forward pass."""
     real, noise, _ = draws(step, rank)
     made = maker(noise).detach()
     scores = judge(torch.cat([real, made]), rank == 0 and step % 2 == 0)
@@ -81,7 +81,7 @@ def judge_loss(maker: nn.Module, judge: nn.Module, step: int, rank: int) -> Tens
 
 
 def maker_loss(maker: nn.Module, judge: nn.Module, step: int, rank: int) -> Tensor:
-    """The maker's loss."""
+    """The generator's loss."""
     _, _, noise = draws(step, rank)
     return F.softplus(-judge(maker(noise), rank == 0 and step % 2 == 0)).mean()
 
@@ -96,7 +96,7 @@ def main() -> None:
         world_size=world_size,
         timeout=timedelta(seconds=30),
     )
-    # DDP gives every rank rank 0's weights.
+    # DDP broadcasts rank 0's weights.
     bare_maker, bare_judge = make_models(rank)
     maker = DistributedDataParallel(bare_maker)
     judge = DistributedDataParallel(bare_judge, find_unused_parameters=True)

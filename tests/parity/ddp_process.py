@@ -25,7 +25,7 @@ NUM_CLASSES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained; the same in every system that is compared.
+    """The training, equal in every system that is compared.
 
     Attributes:
         optimizer: ``"sgd"`` (with momentum) or ``"adamw"``.
@@ -43,7 +43,7 @@ class Case:
 
 
 def make_model(case: Case, seed: int = 0) -> nn.Module:
-    """An MLP without buffers whose weights follow from a seed."""
+    """An MLP without buffers, with weights from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(

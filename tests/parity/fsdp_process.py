@@ -27,12 +27,12 @@ BATCH_SIZE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained; the same in every system that is compared.
+    """The training, equal in every system that is compared.
 
     Attributes:
         strategy: Name of the strategy.
         dtype: ``"float64"`` or ``"float32"``.
-        world_size: How many ranks.
+        world_size: Number of ranks.
         max_norm: Limit of the gradient's norm, low enough to act; 0: none.
     """
 
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model whose sizes no number of ranks divides."""
+    """A language model with sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
 
 
 def make_model(case: Case) -> nn.Module:
-    """The model, its weights from one seed."""
+    """The model, with weights from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Transformer().to(getattr(torch, case.dtype))
@@ -87,14 +87,14 @@ def make_model(case: Case) -> nn.Module:
 def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     """AdamW with weight decay.
 
-    The gradient of attention's key bias is rounding noise, which Adam brings to the size of a
-    step: the learning rate bounds what two systems may differ by in float32.
+    The gradient of attention's key bias is rounding noise, which Adam scales to a full step: the
+    learning rate bounds the difference of two systems in float32.
     """
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.05)
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What a rank trains in a step."""
+    """The batch of a rank in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     text = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
@@ -107,7 +107,7 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def make_mesh(case: Case) -> DeviceMesh:
-    """One dimension to shard over, or replicas of what is sharded."""
+    """A mesh with one shard dimension, or with replicas of sharded groups."""
     size = case.world_size
     if case.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         return init_device_mesh("cpu", (size,))

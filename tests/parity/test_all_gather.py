@@ -55,7 +55,7 @@ def whole(model, batch):
 
 
 def own_rows(model, batch):
-    """Every rank computes the loss of its own rows, all features travelling together."""
+    """Every rank computes the loss of its own rows, and gathers all features in one call."""
     images, texts = model(*batch[:2])
     everyone, own = runtime.all_gather(torch.cat([images, texts], 1))
     all_images, all_texts = everyone.split(3, 1)
@@ -66,7 +66,7 @@ def own_rows(model, batch):
 
 
 def weighted(model, batch):
-    """Rows count by units of their own."""
+    """Rows are weighted by units of their own."""
     images, texts = model(*batch[:2])
     all_texts, own = runtime.all_gather(texts)
     units = (1 + batch[2] % 3).double()
@@ -139,7 +139,7 @@ def assert_same(actual, expected):
     ("ranks", "accumulate", "backend"),
     [(1, 1, THREAD), (2, 2, GLOO), (3, 1, THREAD), (4, 2, THREAD), (4, 1, GLOO)],
 )
-def test_it_equals_one_device_on_the_global_batch(ranks, accumulate, backend, train):
+def test_ranks_equal_one_device_on_the_global_batch(ranks, accumulate, backend, train):
     """The last batch of an epoch is short, and with 4 ranks one of them has none of it."""
     found = run(train, ranks=ranks, accumulate=accumulate, way=(SYNC, backend)).join(WAIT_S)
     assert_same(found.state_dict(), one_device(train, ranks, accumulate))
@@ -147,7 +147,7 @@ def test_it_equals_one_device_on_the_global_batch(ranks, accumulate, backend, tr
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 @pytest.mark.parametrize(("ranks", "train"), [(2, own_rows), (4, whole), (3, weighted)])
-def test_so_it_does_with_unequal_pieces_and_ranks_without_a_batch(
+def test_unequal_pieces_and_ranks_without_a_batch_equal_one_device(
     monkeypatch, ranks, train, backend
 ):
     draw = random.Random(7)
@@ -163,8 +163,8 @@ def test_so_it_does_with_unequal_pieces_and_ranks_without_a_batch(
 
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
-def test_after_a_death_the_others_go_on_with_the_global_batch(backend):
-    """They wait for it within their forward passes."""
+def test_after_a_death_the_other_ranks_continue_with_the_global_batch(backend):
+    """They wait for the dead rank within their forward passes."""
 
     def dies(model, batch):
         if current_worker().rank == 1 and current_worker().local_step == 3:
@@ -178,8 +178,8 @@ def test_after_a_death_the_others_go_on_with_the_global_batch(backend):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_rank_that_needs_nothing_of_what_it_gathers_has_the_gradients_of_the_others(counts):
-    """Of its rows as negatives; where its own loss counts for nothing, its gradients are NaN."""
+def test_a_rank_whose_loss_ignores_the_gathered_rows_has_gradients_of_other_losses(counts):
+    """Its rows are negatives of the others; if its own loss has weight 0, its gradients are NaN."""
 
     def odd_ranks_only(model, batch):
         images, texts = model(*batch[:2])
@@ -208,8 +208,8 @@ def test_a_rank_that_needs_nothing_of_what_it_gathers_has_the_gradients_of_the_o
 
 
 def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
-    """What each rank gathers of its piece, and its gradient for that of what it has gathered, or
-    of a loss that is computed from it."""
+    """The rows that each rank gathers, and the gradient of its piece for a gradient of these rows,
+    or of a loss computed from them."""
     ends = create_collectives(len(pieces))
     found = [None] * len(pieces)
 
@@ -242,7 +242,7 @@ def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("counts", [(3, 3, 3), (2, 0, 5)])
 def test_gradients_are_the_weighted_sum_of_all_ranks(dtype, counts):
-    """Rows of any further shape; a rank with weight 0 whose gradients are NaN adds none."""
+    """Rows of any further shape; a rank with weight 0 and NaN gradients adds nothing."""
     torch.manual_seed(3)
     x = torch.randn(sum(counts), 2, 3, dtype=torch.float64).to(dtype)
     upstream = [torch.randn_like(x) for _ in counts]
@@ -300,7 +300,7 @@ def detached_on_rank_1(model, batch):
 
 
 def in_another_micro_batch_on_rank_1(model, batch):
-    """As often as the others in a step, but elsewhere."""
+    """As often as the others in a step, but in another micro-batch."""
     worker = current_worker()
     is_first = not getattr(model, "was_first", False)
     model.was_first = is_first
@@ -320,8 +320,8 @@ def in_another_micro_batch_on_rank_1(model, batch):
     ],
 )
 @pytest.mark.parametrize("data", [40, 6])
-def test_ranks_that_call_it_in_different_ways_are_told_at_once(train, data):
-    """Also where they meet in a subgroup, since one of three has no batch."""
+def test_different_calls_of_all_gather_on_the_ranks_raise_at_once(train, data):
+    """Also within a subgroup, since one of three ranks has no batch."""
     accumulate = 2 if train is in_another_micro_batch_on_rank_1 else 1
     if accumulate == 2:  # full ones, or two for two of the ranks
         data = 24 if data == 40 else 20
@@ -340,7 +340,7 @@ def test_ranks_that_call_it_in_different_ways_are_told_at_once(train, data):
         (lambda b: b.backend(GLOO).bucket_cap_mb(1.0), "bucket_cap_mb"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_before_the_run(change, match):
+def test_settings_that_exclude_all_gather_are_refused_before_the_run(change, match):
     b = builder(way=(SYNC, THREAD)).all_gather(True)
     change(b)
     with pytest.raises(ValueError, match=match):
@@ -358,24 +358,24 @@ class Reads(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"all_gather": False}, r"needs all_gather\(True\)"),
+        ({"all_gather": False}, r"requires all_gather\(True\)"),
         ({"epoch_fn": lambda epoch, worker: runtime.all_gather(X)}, "call it in train_fn"),
         ({"eval_fn": lambda model, epoch: {"n": len(runtime.all_gather(X)[0])}}, "in train_fn"),
         ({"dataset": Reads()}, "a data set is read ahead"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_elsewhere_than_in_train_fn_it_is_refused(more, match, ranks):
+def test_all_gather_outside_train_fn_is_refused(more, match, ranks):
     with pytest.raises(WorkerFailed, match=match):
         run(own_rows, ranks=ranks, **more).join(WAIT_S)
 
 
 @pytest.mark.parametrize(("wrong", "match"), [([1.0], "pass a tensor"), (torch.ones(()), "rows")])
-def test_what_has_no_rows_is_refused(wrong, match):
+def test_values_without_rows_are_refused(wrong, match):
     with pytest.raises(WorkerFailed, match=match):
         run(lambda model, batch: runtime.all_gather(wrong), ranks=2).join(WAIT_S)
 
 
-def test_outside_a_run_it_is_refused():
+def test_all_gather_outside_a_run_is_refused():
     with pytest.raises(RuntimeError, match="inside train_fn"):
         runtime.all_gather(X)

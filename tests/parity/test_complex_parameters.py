@@ -96,7 +96,7 @@ def test_sync_equals_one_device(settings, backend, only):
 
 
 @pytest.mark.parametrize("backend", [AverageBackend.CPU, AverageBackend.THREAD])
-def test_cadence_averages_them(backend):
+def test_cadence_averages_complex_parameters(backend):
     state = (
         Trainer.builder(make, adamw, loss_of)
         .dataset(torch.utils.data.TensorDataset(X, Y))
@@ -117,7 +117,7 @@ def test_cadence_averages_them(backend):
 
 @pytest.mark.parametrize("way", ["by the caller", "by the ranks", "accumulated"])
 def test_own_loops_equal_one_device(way, monkeypatch):
-    if way == "by the ranks":  # as gradients of large models are added up
+    if way == "by the ranks":  # the path of gradients of large models
         monkeypatch.setattr("runtime.loop.threaded.MAX_INLINE_ELEMENTS", 0)
     half = NUM_SAMPLES // 2
     with Trainer.setup(make(), adamw, ["cpu"] * 2) as model:

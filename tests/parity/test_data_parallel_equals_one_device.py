@@ -1,4 +1,4 @@
-"""``DataParallelCoordinator`` against one device on the whole mini-batch."""
+"""``DataParallelCoordinator`` equals one device on the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parity.ddp_process import Case
 from tests.parity.test_sync_equals_ddp import assert_parity
 
 NUM_STEPS = 100
-BATCH_SIZES = (16, 7, 1, 2, 24)  # fewer samples than replicas, and remainders, too
+BATCH_SIZES = (16, 7, 1, 2, 24)  # also fewer samples than replicas, and remainders
 
 
 def cut(case: Case) -> list[torch.Tensor]:

@@ -36,14 +36,14 @@ def make_case(optimizer: str, dtype: str, num_samples: int) -> Case:
 
 
 def deal(case: Case, sizes: list[int]) -> Steps:
-    """Batches of these sizes for the ranks of every step, until the samples are used up."""
+    """Batches of these sizes for the ranks of every step, until no samples are left."""
     order = torch.randperm(case.num_samples, generator=torch.Generator().manual_seed(5))
     pieces = order.split(sizes * (case.num_samples // sum(sizes)))
     return [list(pieces[i : i + len(sizes)]) for i in range(0, len(pieces), len(sizes))]
 
 
 def train_wrapped(case: Case, steps: Steps, backend: AverageBackend) -> State:
-    """A loop over replicas, weighted where their batches differ."""
+    """A loop over replicas, weighted if their batches differ in size."""
     world_size = len(steps[0])
     x, y, _ = ddp_process.make_data(case)
     # Only replica 0's weights, from seed 0, may have any effect.

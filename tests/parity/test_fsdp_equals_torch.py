@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 
 def train_threads(case: Case, kind: str) -> list[State]:
-    """The states of all ranks, each a thread, after every step of theirs."""
+    """The states of all ranks, one thread each, after every step."""
     strategy = ShardingStrategy[case.strategy]
     hybrid = strategy is ShardingStrategy.HYBRID_SHARD
     models = [make_model(case) for _ in range(case.world_size)]
@@ -55,7 +55,7 @@ def train_threads(case: Case, kind: str) -> list[State]:
 
 
 def train_fully_shard(processes: RankProcesses, case: Case) -> State:
-    """PyTorch's own, on the same batches of the same ranks."""
+    """PyTorch's ``fully_shard`` on the same batches of the same ranks."""
     job = {"case": asdict(case), "initial": make_model(case).state_dict()}
     return processes.train(case.world_size, job)
 

@@ -30,7 +30,7 @@ def make_case(world_size: int, optimizer: str, dtype: str) -> Case:
 
 
 def make_steps(case: Case, world_size: int) -> Steps:
-    """Each epoch in a new order, in equal parts for the ranks of each step."""
+    """Each epoch in a new order, divided equally among the ranks of each step."""
     steps: Steps = []
     for epoch in range(case.num_epochs):
         generator = torch.Generator().manual_seed(epoch)
@@ -52,7 +52,7 @@ def set_up(case: Case, world_size: int, config: DdpConfig) -> ReplicatedModule:
 
 
 def train_setup(case: Case, world_size: int, steps: Steps) -> State:
-    """The usual loop, on the union of each step's batches, shared out unequally."""
+    """The usual loop, on the union of each step's batches, divided unequally."""
     x, y, _ = ddp_process.make_data(case)
     # Shares are unequal from the start, and change with every re-balance.
     config = DdpConfig(speed_hint=(0, 2.5))

@@ -1,4 +1,4 @@
-"""SYNC with shares against one device on the global batch, for shares that change at random."""
+"""SYNC with randomly changing shares equals one device on the global batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adamw(params):
 
 @pytest.fixture
 def random_shares(monkeypatch):
-    """Each plan has other sizes, whatever was measured; gives all that were dealt."""
+    """Give each plan random sizes, regardless of measurements; yields all sizes."""
     draw, dealt = random.Random(7), []
 
     def sizes(self, total, ranks):
@@ -57,7 +57,7 @@ def random_shares(monkeypatch):
 
 
 class Trace:
-    """A ``train_fn`` that notes the samples of each micro-batch of each rank."""
+    """A ``train_fn`` that records the samples of each micro-batch of each rank."""
 
     def __init__(self, fails_at=None):
         self.pieces = {}
@@ -104,7 +104,7 @@ def run(
 
 
 def global_steps(ranks, accumulate):
-    """The samples of each step of a run in which nobody dies."""
+    """The samples of each step of a run without deaths."""
     per_step = SIZE * ranks * accumulate
     for epoch in range(EPOCHS):
         order = torch.from_numpy(permutation(N, epoch, SEED))
@@ -173,7 +173,7 @@ def test_any_shares_equal_one_device_on_the_global_batch(
 
 
 @pytest.mark.parametrize(("ranks", "optim", "clip"), [(2, sgd, None), (3, adamw, 0.1)])
-def test_float32_is_equal_too_up_to_its_rounding(random_shares, ranks, optim, clip):
+def test_float32_is_equal_up_to_rounding(random_shares, ranks, optim, clip):
     trace, dtype = Trace(), torch.float32
     state = run(trace, optim, ranks=ranks, clip=clip, dtype=dtype).join(WAIT_S).state_dict()
     expected = one_device(global_steps(ranks, 1), optim, clip, dtype)
@@ -183,7 +183,7 @@ def test_float32_is_equal_too_up_to_its_rounding(random_shares, ranks, optim, cl
 
 
 class StopsAt(Trace):
-    """A ``train_fn`` that has the run stopped when a rank has trained so many batches."""
+    """A ``train_fn`` that stops the run after a number of batches of any rank."""
 
     def __init__(self, at):
         super().__init__()
@@ -191,10 +191,10 @@ class StopsAt(Trace):
 
     def __call__(self, model, batch):
         worker = current_worker()
-        if worker.local_step >= self.at:  # of any rank: one that is slow may get nothing
+        if worker.local_step >= self.at:  # of any rank: a slow one may get no batches
             assert self.runs.wait(WAIT_S)
             self.handle.stop()
-            # All wait for this rank in the step, and so until it has heard of the end.
+            # All wait for this rank in the step, until it has received the stop.
             while not worker.protocol.leaving and worker._inbox.empty():
                 time.sleep(0.001)
         return super().__call__(model, batch)
@@ -226,7 +226,7 @@ def test_a_run_with_shares_that_is_resumed_trains_the_same_steps(
 
 
 @pytest.mark.parametrize("balance", [True, False])
-def test_a_step_trains_the_same_samples_with_and_without(random_shares, balance):
+def test_a_step_trains_the_same_samples_with_and_without_measured_shares(random_shares, balance):
     ranks, trace = 3, Trace()
     run(trace, sgd, ranks=ranks, balance=balance).join(WAIT_S)
     per_rank = [trace.pieces[0, rank] for rank in range(ranks)]
@@ -237,7 +237,7 @@ def test_a_step_trains_the_same_samples_with_and_without(random_shares, balance)
     assert bool(random_shares) is balance
 
 
-# -- sizes that the user gives ------------------------------------------------------------
+# -- batch sizes of the user ------------------------------------------------------------
 
 
 def sized(trace, sizes, optim=sgd, *, balance=False, **more):
@@ -253,7 +253,7 @@ def sized(trace, sizes, optim=sgd, *, balance=False, **more):
         ((5, 4, 3, 4), adamw, {"drop_last": True}),
     ],
 )
-def test_sizes_of_the_user_cut_each_step_and_change_no_result(sizes, optim, more):
+def test_batch_sizes_of_the_user_change_the_pieces_but_no_result(sizes, optim, more):
     ranks, trace = len(sizes), Trace()
     assert sum(sizes) == SIZE * ranks
     state = sized(trace, sizes, optim, **more).join(WAIT_S)
@@ -267,7 +267,7 @@ def test_sizes_of_the_user_cut_each_step_and_change_no_result(sizes, optim, more
         assert {len(piece) for piece in trace.pieces[0, rank][:whole]} == {size}
 
 
-def test_with_sizes_of_the_user_bits_repeat_and_go_on_after_a_stop(tmp_path):
+def test_runs_with_batch_sizes_of_the_user_are_bitwise_reproducible_and_resumable(tmp_path):
     sizes = (6, 1, 5)
     first, again = (sized(Trace(), sizes).join(WAIT_S).state_dict() for _ in range(2))
     cut = sized(Trace(), sizes, max_steps=33, checkpoint_dir=tmp_path).join(WAIT_S)
@@ -285,7 +285,7 @@ def test_the_first_pieces_of_measured_shares_are_those_of_the_user():
     assert_same(state.state_dict(), one_device(global_steps(2, 1), sgd, None))
 
 
-def test_after_a_death_the_others_cut_the_same_global_batch_like_the_sizes_of_the_user():
+def test_after_a_death_the_other_ranks_split_the_same_global_batch_by_their_sizes():
     trace = Trace(fails_at=(1, 0, 6))
     state = sized(trace, (6, 4, 2), on_worker_failure="continue").join(WAIT_S)
     assert_same(state.state_dict(), one_device(global_steps(3, 1), sgd, None))
@@ -307,7 +307,7 @@ def test_after_a_death_each_sample_still_counts_once(random_shares, at, accumula
 
 
 class Dies(Trace):
-    """A ``train_fn`` in which ranks fail at their n-th micro-batch of the run."""
+    """A ``train_fn`` that fails at the n-th micro-batch of some ranks."""
 
     def __init__(self, **at):
         super().__init__()
@@ -346,7 +346,7 @@ def test_with_equal_batches_a_death_changes_no_step(ranks, deaths, optim, more):
     steps = list(global_steps(ranks, accumulate))
     if "drop_last" in more:
         steps = [step[: len(step) // SIZE * SIZE] for step in steps]
-    if "max_steps" in more:  # batches of the ranks that there were at the start
+    if "max_steps" in more:  # batches of the initial ranks
         kept, rest = [], more["max_steps"]
         for step in steps:
             count = min(rest, -(-len(step) // SIZE))
@@ -357,7 +357,7 @@ def test_with_equal_batches_a_death_changes_no_step(ranks, deaths, optim, more):
     assert max(len(piece) for own in trace.pieces.values() for piece in own) <= SIZE
 
 
-def test_a_death_does_not_move_the_schedule():
+def test_a_death_does_not_change_the_schedule():
     def rates(deaths, **more):
         trace, seen = Dies(**deaths), {}
 
@@ -385,7 +385,7 @@ def test_a_death_does_not_move_the_schedule():
     ("accumulate", "backend", "loader"),
     [(1, THREAD, 0), (2, AverageBackend.GLOO, 0), (2, THREAD, 2)],
 )
-def test_ranks_that_get_nothing_now_and_then_change_no_result(
+def test_ranks_without_samples_in_some_steps_change_no_result(
     monkeypatch, accumulate, backend, loader
 ):
     draw, dealt, ranks = random.Random(3), [], 3
@@ -418,7 +418,7 @@ def test_measured_shares_equal_one_device_too():
 
 
 class Small(Trace):
-    """A ``train_fn`` whose devices have memory for pieces of so many samples."""
+    """A ``train_fn`` whose devices have memory for pieces of a limited size."""
 
     def __init__(self, bears):
         super().__init__()
@@ -440,7 +440,7 @@ class Small(Trace):
 @pytest.mark.parametrize("failure", ["raise", "continue"])
 @pytest.mark.parametrize("backend", [THREAD, AverageBackend.GLOO])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_without_memory_for_a_piece_is_made_again(caplog, failure, backend, accumulate):
+def test_a_step_without_memory_for_a_piece_is_repeated(caplog, failure, backend, accumulate):
     ranks, trace = 3, Small((4, 99, 99))
     # The pieces of the first steps are of 4 samples, those of the probe of up to 5.
     handle = run(
@@ -456,9 +456,9 @@ def test_a_step_without_memory_for_a_piece_is_made_again(caplog, failure, backen
     assert_same(state.state_dict(), one_device(global_steps(ranks, accumulate), sgd, None))
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
     assert [metrics.num_retrained for metrics in state.metrics] == [0] * EPOCHS
-    told = [r.getMessage() for r in caplog.records if "no memory for a piece" in r.getMessage()]
-    assert len(told) == 1
-    # A rank that was slow for a while may have none of an epoch.
+    warnings = [r.getMessage() for r in caplog.records if "no memory for a piece" in r.getMessage()]
+    assert len(warnings) == 1
+    # A rank that was slow for a while may have no batches of an epoch.
     own = [len(p) for epoch in range(EPOCHS) for p in trace.pieces.get((epoch, 0), [])]
     assert max(own) <= 4
     before, after = trace.draws[: trace.num_draws_before], trace.draws[trace.num_draws_before :]
@@ -466,7 +466,7 @@ def test_a_step_without_memory_for_a_piece_is_made_again(caplog, failure, backen
         assert after[0] in before, "a generator went on in the step made again"
 
 
-def test_a_global_batch_that_no_ranks_have_memory_for_ends_the_run():
+def test_a_global_batch_too_large_for_all_ranks_ends_the_run():
     trace = Small((3, 4))
     with pytest.raises(WorkerFailed, match="smaller batch_size") as caught:
         run(trace, sgd, ranks=2).join(WAIT_S)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, against one device and against PyTorch's own layer."""
+"""Batch normalisation over the global batch, compared with one device and PyTorch's layer."""
 
 from __future__ import annotations
 
@@ -125,15 +125,15 @@ def assert_same(actual, expected, *, buffers=True):
         (4, 2, adamw, THREAD),
     ],
 )
-def test_it_equals_one_device_on_the_global_batch(ranks, accumulate, optim, backend, train):
+def test_ranks_equal_one_device_on_the_global_batch(ranks, accumulate, optim, backend, train):
     handle = run(train, optim, ranks=ranks, accumulate=accumulate, way=(SYNC, backend))
     state = handle.join(WAIT_S).state_dict()
     expected = one_device(train, optim, ranks, accumulate)
-    assert_same(state, expected, buffers=ranks in (1, 3))  # else a rank has nothing at the end
+    assert_same(state, expected, buffers=ranks in (1, 3))  # else a rank lacks samples
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_piece_of_weight_0_whose_gradients_are_nan_spoils_nobody_elses(on_device):
+def test_nan_gradients_of_a_piece_of_weight_0_do_not_reach_other_ranks(on_device):
     def dead(model, batch):
         loss, weight = weighted(model, batch)
         if current_worker().rank == 1 and current_worker().local_step % 3 == 1:
@@ -146,7 +146,7 @@ def test_a_piece_of_weight_0_whose_gradients_are_nan_spoils_nobody_elses(on_devi
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "least"), [(2, 1, 1), (3, 2, 1), (4, 1, 0)])
-def test_so_it_does_with_shares_that_change_at_random(monkeypatch, ranks, accumulate, least):
+def test_randomly_changing_shares_equal_one_device(monkeypatch, ranks, accumulate, least):
     draw = random.Random(7)
 
     def sizes(self, total, ranks):
@@ -162,8 +162,8 @@ def test_so_it_does_with_shares_that_change_at_random(monkeypatch, ranks, accumu
     assert_same(state, one_device(mean_loss, sgd, ranks, accumulate), buffers=False)
 
 
-def test_after_a_death_in_the_forward_pass_the_others_go_on():
-    """They wait for it within theirs."""
+def test_the_other_ranks_continue_after_a_death_in_the_forward_pass():
+    """They wait for the dead rank within their forward passes."""
     calls = threading.Lock()
     count = 0
 
@@ -193,7 +193,7 @@ def test_a_failure_ends_a_run_whose_ranks_wait_in_their_forward_pass():
     assert isinstance(failed.value.__cause__, ValueError)
 
 
-def test_without_it_the_pieces_have_statistics_of_their_own():
+def test_without_sync_batchnorm_the_pieces_have_their_own_statistics():
     b = run(mean_loss, ranks=2, sync_batchnorm=False)
     state = b.join(WAIT_S).state_dict()
     expected = one_device(mean_loss, sgd, 2, 1)
@@ -228,7 +228,7 @@ def test_keys_copies_files_and_evaluation_are_those_of_the_plain_layers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_one_layer_gives_what_the_plain_one_gives_for_all_samples(dtype):
+def test_a_synchronised_layer_equals_the_plain_layer_on_all_samples(dtype):
     """Values, gradients, running statistics; pieces of unequal size around a large mean."""
     torch.manual_seed(3)
     sizes, tolerance = (1, 5, 2), 2e-2 if dtype is torch.bfloat16 else 1e-4
@@ -281,7 +281,7 @@ def test_one_layer_gives_what_the_plain_one_gives_for_all_samples(dtype):
         (lambda b: b.cuda_graphs(True), "cuda_graphs"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(change, match):
+def test_settings_that_exclude_sync_batchnorm_are_refused(change, match):
     b = builder(way=(SYNC, THREAD)).sync_batchnorm(True)
     change(b)
     with pytest.raises(ValueError, match=match):

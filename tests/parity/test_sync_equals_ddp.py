@@ -19,11 +19,11 @@ NUM_STEPS = 50
 JOIN_S = 40.0
 
 State = dict[str, Tensor]
-Steps = list[list[Tensor]]  # [step][rank] -> sample indices, empty where the rank had none
+Steps = list[list[Tensor]]  # [step][rank] -> sample indices, empty if the rank had none
 
 
 def train_sync(case: Case, world_size: int, backend: AverageBackend) -> tuple[Steps, State]:
-    """Train under SYNC; which rank trained what in which step, and the final state."""
+    """Train under SYNC; returns the samples of each step and rank, and the final state."""
     trained: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
     seeds = count()
 
@@ -100,7 +100,7 @@ def assert_parity(case: Case, actual: State, expected: State) -> None:
 
 
 def assert_trained(case: Case, steps: Steps, state: State) -> None:
-    """50 steps, each sample once an epoch, and weights far from where they began."""
+    """50 steps, each sample once an epoch, and weights far from the initial ones."""
     assert len(steps) == NUM_STEPS
     seen = torch.cat([indices for step in steps for indices in step])
     for epoch in seen.split(case.num_samples):
@@ -111,7 +111,7 @@ def assert_trained(case: Case, steps: Steps, state: State) -> None:
 
 parametrize_over_all = pytest.mark.parametrize(
     ("world_size", "optimizer", "dtype", "backend"),
-    # Each two of the values meet.
+    # Every pair of values occurs.
     [
         (2, "sgd", "float64", AverageBackend.THREAD),
         (2, "adamw", "float32", AverageBackend.GLOO),

@@ -1,4 +1,4 @@
-"""Losses that are no plain mean over samples, against one device on each global batch."""
+"""Losses that are not a plain mean over samples equal one device on each global batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUND = 1e-8
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a skip, as in GPT-2."""
+    """Attention and an MLP, each with a norm and a skip connection, as in GPT-2."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def sum_of_tokens(model, inputs, labels):
     is_counted = (labels != IGNORED).flatten()
     count = int(is_counted.sum())
     losses = entropy(model, inputs, labels.clamp(min=0), reduction="none")
-    # Of no tokens 0 / 0, whose gradients are NaN, too.
+    # Without tokens 0 / 0, with NaN gradients.
     return (losses * is_counted).sum() / count, count
 
 
@@ -155,7 +155,7 @@ def run(loss, optim, *, ranks, backend=THREAD, accumulate=1, ratios=None, clip=N
 
 
 def error_of(state, model):
-    """The largest relative distance of a tensor from the one device's."""
+    """The largest relative distance of a tensor from that of one device."""
     return max(
         float((state.state_dict()[name] - wanted).norm() / wanted.norm())
         for name, wanted in model.state_dict().items()
@@ -203,7 +203,7 @@ def test_weighted_losses_equal_one_device_with_clipped_gradients(accumulate, ran
     assert_equal(ignored_labels, sgd, ranks=ranks, accumulate=accumulate, clip=0.05)
 
 
-# -- on a device, whose numbers the host does not read ---------------------------------------
+# -- on a device whose values the host does not read ---------------------------------------
 
 
 @pairwise(loss=LOSSES, optim=[sgd, adamw, fused_sgd, fused_adamw], accumulate=[1, 3])

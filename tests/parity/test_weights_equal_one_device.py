@@ -1,4 +1,4 @@
-"""Losses over tokens and class weights give what one device gives, through every door."""
+"""Losses over tokens and class weights equal one device through every API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BATCH = 10
 
 
 def cut(batch, world_size):
-    """Unequal pieces, the first of which holds ignored labels alone."""
+    """Unequal pieces, the first with ignored labels only."""
     ids, labels = batch
     sizes = [2, *[1] * (world_size - 2), BATCH - world_size] if world_size > 1 else [BATCH]
     return list(zip(ids.split(sizes), labels.split(sizes), strict=True))
@@ -56,7 +56,7 @@ def cut(batch, world_size):
     how=["numbers", "scalars", "one tensor"],
     world_size=[2, 3, 4],
 )
-def test_ddp_wrap_weighs(world_size, how, class_weights):
+def test_ddp_wrap_averages_by_weight(world_size, how, class_weights):
     batch = make_tokens(BATCH)
     models = twins(world_size)
     optimizers = [adamw(model.parameters()) for model in models]
@@ -80,7 +80,7 @@ def test_ddp_wrap_weighs(world_size, how, class_weights):
 @pytest.mark.parametrize("shape", ["two", "three", "named"])
 @classes
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_data_parallel_coordinator_weighs(world_size, class_weights, shape):
+def test_data_parallel_coordinator_averages_by_weight(world_size, class_weights, shape):
     def loss_fn(model, samples):
         ids, labels = samples
         loss, weight = (
@@ -117,7 +117,7 @@ def test_a_batch_of_weight_0_changes_nothing_in_a_data_parallel_coordinator(worl
         coordinator.train_batch(make_tokens(6))
 
 
-def test_a_number_that_is_a_count_first_and_a_weight_later_is_an_error():
+def test_a_second_value_that_turns_from_a_count_into_a_weight_is_refused():
     numbers = iter([1, 1, 9, 9])
 
     def loss_fn(model, samples):
@@ -131,7 +131,7 @@ def test_a_number_that_is_a_count_first_and_a_weight_later_is_an_error():
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, torch.ones(2)])
-def test_a_weight_that_is_none_is_refused(weight):
+def test_an_invalid_weight_of_data_parallel_is_refused(weight):
     def loss_fn(model, samples):
         return Weighted(model.logits(samples[0]).square().mean(), weight)
 
@@ -148,7 +148,7 @@ def test_a_weight_that_is_none_is_refused(weight):
     strategy=list(ShardingStrategy),
     world_size=[1, 2, 3, 4],
 )
-def test_fsdp_weighs(world_size, strategy, as_tensor, class_weights):
+def test_fsdp_averages_by_weight(world_size, strategy, as_tensor, class_weights):
     batch = make_tokens(BATCH)
     micro = make_tokens(BATCH, seed=5)
 
@@ -194,14 +194,14 @@ Output = namedtuple("Output", ["loss", "logits"])
 
 @dataclasses.dataclass
 class Fields:
-    """An output with the weight in it."""
+    """An output with a weight field."""
 
     loss: torch.Tensor
     weight: torch.Tensor
 
 
 class Door(torch.nn.Module):
-    """The model with its loss, in one of the forms that models return it."""
+    """The model with its loss, in one of the forms that models return."""
 
     def __init__(self, form, class_weights=None):
         super().__init__()
@@ -250,7 +250,7 @@ SUPPORTED_DATASETS = [
 
 @pytest.fixture(params=READING)
 def reading(request, monkeypatch):
-    """Weights as the host reads them from the CPU, and as it must not from a GPU."""
+    """Weights that the host reads from the CPU, and that it must not read from a GPU."""
     if request.param == "unread":
         monkeypatch.setattr(weights, "_may_be_read", lambda weight: False)
     return request.param
@@ -263,7 +263,7 @@ def travelling(request):
 
 
 def on_devices(model, world_size, loss_weight=None):
-    """Shares of unequal sizes."""
+    """Devices with unequal shares."""
     hint = (0, 2.0) if world_size > 1 else None
     config = DdpConfig(loss_weight=loss_weight, speed_hint=hint, balance=False)
     return Trainer.setup_with(model, adamw, ["cpu"] * world_size, config=config)
@@ -277,7 +277,7 @@ def on_devices(model, world_size, loss_weight=None):
     way=SUPPORTED_DATASETS,
     world_size=[1, 2, 3, 4],
 )
-def test_trainer_setup_weighs(world_size, way):
+def test_trainer_setup_averages_by_weight(world_size, way):
     form, class_weights, loss_weight = way
     ids, labels = make_tokens(BATCH, blank=4)
     door = Door(form, class_weights)
@@ -303,7 +303,7 @@ def test_trainer_setup_weighs(world_size, way):
     class_weights=CLASSES,
     world_size=[1, 2, 3, 4],
 )
-def test_accumulation_in_trainer_setup_weighs(world_size, class_weights):
+def test_accumulation_in_trainer_setup_averages_by_weight(world_size, class_weights):
     batches = [make_tokens(BATCH, blank=4), make_tokens(5, seed=7, blank=1)]
     loss_weight = by_token if class_weights is None else by_class
     door = Door("dict", class_weights)
@@ -324,7 +324,7 @@ def test_accumulation_in_trainer_setup_weighs(world_size, class_weights):
     class_weights=CLASSES,
     world_size=[1, 2, 3, 4],
 )
-def test_whole_batches_in_trainer_setup_weigh(world_size, class_weights):
+def test_whole_batches_in_trainer_setup_are_averaged_by_weight(world_size, class_weights):
     batches = [make_tokens(4, blank=4), *(make_tokens(n, seed=n, blank=1) for n in (3, 6, 5))]
 
     def loss_fn(module, batch):
@@ -360,7 +360,7 @@ def test_a_step_of_weight_0_changes_nothing(world_size):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_loss_of_which_nothing_tells_the_weight_warns_once(caplog):
+def test_a_loss_without_a_weight_warns_once(caplog):
     class Plain(Door):
         def forward(self, ids, targets):
             return super().forward(ids, targets)
@@ -395,7 +395,7 @@ def test_wrong_weights_in_trainer_setup_are_refused():
             model.step(weight=2)
 
 
-def test_an_encoder_of_masked_tokens_counts_every_label():
+def test_all_labels_of_a_masked_language_model_count():
     class TinyForMaskedLM(TinyGpt):
         def forward(self, input_ids, labels):
             logits = self.logits(input_ids)

@@ -1,4 +1,4 @@
-"""Runs whose steps are graphs, on a stand-in for the device; what their tests share."""
+"""Helpers of tests with graphs on a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_of(model, batch):
 
 
 def adamw(params):
-    # It counts in float32 then, with and without graphs.
+    # Step counts are then float32, with and without graphs.
     return torch.optim.AdamW(params, 0.01, capturable=True)
 
 
@@ -44,14 +44,14 @@ def sgd(params):
 
 @pytest.fixture(autouse=True)
 def capturable_on_cpu(monkeypatch):
-    """PyTorch lets optimizers count their steps in tensors on accelerators alone."""
+    """Allow ``capturable`` optimizers on a CPU, which PyTorch restricts to accelerators."""
     for name in ("adam", "rmsprop"):
         module = importlib.import_module(f"torch.optim.{name}")
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
 
 
 class Boundless(CudaMemory):
-    """Memory of which nothing is ever used up."""
+    """Unlimited memory."""
 
     def read(self, device):
         return MemoryReading(
@@ -66,11 +66,11 @@ class Boundless(CudaMemory):
 
 
 class Posing:
-    """Runs on CPU devices that take them for GPUs.
+    """CPU devices that pose as GPUs in runs.
 
     Attributes:
-        shared: Whether all workers are on one GPU; else each has its own.
-        memory: That of the devices; as much as anybody wants unless a test sets another.
+        shared: True if all workers share a GPU; otherwise each has its own.
+        memory: The memory of the devices; unlimited unless a test sets it.
     """
 
     def __init__(self, monkeypatch):

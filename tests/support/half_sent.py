@@ -1,6 +1,6 @@
 """A process that keeps many half-sent requests open at a server: ``half_sent.py PORT COUNT``.
 
-Says ``open`` once no more of them go through, and ends with its standard input.
+Prints ``open`` once no more connect, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUIET_S = 0.5
 
 
 def opened(port):
-    """A socket that connects meanwhile, or ``None``."""
+    """A socket with a pending connection, or ``None``."""
     sock = socket.socket()
     sock.setblocking(False)
     if sock.connect_ex(("127.0.0.1", port)) in (0, errno.EINPROGRESS):
@@ -28,9 +28,9 @@ def opened(port):
 
 
 def keep_open(port, count):
-    """Hold ``count`` of them; one that the server closes is made anew."""
+    """Hold ``count`` requests open; those that the server closes are replaced."""
     poll, sockets = select.poll(), {}
-    told, num_sent, changed = False, 0, time.monotonic()
+    printed, num_sent, changed = False, 0, time.monotonic()
     while True:
         while len(sockets) < count and (sock := opened(port)) is not None:
             sockets[sock.fileno()] = sock
@@ -46,8 +46,8 @@ def keep_open(port, count):
                     pass
             poll.unregister(fd)
             sockets.pop(fd).close()
-        if not told and num_sent and time.monotonic() - changed > QUIET_S:
-            told = True
+        if not printed and num_sent and time.monotonic() - changed > QUIET_S:
+            printed = True
             print("open", num_sent, flush=True)
 
 

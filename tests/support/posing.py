@@ -1,4 +1,4 @@
-"""Groups whose tensors pose as a GPU's, over the stand-in for CUDA."""
+"""Groups whose tensors pose as GPU tensors, over the stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _launch = threading.local()
 
 
 class PosingBackend:
-    """NCCL's process group as its ranks see it; Gloo carries the exchange out, at once.
+    """NCCL's process group as seen by its ranks; Gloo makes the exchange, at once.
 
     Attributes:
         calls: Names of the calls, in order, of all ranks.
@@ -53,7 +53,7 @@ class PosingBackend:
         _launch.works = []
 
     def _group_end(self):
-        """Wait for all ranks' operations, which were only begun."""
+        """Wait for the pending operations of all ranks."""
         works = _launch.works
         del _launch.works
         for work in works:
@@ -89,7 +89,7 @@ class PosingBackend:
 
 @contextmanager
 def posing_group(world_size, kind, timeout_s, *, fake=None, new_backend=PosingBackend):
-    """A connected group of ranks that all pose as being on one GPU."""
+    """A connected group of ranks that pose as ranks on one GPU."""
     fake = fake or FakeCuda(patience=1, allow_default=True, prompt=True)
     before, nccl_module.new_backend = nccl_module.new_backend, new_backend
     try:

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: small models whose arithmetic can be followed."""
+"""Helpers of tests with whole runs: small models with simple arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOCAL_WAYS = [(policy, backend) for policy, backend in WAYS if backend is not GL
 
 
 class Counter(nn.Module):
-    """One number, to which :func:`count_up` under :func:`plain_sgd` adds 1 a step."""
+    """One number, which :func:`count_up` with :func:`plain_sgd` increments in each step."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ def builder(
     ranks=2,
     way=(CADENCE, OVER_CPU),
 ):
-    """A builder with everything that a run needs; ``dataset`` may be a length."""
+    """A complete builder; ``dataset`` may be a length."""
     return (
         Trainer.builder(model, optim, train)
         .dataset(numbers(dataset) if isinstance(dataset, int) else dataset)
@@ -70,12 +70,12 @@ def builder(
 
 
 def train(**kwargs):
-    """Run to the end; gives the state."""
+    """Run to the end; returns the state."""
     return builder(**kwargs).run().join(WAIT_S)
 
 
 class Trace:
-    """A ``train_fn`` that notes what each rank trained, and when."""
+    """A ``train_fn`` that records the batches of each rank, in order."""
 
     def __init__(self, inner=count_up):
         self._inner = inner

@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs: records the operations of PyTorch and runs them again.
 
-As a graph does, it does not run what it records, keeps every tensor where it is, reads
-nothing back for Python, and knows nothing of what Python does.
+Like a graph, it does not run the operations that it records, keeps the memory of every tensor,
+reads no values for Python, and does not record what Python does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tensors_in(tree):
 
 
 def written_by(func, args, kwargs):
-    """The tensors among the arguments that an operation writes to."""
+    """The arguments that an operation writes to."""
     if "batch_norm" in func._schema.name and "backward" not in func._schema.name:
         return tensors_in((args, kwargs))  # its running statistics
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -40,7 +40,7 @@ def is_view(func):
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs inside it, and undoes it on leaving."""
+    """Records the operations in its context, and undoes them at its end."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def _spoil(self):
-        """What was made in the capture holds nothing before a replay."""
+        """Spoil the tensors created in the capture, which have no values before a replay."""
         for _, args, kwargs, out in self._entries:
             given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
             for tensor in tensors_in(out):

@@ -1,4 +1,4 @@
-"""Losses that are no plain mean over samples, and the one device that they are compared with."""
+"""Losses that are not a plain mean over samples, and the training on one device to compare with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLASS_WEIGHTS = torch.linspace(0.3, 2.5, VOCAB, dtype=torch.float64)
 
 
 class TinyGpt(nn.Module):
-    """Like a causal language model of a model hub: labels in, a dict with the mean loss out."""
+    """A causal language model that maps labels to a dict with the mean loss, as on a model hub."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -40,18 +40,18 @@ class TinyGpt(nn.Module):
 
 
 def token_loss(logits, labels, class_weights=None):
-    """Mean over the labels that count: NaN where none does, and so are its gradients."""
+    """Mean over the labels that are not ignored; NaN without any, as are its gradients."""
     shifted, wanted = logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1)
     known = wanted.clamp(min=0)
     counts = (wanted != -100).to(logits.dtype)
     if class_weights is not None:
         counts = counts * class_weights[known]
-    # Not by ignore_index, which would hide that 0 / 0 stands behind the gradients.
+    # Not by ignore_index, which would hide the 0 / 0 in the gradients.
     return (F.cross_entropy(shifted, known, reduction="none") * counts).sum() / counts.sum()
 
 
 def token_weight(labels, class_weights=None):
-    """What that mean is over."""
+    """The weight of that mean."""
     wanted = labels[:, 1:]
     counted = wanted != -100
     if class_weights is None:
@@ -60,7 +60,7 @@ def token_weight(labels, class_weights=None):
 
 
 def make_tokens(size, seed=1, *, blank=2):
-    """Ids, and labels of which half are ignored: those of the first samples wholly."""
+    """Ids, and labels of which half are ignored, including all of the first samples."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (size, LENGTH), generator=generator)
     labels = ids.clone()
@@ -71,7 +71,7 @@ def make_tokens(size, seed=1, *, blank=2):
 
 
 def one_device(batches, class_weights=None, steps=2):
-    """A model trained by plain PyTorch: each step on the mean over all labels of its batches."""
+    """Train in plain PyTorch: each step on the mean over all labels of its batches."""
     model = TinyGpt()
     optimizer = adamw(model.parameters())
     for _ in range(steps):
@@ -87,7 +87,7 @@ def adamw(params):
 
 
 def assert_same(model, wanted, tolerance=1e-8):
-    """Relative norm over all parameters together: attention's key bias has no gradient."""
+    """Compare the norm over all parameters: attention's key bias alone has no gradient."""
     mine, theirs = (
         torch.cat([p.detach().reshape(-1) for p in m.parameters()]) for m in (model, wanted)
     )

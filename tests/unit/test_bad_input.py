@@ -388,7 +388,7 @@ def lbfgs(params):
         ({"model": lambda d: Counter().to("meta")}, ValueError, r"end the factory with \.to"),
         ({"optim": boom}, Planted, "planted"),
         ({"optim": lambda p: "SGD"}, TypeError, "return a torch.optim.Optimizer"),
-        ({"optim": foreign}, ValueError, "build it from the params"),
+        ({"optim": foreign}, ValueError, "build it from the parameters"),
         ({"optim": lbfgs}, ValueError, "AdamW or SGD"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Averaging as the replicas live it: nothing trained is lost, nothing else travels."""
+"""Averaging of replicas: no training is lost, and only the averaged state is sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[
 local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
-# -- nothing trained is lost ---------------------------------------------------
+# -- no training is lost ---------------------------------------------------
 
 
 def _squares(payload):
@@ -40,11 +40,11 @@ def _squares(payload):
 
 
 class WatchedAverager:
-    """Notes every average over the CPU path; holds the first until training went on."""
+    """Records every average over the CPU path; delays the first until training continued."""
 
     def __init__(self, monkeypatch, hold):
         self.calls = []  # (snapshots, weights, average)
-        self.squares = []  # (told by the ranks, those of the snapshots)
+        self.squares = []  # (sent by the ranks, of the snapshots)
         self.meanwhile = 0
         real = Averager.average
 
@@ -61,13 +61,13 @@ class WatchedAverager:
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy):
-    """Every step adds 1, so that a replica is its own steps plus what averages brought."""
+def test_training_during_the_computation_of_an_average_is_kept(monkeypatch, policy):
+    """Every step adds 1, so that a replica is its own steps plus the changes by averages."""
     trace, begun = Trace(), threading.Event()
 
     def train(model, batch):
         if trace.steps[current_worker().rank] >= 20:
-            begun.wait(0.05)  # with an end: a rank answers between two steps
+            begun.wait(0.05)  # with an end: a rank replies between two steps
         return trace(model, batch)
 
     def hold():
@@ -93,10 +93,10 @@ def test_what_is_trained_while_an_average_is_computed_stays(monkeypatch, policy)
     mean = sum(f * w for f, w in zip(finals, weights, strict=True)) / sum(weights)
     assert result == pytest.approx(mean, abs=1e-9)
     assert float(state.params["w"]) == result
-    # The ranks have told the norms of these very snapshots.
-    for told, own in watched.squares[:-1]:
-        assert [pytest.approx(of_rank) for of_rank in told] == own
-    # And weights count each sample in exactly one round.
+    # The ranks have sent the norms of these very snapshots.
+    for sent, own in watched.squares[:-1]:
+        assert [pytest.approx(of_rank) for of_rank in sent] == own
+    # Weights count each sample in exactly one round.
     assert sum(sum(w) for _, w, _ in watched.calls) == 200
 
 
@@ -143,7 +143,7 @@ def test_buffers_are_averaged_and_integers_taken_from_the_most_samples(way, heav
 
 
 @every_way
-def test_a_rank_without_samples_takes_the_average(way):
+def test_a_rank_without_samples_is_replaced_by_the_average(way):
     last = {}
 
     def evaluate(model, epoch):
@@ -162,7 +162,7 @@ def test_a_rank_without_samples_takes_the_average(way):
     assert state.buffers["mean"].tolist() == [2.0] * 4
 
 
-# -- one averaging, alike over every transport ---------------------------------
+# -- equal averages over every transport ---------------------------------
 
 
 def states(values):
@@ -188,7 +188,7 @@ VALUES = [
 WEIGHTS = [30, 10, 0]
 
 
-def test_a_state_is_held_for_a_while_and_a_round_under_way_goes_on(monkeypatch):
+def test_a_loaded_state_is_temporary_and_a_pending_round_continues(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     averager = ReplicaAverager(FlatState(model), Device(1), None)
     other = averager.snapshot(reuse=False)
@@ -233,7 +233,7 @@ def average_over_cpu(replicas, weights):
 
 
 def average_over(kind, replicas, weights, then=None):
-    """Average over a collective; ``then`` is called with each rank's averager after it."""
+    """Average over a collective; then call ``then`` with each rank's averager."""
     collectives = create_collectives(len(replicas), kind, None, WAIT_S)
     found = {}
 
@@ -276,7 +276,7 @@ def test_every_transport_gives_the_same_average_and_divergence(kind):
 @pytest.mark.parametrize(
     ("weights", "heaviest"), [([1, 2, 3], 2), ([1, 3, 2], 1), ([0, 2, 2], 1), ([0, 0, 1], 2)]
 )
-def test_integers_come_from_the_heaviest_rank_whichever_it_is(kind, weights, heaviest):
+def test_integers_are_copied_from_the_rank_of_largest_weight(kind, weights, heaviest):
     replicas = states([([0.0] * 3, 0.0, 0.0, count) for count in (10, 20, 30)])
     for rank, (model, _) in enumerate(replicas):
         model.flag.copy_(torch.tensor([rank == heaviest, rank != heaviest]))
@@ -286,11 +286,11 @@ def test_integers_come_from_the_heaviest_rank_whichever_it_is(kind, weights, hea
         assert model.flag.tolist() == [True, False]
 
 
-# -- taking a round back -------------------------------------------------------
+# -- undoing a round -------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
-def test_an_undone_round_leaves_what_was_before_it_and_what_was_trained_since(kind):
+def test_an_undone_round_leaves_the_earlier_state_plus_the_training_since(kind):
     replicas = states(VALUES[:2])
     for rank, (model, _) in enumerate(replicas):
         model.flag.copy_(torch.tensor([rank == 0, False]))
@@ -319,7 +319,7 @@ def test_an_undone_round_leaves_what_was_before_it_and_what_was_trained_since(ki
 
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
-def test_a_collective_lets_no_nan_of_a_weightless_rank_in(kind):
+def test_a_collective_ignores_nan_of_a_rank_of_weight_0(kind):
     replicas = states(VALUES)
     average_over(kind, replicas, WEIGHTS)
     for model, _ in replicas:
@@ -336,7 +336,7 @@ def test_all_weights_zero_change_nothing(kind):
     assert replicas[1][0].mean.tolist() == [2.0] * 4
 
 
-def test_an_aborted_collective_leaves_the_replica_as_it_was():
+def test_an_aborted_collective_leaves_the_replica_unchanged():
     replicas = states(VALUES[:2])
     collectives = create_collectives(2, "thread", None, WAIT_S)
     averager = ReplicaAverager(replicas[0][1], Device(1), collectives[0])
@@ -350,12 +350,12 @@ def test_an_aborted_collective_leaves_the_replica_as_it_was():
 
 
 class Scribbling:
-    """A collective that is aborted when it has written to the tensors."""
+    """A collective that is aborted after it has written to the tensors."""
 
     rank, world_size = 0, 2
 
     def barrier(self):
-        """Nobody else is there."""
+        """There is no other rank."""
 
     def weighted_mean_(self, tensors, weight):
         for tensor in tensors:
@@ -363,7 +363,7 @@ class Scribbling:
         raise CollectiveAborted("planted")
 
 
-def test_a_collective_aborted_half_way_leaves_the_replica_as_it_was():
+def test_a_collective_aborted_halfway_leaves_the_replica_unchanged():
     ((model, state),) = states(VALUES[:1])
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     averager = ReplicaAverager(state, Device(1), Scribbling())
@@ -383,7 +383,7 @@ def test_a_reused_snapshot_is_one_buffer_and_aliases_nothing():
         assert tensor.untyped_storage().data_ptr() not in own
 
 
-# -- evaluation and checkpoints hold the average -------------------------------
+# -- evaluation and checkpoints see the average -------------------------------
 
 
 @every_way
@@ -413,7 +413,7 @@ def test_eval_fn_and_checkpoint_fn_see_the_average(monkeypatch, way):
 
 
 @local_ways
-def test_a_failing_checkpoint_fn_is_logged_and_stops_nothing(way, caplog):
+def test_a_failing_checkpoint_fn_is_logged_and_training_continues(way, caplog):
     def fail(version, model):
         raise OSError("disk full")
 
@@ -435,7 +435,7 @@ class Big(nn.Module):
 
 
 def model_sized():
-    """Memory blocks of the size of the model that any tensor holds on to."""
+    """Memory blocks of the size of the model that are referenced by a tensor."""
     found = {}
     for thing in gc.get_objects():
         dense = type(thing) in (torch.Tensor, nn.Parameter) and thing.layout is torch.strided
@@ -448,7 +448,7 @@ def model_sized():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (ASYNC, THREAD), (CADENCE, GLOO)])
-def test_averaging_holds_one_snapshot_a_rank_and_two_buffers_more(way, ranks):
+def test_averaging_uses_one_snapshot_a_rank_and_two_more_buffers(way, ranks):
     gc.collect()
     before = model_sized()
     averaged, opened = threading.Semaphore(0), threading.Event()
@@ -463,7 +463,7 @@ def test_averaging_holds_one_snapshot_a_rank_and_two_buffers_more(way, ranks):
     with b.batch_size(1).anchor(2).max_anchor(2).run() as handle:
         for _ in range(ranks):
             assert averaged.acquire(timeout=WAIT_S)
-        # Every rank stands still, and the coordinator too while its lock is held.
+        # No rank runs, nor does the coordinator while its lock is held.
         with handle._run._service._lock:
             count = model_sized() - before
         opened.set()

@@ -1,4 +1,4 @@
-"""Gradients in buckets: they travel during the backward pass, and the result is the same."""
+"""Gradients in buckets: they are sent during the backward pass, with equal results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain_sgd(params):
 
 
 class Net(nn.Module):
-    """Layers that run in another order than they are registered in, one of them unused by some."""
+    """Layers that run in another order than that of registration; some ranks leave one out."""
 
     def __init__(self, dtypes=(torch.float64,)):
         super().__init__()
@@ -118,7 +118,7 @@ def largest_error(a, b):
 
 
 def test_the_first_bucket_is_reduced_over_gloo_before_the_backward_pass_ends():
-    """By PyTorch's own trace: Gloo has begun, and the gradients computed last were not yet."""
+    """In PyTorch's trace, Gloo has begun before the last gradients are computed."""
 
     def make():
         torch.manual_seed(1)
@@ -152,7 +152,7 @@ def test_the_first_bucket_is_reduced_over_gloo_before_the_backward_pass_ends():
 
 
 @pytest.mark.parametrize("kind", ["gloo", "thread"])
-def test_buckets_go_in_the_order_of_the_backward_pass(kind):
+def test_buckets_are_sent_in_the_order_of_the_backward_pass(kind):
     with team(kind, 2) as ranks:
 
         def work(rank):
@@ -174,7 +174,7 @@ def test_buckets_go_in_the_order_of_the_backward_pass(kind):
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
 @pytest.mark.parametrize(("kind", "world_size"), [("gloo", 3), ("thread", 2)])
 def test_steps_equal_those_without_buckets(kind, world_size, bucket_bytes, dtypes):
-    """Pieces of any size, 0 too, in any number of micro-batches; a layer that some ranks use."""
+    """Pieces of any size, including 0, in any number of micro-batches; a layer used by some."""
 
     def train(model, batch):
         return nn.functional.mse_loss(model(batch[0], spare=batch[2]), batch[1])
@@ -239,8 +239,8 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("kind", ["gloo", "thread"])
-def test_a_backward_pass_that_fails_half_way_holds_nobody_up(kind):
-    """Rank 1 has sent what comes first, and fails; rank 0 waits for the rest."""
+def test_a_backward_pass_that_fails_halfway_aborts_the_exchange_of_its_peers(kind):
+    """Rank 1 fails after it has sent its first bucket; rank 0 waits for the rest."""
     with team(kind, 2, timeout_s=WAIT_S / 3) as ranks:
 
         def work(rank):
@@ -264,7 +264,7 @@ def test_a_backward_pass_that_fails_half_way_holds_nobody_up(kind):
 
 
 def test_a_gradient_in_several_parts_turns_the_overlap_off():
-    """A layer under PyTorch's reentrant checkpoint twice: its gradient is told of twice."""
+    """A layer twice under PyTorch's reentrant checkpoint: its hook runs twice."""
     from torch.utils.checkpoint import checkpoint
 
     def train(model, batch):
@@ -353,7 +353,7 @@ def test_runs_equal_those_without_buckets(way, settings):
 
 @pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
 @pytest.mark.parametrize("where", ["backward", "forward"])
-def test_the_others_go_on_after_a_death_in_the_middle_of_a_step(way, where):
+def test_the_other_ranks_continue_after_a_death_within_a_step(way, where):
     trained = []
     lock = threading.Lock()
 
@@ -385,7 +385,7 @@ class NoMemory(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
-def test_a_step_without_memory_in_its_backward_pass_is_made_again(way):
+def test_a_step_without_memory_in_its_backward_pass_is_repeated(way):
     failed = []
 
     def train(model, batch):
@@ -444,12 +444,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(way, tmp_pat
         ((SYNC, GLOO), {"cuda_graphs": True}, r"cuda_graphs\(True\)"),
     ],
 )
-def test_what_buckets_do_not_go_with_is_refused(way, settings, message):
+def test_settings_that_exclude_buckets_are_refused(way, settings, message):
     with pytest.raises(ValueError, match=message.replace('("', r'\("').replace('")', r'"\)')):
         run_of(way, 25, **settings)
 
 
 @pytest.mark.parametrize("mb", [0, -1, float("nan"), float("inf")])
-def test_a_size_that_is_none_is_refused(mb):
+def test_an_invalid_bucket_size_is_refused(mb):
     with pytest.raises(ValueError, match="bucket_cap_mb"):
         builder().bucket_cap_mb(mb)

@@ -39,7 +39,7 @@ def mixed():
     return Mixed()
 
 
-def test_values_objects_and_strides_stay(mixed):
+def test_flat_parameters_keep_values_objects_and_strides(mixed):
     before = {n: (p, p.detach().clone(), p.stride()) for n, p in mixed.named_parameters()}
     state = FlatState(mixed)
     for name, p in mixed.named_parameters():
@@ -73,13 +73,13 @@ def test_parameters_are_aligned_views_of_one_tensor_a_dtype(mixed):
     assert mixed.wide.tolist() == [0.0] * 7
 
 
-def test_frozen_parameters_stay_where_they_are(mixed):
+def test_frozen_parameters_keep_their_memory(mixed):
     pointer = mixed.frozen.data_ptr()
     FlatState(mixed)
     assert mixed.frozen.data_ptr() == pointer
 
 
-def test_a_snapshot_goes_round_and_aliases_nothing(mixed):
+def test_a_loaded_snapshot_restores_the_state_and_shares_no_memory(mixed):
     state = FlatState(mixed)
     wanted = {k: v.clone() for k, v in mixed.state_dict().items()}
     payload = state.new_payload()
@@ -97,7 +97,7 @@ def test_a_snapshot_goes_round_and_aliases_nothing(mixed):
     assert payload.num_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-def test_a_snapshot_that_is_measured_tells_the_norm_of_each_flat_tensor(mixed):
+def test_a_measured_snapshot_returns_the_norm_of_each_flat_tensor(mixed):
     state = FlatState(mixed)
     plain, measured = state.new_payload(), state.new_payload()
     state.snapshot_into(plain)
@@ -137,7 +137,7 @@ def test_progress_is_kept_exactly(mixed, at_once):
     assert mixed.mask.tolist() == [True, True]
 
 
-def test_a_buffer_may_be_replaced_and_is_read_where_it_is(mixed):
+def test_a_replaced_buffer_is_read_from_its_new_tensor(mixed):
     state = FlatState(mixed)
     mixed.norm.running_var = torch.full((5,), 6.0)
     payload = state.new_payload()
@@ -148,7 +148,7 @@ def test_a_buffer_may_be_replaced_and_is_read_where_it_is(mixed):
     assert mixed.norm.running_var.tolist() == [6.0] * 5
 
 
-def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_same(monkeypatch):
+def test_buffers_with_graphs_or_rare_dtypes_are_copied(monkeypatch):
     together = torch._foreach_copy_
 
     def as_on_a_gpu(targets, sources, **options):
@@ -168,7 +168,7 @@ def test_buffers_that_keep_their_graphs_or_have_rare_dtypes_are_copied_all_the_s
     state.buffers.read_into(*kept)
     for buffer in module.buffers():
         buffer.detach().zero_()
-    module.a = torch.zeros(2, requires_grad=True)  # what autograd lets nobody write to
+    module.a = torch.zeros(2, requires_grad=True)  # not writable under autograd
     state.buffers.write_from(*kept)
     assert [b.tolist() for b in module.buffers()] == [[3, 3], [1, 1], [1, 1], [4, 4]]
     assert not any(flat.requires_grad for flat in (*kept[0], *kept[1]))
@@ -192,7 +192,7 @@ def train_mixed(model, batch):
 
 
 @local_ways
-def test_a_run_leaves_a_state_that_the_bare_module_takes_strictly(way):
+def test_the_state_of_a_run_loads_strictly_into_the_bare_module(way):
     layouts = []
 
     def layout(epoch, worker):

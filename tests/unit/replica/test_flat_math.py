@@ -1,4 +1,4 @@
-"""Passes over flat tensors: the values of plain operations, whole or in blocks."""
+"""Passes over flat tensors equal plain operations, in one piece or in blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 @pytest.fixture(params=["whole", "in blocks"], autouse=True)
 def blocks(request, monkeypatch):
-    """Blocks of a few elements, so that small tensors are cut as large ones are."""
+    """Blocks of a few elements, so that small tensors are split like large ones."""
     if request.param == "in blocks":
         monkeypatch.setattr(flat_math, "block_length", lambda *_: 16)
 
@@ -23,7 +23,7 @@ def bits(tensor):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 64, 1003])
-def test_a_copy_is_a_copy_and_tells_the_squared_norm(dtype, numel):
+def test_a_copy_equals_its_source_and_returns_the_squared_norm(dtype, numel):
     source = (torch.randn(numel) + 1).to(dtype)
     out = torch.empty_like(source)
     square = flat_math.copy_with_norm(out, source)
@@ -42,11 +42,11 @@ def test_a_value_that_is_not_finite_shows_in_the_norm(dtype, bad, where):
     assert not 0 <= square < float("inf")
 
 
-def test_a_norm_of_many_equal_values_has_its_digits():
+def test_a_norm_of_many_equal_values_keeps_its_precision():
     """A single sum in float32 would be wrong in its third."""
     source = torch.full((8 * 2**20,), 1e-3)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # several sum up a part each
+    torch.set_num_threads(1)  # several threads sum a part each
     try:
         square = flat_math.copy_with_norm(torch.empty_like(source), source)
     finally:
@@ -70,7 +70,7 @@ def test_progress_is_added_as_by_two_passes(dtype, numel):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_progress_the_average_is_taken_exactly(dtype):
+def test_without_progress_the_result_is_exactly_the_average(dtype):
     live, average = (torch.randn(1003).to(dtype) for _ in range(2))
     flat_math.add_progress(live, average, live.clone())
     assert bits(live) == bits(average)

@@ -1,4 +1,4 @@
-"""What cannot be captured, or only looks as if it could: made eagerly, and said so."""
+"""Steps that cannot be captured, or not completely: made eagerly, with a warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["capturable_on_cpu", "posing"]  # fixtures
 every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
-# -- what cannot be captured ------------------------------------------------------------------
+# -- steps that cannot be captured -----------------------------------------------------------------
 
 
 def reading(model, batch):
@@ -72,7 +72,7 @@ def test_a_setting_that_moves_with_each_step_leaves_the_optimizer_out(posing, ca
     assert max(posing.num_replays) > 30
 
 
-def test_a_learning_rate_that_is_set_once_is_captured_anew(posing, caplog):
+def test_a_learning_rate_that_is_set_once_is_captured_again(posing, caplog):
     def slower(epoch, worker):
         if epoch == 2:
             worker.set_lr(0.001)
@@ -87,7 +87,7 @@ def test_a_learning_rate_that_is_set_once_is_captured_anew(posing, caplog):
 
 
 class Replacing(nn.Module):
-    """Keeps a mean by giving its buffer a new tensor."""
+    """Keeps a mean by replacing its buffer."""
 
     def __init__(self):
         super().__init__()
@@ -137,13 +137,13 @@ def test_bf16_is_captured(posing):
     assert posing.num_replays == [45]
 
 
-def test_on_a_cpu_it_says_that_it_has_no_effect(caplog):
+def test_cuda_graphs_on_a_cpu_warn_that_they_have_no_effect(caplog):
     train(a_run().cuda_graphs(True))
     (warning,) = warnings_of(caplog)
     assert "no effect on cpu" in warning
 
 
-# -- what only looks as if it could be captured -------------------------------------------------
+# -- steps whose capture would be wrong -------------------------------------------------
 
 
 class Counting(torch.optim.Optimizer):
@@ -212,7 +212,7 @@ class Shifted(nn.Module):
         return self.inner(x - self.shift)
 
 
-def test_a_buffer_that_is_replaced_between_steps_is_captured_anew(posing, caplog):
+def test_a_buffer_that_is_replaced_between_steps_is_captured_again(posing, caplog):
     def shift(epoch, worker):
         worker.model.shift = torch.full((3,), 0.1 * epoch, dtype=torch.float64)
 
@@ -248,8 +248,8 @@ def test_under_lockstep_an_unused_parameter_leaves_the_optimizer_out(posing, cap
     assert max(replays) <= 21
 
 
-def test_steps_that_were_dropped_have_warmed_nothing_up(posing):
-    """The optimizer has no state before its first step, and a graph must not make it."""
+def test_dropped_steps_do_not_count_as_warm_up_of_the_optimizer(posing):
+    """The optimizer has no state before its first step, and a graph must not create it."""
     data = DATA.clone()
     data[:] = torch.nan
 
@@ -265,7 +265,7 @@ def test_steps_that_were_dropped_have_warmed_nothing_up(posing):
 
 
 def test_three_ranks_of_a_lockstep_run_are_all_captured(posing):
-    """One after the other, on a GPU each."""
+    """One after the other, each on its own GPU."""
     state = train(a_run(way=(SYNC, THREAD), ranks=3, epochs=20).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 20
     assert len(posing.num_replays) == 6
@@ -274,7 +274,7 @@ def test_three_ranks_of_a_lockstep_run_are_all_captured(posing):
 
 @every_way
 def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, posing, caplog):
-    """A capture in one would break the draws of the others."""
+    """A capture in one would break the random draws of the others."""
     posing.shared = True
     state = train(a_run(way=way, ranks=2).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 3
@@ -284,7 +284,7 @@ def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, posing,
     assert posing.fake.graphs == []
 
 
-def test_batches_that_no_graph_can_serve_are_told(posing, caplog):
+def test_batches_that_cannot_be_captured_are_logged(posing, caplog):
     def collate(samples):
         return torch.stack([x for (x,) in samples]), {1, 2}
 
@@ -308,8 +308,8 @@ def test_a_group_that_is_added_later_is_trained(posing):
     assert len(posing.num_replays) == 2
 
 
-def test_an_optimizers_own_way_of_counting_outlives_a_state_of_another(posing):
-    """A replica on a GPU may take over the state of one on a CPU, or that of a file."""
+def test_an_optimizer_keeps_its_device_of_step_counts_when_it_loads_a_state(posing):
+    """A replica on a GPU may load the state of one on a CPU, or of a file."""
     seen = []
 
     def load(epoch, worker):

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch in a captured step: which of them can be, with a moving rate."""
+"""PyTorch's optimizers in captured steps, with a changing learning rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSpr
 
 @pytest.fixture(autouse=True)
 def capturable_on_cpu(monkeypatch):
-    """PyTorch lets optimizers count their steps in tensors on accelerators alone."""
+    """Allow ``capturable`` optimizers on a CPU, which PyTorch restricts to accelerators."""
     for name in ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"):
         module = importlib.import_module(f"torch.optim.{name}")
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
@@ -30,7 +30,7 @@ def params():
 
 
 def step_both(optimizers, make_step):
-    """Eight steps with a rate that falls, eager on one side, captured from the fourth on."""
+    """Eight steps with a falling rate, eager on one side, on the other captured from the fourth."""
     (plain, eager), (captured, capturable, wrapped) = optimizers
     generator, tape = torch.Generator().manual_seed(1), None
     for p in (*plain, *captured):
@@ -99,7 +99,7 @@ def test_an_optimizer_that_reads_its_state_cannot_be_captured(name):
     [({"capturable": True}, torch.float64), ({"fused": True}, torch.float32)],
     ids=["capturable", "fused"],
 )
-def test_the_rate_is_as_exact_as_the_kernels_read_it(settings, dtype):
+def test_a_rate_tensor_has_the_precision_of_the_kernels(settings, dtype):
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = torch.optim.AdamW([p], 0.01, **settings)
     wrapped = CapturableOptimizer(optimizer, CPU)
@@ -108,7 +108,7 @@ def test_the_rate_is_as_exact_as_the_kernels_read_it(settings, dtype):
         assert optimizer.param_groups[0]["lr"].dtype == dtype
 
 
-def test_a_plain_sgd_keeps_its_rate_and_tells_when_it_moves():
+def test_the_settings_of_a_plain_sgd_contain_its_rate():
     _, (_, capturable, wrapped) = pair("SGD")
     before = wrapped.settings()
     with wrapped.rates():
@@ -118,7 +118,7 @@ def test_a_plain_sgd_keeps_its_rate_and_tells_when_it_moves():
     assert wrapped.changed_settings(before) == "lr"
 
 
-def test_a_rate_in_a_tensor_is_no_setting_that_moves():
+def test_settings_do_not_contain_a_rate_in_a_tensor():
     _, (_, capturable, wrapped) = pair("AdamW")
     before = wrapped.settings()
     capturable.param_groups[0]["lr"] = 0.02
@@ -127,7 +127,7 @@ def test_a_rate_in_a_tensor_is_no_setting_that_moves():
     assert wrapped.changed_settings(before) == "betas"
 
 
-def test_a_rate_that_the_user_keeps_in_a_tensor_stays_that_tensor():
+def test_a_rate_tensor_of_the_user_is_kept():
     rate = torch.tensor(0.01)
     optimizer = torch.optim.AdamW(params(), rate, capturable=True)
     wrapped = CapturableOptimizer(optimizer, CPU)

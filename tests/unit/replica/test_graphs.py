@@ -1,4 +1,4 @@
-"""Steps as graphs, on a stand-in that records the operations of PyTorch and repeats them."""
+"""Steps as graphs, on a stand-in that records PyTorch's operations and repeats them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["capturable_on_cpu", "posing"]  # fixtures
 every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
-# -- a captured run is the eager one ---------------------------------------------------------
+# -- captured runs equal eager ones ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("optim", [adamw, sgd])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_graph_trains_what_eager_steps_train(optim, accumulate, posing):
+def test_steps_of_a_graph_equal_eager_steps(optim, accumulate, posing):
     def run(flag):
         b = a_run(optim=optim).accumulate(accumulate).max_grad_norm(0.5)
         return train(b.cuda_graphs(flag))
@@ -46,7 +46,7 @@ def test_a_graph_trains_what_eager_steps_train(optim, accumulate, posing):
     assert posing.num_replays == [windows - 3]
 
 
-def test_under_lockstep_two_graphs_stand_around_the_reduction(posing):
+def test_in_lockstep_one_graph_precedes_the_reduction_and_one_follows(posing):
     def run(flag):
         return train(a_run(way=(SYNC, THREAD), ranks=2).max_grad_norm(0.5).cuda_graphs(flag))
 
@@ -57,8 +57,8 @@ def test_under_lockstep_two_graphs_stand_around_the_reduction(posing):
 
 
 @pytest.mark.parametrize("turns", [[(5, 3)], [(5, 3), (6, 2), (3, 5), (4, 4), (2, 6)]])
-def test_shares_get_a_graph_for_each_of_four_sizes(turns, posing, monkeypatch):
-    """The first that come again; the rank's whole batch, of 4 here, is one of them."""
+def test_pieces_of_four_sizes_are_captured(turns, posing, monkeypatch):
+    """The first repeated sizes, of which the rank's full batch of 4 is one."""
     dealt = count()
 
     def sizes(shares, total, ranks):
@@ -87,7 +87,7 @@ def test_every_policy_trains_every_sample_with_graphs(way, posing):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_scheduler_moves_the_learning_rate_of_a_graph(ranks, posing):
+def test_a_scheduler_changes_the_learning_rate_of_a_graph(ranks, posing):
     def run(flag):
         b = a_run(way=(SYNC, THREAD), ranks=ranks)
         b.scheduler(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60))
@@ -98,7 +98,7 @@ def test_a_scheduler_moves_the_learning_rate_of_a_graph(ranks, posing):
     assert sum(posing.num_replays) > 15
 
 
-def test_a_generator_of_the_worker_goes_on_drawing(posing):
+def test_the_workers_generator_advances_with_each_replay(posing):
     def noisy(model, batch):
         draw = torch.rand(1, generator=current_worker().generator, dtype=torch.float64)
         record_scalar("draw", draw)
@@ -115,17 +115,17 @@ def test_short_batches_are_trained_without_a_graph(posing):
     assert posing.num_replays == [6 * 16 - 3]
 
 
-def test_a_rank_that_waits_for_messages_is_no_obstacle_to_a_capture(posing):
+def test_a_rank_that_waits_for_messages_does_not_prevent_a_capture(posing):
     """Rank 1 has no batch in the whole run."""
     state = train(a_run(ranks=2).partition_ratios([1, 0]).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 3
     assert posing.num_replays == [45]
 
 
-# -- what a graph holds on to ------------------------------------------------------------------
+# -- state used by graphs ------------------------------------------------------------------
 
 
-def test_a_graph_goes_when_the_state_of_its_optimizer_is_replaced(posing):
+def test_a_graph_is_dropped_when_the_state_of_its_optimizer_is_replaced(posing):
     seen = []
 
     def restart(epoch, worker):
@@ -141,7 +141,7 @@ def test_a_graph_goes_when_the_state_of_its_optimizer_is_replaced(posing):
     assert posing.num_replays == [13, 29]
 
 
-def test_forgetting_the_graphs_takes_a_change_of_python_up(posing):
+def test_forget_graphs_applies_a_change_made_in_python(posing):
     weight = [1.0]
 
     def weighted(model, batch):
@@ -159,7 +159,7 @@ def test_forgetting_the_graphs_takes_a_change_of_python_up(posing):
     assert posing.num_replays == [13, 13, 13]
 
 
-def test_skipped_steps_are_judged_between_two_graphs(posing):
+def test_steps_that_may_be_dropped_are_checked_between_two_graphs(posing):
     data = DATA.clone()
     data[41] = torch.nan
 
@@ -177,7 +177,7 @@ def test_skipped_steps_are_judged_between_two_graphs(posing):
     assert posing.num_replays[0] == 45
 
 
-def test_batches_of_several_shapes_get_a_graph_each(posing):
+def test_batches_of_several_shapes_have_a_graph_each(posing):
     lengths = [3, 5]
 
     class Ragged(torch.utils.data.Dataset):

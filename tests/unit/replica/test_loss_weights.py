@@ -1,4 +1,4 @@
-"""``(loss, weight)`` from ``train_fn``: what it changes, and what is refused."""
+"""``(loss, weight)`` from ``train_fn``: its effects, and invalid values."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ both = pytest.mark.parametrize("is_prompt", [True, False], ids=["host", "device"
 
 
 def units(batch):
-    """Of every third batch 0, and no whole numbers."""
+    """Fractional weights, 0 for every third batch."""
     return 0.0 if batch[0] % 3 == 0 else float(sum(batch)) / 8
 
 
 class OneRound:
-    """A run whose ranks meet once: where its epoch closes, or as they leave when it is stopped."""
+    """A run with one round: at the end of its epoch, or of the run if it is stopped."""
 
     def __init__(self, way, weight=lambda batch: torch.tensor(units(batch)), stop_at=None):
         handles, started = [], threading.Event()
@@ -99,7 +99,7 @@ class OneRound:
             assert metrics.scalars["eval/w"] == wanted
 
     def by_hand(self):
-        """The mean of the replicas, each the sum of its steps, weighted by their weights."""
+        """The weighted mean of the replicas, each the sum of its steps."""
         total, weights = 0.0, 0.0
         for rank in (0, 1):
             own = [torch.tensor(i) for r, i in self.trace.of_epoch(0) if r == rank]
@@ -115,19 +115,19 @@ ends = pytest.mark.parametrize("stop_at", [None, 4], ids=["closing", "stopped"])
 @averaged
 @ends
 @pytest.mark.parametrize("kind", [torch.tensor, float], ids=["tensor", "number"])
-def test_a_round_is_the_mean_by_the_sums_of_the_weights(way, stop_at, kind):
+def test_a_round_averages_by_the_sums_of_the_weights(way, stop_at, kind):
     OneRound(way, lambda batch: kind(units(batch)), stop_at).check()
 
 
 @averaged
 @ends
-def test_a_round_on_devices_reads_weights_that_were_summed_there(way, stop_at, posing):
+def test_a_round_on_devices_reads_weights_summed_on_the_device(way, stop_at, posing):
     OneRound(way, stop_at=stop_at).check()
 
 
 @averaged
 def test_no_weight_is_lost_between_rounds(way, monkeypatch):
-    """Every round's weights are what was trained since the last, also meanwhile."""
+    """The weights of each round cover the training since the last snapshot."""
     from coordinator.averaging import Averager
     from runtime.collective import Collective
 
@@ -202,8 +202,8 @@ def test_a_step_of_weight_0_is_not_made(optim, is_prompt):
 
 @both
 @pytest.mark.parametrize("weights", [(2.0, 6.0), (0.0, 6.0), (6.0, 0.0), (None, 2.0), (2.0, None)])
-def test_micro_batches_count_by_their_weights(weights, is_prompt):
-    """Those without a weight count by their samples: 3 each."""
+def test_micro_batches_are_averaged_by_their_weights(weights, is_prompt):
+    """The weight of those without one is their samples: 3 each."""
     model = two_numbers()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     stepper = make_stepper(model, optimizer, is_prompt=is_prompt)
@@ -239,8 +239,8 @@ def test_no_value_is_read_if_the_kernels_of_the_optimizer_can_skip_a_step(optim,
 
 
 @both
-def test_low_precision_scales_a_weighted_loss_as_any_other(is_prompt):
-    """Tokens by the thousand do not overflow where the plain mean does not."""
+def test_low_precision_scales_a_weighted_loss_like_a_plain_one(is_prompt):
+    """Weights of thousands of tokens do not overflow if the plain mean does not."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     stepper = make_stepper(model, optimizer, precision="fp16", is_prompt=is_prompt)
@@ -256,7 +256,7 @@ def test_low_precision_scales_a_weighted_loss_as_any_other(is_prompt):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_low_precision_takes_weights(precision, way):
+def test_weighted_losses_train_in_low_precision(precision, way):
     def fit(model, batch):
         y = model(batch[0].float())
         return (y - 1).square().mean(), (batch[0] > 0).sum()
@@ -265,7 +265,7 @@ def test_low_precision_takes_weights(precision, way):
         torch.manual_seed(0)
         return nn.Linear(3, 1)
 
-    def gently(params):  # so that the loss falls, whoever trains which batch
+    def gently(params):  # so that the loss falls, whichever rank trains a batch
         return torch.optim.SGD(params, 0.1)
 
     settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 30}
@@ -292,7 +292,7 @@ class Ranks:
         ]
 
     def reduce(self, values, weights, num_samples):
-        """The reduced gradient of each rank; weights of ``None`` are none."""
+        """The reduced gradient of each rank; ``None``: no weight."""
 
         def step(rank):
             reducer, model, weight = self.reducers[rank], self.models[rank], weights[rank]
@@ -311,7 +311,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_ranks_agree_whoever_tells_a_weight(dtype):
+def test_ranks_agree_whichever_of_them_have_a_weight(dtype):
     ranks = Ranks(dtype)
     values, samples = (1.0, 4.0), (2, 3)
     for weights in (
@@ -331,7 +331,7 @@ def test_ranks_agree_whoever_tells_a_weight(dtype):
     ranks.close()
 
 
-def test_a_weight_of_a_reduction_that_failed_is_forgotten():
+def test_the_weight_of_a_failed_reduction_is_dropped():
     ranks = Ranks(torch.float32)
     broken, ranks.ends = ranks.ends, create_collectives(2, timeout_s=WAIT_S)
     model, reducer = ranks.models[0], ranks.reducers[0]
@@ -347,7 +347,7 @@ def test_a_weight_of_a_reduction_that_failed_is_forgotten():
     ranks.close()
 
 
-def test_weights_that_are_the_samples_change_nothing_but_rounding():
+def test_weights_equal_to_the_samples_change_only_rounding():
     def run(fit):
         b = builder(model=two_numbers_on, dataset=(DATA,), train=fit, ranks=3, way=(SYNC, THREAD))
         return b.accumulate(2).seed(1).run().join(WAIT_S)
@@ -363,7 +363,7 @@ def test_weights_that_are_the_samples_change_nothing_but_rounding():
     assert_equal_runs(run(lambda model, batch: (plain(model, batch), len(batch[0]))), expected)
 
 
-def test_ranks_that_outlive_another_go_on_with_weights():
+def test_weighted_training_continues_after_the_death_of_a_rank():
     models = {}
 
     def fit(model, batch):
@@ -391,7 +391,7 @@ def test_ranks_that_outlive_another_go_on_with_weights():
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
 @pytest.mark.parametrize("mode", ["raise", "skip", "ignore"])
-def test_a_nan_of_weight_0_is_none(way, mode):
+def test_a_nan_of_weight_0_is_ignored(way, mode):
     def fit(model, batch):
         is_dead = bool(batch[0][0] % 2)
         record_scalar("loss", torch.tensor(torch.nan if is_dead else 1.0))
@@ -422,7 +422,7 @@ def test_a_nan_with_a_weight_is_a_fault(way):
 
 
 def of_tokens(model, batch):
-    """Of some batches nothing counts."""
+    """Some batches have the weight 0."""
     (x,) = batch
     is_counted = (x[:, 0] > 0.3) & (x[:1, 1] > -0.5)
     loss = loss_of(model, batch)
@@ -436,7 +436,7 @@ def fused(params):
 
 @pytest.mark.parametrize("optim", [adamw, sgd, fused])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_graph_weighs_as_eager_steps_do(optim, accumulate, posing):
+def test_weighted_steps_of_a_graph_equal_eager_steps(optim, accumulate, posing):
     def run(flag):
         b = a_run(optim=optim, loss=of_tokens).accumulate(accumulate).max_grad_norm(0.5)
         return train(b.cuda_graphs(flag))
@@ -445,10 +445,10 @@ def test_a_graph_weighs_as_eager_steps_do(optim, accumulate, posing):
     assert_equal_runs(run(True), expected)
     (replays, *second) = posing.num_replays
     assert replays == 3 * (16 // accumulate) - 3
-    assert len(second) == (optim is not fused)  # else a read stands between two graphs
+    assert len(second) == (optim is not fused)  # otherwise a read comes between two graphs
 
 
-def test_graphs_of_ranks_weigh_as_eager_steps_do(posing):
+def test_weighted_steps_of_graphs_on_several_ranks_equal_eager_steps(posing):
     def run(flag):
         return train(a_run(loss=of_tokens, way=(SYNC, THREAD), ranks=2).cuda_graphs(flag))
 
@@ -457,8 +457,8 @@ def test_graphs_of_ranks_weigh_as_eager_steps_do(posing):
     assert all(n >= 8 for n in posing.num_replays)
 
 
-def test_a_weight_that_first_comes_in_a_capture_makes_room_for_its_read(posing):
-    """Python code that changes its mind: what follows is captured in two parts."""
+def test_a_first_weight_during_a_capture_splits_the_graph_for_its_read(posing):
+    """The function returns a weight for the first time in the capture, which is then split."""
     calls = []
 
     def fit(model, batch):
@@ -519,7 +519,7 @@ def test_partial_sums_with_weights_come_back_from_a_checkpoint():
     assert again.close(**closing).avg_loss == pytest.approx(3.0 / 4.6)
 
 
-def test_a_step_tells_its_weight():
+def test_a_step_result_has_its_weight():
     def worker():
         endpoints, _ = GpuWorker.channels()
         functions = UserFunctions(
@@ -537,7 +537,7 @@ def test_a_step_tells_its_weight():
     made.close()
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- invalid weights ---------------------------------------------------------------------------
 
 BAD = {
     "negative": (-1, ValueError, "the weight -1"),
@@ -560,20 +560,20 @@ def refused(weight, **kwargs):
     return caught.value.__cause__
 
 
-@pytest.mark.parametrize(("weight", "kind", "said"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("weight", "kind", "message"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_what_is_no_weight_is_refused(weight, kind, said, way):
+def test_an_invalid_weight_is_refused(weight, kind, message, way):
     cause = refused(weight, way=way)
     assert type(cause) is kind
     assert cause.args[0].startswith("train_fn returned")
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         raise cause
     assert "return (loss, weight) with the mean loss" in str(cause)
 
 
 @pytest.mark.parametrize("weight", [-2.0, torch.nan, torch.inf])
 @pytest.mark.parametrize("mode", ["raise", "ignore"])
-def test_a_weight_of_a_device_is_refused_when_it_is_read(weight, mode, posing):
+def test_an_invalid_weight_on_a_device_is_refused_when_it_is_read(weight, mode, posing):
     handle = (
         builder(train=lambda m, b: (m.w.sum(), torch.tensor(weight)), ranks=1)
         .on_non_finite(mode)
@@ -596,19 +596,19 @@ def test_numbers_and_scalars_of_any_kind_are_weights(weight):
     assert state.metrics[0].num_samples == 8
 
 
-# What a model returns in place of a loss.
+# Model outputs in place of a loss.
 
 
 @dataclass
 class Output:
-    """As the Transformers library returns it."""
+    """An output in the form of the Transformers library."""
 
     loss: torch.Tensor
     logits: torch.Tensor
 
 
 class Tagger(nn.Module):
-    """Judges each label where it stands, or as a causal language model the next one."""
+    """Predicts each label at its position or, as a causal language model, the next one."""
 
     def __init__(self, causal):
         super().__init__()
@@ -646,7 +646,7 @@ def by_hand(model, batch):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("returned", [as_output, as_dict])
-def test_the_loss_of_an_output_weighs_as_many_labels_as_count(returned, causal, caplog):
+def test_the_weight_of_an_outputs_loss_is_its_number_of_labels(returned, causal, caplog):
     def trained(train_fn):
         torch.manual_seed(1)
         b = builder(model=lambda device: Tagger(causal), train=train_fn, dataset=texts(), ranks=2)
@@ -661,22 +661,22 @@ def test_the_loss_of_an_output_weighs_as_many_labels_as_count(returned, causal, 
     assert not caplog.records
 
 
-def test_an_output_may_tell_its_weight_itself():
+def test_an_output_may_have_a_field_with_its_weight():
     def trained(train_fn):
         b = builder(model=lambda device: Tagger(False), train=train_fn, dataset=texts(), ranks=2)
         return b.policy(SYNC).backend(THREAD).seed(4).run().join(WAIT_S).params["table.weight"]
 
-    def told(model, batch):
+    def by_field(model, batch):
         weight = batch["ids"].sum().double()
         return {"loss": model(**batch).loss, "loss_weight": weight}
 
     def by_pair(model, batch):
         return model(**batch).loss, batch["ids"].sum()
 
-    assert torch.equal(trained(told), trained(by_pair))
+    assert torch.equal(trained(by_field), trained(by_pair))
 
 
-def test_an_output_of_which_nothing_is_known_is_told_of_once(caplog):
+def test_an_output_without_a_weight_is_warned_of_once(caplog):
     _warn_of_guess.cache_clear()
 
     def train(model, batch):
@@ -684,8 +684,8 @@ def test_an_output_of_which_nothing_is_known_is_told_of_once(caplog):
 
     state = builder(train=train, ranks=1).run().join(WAIT_S)
     assert state.params["w"].item() == -10.0
-    told = [r.message for r in caplog.records if "return output.loss, or" in r.message]
-    assert len(told) == 1
+    warnings = [r.message for r in caplog.records if "return output.loss, or" in r.message]
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("output", [{"logits": torch.ones(2)}, {"loss": 3.0}, {}])

@@ -1,4 +1,4 @@
-"""``on_non_finite("raise")``: the run ends before anything that is not finite is used."""
+"""``on_non_finite("raise")``: the run ends before a value that is not finite is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ modes = pytest.mark.parametrize("mode", ON_NON_FINITE)
 
 
 def failure(b):
-    """Run to the failure that must come; gives the error of ``join`` and its cause."""
+    """Run to the expected failure; returns the error of ``join`` and its cause."""
     handle = b.run()
     with pytest.raises(WorkerFailed) as caught:
         handle.join(WAIT_S)
@@ -58,7 +58,7 @@ def failure(b):
 
 
 def expected(kind, step, *, at_once):
-    """What may be said of a fault at ``step``: ``(what, step, parameter)``."""
+    """The allowed descriptions of a fault at ``step``: ``(what, step, parameter)``."""
     if kind == "loss":
         return {("loss", step, "first")}
     if kind == "value":
@@ -88,9 +88,9 @@ def test_a_fault_of_one_rank_ends_the_run_before_anything_is_used(monkeypatch, w
 
 @kinds
 @local_ways
-def test_one_device_shows_nothing_of_the_epoch_of_the_fault(monkeypatch, way, kind):
+def test_one_device_publishes_no_metrics_of_the_epoch_of_the_fault(monkeypatch, way, kind):
     watch = Watch(monkeypatch)
-    # The last batch of the second epoch: nothing but the end of the plan follows it.
+    # The last batch of the second epoch: only the end of the plan follows.
     b = spoilt_run("raise", Spoilt(kind, (0, 39)), watch=watch, way=way, ranks=1)
     cause = failure(b)
     watch.check()
@@ -112,13 +112,13 @@ def test_one_device_does_not_close_the_epoch_of_the_fault(monkeypatch, way, kind
 
 
 @kinds
-def test_lockstep_over_gloo_blames_the_rank_at_fault(kind):
+def test_lockstep_over_gloo_names_the_rank_at_fault(kind):
     cause = failure(spoilt_run("raise", Spoilt(kind, (1, 4)), way=(SYNC, GLOO)))
     assert (cause.rank, cause.step) == (1, 4)
     assert (cause.what, cause.step, cause.parameter) in expected(kind, 4, at_once=True)
 
 
-def test_of_several_ranks_at_fault_in_lockstep_the_first_is_blamed():
+def test_the_first_of_several_ranks_at_fault_in_lockstep_is_named():
     spoilt = Spoilt("gradient", (1, 4), (2, 4))
     assert failure(spoilt_run("raise", spoilt, way=(SYNC, THREAD), ranks=3)).rank == 1
     spoilt.check()
@@ -178,7 +178,7 @@ def test_a_stopped_run_returns_nothing_that_is_not_finite(mode):
 
 @kinds
 @local_ways
-def test_a_fault_ends_the_run_even_where_deaths_do_not(way, kind):
+def test_a_fault_ends_a_run_that_survives_deaths(way, kind):
     spoilt = Spoilt(kind, (1, 4))
     b = spoilt_run("raise", spoilt, way=way, ranks=3, epochs=50)
     assert failure(b.on_worker_failure("continue")).rank == 1
@@ -187,11 +187,11 @@ def test_a_fault_ends_the_run_even_where_deaths_do_not(way, kind):
 
 @pytest.mark.parametrize("mode", ON_NON_FINITE)
 @local_ways
-def test_a_survivor_whose_state_cannot_be_used_ends_the_run(monkeypatch, way, mode):
+def test_a_survivor_with_a_state_that_is_not_finite_ends_the_run(monkeypatch, way, mode):
     watch = Watch(monkeypatch, collectives=False)
 
     class Exploding(torch.optim.SGD):
-        """What no mode can drop: finite gradients, and yet parameters that are not."""
+        """Finite gradients with parameters that are not finite, which no mode can drop."""
 
         def step(self, closure=None):
             super().step()
@@ -252,7 +252,7 @@ def tiny_sgd(params):
 
 
 def overflow_once(model, batch):
-    """Finite, but not after fp16's scale, which makes the scaler leave the step out."""
+    """Finite before fp16's scale, but not after it, so that the scaler skips the step."""
     worker = current_worker()
     factor = 1e38 if worker.rank == worker.world_size - 1 and worker.local_step == 2 else 1.0
     return model.w.sum() * factor
@@ -283,7 +283,7 @@ def test_a_loss_that_is_not_finite_is_a_fault_under_fp16_too(way):
 
 
 @pytest.mark.parametrize("mode", ["Raise", "", None, "warn", True])
-def test_another_mode_is_refused_with_the_three_there_are(mode):
+def test_an_unknown_mode_is_refused_with_the_three_modes(mode):
     with pytest.raises(ValueError, match="raise, skip, ignore"):
         builder().on_non_finite(mode)
 
@@ -309,13 +309,13 @@ def test_one_value_among_tensors_of_every_dtype_is_found(bad, value):
     assert not all_finite([tensors[bad]])
 
 
-def test_nothing_is_finite():
+def test_an_empty_list_of_tensors_is_finite():
     assert all_finite([])
     assert all_finite([torch.empty(0)])
     assert all_finite([torch.empty(0)] * 2)
 
 
-def test_the_first_loss_that_is_not_finite_is_named_by_its_batch():
+def test_the_error_of_a_bad_loss_has_the_number_of_its_batch():
     log, named = ValueLog(), []
     log.on_bad_loss = named.append
     for loss in (1.0, 2.0):
@@ -337,7 +337,7 @@ def judge_of(module, mode, *, averaged=True):
     return finite_check, meter, optimizer
 
 
-def test_samples_of_rounds_that_are_given_up_are_skipped_once():
+def test_samples_of_abandoned_rounds_are_counted_as_skipped_once():
     module = Pair()
     finite_check, meter, optimizer = judge_of(module, "ignore")
     assert finite_check.enter_round(5)
@@ -354,8 +354,8 @@ def test_samples_of_rounds_that_are_given_up_are_skipped_once():
     assert not finite_check.is_bad
 
 
-def test_norms_that_a_snapshot_has_measured_judge_the_replica(monkeypatch):
-    """The parameters are read again only to tell an overflow from a value that is not finite."""
+def test_norms_of_a_snapshot_serve_as_the_check_of_the_replica(monkeypatch):
+    """The parameters are read again only to distinguish an overflow from a bad value."""
     module = Pair()
     finite_check, _, _ = judge_of(module, "ignore")
     read = []

@@ -1,4 +1,4 @@
-"""``on_non_finite("ignore")``: a spoilt replica takes its peers' average, or the run ends."""
+"""``on_non_finite("ignore")``: the peers' average replaces a bad replica, or the run ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def warned(caplog):
 @ruinous
 @pytest.mark.parametrize("rank", [0, 1])  # rank 0 evaluates
 @averaged_ways
-def test_a_spoilt_replica_takes_the_average_and_goes_on(monkeypatch, caplog, way, rank, kind):
+def test_a_replica_that_is_not_finite_is_replaced_by_the_average(
+    monkeypatch, caplog, way, rank, kind
+):
     watch = Watch(monkeypatch)
     spoilt = SpoiltLater(kind, rank, lambda: ("evaluated", True) in watch.seen)
     b = spoilt_run("ignore", spoilt, watch=watch, way=way, optim=momentum_sgd, epochs=60)
@@ -56,7 +58,7 @@ def test_a_spoilt_replica_takes_the_average_and_goes_on(monkeypatch, caplog, way
     assert watch.seen.count(("checkpointed", True)) == 60
     skipped = sum(metrics.num_skipped for metrics in state.metrics)
     assert skipped >= 2
-    # Every sample went into a round once, or was counted as skipped.
+    # Every sample was part of one round, or was counted as skipped.
     assert sum(watch.weights) + skipped == sum(spoilt.samples.values()) == 60 * 40
     (line,) = warned(caplog)
     parameter = "first" if kind == "loss" else "second"
@@ -65,7 +67,7 @@ def test_a_spoilt_replica_takes_the_average_and_goes_on(monkeypatch, caplog, way
 
 
 @averaged_ways
-def test_the_optimizer_of_a_healed_replica_starts_anew(monkeypatch, way):
+def test_the_optimizer_state_of_a_healed_replica_is_reset(monkeypatch, way):
     watch = Watch(monkeypatch)
     inner = SpoiltLater("loss", 1, lambda: ("evaluated", True) in watch.seen)
     states = []
@@ -79,14 +81,14 @@ def test_the_optimizer_of_a_healed_replica_starts_anew(monkeypatch, way):
     b = spoilt_run("ignore", train, watch=watch, way=way, optim=momentum_sgd, epochs=60)
     b.run().join(WAIT_S)
     inner.check()
-    # Momentum of NaN where a step is made before the round, then none, then a sound one.
+    # Momentum of NaN if a step precedes the round, then no momentum, then a finite one.
     healed = states.index([])
     assert all(state == [False, False] for state in states[:healed])
     assert all(state == [True, True] for state in states[healed + 1 :])
 
 
 @averaged_ways
-def test_a_loss_that_spoils_nothing_is_let_through(monkeypatch, caplog, way):
+def test_a_bad_loss_with_finite_parameters_is_ignored(monkeypatch, caplog, way):
     watch = Watch(monkeypatch)
     spoilt = Spoilt("value", (1, 3))
     state = spoilt_run("ignore", spoilt, watch=watch, way=way).run().join(WAIT_S)
@@ -107,7 +109,7 @@ def test_a_stopped_run_returns_the_healthy_state():
     )
 
 
-# -- nothing healthy is left -----------------------------------------------------------
+# -- no finite state -----------------------------------------------------------
 
 
 def assert_fails(handle, ranks):
@@ -123,7 +125,7 @@ def assert_fails(handle, ranks):
 
 @ruinous
 @averaged_ways
-def test_a_round_in_which_every_replica_is_spoilt_ends_the_run(monkeypatch, way, kind):
+def test_a_round_without_a_finite_replica_ends_the_run(monkeypatch, way, kind):
     watch = Watch(monkeypatch)
     spoilt = Spoilt(kind, (0, 1), (1, 1))
     b = spoilt_run("ignore", spoilt, way=way, anchor=10).checkpoint_fn(watch.checkpoint)
@@ -142,7 +144,7 @@ def test_a_stopped_run_without_a_healthy_state_returns_none():
 @pytest.mark.parametrize(
     ("way", "ranks"), PEERLESS, ids=lambda x: x if isinstance(x, int) else way_id(x)
 )
-def test_without_peers_to_heal_it_nothing_spoilt_is_used(monkeypatch, way, ranks, kind):
+def test_a_bad_state_without_peers_ends_the_run(monkeypatch, way, ranks, kind):
     watch = Watch(monkeypatch, collectives=False)
     b = spoilt_run("ignore", Spoilt(kind, (0, 15)), watch=watch, way=way, ranks=ranks)
     handle = b.run()
@@ -164,14 +166,14 @@ def test_without_peers_to_heal_it_nothing_spoilt_is_used(monkeypatch, way, ranks
         ([None, None], [0, 0]),
     ],
 )
-def test_states_that_can_be_used_carry_the_round(samples, weights):
+def test_a_round_averages_only_finite_states(samples, weights):
     assert usable_weights(samples) == weights
 
 
 @pytest.mark.parametrize(
     ("samples", "expected"), [((4, 0), 2.0), ((4, 6), 2.0), ((0, 0), 2.0)], ids=str
 )
-def test_over_a_collective_an_idle_replica_heals_one_that_trained(samples, expected):
+def test_an_idle_replica_heals_one_that_trained_over_a_collective(samples, expected):
     modules = [Pair(), Pair()]
     with torch.no_grad():
         for p in modules[0].parameters():
@@ -193,8 +195,8 @@ def test_over_a_collective_an_idle_replica_heals_one_that_trained(samples, expec
 
 
 @averaged_ways
-def test_an_idle_replica_heals_one_that_trained_alone(monkeypatch, way):
-    """Rank 0 gets no data, so that in no round anybody else has samples."""
+def test_an_idle_replica_heals_the_only_one_that_trained(monkeypatch, way):
+    """Rank 0 gets no data, so that no other rank has samples in any round."""
     watch = Watch(monkeypatch)
     spoilt = Spoilt("loss", (1, 3))
     b = spoilt_run("ignore", spoilt, watch=watch, way=way, epochs=2).partition_ratios([0.0, 1.0])

@@ -1,4 +1,4 @@
-"""``on_non_finite("skip")``: the step is dropped as if its batch had not been there."""
+"""``on_non_finite("skip")``: the step is dropped as if its batch did not exist."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def warned(caplog):
 
 
 class SkippingAdam(torch.optim.AdamW):
-    """Does nothing at one of its steps, counted from 0; ``None``: at no step."""
+    """Skips one of its steps, counted from 0; ``None``: none."""
 
     def __init__(self, params, skip=None):
         super().__init__(params, 0.05)
@@ -63,7 +63,7 @@ class SkippingAdam(torch.optim.AdamW):
 
 
 def regress(backend, mode, *, spoil=None, skip=None, accumulate=1):
-    """Three ranks in lockstep for two epochs; gives the state and each rank's step count.
+    """Train three ranks in lockstep for two epochs; returns the state and each rank's steps.
 
     Args:
         backend: The transport.
@@ -106,7 +106,7 @@ def regress(backend, mode, *, spoil=None, skip=None, accumulate=1):
 
 @kinds
 @pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
-def test_lockstep_equals_to_the_bit_the_run_without_that_step(backend, kind):
+def test_a_lockstep_run_is_bitwise_equal_to_one_without_the_dropped_step(backend, kind):
     state, steps = regress(backend, "skip", spoil=(kind, 1, 7))
     reference, all_steps = regress(backend, "ignore", skip=7)
     assert (steps, all_steps) == ([9, 9, 9], [10, 10, 10])
@@ -150,7 +150,7 @@ def test_only_the_rank_at_fault_warns(caplog):
 
 @kinds
 @averaged_ways
-def test_a_dropped_step_carries_no_weight_and_spoils_nothing(monkeypatch, caplog, way, kind):
+def test_a_dropped_step_has_no_weight_and_changes_no_replica(monkeypatch, caplog, way, kind):
     watch = Watch(monkeypatch)
     spoilt = Spoilt(kind, (1, 3))
     state = spoilt_run("skip", spoilt, watch=watch, way=way).run().join(WAIT_S)
@@ -180,13 +180,13 @@ def test_a_run_whose_every_step_is_dropped_ends_with_the_first_weights(monkeypat
 
 
 @kinds
-def test_one_device_is_short_of_just_that_step(kind):
+def test_a_run_on_one_device_lacks_only_the_dropped_step(kind):
     state = spoilt_run("skip", Spoilt(kind, (0, 3), (0, 30)), ranks=1).run().join(WAIT_S)
     assert torch.equal(state.params["first"], torch.full((2,), 58.0, dtype=torch.float64))
     assert [metrics.num_skipped for metrics in state.metrics] == [2, 2, 0]
 
 
-def test_an_accumulated_step_is_dropped_whole_and_named_by_the_batch(caplog):
+def test_an_accumulated_step_is_dropped_as_a_unit_and_the_warning_names_the_batch(caplog):
     b = spoilt_run("skip", Spoilt("value", (0, 7)), ranks=1, epochs=1).accumulate(3)
     state = b.run().join(WAIT_S)
     assert state.metrics[0].num_skipped == 6
@@ -210,7 +210,7 @@ def test_losses_and_scalars_of_a_dropped_step_are_left_out_of_the_means():
     assert state.metrics[0].scalars["step"] == pytest.approx(sum(kept) / 9)
 
 
-def test_the_schedule_goes_on_over_a_dropped_step():
+def test_the_schedule_advances_over_a_dropped_step():
     rates = []
     inner = Spoilt("loss", (0, 2))
 
@@ -236,7 +236,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=way_id)
-def test_what_a_bad_batch_did_to_buffers_is_taken_back(way):
+def test_changes_of_buffers_by_a_bad_batch_are_undone(way):
     x = X.clone()
     x[9] = float("nan")
 
@@ -262,7 +262,7 @@ def test_what_a_bad_batch_did_to_buffers_is_taken_back(way):
 
 
 @local_ways
-def test_fp16_goes_on_after_a_dropped_loss(way):
+def test_fp16_training_continues_after_a_dropped_loss(way):
     def train(model, batch):
         worker = current_worker()
         bad = worker.rank == 1 and worker.local_step == 3

@@ -1,4 +1,4 @@
-"""What one worker does about values that are not finite, and what that costs its steps."""
+"""One worker's handling of values that are not finite, and its cost in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "
 
 
 class Alone:
-    """One worker of two, both ends of its queues in the hands of the test."""
+    """One worker of two, whose queues the test reads and writes."""
 
     def __init__(self, mode, train=count_pair, model=pair, precision="fp32", **functions):
         endpoints, channels = GpuWorker.channels()
@@ -97,7 +97,7 @@ def test_skip_reads_one_flag_a_step(monkeypatch):
 
 @pytest.mark.parametrize("message", [m.Evaluate(epoch=0), m.CallCheckpointFn(version=1)], ids=repr)
 @pytest.mark.parametrize("mode", ON_NON_FINITE)
-def test_live_weights_that_are_not_finite_are_not_shown_to_the_users_functions(mode, message):
+def test_user_functions_are_not_called_with_bad_live_weights(mode, message):
     seen = []
 
     def show(*_):
@@ -115,7 +115,7 @@ def test_live_weights_that_are_not_finite_are_not_shown_to_the_users_functions(m
     assert len(seen) == 1
 
 
-def test_the_average_is_shown_even_if_nothing_trained_went_into_it():
+def test_user_functions_see_the_average_of_a_round_without_samples():
     seen = []
     alone = Alone("raise", eval_fn=lambda model, epoch: seen.append(model.first.tolist()) or {})
     alone.send(m.RequestParams(round=1))
@@ -130,7 +130,7 @@ def test_the_average_is_shown_even_if_nothing_trained_went_into_it():
 # -- skip ----------------------------------------------------------------------------
 
 
-def test_a_dropped_step_is_counted_and_carries_no_weight():
+def test_a_dropped_step_is_counted_and_has_no_weight():
     alone = Alone("skip", Spoilt("gradient", (0, 1)))
     alone.steps(3)
     alone.worker.report_timing()
@@ -141,7 +141,7 @@ def test_a_dropped_step_is_counted_and_carries_no_weight():
     assert (snapshot.num_batches, snapshot.num_samples) == (3, 4)
 
 
-def test_a_dropped_loss_leaves_fp16s_scale_alone():
+def test_a_dropped_loss_keeps_fp16s_scale():
     alone = Alone("skip", model=lambda d: Single(), precision="fp16")
     scaler = alone.worker.replica.stepper._scaler
     scale = scaler.get_scale()
@@ -155,7 +155,7 @@ def test_a_dropped_loss_leaves_fp16s_scale_alone():
 
 
 def snapshot_of_a_spoilt_replica(alone):
-    """Two steps, the second spoilt, told before the round asks."""
+    """Two steps, the second one bad, reported before the round."""
     alone.steps(2)
     alone.worker.report_timing()
     assert alone.answer().stats.num_skipped == 0
@@ -167,7 +167,7 @@ def snapshot_of_a_spoilt_replica(alone):
     return snapshot
 
 
-def test_the_average_replaces_a_spoilt_replica_and_what_it_trained_meanwhile():
+def test_the_average_replaces_a_bad_replica_and_its_later_training():
     alone = Alone("ignore", Spoilt("loss", (0, 1)))
     snapshot = snapshot_of_a_spoilt_replica(alone)
     alone.steps(3)
@@ -178,13 +178,13 @@ def test_the_average_replaces_a_spoilt_replica_and_what_it_trained_meanwhile():
     alone.send(m.RequestParams(round=2))
     snapshot = alone.answer()
     assert snapshot.report.stats.num_skipped == 6
-    # The batches made in vain count for the limits; only the last one weighs.
+    # Lost batches count for the limits; only the last one has a weight.
     assert (snapshot.healthy, snapshot.num_samples, snapshot.num_batches) == (True, 2, 4)
     assert is_finite(snapshot.payload.params)
     assert alone.worker.model.first.tolist() == [8.0, 8.0]
 
 
-def test_a_round_without_a_healthy_state_is_not_taken():
+def test_the_average_of_a_round_without_a_finite_state_is_not_applied():
     alone = Alone("ignore", Spoilt("loss", (0, 1)))
     snapshot = snapshot_of_a_spoilt_replica(alone)
     with pytest.raises(NonFiniteError, match="first"):
@@ -192,7 +192,7 @@ def test_a_round_without_a_healthy_state_is_not_taken():
     assert alone.silent
 
 
-def test_a_replica_spoilt_while_the_average_is_computed_is_healed_in_the_next_round():
+def test_a_replica_that_turns_bad_during_a_round_is_healed_in_the_next():
     alone = Alone("ignore", Spoilt("gradient", (0, 2)))
     alone.steps(2)
     alone.send(m.RequestParams(round=1))

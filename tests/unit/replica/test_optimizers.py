@@ -1,4 +1,4 @@
-"""Several optimizers in one run: each step equals one device's, whatever happens."""
+"""Several optimizers in one run: each step equals that on one device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def apart(a, b):
 
 
 def by_hand(batches, *, clip=None, decay=None):
-    """The same in a plain loop on one device."""
+    """The same training in a plain loop on one device."""
     model = Gan()
     steps = {name: make(getattr(model, name).parameters()) for name, make in OPTIMIZERS.items()}
     schedulers = [decay(o) for o in steps.values()] if decay else []
@@ -92,7 +92,7 @@ def by_hand(batches, *, clip=None, decay=None):
 
 
 class Watched:
-    """Notes what the ranks train together in each step."""
+    """Records the samples of all ranks in each step."""
 
     def __init__(self):
         self.batches = defaultdict(dict)
@@ -127,7 +127,7 @@ def test_sync_equals_one_device(ranks, backend):
     assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
 
 
-def test_with_clipping_and_schedulers():
+def test_several_optimizers_train_with_clipping_and_schedulers():
     def decay(optimizer):
         return StepLR(optimizer, 5, 0.5)
 
@@ -149,7 +149,7 @@ def test_cadence_trains_each_sample_once(backend):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_with_low_precision(precision):
+def test_several_optimizers_train_in_low_precision(precision):
     b = Trainer.builder(lambda device: Gan().float(), OPTIMIZERS, LOSSES)
     b.dataset((DATA.float(),)).batch_size(BATCH).num_epochs(EPOCHS).devices(2).policy("sync")
     state = run(b.precision(precision))
@@ -157,7 +157,7 @@ def test_with_low_precision(precision):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_resumed_runs_have_the_bits_of_whole_ones(ranks, tmp_path):
+def test_resumed_runs_are_bitwise_equal_to_uninterrupted_ones(ranks, tmp_path):
     def made():
         return gan(ranks, epochs=3).scheduler({"maker": lambda o: StepLR(o, 7, 0.5)})
 
@@ -179,8 +179,8 @@ def test_another_kind_of_optimizer_is_refused_at_resume(tmp_path):
         run(b)
 
 
-def test_each_sample_counts_once_where_a_rank_dies_between_two_optimizers():
-    """What the first optimizer's step did is undone before the step is made again."""
+def test_each_sample_counts_once_if_a_rank_dies_between_two_optimizers():
+    """The first optimizer's step is undone before both are repeated."""
     died = threading.Event()
 
     def dies(model, batch):
@@ -201,20 +201,20 @@ def test_each_sample_counts_once_where_a_rank_dies_between_two_optimizers():
     state = run(b.on_worker_failure("continue"))
     assert died.is_set()
     assert [m.num_samples for m in state.metrics] == [N]
-    # The step that was broken off is made again from the same weights.
+    # The aborted step is repeated from the same weights.
     assert all(torch.equal(a, b) for a, b in zip(seen[3], seen[4], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(seen[2], seen[3], strict=True))
 
 
 def test_a_loss_that_is_not_finite_is_skipped_or_raised():
-    told = defaultdict(list)
+    values = defaultdict(list)
 
     def noted(loss):
         def call(model, batch):
             value = loss(model, batch)
             if loss is maker_loss and current_worker().local_step == 1:
                 value = value * float("nan")
-            told[loss].append((value.item(), len(batch[0])))
+            values[loss].append((value.item(), len(batch[0])))
             return value
 
         return call
@@ -222,11 +222,11 @@ def test_a_loss_that_is_not_finite_is_skipped_or_raised():
     losses = {"judge": noted(judge_loss), "maker": noted(maker_loss)}
     state = run(gan(losses=losses, epochs=1).on_non_finite("skip"))
     assert state.metrics[0].num_skipped == BATCH
-    pairs = zip(told[judge_loss], told[maker_loss], strict=True)
+    pairs = zip(values[judge_loss], values[maker_loss], strict=True)
     kept = [(a + b, n) for (a, n), (b, _) in pairs if b == b]
     assert len(kept) == -(-N // BATCH) - 1
-    wanted = sum(loss * n for loss, n in kept) / sum(n for _, n in kept)
-    assert state.metrics[0].avg_loss == pytest.approx(wanted, rel=1e-9)
+    expected = sum(loss * n for loss, n in kept) / sum(n for _, n in kept)
+    assert state.metrics[0].avg_loss == pytest.approx(expected, rel=1e-9)
     assert run(gan(2, losses=losses, epochs=1).on_non_finite("skip")).metrics[0].num_skipped > 0
     for ranks in (1, 2):
         with pytest.raises(WorkerFailed):
@@ -244,7 +244,7 @@ def test_plateaus_are_stepped_by_a_metric():
     assert len(rates) == 3
 
 
-def test_only_the_optimizers_own_parameters_get_gradients():
+def test_only_the_parameters_of_the_stepping_optimizer_get_gradients():
     found = set()
 
     def look(model, batch):
@@ -264,12 +264,12 @@ def test_only_the_optimizers_own_parameters_get_gradients():
         (lambda b: b.param_groups(lambda model: []), "param_groups"),
     ],
 )
-def test_what_does_not_go_with_several_optimizers_is_refused(change, message):
+def test_settings_that_exclude_several_optimizers_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         change(gan(2)).run()
 
 
-def test_names_must_fit():
+def test_names_of_functions_and_optimizers_must_match():
     with pytest.raises(ValueError, match="give each optimizer a function"):
         Trainer.builder(lambda device: Gan(), OPTIMIZERS, {"judge": judge_loss})
     with pytest.raises(TypeError, match="two dicts"):
@@ -293,8 +293,8 @@ def test_weights_are_refused():
     assert "with a weight" in str(raised.value.__cause__)
 
 
-def test_all_of_them_forget_their_gradients_together():
-    """As a plain loop calls it; the class is an optimizer only by its interface."""
+def test_zero_grad_clears_the_gradients_of_all_members():
+    """The class is an optimizer only by its interface, which a plain loop calls."""
     model = Gan()
     both = Optimizers(
         {name: OPTIMIZERS[name](getattr(model, name).parameters()) for name in LOSSES}

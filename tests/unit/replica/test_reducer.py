@@ -1,4 +1,4 @@
-"""The reduction of gradients: which parameters count as used, step after step."""
+"""Gradient reduction: the flags of used parameters over many steps."""
 
 from __future__ import annotations
 

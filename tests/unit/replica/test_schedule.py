@@ -1,4 +1,4 @@
-"""The learning rate: torch schedulers at the position of the whole run, and the scale."""
+"""Learning rates: torch schedulers at the position of the run, and the scale."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ by_name = pytest.mark.parametrize("name", FACTORIES)
 
 
 def optimizer(lr=0.1):
-    # Two groups, of which the scheduler knows both.
+    # Two groups, both with rates of the scheduler.
     groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": 2 * lr}]
     return SGD(groups, lr, momentum=0.9)
 
@@ -79,7 +79,7 @@ def test_positions_past_the_end_and_behind_change_nothing(name):
         assert rates(o) == pytest.approx(reference(name, 20)[20])
 
 
-def test_a_scheduler_overwrites_what_was_set_by_hand():
+def test_a_scheduler_overwrites_a_rate_set_by_hand():
     o = optimizer()
     schedule = Schedule(o, FACTORIES["LambdaLR"])
     schedule.set_lr(9.0)
@@ -88,7 +88,7 @@ def test_a_scheduler_overwrites_what_was_set_by_hand():
     assert rates(o) == pytest.approx([0.2, 0.4])
 
 
-def test_without_a_scheduler_positions_mean_nothing():
+def test_positions_have_no_effect_without_a_scheduler():
     o = optimizer()
     schedule = Schedule(o)
     schedule.advance(5)
@@ -96,7 +96,7 @@ def test_without_a_scheduler_positions_mean_nothing():
     assert rates(o) == pytest.approx([0.3, 0.6])
 
 
-def test_a_rate_that_is_a_tensor_stays_one():
+def test_a_rate_in_a_tensor_stays_a_tensor():
     o = SGD([torch.zeros(1)], torch.tensor(0.5))
     schedule = Schedule(o)
     lr = o.param_groups[0]["lr"]
@@ -105,7 +105,7 @@ def test_a_rate_that_is_a_tensor_stays_one():
     assert schedule.current == 0.25
 
 
-def test_what_is_no_scheduler_is_refused():
+def test_an_object_without_step_is_refused_as_a_scheduler():
     with pytest.raises(TypeError, match="not a torch"):
         Schedule(optimizer(), lambda o: 3)
 
@@ -114,7 +114,7 @@ class TestByMetric:
     def halving(self, o):
         return ReduceLROnPlateau(o, factor=0.5, patience=0)
 
-    def test_each_value_counts_once_however_often_it_is_told(self):
+    def test_each_value_counts_once_however_often_it_is_passed(self):
         o, alone = optimizer(), optimizer()
         schedule, expected = Schedule(o, self.halving, every=0), self.halving(alone)
         values = [1.0, 2.0, 0.5, 0.7, 0.9]
@@ -124,21 +124,21 @@ class TestByMetric:
             expected.step(value)
         assert rates(o) == rates(alone) == [0.1 / 8, 0.2 / 8]
 
-    def test_positions_mean_nothing(self):
+    def test_positions_have_no_effect(self):
         o = optimizer()
         schedule = Schedule(o, self.halving, every=0)
         schedule.advance(100)
         schedule.step_by_metrics([1.0, 2.0])
         assert rates(o) == [0.05, 0.1]
 
-    def test_a_scale_lies_on_top(self):
+    def test_a_scale_multiplies_the_schedulers_rate(self):
         o = optimizer()
         schedule = Schedule(o, self.halving, every=0)
         schedule.set_scale(3.0)
         schedule.step_by_metrics([1.0, 2.0, 3.0])
         assert rates(o) == pytest.approx([0.075, 0.15])
 
-    def test_its_state_says_what_was_told(self):
+    def test_the_state_contains_the_values_seen(self):
         o, other = optimizer(), optimizer()
         schedule, again = (Schedule(x, self.halving, every=0) for x in (o, other))
         schedule.step_by_metrics([1.0, 2.0])
@@ -152,7 +152,7 @@ class TestByMetric:
         with pytest.raises(ValueError, match=r"epoch 1 lacks the metric.*record_scalar"):
             schedule.step_by_metrics([1.0, None])
 
-    def test_it_is_for_plateaus_alone_and_they_need_it(self):
+    def test_a_metric_is_required_by_plateau_schedulers_and_refused_for_others(self):
         with pytest.raises(TypeError, match=r"is stepped by .* metric='eval/loss'"):
             Schedule(optimizer(), self.halving)
         with pytest.raises(TypeError, match="leave metric out"):
@@ -168,7 +168,7 @@ class TestByMetric:
 
 
 class Rates:
-    """Notes the rate of every batch, by rank."""
+    """Records the rate of every batch, by rank."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -208,7 +208,7 @@ def test_a_window_is_one_position_of_the_schedule():
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 def test_the_position_ends_at_the_batches_of_all_ranks(way):
-    """A probe of the final position: no rate is beyond it, and a late one is near it."""
+    """No rate is beyond the last position, and a late one is near it."""
     found = Rates()
     b = builder(train=found, dataset=60, batch_size=1, epochs=3, ranks=2, way=way)
     handle = b.anchor(2).max_anchor(2).scheduler(counting).run()
@@ -246,9 +246,9 @@ def test_a_scale_set_before_the_scheduler_holds_from_the_first_step():
     assert schedule.current == pytest.approx(0.2)
 
 
-def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
+def test_ranks_receive_the_global_step_before_their_next_report(monkeypatch):
     """Else every rate lags behind by what the ranks trained for the last round."""
-    sent, told = threading.Event(), {}
+    sent, received = threading.Event(), {}
     execute = Service._execute
 
     def tapped(service, command, now):
@@ -258,8 +258,8 @@ def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
 
     def first_step_after_a_round(model, batch):
         worker = current_worker()
-        if worker.rank not in told and worker.protocol.batches == 0 and worker.local_step >= 4:
-            told[worker.rank] = sent.wait(WAIT_S / 4)
+        if worker.rank not in received and worker.protocol.batches == 0 and worker.local_step >= 4:
+            received[worker.rank] = sent.wait(WAIT_S / 4)
         return count_up(model, batch)
 
     monkeypatch.setattr(Service, "_execute", tapped)
@@ -271,7 +271,7 @@ def test_ranks_hear_where_the_run_stands_before_they_report_again(monkeypatch):
         .run()
     )
     handle.join(WAIT_S)
-    assert told == {0: True, 1: True}
+    assert received == {0: True, 1: True}
 
 
 # -- once an epoch ----------------------------------------------------------------------------
@@ -302,15 +302,15 @@ def test_with_the_interval_of_an_epoch_all_its_batches_have_one_rate(ranks):
 
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_ranks_that_run_on_their_own_come_to_it_too(way):
-    # Between two rounds a rank knows of its own batches only.
+def test_epoch_intervals_hold_for_ranks_without_lockstep(way):
+    # Between two rounds a rank counts only its own batches.
     seen, _ = rates_by_epoch(way, 2, dataset=400, anchor=2, max_anchor=2)
     first, last = max(seen[0]), min(seen[2])
     assert last == pytest.approx(first / 4)
     assert set().union(*seen.values()) <= {round(first * 0.5**i, 9) for i in range(4)}
 
 
-def test_a_resumed_run_goes_on_with_the_epochs_rate_and_refuses_another_interval(tmp_path):
+def test_a_resumed_run_keeps_the_rate_of_the_epoch_and_refuses_another_interval(tmp_path):
     seen, _ = rates_by_epoch((SYNC, THREAD), 2, epochs=2, checkpoint_dir=tmp_path)
     rates_by_epoch((SYNC, THREAD), 2, epochs=3, seen=seen, resume=tmp_path)
     (first,) = seen[0]
@@ -347,7 +347,7 @@ def test_under_sync_each_epoch_begins_with_the_metric_of_the_one_before(ranks):
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC])
-def test_a_rank_hears_of_a_metric_with_its_next_work(policy):
+def test_a_rank_receives_a_metric_with_its_next_plan(policy):
     b = builder(train=Rates(), dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
     b.scheduler(halving, metric="avg_loss").progress(False)
     metrics = b.run().join(WAIT_S).metrics
@@ -361,7 +361,7 @@ def test_a_rank_hears_of_a_metric_with_its_next_work(policy):
         assert of[-1] < 0.5**20
 
 
-def test_a_resumed_run_steps_by_what_comes_after(tmp_path):
+def test_a_resumed_run_steps_only_by_later_metrics(tmp_path):
     def run(epochs, **more):
         found = Rates()
         b = builder(train=found, dataset=12, epochs=epochs, ranks=2, way=(SYNC, THREAD))
@@ -377,14 +377,14 @@ def test_a_resumed_run_steps_by_what_comes_after(tmp_path):
     assert {rank: first[rank] + again[rank] for rank in whole} == whole
 
 
-def test_a_metric_that_no_epoch_has_ends_the_run_with_the_remedy():
+def test_a_missing_metric_ends_the_run_with_the_remedy():
     b = builder(epochs=2, way=(SYNC, THREAD)).scheduler(halving, metric="accuracy")
-    with pytest.raises(WorkerFailed) as told:
+    with pytest.raises(WorkerFailed) as raised:
         b.run().join(WAIT_S)
-    assert "record_scalar" in str(told.value.__cause__)
+    assert "record_scalar" in str(raised.value.__cause__)
 
 
-def test_what_a_metric_needs_is_asked_for_before_the_run():
+def test_requirements_of_a_metric_are_checked_before_the_run():
     with pytest.raises(ValueError, match=r"needs eval_fn\(f\), which gives 'loss'"):
         builder().scheduler(halving, metric="eval/loss").run()
     with pytest.raises(TypeError, match="pass a name"):

@@ -41,7 +41,7 @@ def loss(net, batch):
 
 
 def by_hand(steps, *, clip=None):
-    """One device on the union of each step's batches."""
+    """One device trained on the union of each step's batches."""
     net = model(None)
     optimizer = adam(net.parameters())
     for indices in steps:
@@ -103,7 +103,7 @@ def test_lockstep_equals_one_device_on_the_union(backend, ranks, accumulate):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_lockstep_clips_what_was_reduced(ranks):
+def test_lockstep_clips_the_reduced_gradients(ranks):
     state, steps = run((SYNC, THREAD), ranks, clip=0.5)
     assert_same(state, by_hand(steps, clip=0.5))
 
@@ -154,7 +154,7 @@ def branches(net, batch):
 
 
 class Noting(torch.optim.SGD):
-    """Weight decay would move a parameter whose gradient is zero rather than None."""
+    """SGD with weight decay, which changes parameters whose gradient is zero, not ``None``."""
 
     noted: list
 
@@ -192,7 +192,7 @@ def test_a_parameter_used_by_no_rank_has_no_gradient_and_by_one_rank_has_on_all(
     assert float(state.params["rank_one"]) == pytest.approx(w)
 
 
-def test_a_parameter_that_only_this_batch_leaves_out_keeps_none_in_cadence():
+def test_a_parameter_unused_in_one_batch_keeps_no_gradient_under_cadence():
     noted = []
 
     def optim(params):

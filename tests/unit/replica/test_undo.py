@@ -1,4 +1,4 @@
-"""A collective round that is taken back: it counts for nothing, what was trained since stays."""
+"""Undoing a round over a collective: its effect is reverted, and later training is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mixed(nn.Module):
         self.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
         self.register_buffer("count", torch.tensor([5 - rank, 7 * rank]))
         self.register_buffer("byte", torch.tensor([3, 250, rank], dtype=torch.uint8))
-        # Of each pair of bits that two ranks can differ in, one.
+        # One of each pair of bits in which two ranks can differ.
         self.register_buffer("flags", torch.tensor([rank == 0, rank == 1, rank == 2, True, False]))
 
 
@@ -41,7 +41,7 @@ def averagers(models, ranks):
 
 
 def on_threads(group, weights):
-    """All ranks' ``all_reduce`` at once; what they return."""
+    """Call ``all_reduce`` on all ranks at once; returns their results."""
     found = [None] * len(group)
 
     def work(i):
@@ -67,7 +67,7 @@ def copy_of(model):
 
 @pytest.fixture
 def undone():
-    """Three replicas that were averaged, what they were before, and how to undo it."""
+    """Three averaged replicas, their earlier states, and a function that undoes the round."""
     models = [Mixed(rank) for rank in range(3)]
     before = [copy_of(model) for model in models]
     group = averagers(models, range(3))
@@ -77,7 +77,7 @@ def undone():
 
 
 def test_the_round_changes_every_part_of_some_rank(undone):
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would show nothing."""
     models, before, _ = undone
     for name in before[0]:
         pairs = [(m.state_dict()[name], b[name]) for m, b in zip(models, before, strict=True)]
@@ -86,7 +86,7 @@ def test_the_round_changes_every_part_of_some_rank(undone):
     assert any(b["flags"].tolist() != flags for b in before[1:])
 
 
-def test_a_round_taken_back_leaves_everything_as_before_it(undone):
+def test_an_undone_round_restores_the_state_of_before(undone):
     models, before, group = undone
     assert [averager.version for averager in group] == [1, 1, 1]
     for averager in group:
@@ -97,7 +97,7 @@ def test_a_round_taken_back_leaves_everything_as_before_it(undone):
     assert [averager.version for averager in group] == [0, 0, 0]
 
 
-def test_what_was_trained_after_the_round_stays(undone):
+def test_an_undone_round_keeps_the_training_after_it(undone):
     models, before, group = undone
     with torch.no_grad():
         for model in models:
@@ -118,7 +118,7 @@ def test_what_was_trained_after_the_round_stays(undone):
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_flags_set_after_the_round_stay_where_it_changed_nothing(undone, value):
+def test_flags_set_after_the_round_are_kept_if_the_round_did_not_change_them(undone, value):
     models, before, group = undone
     taken = models[0].flags.clone()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_flags_set_after_the_round_stay_where_it_changed_nothing(undone, value):
         assert torch.equal(model.flags[~same], old["flags"][~same])
 
 
-def test_a_round_that_is_taken_back_and_repeated_without_the_dead_counts_once(undone):
+def test_a_round_undone_and_repeated_without_the_dead_rank_counts_once(undone):
     models, before, group = undone
     for averager in group:
         averager.undo_all_reduce()
@@ -148,8 +148,8 @@ def test_a_round_that_is_taken_back_and_repeated_without_the_dead_counts_once(un
             assert torch.equal(model.state_dict()[name], before[0][name]), name
 
 
-def test_a_second_undo_takes_back_the_second_round(undone):
-    """What is kept of a round is of the last one."""
+def test_a_second_undo_reverts_the_second_round(undone):
+    """Only the change of the last round is kept."""
     models, _, group = undone
     with torch.no_grad():
         for rank, model in enumerate(models):

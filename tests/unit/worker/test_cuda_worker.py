@@ -1,4 +1,4 @@
-"""Workers whose device runs late: what is told, and when, and that nothing is lost."""
+"""Workers whose device runs late: their messages, the order of these, and pending copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kinds(reports):
     return [type(report) for report in reports]
 
 
-def test_a_snapshot_is_sent_when_it_has_arrived_and_nothing_overtakes_it(fake, alone):
+def test_a_snapshot_is_sent_once_its_copy_completes_and_messages_keep_their_order(fake, alone):
     alone.worker.train_step(BATCH)
     alone.send(m.RequestParams(round=1))
     alone.worker.handle_control()
@@ -61,7 +61,7 @@ def test_a_snapshot_is_sent_when_it_has_arrived_and_nothing_overtakes_it(fake, a
     assert report.stats.num_batches == 1
 
 
-def test_an_average_is_acknowledged_when_it_has_arrived(fake, alone):
+def test_an_average_is_acknowledged_once_its_copy_completes(fake, alone):
     alone.worker.train_step(BATCH)
     alone.send(m.RequestParams(round=1))
     alone.worker.handle_control()
@@ -81,8 +81,8 @@ def test_an_average_is_acknowledged_when_it_has_arrived(fake, alone):
     assert kinds(alone.take()) == [m.SyncAck]
 
 
-def test_a_worker_that_would_wait_sends_what_it_holds_first(fake, alone):
-    """The coordinator may be waiting for just that."""
+def test_a_worker_sends_held_messages_before_it_waits(fake, alone):
+    """The coordinator may wait for one of them."""
     alone.worker.train_step(BATCH)
     alone.send(m.RequestParams(round=1))
     alone.worker.handle_control()
@@ -94,7 +94,7 @@ def test_a_worker_that_would_wait_sends_what_it_holds_first(fake, alone):
     assert kinds(alone.take()) == [m.ParamSnapshot, m.FinalSnapshot, m.Exiting]
 
 
-def test_a_new_round_first_sends_the_answer_to_the_old_one(fake, alone):
+def test_a_new_round_first_sends_the_reply_to_the_old_one(fake, alone):
     """Both use the same memory."""
     alone.worker.train_step(BATCH)
     alone.send(m.RequestParams(round=1), m.RequestParams(round=2))
@@ -107,7 +107,7 @@ def test_a_new_round_first_sends_the_answer_to_the_old_one(fake, alone):
     assert second.round == 2
 
 
-def test_a_step_waits_for_no_event_but_that_of_the_run_ahead(fake, alone):
+def test_a_step_waits_only_for_the_event_of_the_run_ahead(fake, alone):
     for _ in range(10):
         alone.worker.train_step(BATCH)
     waits = [number for _, number in fake.calls("wait_host")]
@@ -125,8 +125,8 @@ def test_the_time_of_a_step_is_a_handle(alone):
     assert result.compute_s == pytest.approx(0.001)
 
 
-def test_a_rank_that_halts_has_nothing_left_on_its_device(fake, device):
-    """A peer may copy its replica as soon as it has told where it stands."""
+def test_a_halted_rank_has_no_pending_work_on_its_device(fake, device):
+    """A peer may copy its replica as soon as it has reported its position."""
     (end,) = create_collectives(1)
     alone = Alone(policy=ApplyPolicy.SYNC, survives=True, collective=end, device=device)
     alone.send(m.Halt(generation=0), m.Shutdown(snapshot=False))
@@ -139,7 +139,7 @@ def test_a_rank_that_halts_has_nothing_left_on_its_device(fake, device):
 
 
 def test_rank_0_is_built_before_its_weights_are_copied(fake, device, monkeypatch):
-    """Others copy them under streams of their own."""
+    """Other ranks copy them on their own streams."""
 
     def model(where):
         fake.mark("initialised")
@@ -169,7 +169,7 @@ def test_a_worker_keeps_its_accumulators_and_reduces_in_the_comm_stream(fake, de
 
 
 def pose(monkeypatch, make_fake=lambda: FakeCuda(patience=2)):
-    """Let runs on CPU devices take them for a GPU, all but the loading; gives the stand-ins."""
+    """Make CPU devices pose as GPUs in runs, except for loading; yields the stand-ins."""
     fakes = []
 
     def open_posing(device, num_cpu_workers):
@@ -203,7 +203,7 @@ def test_a_run_trains_every_sample_once(way, posing):
 
 
 @pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is SYNC], ids=lambda w: w[1].name)
-def test_a_lockstep_run_gives_what_a_cpu_run_gives(way, monkeypatch):
+def test_a_lockstep_run_on_devices_equals_one_on_cpus(way, monkeypatch):
     def linear(device):
         layers = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
         return torch.nn.Sequential(*layers).to(device, torch.float64)
@@ -228,8 +228,8 @@ def test_a_lockstep_run_gives_what_a_cpu_run_gives(way, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
-def test_two_workers_on_one_gpu_meet_through_pinned_memory(policy, monkeypatch):
-    """Each rank's tensors pose as a GPU's, for the collective too."""
+def test_two_workers_on_one_gpu_exchange_through_pinned_memory(policy, monkeypatch):
+    """Each rank's tensors pose as GPU tensors, for the collective too."""
     fake = FakeCuda(patience=2)
     pose(monkeypatch, lambda: fake)
     real, ends = run_module.create_collectives, []
@@ -248,7 +248,7 @@ def test_two_workers_on_one_gpu_meet_through_pinned_memory(policy, monkeypatch):
     assert fake.violations == []
 
 
-def test_the_twin_of_a_cpu_needs_no_stand_in():
+def test_the_host_twin_of_a_cpu_payload_is_the_payload():
     device = open_device(torch.device("cpu"), 1)
     payload = m.Payload(params=(torch.ones(2),))
     assert device.host_twin(payload) is payload

@@ -11,7 +11,7 @@ from tests.support.running import THREAD, WAIT_S
 
 
 class Maker:
-    """Makes groups of threads, and counts them."""
+    """Creates groups of threads, and counts them."""
 
     def __init__(self, hold=None):
         self.made = []
@@ -27,7 +27,7 @@ class Maker:
 
 
 def in_threads(*functions):
-    """Call each in a thread of its own; gives what they returned or raised."""
+    """Call each function in its own thread; returns their results or exceptions."""
     found = [None] * len(functions)
 
     def call(i):
@@ -45,7 +45,7 @@ def in_threads(*functions):
     return found
 
 
-def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
+def test_a_group_is_created_once_and_each_rank_gets_its_own_collective():
     make = Maker()
     groups = CollectiveGroups(make)
     ends = in_threads(*(lambda r=r: groups.connect(1, (0, 2, 5), r, THREAD) for r in (0, 2, 5)))
@@ -55,7 +55,7 @@ def test_a_group_is_made_once_and_each_rank_gets_its_own_end():
     groups.close()
 
 
-def test_a_group_that_broke_before_it_was_made_comes_broken():
+def test_a_group_aborted_before_its_creation_is_created_aborted():
     groups = CollectiveGroups(Maker())
     groups.abort(1)
     with pytest.raises(CollectiveAborted):
@@ -64,7 +64,7 @@ def test_a_group_that_broke_before_it_was_made_comes_broken():
     groups.close()
 
 
-def test_a_group_can_be_broken_while_it_is_made():
+def test_a_group_can_be_aborted_during_its_creation():
     hold = threading.Event()
     make = Maker(hold)
     groups = CollectiveGroups(make)
@@ -80,7 +80,7 @@ def test_a_group_can_be_broken_while_it_is_made():
     groups.close()
 
 
-def test_breaking_one_group_leaves_the_others():
+def test_the_abort_of_one_group_leaves_the_others():
     groups = CollectiveGroups(Maker())
     old = groups.connect(0, (0,), 0, THREAD)
     new = groups.connect(1, (0,), 0, THREAD)
@@ -94,7 +94,7 @@ def test_breaking_one_group_leaves_the_others():
     groups.close()
 
 
-def test_when_the_run_is_over_no_group_is_made_any_more():
+def test_no_group_is_created_after_the_end_of_the_run():
     make = Maker()
     groups = CollectiveGroups(make)
     groups.close()
@@ -103,7 +103,7 @@ def test_when_the_run_is_over_no_group_is_made_any_more():
     assert make.made == []
 
 
-def test_a_run_that_ends_while_a_group_is_made_closes_it():
+def test_a_run_that_ends_during_the_creation_of_a_group_closes_the_group():
     hold = threading.Event()
     make = Maker(hold)
     groups = CollectiveGroups(make)
@@ -119,8 +119,8 @@ def test_a_run_that_ends_while_a_group_is_made_closes_it():
 
 
 @pytest.mark.parametrize("made_first", [True, False])
-def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first):
-    """Its ranks would meet nobody, and wait for them until their timeout."""
+def test_a_run_that_fails_during_the_creation_of_a_group_aborts_the_group(made_first):
+    """Otherwise its ranks would wait for their peers until the timeout."""
     hold = threading.Event()
     make = Maker(hold)
     groups = CollectiveGroups(make)
@@ -139,8 +139,8 @@ def test_a_run_that_fails_while_a_group_is_made_breaks_that_group_too(made_first
     groups.close()
 
 
-def test_a_group_that_cannot_be_made_beside_an_earlier_one_fails_every_rank():
-    """Not as a backend that could not connect, for which another one is taken."""
+def test_a_group_that_cannot_be_created_beside_an_earlier_one_fails_every_rank():
+    """Not as a backend that could not connect, which another one would replace."""
 
     def make(ranks, backend):
         raise GpuWorkerError("planted: the previous group did not end")

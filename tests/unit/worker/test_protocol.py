@@ -1,4 +1,4 @@
-"""The worker's half of the control protocol."""
+"""The worker's side of the control protocol."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def release(protocol, message):
         (WorkerState.TRAINING, WorkerState.GONE),
     ],
 )
-def test_an_illegal_transition_is_refused_and_changes_nothing(state, next_state):
+def test_an_illegal_transition_raises_and_changes_nothing(state, next_state):
     protocol = WorkerProtocol(3, state=state)
     with pytest.raises(IllegalTransition, match="worker 3"):
         protocol.transition(next_state)
@@ -75,7 +75,7 @@ def test_a_second_sync_before_the_first_has_ended_keeps_one_round():
     assert protocol.state is WorkerState.TRAINING
 
 
-def test_a_life_leads_from_building_to_gone():
+def test_a_worker_goes_through_the_states_from_building_to_gone():
     protocol = WorkerProtocol(0)
     assert protocol.state is WorkerState.BUILDING
     protocol.built()
@@ -140,7 +140,7 @@ def test_a_parked_worker_is_not_released_by(message):
 
 
 @pytest.mark.parametrize("message", [m.RequestParams(round=1), m.Evaluate(epoch=0)])
-def test_a_parked_worker_still_answers(message):
+def test_a_parked_worker_still_returns_messages_that_need_work(message):
     """D12."""
     assert parked().receive(message) is message
 
@@ -153,7 +153,7 @@ def test_one_release_ends_two_throttles():
     assert protocol.may_train
 
 
-def test_a_plan_that_arrives_while_parked_is_trained_after():
+def test_a_plan_received_while_parked_is_trained_after_the_release():
     """D13."""
     protocol = parked()
     late = m.EpochPlan(epoch=1, batches=(range(2),))
@@ -186,7 +186,7 @@ def test_a_worker_that_parked_between_plans_stays_parked():
 
 
 def test_seven_and_four_minus_five_and_three_is_two_and_one():
-    """D19: counters subtract what the snapshot held."""
+    """D19: counts subtract those of the snapshot."""
     ranks = [training(), training()]
     for protocol, before, after in zip(ranks, (5, 3), (2, 1), strict=True):
         train(protocol, before)
@@ -200,7 +200,7 @@ def test_seven_and_four_minus_five_and_three_is_two_and_one():
     assert [p.samples for p in ranks] == [20, 10]
 
 
-def test_an_update_of_a_round_that_was_given_up_changes_nothing():
+def test_an_update_of_an_abandoned_round_changes_nothing():
     protocol = training()
     train(protocol, 5)
     protocol.snapshot_taken(1)
@@ -214,7 +214,7 @@ def test_an_update_of_a_round_that_was_given_up_changes_nothing():
     assert protocol.batches == 0
 
 
-def test_an_update_is_taken_once():
+def test_an_update_is_applied_once():
     protocol = training()
     train(protocol, 2)
     protocol.snapshot_taken(1)
@@ -232,8 +232,8 @@ def test_an_update_without_a_snapshot_changes_nothing():
     assert protocol.batches == 2
 
 
-def test_ten_batches_and_an_acknowledgement_are_ten_batches():
-    """D5: what a round needs is no batch, and moves no counter but the weight."""
+def test_a_round_adds_no_batches_to_the_counts():
+    """D5: a round changes no count except the weight."""
     protocol = training()
     train(protocol, 10)
     assert (protocol.batches, protocol.unreported) == (10, 10)
@@ -244,7 +244,7 @@ def test_ten_batches_and_an_acknowledgement_are_ten_batches():
     assert protocol.unreported == 10
 
 
-def test_an_aborted_collective_keeps_the_counters():
+def test_an_aborted_collective_keeps_the_counts():
     protocol = training(limit=4)
     train(protocol, 3)
     work = protocol.receive(m.SyncNow(round=1, budget=m.BatchBudget(limit=9)))
@@ -277,7 +277,7 @@ def test_a_limit_of_the_next_round_counts_from_the_snapshot():
 # -- the end ---------------------------------------------------------------------------------
 
 
-def test_a_leaving_worker_skips_what_was_sent_before_it_left():
+def test_a_leaving_worker_ignores_messages_sent_before_it_left():
     """D2: stale rounds, then a plan: it exits."""
     protocol = training()
     protocol.leave()
@@ -291,7 +291,7 @@ def test_a_leaving_worker_skips_what_was_sent_before_it_left():
     protocol.gone()
 
 
-def test_a_stale_sync_after_shutdown_is_skipped():
+def test_a_stale_sync_after_shutdown_is_ignored():
     """D2."""
     protocol = training()
     protocol.receive(m.Shutdown())
@@ -299,7 +299,7 @@ def test_a_stale_sync_after_shutdown_is_skipped():
     assert protocol.state is WorkerState.LEAVING
 
 
-def test_a_failure_takes_the_wish_for_a_final_snapshot_back():
+def test_a_failure_cancels_the_request_for_a_final_snapshot():
     protocol = training()
     protocol.receive(m.Shutdown(snapshot=True))
     protocol.receive(m.Shutdown(snapshot=False))
@@ -309,7 +309,7 @@ def test_a_failure_takes_the_wish_for_a_final_snapshot_back():
 # -- reports ------------------------------------------------------------------------------------
 
 
-def test_a_report_is_due_once_at_the_count_the_allowance_names():
+def test_a_report_is_due_once_at_the_count_of_the_budget():
     protocol = training(report_after=3)
     train(protocol, 2)
     assert not protocol.report_due
@@ -320,7 +320,7 @@ def test_a_report_is_due_once_at_the_count_the_allowance_names():
     assert not protocol.report_due
 
 
-def test_nothing_trained_is_no_report():
+def test_no_report_is_due_without_trained_batches():
     protocol = training(limit=0, report_after=0)
     assert protocol.parked
     assert not protocol.report_due
@@ -336,7 +336,7 @@ def test_batches_trained_during_a_round_count_towards_the_next_report():
     assert protocol.report_due
 
 
-def test_an_update_of_a_round_that_a_collective_has_overtaken_changes_nothing():
+def test_an_update_of_a_round_before_the_last_collective_changes_nothing():
     protocol = training()
     train(protocol, 1)
     protocol.snapshot_taken(1)
@@ -363,7 +363,7 @@ messages = st.sampled_from(
 
 
 @given(st.lists(st.one_of(messages, st.just("train"), st.just("end")), max_size=40))
-def test_whatever_comes_in_whatever_order_one_resume_or_shutdown_moves_the_worker(steps):
+def test_one_resume_or_shutdown_releases_the_worker_after_any_sequence_of_messages(steps):
     protocol = training()
     for step in steps:
         if step == "train":

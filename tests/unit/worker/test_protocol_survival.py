@@ -1,4 +1,4 @@
-"""What the protocol makes of a broken group of ranks."""
+"""The worker protocol after the group of ranks was aborted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def halted():
     return protocol
 
 
-def test_a_halt_is_answered_once_for_each_group():
+def test_a_halt_is_returned_once_for_each_group():
     protocol = training()
     halt = m.Halt(generation=0)
     assert protocol.receive(halt) is halt
@@ -33,7 +33,7 @@ def test_a_halt_is_answered_once_for_each_group():
     assert protocol.receive(m.Halt(generation=1)) is not None
 
 
-def test_a_halt_forgets_the_plan_and_those_behind_it():
+def test_a_halt_drops_all_plans():
     protocol = training()
     protocol.receive(m.StartEpoch(plan=PLAN))
     protocol.halt()
@@ -42,7 +42,7 @@ def test_a_halt_forgets_the_plan_and_those_behind_it():
 
 
 def test_a_plan_that_was_sent_before_the_halt_is_void():
-    """The group broke while it was on its way; its batches are dealt out anew."""
+    """The group was aborted before it was received; its batches are assigned again."""
     protocol = halted()
     assert not protocol.accepts_plans
     protocol.receive(m.StartEpoch(plan=PLAN))
@@ -53,14 +53,14 @@ def test_a_plan_that_was_sent_before_the_halt_is_void():
     assert protocol.begin_plan() is PLAN
 
 
-def test_a_halted_worker_leaves_when_it_is_told_to():
+def test_a_halted_worker_leaves_on_shutdown():
     protocol = halted()
     protocol.receive(m.Shutdown())
     assert protocol.leaving
     protocol.gone()
 
 
-def test_a_new_group_does_not_disturb_a_worker_that_is_in_no_lockstep():
+def test_a_new_group_keeps_the_plan_of_a_worker_without_lockstep():
     protocol = training()
     regroup = m.Regroup(generation=1, ranks=(0, 2))
     assert protocol.receive(regroup) is regroup
@@ -76,7 +76,7 @@ def test_a_leaving_worker_joins_no_new_group():
     assert protocol.receive(m.Halt(generation=0)) is None
 
 
-def test_an_undone_round_waits_for_the_next_with_what_came_after():
+def test_the_counts_of_an_undone_round_join_those_of_the_next():
     protocol = training()
     protocol.trained(5, 50)
     message = m.SyncNow(round=3)
@@ -90,14 +90,14 @@ def test_an_undone_round_waits_for_the_next_with_what_came_after():
     assert (protocol.batches, protocol.samples) == (7, 70)
 
 
-def test_weights_follow_what_was_trained_through_rounds():
+def test_weights_cover_the_training_since_the_last_round():
     protocol = training()
     protocol.trained(5, 50, 0.1)
     protocol.snapshot_taken(1)
     protocol.trained(2, 20, 0.2)
     assert protocol.weight == 0.1 + 0.2
     assert protocol.updated(m.Update(round=1, average=None))
-    assert protocol.weight == 0.2  # exactly: what subtraction leaves of 0 would count
+    assert protocol.weight == 0.2  # exactly: a rounding error would count as a weight
     protocol.snapshot_taken(2)
     assert protocol.updated(m.Update(round=2, average=None))
     assert protocol.weight == 0
@@ -114,7 +114,7 @@ def test_weights_follow_what_was_trained_through_rounds():
     assert protocol.weight == 0
 
 
-def test_a_round_that_was_not_taken_is_not_undone():
+def test_a_round_that_was_not_applied_is_not_undone():
     protocol = training()
     protocol.trained(5, 50)
     message = m.SyncNow(round=3)

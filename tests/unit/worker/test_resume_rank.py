@@ -1,4 +1,4 @@
-"""A rank's own state: what goes into a checkpoint comes back whole."""
+"""A rank's own state: a checkpoint restores all of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 class Own(lrs.LRScheduler):
-    """A user's scheduler that holds a function, which no file can."""
+    """A user's scheduler with a function, which no file can hold."""
 
     def __init__(self, optimizer):
         self.rate = lambda step: 0.01 * (step + 1)
@@ -57,7 +57,7 @@ SCHEDULERS = {
 
 
 def through_a_file(state):
-    """As it comes back from the disk."""
+    """The state after a round trip through a file."""
     file = io.BytesIO()
     torch.save(plain(state, "the state", copy=True), file)
     file.seek(0)
@@ -81,7 +81,7 @@ def train(model, stepper, steps):
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_goes_on_in_every_bit(optim):
+def test_a_restored_optimizer_continues_bitwise_equal(optim):
     straight, stepper, _ = build(optim)
     train(straight, stepper, range(6))
     first, stepper, _ = build(optim)
@@ -110,7 +110,7 @@ def test_ranks_that_share_a_saved_state_do_not_share_memory():
     assert not pointers[0] & pointers[1]
 
 
-def test_how_an_optimizer_computes_stays_as_it_was_built():
+def test_implementation_settings_of_an_optimizer_stay_as_built():
     _, stepper, _ = build(lambda p: torch.optim.AdamW(p, 0.5, foreach=True))
     saved = through_a_file(stepper.state_dict())
     _, stepper, optimizer = build(lambda p: torch.optim.AdamW(p, 0.01, fused=True))
@@ -121,7 +121,7 @@ def test_how_an_optimizer_computes_stays_as_it_was_built():
 
 @pytest.mark.parametrize("factory", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 @pytest.mark.parametrize("scale", [1.0, 1.5])
-def test_a_schedule_goes_on_in_every_bit(factory, scale):
+def test_a_restored_schedule_continues_bitwise_equal(factory, scale):
     def rates(schedule, positions):
         found = []
         for position in positions:
@@ -145,7 +145,7 @@ def test_a_schedule_goes_on_in_every_bit(factory, scale):
     assert first + rates(schedule, range(6, 15)) == straight
 
 
-def test_another_world_size_scales_the_rate_anew():
+def test_another_world_size_rescales_the_rate():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     plain_schedule = Schedule(optimizer)
     plain_schedule.scale_lr(2.0)
@@ -162,7 +162,7 @@ def test_another_world_size_scales_the_rate_anew():
 
 
 class Alone:
-    """A worker on its own, driven by hand."""
+    """A standalone worker, driven by the test."""
 
     def __init__(self, resume=None, rank=0, epoch_fn=None):
         endpoints, channels = GpuWorker.channels()
@@ -184,7 +184,7 @@ class Alone:
         return float(self.worker.train_step(x).loss)
 
     def begin(self, epoch):
-        """Begin an epoch, of which this rank trains nothing."""
+        """Begin an epoch without batches for this rank."""
         self.worker.run_epoch_plan(m.EpochPlan(epoch=epoch))
         self.reports.get_nowait()
 
@@ -214,7 +214,7 @@ def alone():
 
 
 def point(captured, weights):
-    """What the worker sent, as a run would find it."""
+    """A resume point with the state that the worker sent."""
 
     class Data:
         run, compatible, epoch, global_step = {}, {}, 0, 0
@@ -223,7 +223,7 @@ def point(captured, weights):
     return ResumePoint(Data, "a checkpoint")
 
 
-def test_a_worker_goes_on_from_what_it_has_sent(alone):
+def test_a_worker_continues_from_the_state_that_it_sent(alone):
     first = alone()
     for seed in range(3):
         first.step(seed)
@@ -240,7 +240,7 @@ def test_a_worker_goes_on_from_what_it_has_sent(alone):
         assert torch.equal(tensor, second.worker.model.state_dict()[name]), name
 
 
-def test_what_was_sent_does_not_change_with_the_next_step(alone):
+def test_a_sent_state_does_not_change_with_the_next_step(alone):
     worker = alone()
     worker.step(0)
     (captured,) = worker.ask(m.TakeCheckpoint(id=1))
@@ -250,7 +250,7 @@ def test_what_was_sent_does_not_change_with_the_next_step(alone):
     assert repr(before) == repr(after)
 
 
-def test_a_snapshot_for_a_round_carries_the_state_only_if_asked(alone):
+def test_a_snapshot_of_a_round_carries_the_state_only_if_requested(alone):
     worker = alone()
     worker.step(0)
     (bare,) = worker.ask(m.RequestParams(round=1))
@@ -260,7 +260,7 @@ def test_a_snapshot_for_a_round_carries_the_state_only_if_asked(alone):
     assert full.extra["optimizer"]["state"]
 
 
-def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
+def test_generators_are_restored_after_epoch_fn_of_the_epoch_that_was_begun(alone):
     def draws(worker):
         return (
             float(torch.rand(1, generator=worker.generator)),
@@ -270,7 +270,7 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
         )
 
     def epoch_fn(epoch, worker):
-        draws(worker)  # as in the first run, which must not show
+        draws(worker)  # as in the first run; must have no effect
 
     first = alone(epoch_fn=epoch_fn)
     first.begin(0)
@@ -290,7 +290,7 @@ def test_generators_come_back_after_epoch_fn_of_the_epoch_that_was_begun(alone):
     assert draws(at_the_edge.worker)[0] != expected[0]
 
 
-def test_a_rank_that_was_not_there_draws_numbers_of_its_own(alone):
+def test_a_rank_without_a_saved_state_draws_from_its_own_seed(alone):
     first = alone()
     first.begin(0)
     (captured,) = first.ask(m.TakeCheckpoint(id=1))
@@ -303,7 +303,7 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own(alone):
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
-def test_a_state_that_no_file_can_hold_is_told_and_stops_nothing(alone):
+def test_a_state_that_no_file_can_hold_is_reported_and_training_continues(alone):
     worker = alone()
     worker.step(0)
     next(iter(worker.worker.optimizer.state.values()))["odd"] = object()

@@ -1,4 +1,4 @@
-"""What several threads write to or read at once holds together, with and without the GIL."""
+"""Consistency of objects that several threads use at once, with and without the GIL."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STRESS_S = 0.15
 
 
 class Item:
-    """Something to be remembered."""
+    """An object for the registry."""
 
 
 @pytest.fixture
 def many_switches():
-    """Let the interpreter, where it has a lock, pass it on at every chance."""
+    """Make the interpreter switch threads as often as possible, if it has a GIL."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def test_what_is_alive_is_told_and_not_kept_alive():
+def test_a_live_registry_lists_objects_without_keeping_them_alive():
     living, item, other = LiveRegistry(), Item(), Item()
     living.add(item)
     living.add(other)
@@ -44,7 +44,7 @@ def test_what_is_alive_is_told_and_not_kept_alive():
 
 
 @pytest.mark.usefixtures("many_switches")
-def test_objects_come_and_die_while_others_read_which_there_are():
+def test_a_live_registry_is_read_while_objects_are_added_and_freed():
     living, item, errors = LiveRegistry(), Item(), []
     living.add(item)
     deadline = time.monotonic() + STRESS_S
@@ -72,9 +72,9 @@ def test_objects_come_and_die_while_others_read_which_there_are():
     assert living.all() == [item]
 
 
-def test_what_a_rank_finds_out_for_all_is_not_lost_to_another_that_speaks_for_itself():
+def test_a_fallback_for_all_ranks_is_not_lost_to_one_of_a_single_rank():
     class Interrupted(GraphFallbacks):
-        """Another rank speaks as soon as one has read what all know."""
+        """Another rank writes as soon as one has read the state of all."""
 
         value, other = False, None
 
@@ -93,13 +93,13 @@ def test_what_a_rank_finds_out_for_all_is_not_lost_to_another_that_speaks_for_it
     fallbacks = Interrupted()
     fallbacks.other = lambda: fallbacks.give_up(0, "for all")
     fallbacks.give_up(1, "for itself", everywhere=False)
-    if fallbacks.other is not None:  # it was not read: nobody could come between
+    if fallbacks.other is not None:  # it was not read: no rank could interfere
         fallbacks.other()
     assert fallbacks.without_graphs is True
 
 
-def test_a_slow_rank_gets_the_plan_of_its_meeting_though_the_next_one_was_refused():
-    """An orderly end disturbs nothing that every rank has joined."""
+def test_a_slow_rank_gets_the_plan_of_its_exchange_although_the_next_one_was_refused():
+    """An orderly end does not affect exchanges that every rank has joined."""
     refused, woken, group = threading.Event(), threading.Event(), Rendezvous(3, WAIT_S)
     wait, plans = group.barrier.wait, {}
 
@@ -139,7 +139,7 @@ def test_a_slow_rank_gets_the_plan_of_its_meeting_though_the_next_one_was_refuse
     assert group._plans == [None] * 3
 
 
-def test_a_plan_that_an_abort_made_void_is_kept_by_nobody():
+def test_no_rank_keeps_a_plan_that_an_abort_made_void():
     group = Rendezvous(1, WAIT_S)
 
     def plan(requests):
@@ -151,11 +151,11 @@ def test_a_plan_that_an_abort_made_void_is_kept_by_nobody():
     assert group._plans == [None]
 
 
-def test_a_rank_that_an_abort_woke_is_missed_by_the_last_to_arrive():
+def test_the_last_rank_to_arrive_notices_one_that_an_abort_woke():
     left = threading.Event()
 
     class Aborted(Rendezvous):
-        """Is aborted when all have arrived and the last is about to read what they want."""
+        """Is aborted when all ranks have arrived and the last is about to read their requests."""
 
         def requests(self):
             self.barrier.abort()
@@ -167,7 +167,7 @@ def test_a_rank_that_an_abort_woke_is_missed_by_the_last_to_arrive():
     def first():
         with pytest.raises(CollectiveAborted):
             group.meet(0, "of rank 0", planned.append)
-        group.slots[0] = None  # as a collective does on its way out
+        group.slots[0] = None  # as a collective does when it ends
         left.set()
 
     thread = threading.Thread(target=first)

@@ -1,4 +1,4 @@
-"""A worker's steps without the worker: where its batches come from, and what is counted."""
+"""A worker's steps without the worker: the source of batches, and the counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = (torch.zeros(SIZE),)
 
 
 class Bench:
-    """Steps, and what is made for them; ``batches`` are given out in order."""
+    """WorkerSteps with their environment; ``batches`` are returned in order."""
 
     def __init__(self, batches, *, model=counter, collective=None, **settings):
         config = WorkerConfig(num_samples=100, batch_size=SIZE, **settings)
@@ -48,14 +48,14 @@ class Bench:
             log=BatchLog(self.meter.log),
             recorder=WorkerRecorder(),
         )
-        self.asked = []
+        self.answers = []
         self._batches = iter(batches)
         self.steps = WorkerSteps(
             config, self.replica, self.protocol, self.meter, timer, await_batch=self._await
         )
 
     def _await(self, *, answer):
-        self.asked.append(answer)
+        self.answers.append(answer)
         return next(self._batches)
 
     @property
@@ -63,11 +63,11 @@ class Bench:
         return self.replica.model.w.item()
 
 
-def test_a_window_is_one_step_and_counted_as_its_batches():
+def test_a_window_makes_one_step_and_counts_all_its_batches():
     bench = Bench([BATCH] * 3, accumulate=3)
     assert bench.steps.run([SIZE] * 3, None, count_up)
     assert bench.w == 1.0
-    assert bench.asked == [True, False, False]  # messages are answered before a step alone
+    assert bench.answers == [True, False, False]  # messages are handled only before a step
     counted = bench.protocol
     assert (counted.batches, counted.samples, counted.weight) == (3, 6, 6)
     assert (bench.progress.local_step, bench.lockstep.step) == (3, 1)
@@ -75,13 +75,13 @@ def test_a_window_is_one_step_and_counted_as_its_batches():
     assert (stats.num_batches, stats.num_samples, stats.loss_samples) == (3, 6, 6)
 
 
-def test_no_step_is_made_where_the_worker_is_to_leave():
+def test_no_step_is_made_once_the_worker_must_leave():
     bench = Bench([None])
     assert not bench.steps.run([SIZE], None, count_up)
     assert (bench.w, bench.progress.local_step, bench.protocol.batches) == (0.0, 0, 0)
 
 
-def test_the_weights_of_losses_are_counted_for_the_samples():
+def test_weights_of_losses_replace_the_samples_as_the_workers_weight():
     bench = Bench([BATCH] * 2)
 
     def weighted(model, batch):
@@ -94,7 +94,7 @@ def test_the_weights_of_losses_are_counted_for_the_samples():
 
 
 class Counted(torch.nn.Module):
-    """Counts its forwards in a buffer."""
+    """Counts its forward passes in a buffer."""
 
     def __init__(self, device):
         super().__init__()
@@ -109,7 +109,7 @@ def seeing(model, batch):
 
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_lockstep_step_whose_reduction_fails_is_undone(survives, monkeypatch):
-    """It is trained again with those that are left; else the run ends, and no copy is made."""
+    """With survivors it is repeated; otherwise the run ends, and buffers are not copied."""
     (end,) = create_collectives(1)
     bench = Bench(
         [BATCH] * 3, model=Counted, collective=end, policy=ApplyPolicy.SYNC, survives=survives

@@ -1,4 +1,4 @@
-"""What a worker tells its recorder: its steps, its messages, checkpoints and graphs."""
+"""Events that a worker records: steps, messages, checkpoints and graphs."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].na
 
 
 class Counting(WorkerRecorder):
-    """Counts what it is told."""
+    """Counts the calls of its methods."""
 
     def __init__(self):
-        self.told = Counter()
+        self.calls = Counter()
 
     def __getattribute__(self, name):
-        if not name.startswith("_") and name not in ("told", "lane"):
-            self.told[name] += 1
+        if not name.startswith("_") and name not in ("calls", "lane"):
+            self.calls[name] += 1
         return super().__getattribute__(name)
 
 
-def test_a_recorder_is_told_of_plans_and_messages_and_not_of_steps():
-    """A step of a run without a timeline pays for none of it."""
-    told = []
+def test_a_recorder_receives_plans_and_messages_but_no_steps():
+    """A step of a run without a timeline must not pay for the recorder."""
+    calls = []
     for num_batches in (2, 20):
         alone = Alone(recorder=(recorder := Counting()))
         alone.worker.run_epoch_plan(plan(range(num_batches)))
         assert alone.w == num_batches
-        told.append(recorder.told)
-    assert told[0] == told[1] == {"wrap": 1, "plan": 1, "last_report": 1}
+        calls.append(recorder.calls)
+    assert calls[0] == calls[1] == {"wrap": 1, "plan": 1, "last_report": 1}
 
 
-def test_the_recorder_of_a_lane_leaves_nothing_out():
+def test_the_lane_recorder_overrides_every_method():
     def points(kind):
         return {name for name in vars(kind) if not name.startswith("_")}
 
@@ -63,7 +63,7 @@ def test_a_run_without_a_timeline_has_no_lane():
     assert RunRecorder(None).recorder(0).lane is None
 
 
-def test_each_message_to_a_worker_counts_as_something():
+def test_each_message_to_a_worker_has_a_cause_of_time():
     assert set(recorder._MESSAGE_CAUSES) == set(typing.get_args(m.ToWorker))
 
 
@@ -89,8 +89,8 @@ def test_each_report_to_the_coordinator_is_counted():
     assert lane.num_samples == [0, 2 * len(carriers)]
 
 
-def test_a_round_ends_when_its_last_rank_was_done_not_when_that_was_told():
-    """Acknowledgements that bring nothing on are told with the next report."""
+def test_a_round_ends_when_its_last_rank_was_done_not_when_the_rank_reported():
+    """Acknowledgements that complete nothing are recorded with the next report."""
     run = at_a_round(THREAD)
     lane = CoordinatorLane(run.machine, 0.0, 16)
 
@@ -131,11 +131,11 @@ def test_checkpoints_are_events_and_count_as_callbacks(way, ranks, tmp_path):
     handle._run._inbox.put(m.SaveRequested(ticket=ticket))
     gate.opened.set()
     handle.join(WAIT_S)
-    told = of_kind(timeline, Kind.CHECKPOINT, None)
-    parts = [event.args["part"] for event in told]
+    events = of_kind(timeline, Kind.CHECKPOINT, None)
+    parts = [event.args["part"] for event in events]
     assert parts.count("asked for") == 1
     assert parts[-1] == "saved at the end"
-    assert told[-1].args["version"] == 3
+    assert events[-1].args["version"] == 3
     num_saved = sum(part.startswith("saved") for part in parts)
     assert num_saved >= 2
     for rank in range(ranks):
@@ -150,7 +150,7 @@ def test_checkpoints_are_events_and_count_as_callbacks(way, ranks, tmp_path):
     assert {"checkpoint state", "checkpoint asked for", "checkpoint 3 saved at the end"} <= names
 
 
-def test_a_checkpoint_that_cannot_be_made_is_told_on_one_line(monkeypatch, tmp_path):
+def test_a_failed_checkpoint_is_logged_in_one_line(monkeypatch, tmp_path):
     def refuse(self, **where):
         raise CheckpointError(f"<script>\n{'x' * 10_000}")
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_made_is_told_on_one_line(monkeypatch, tmp_p
 
 
 @ways
-def test_a_run_that_goes_on_from_a_checkpoint_is_recorded_from_there(way, tmp_path):
+def test_a_resumed_run_is_recorded_from_its_checkpoint_on(way, tmp_path):
     record(Timeline(), way, tmp_path).run().join(WAIT_S)
     timeline = Timeline()
     b = record(timeline, way, tmp_path).num_epochs(5).resume(tmp_path / "kept")
@@ -181,7 +181,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_recorded_from_there(way, tmp_pa
 
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["cadence", "sync"])
-def test_a_run_with_graphs_on_the_cpu_is_recorded_as_one_without(way, tmp_path):
+def test_a_cpu_run_with_cuda_graphs_is_recorded_as_one_without(way, tmp_path):
     timeline = Timeline()
     b = builder(way=way, dataset=120).timeline(timeline).cuda_graphs(True)
     b.run().join(WAIT_S)
@@ -206,7 +206,7 @@ def test_steps_that_are_captured_and_replayed_are_recorded(way, posing, tmp_path
 # -- the end -------------------------------------------------------------------------------
 
 
-def test_a_rank_that_was_stuck_changes_nothing_when_it_comes_back():
+def test_a_stuck_rank_changes_nothing_when_it_continues():
     timeline = Timeline(min_gap_s=0.0)
     facts = RunFacts(devices=("cpu", "cpu"), policy="CADENCE", backend="CPU")
     timeline.begin(facts, [torch.device("cpu")] * 2, make_machine())

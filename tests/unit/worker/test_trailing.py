@@ -1,4 +1,4 @@
-"""SYNC over NCCL without a wait of the host: what is launched, what counts, what is taken back."""
+"""SYNC over NCCL without a wait of the host: launched, counted and undone steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fused_sgd(params, lr=1.0, **kwargs):
 
 
 class Breaking(PosingBackend):
-    """Whose exchanges are aborted while they run, from one on: they end, with garbage.
+    """Exchanges that are aborted while they run, from one on: they end, with garbage.
 
-    The ranks do not hear of it where they meet: as hosts that are ahead of their devices, they
+    The ranks receive no error from the exchange: as hosts that run ahead of their devices, they
     launch further steps.
 
     Attributes:
@@ -64,7 +64,7 @@ def breaking(monkeypatch):
 
 
 class Ahead(FakeCuda):
-    """A stand-in on which numbers reach a device at once, while its events still come late."""
+    """A stand-in on which copies complete at once, while events still complete late."""
 
     def copy(self, target, source):
         if self.device_of(target).type == "cpu":
@@ -87,7 +87,7 @@ def fake():
 
 
 class Lone:
-    """A worker of a group of one over posing NCCL, whose batches tell the test of themselves."""
+    """A worker of a group of one over posing NCCL, whose batches report to the test."""
 
     def __init__(self, end, device, optim=fused_sgd):
         self.at_step = {}
@@ -124,8 +124,8 @@ def lone(fake, breaking, request):
             lone.worker.close()
 
 
-def test_the_host_goes_on_and_counts_a_step_when_its_reduction_is_known_to_be_good(fake, lone):
-    """Only waiting helps an event from step 1 on, and nobody waits but for the run-ahead."""
+def test_the_host_runs_ahead_and_counts_a_step_once_its_reduction_has_succeeded(fake, lone):
+    """From step 1 on an event completes only if waited for, which only the run-ahead does."""
     seen = []
 
     def look():
@@ -152,7 +152,7 @@ def test_the_host_goes_on_and_counts_a_step_when_its_reduction_is_known_to_be_go
 
 
 @pytest.mark.parametrize("lone", [1, 2, 4], indirect=True)
-def test_of_a_broken_reduction_nothing_reaches_the_parameters_nor_the_count(lone, breaking):
+def test_an_aborted_reduction_changes_neither_parameters_nor_counts(lone, breaking):
     """Step ``break_at`` and those after it were launched, and ended with garbage."""
     break_at = breaking.break_at
     with pytest.raises(CollectiveAborted, match="broken off"):
@@ -168,7 +168,7 @@ def test_of_a_broken_reduction_nothing_reaches_the_parameters_nor_the_count(lone
     assert sum(r.stats.loss_samples for r in reports) == 2 * break_at
 
 
-def test_an_optimizer_whose_kernels_cannot_be_called_off_waits(fake, breaking):
+def test_the_host_waits_for_an_optimizer_whose_kernels_cannot_skip_a_step(fake, breaking):
     breaking.break_at = 2
     with posing_group(1, "nccl", TIMEOUT_S, fake=fake, new_backend=breaking) as (end,):
         breaking.on_break = lambda rank: end.abort()
@@ -184,8 +184,8 @@ def test_an_optimizer_whose_kernels_cannot_be_called_off_waits(fake, breaking):
             lone.worker.close()
 
 
-def test_a_message_is_answered_once_all_steps_before_it_count(fake, lone):
-    """The capture is named at the edge of step 2, for that of step 3; both steps are late."""
+def test_a_message_is_handled_once_all_earlier_steps_have_succeeded(fake, lone):
+    """The capture is proposed before step 2, for step 3; both steps are late."""
 
     def capture():
         lone.alone.send(m.TakeCheckpoint(id=1))
@@ -204,7 +204,7 @@ def test_a_message_is_answered_once_all_steps_before_it_count(fake, lone):
 
 @pytest.fixture
 def over_nccl(monkeypatch, breaking):
-    """Runs whose ranks meet over posing NCCL; gives the stand-in."""
+    """Runs over posing NCCL; yields the stand-in."""
     fake = Ahead(patience=1)
     pose(monkeypatch, lambda: fake)
     ends = []
@@ -249,7 +249,7 @@ def train_counted(model, batch):
 
 
 def train_weighted(model, batch):
-    """Weights on the device; a batch of several counts for nothing."""
+    """Weights on the device, of which some are 0."""
     weights = (batch[0] % 3).double()
     losses = -model(batch[0]) * weights
     return losses.sum() / weights.sum().clamp(min=1), weights.sum()
@@ -284,7 +284,7 @@ def fused_momentum(params):
 
 @pytest.fixture
 def late_steps(monkeypatch):
-    """Counts the steps that were launched before it was known that they count."""
+    """Counts the steps launched before the host had the result of their reduction."""
     counted, make = [], nccl_module.WatchedExchange
     monkeypatch.setattr(nccl_module, "WatchedExchange", lambda *a: (counted.append(1), make(*a))[1])
     return counted
@@ -311,7 +311,7 @@ def late_steps(monkeypatch):
         "weighted buckets",
     ],
 )
-def test_a_run_gives_what_one_over_threads_gives(settings, over_nccl, late_steps, monkeypatch):
+def test_a_run_over_nccl_equals_one_over_threads(settings, over_nccl, late_steps, monkeypatch):
     over = counted_run(**settings)
     monkeypatch.undo()
     threads = counted_run(**settings)
@@ -321,7 +321,7 @@ def test_a_run_gives_what_one_over_threads_gives(settings, over_nccl, late_steps
     assert late_steps
 
 
-def test_weights_of_nothing_call_the_step_off_on_the_device(over_nccl, monkeypatch):
+def test_weights_of_0_skip_the_step_on_the_device(over_nccl, monkeypatch):
     def train(model, batch):
         made = current_worker().local_step
         return (train_nothing if made % 2 else train_counted)(model, batch)
@@ -333,14 +333,14 @@ def test_weights_of_nothing_call_the_step_off_on_the_device(over_nccl, monkeypat
     assert over.metrics[0].num_samples == 40
 
 
-def test_what_has_to_be_read_first_is_awaited(over_nccl, late_steps):
-    """Steps that may be dropped, and those in which a rank has nothing."""
+def test_the_host_waits_for_steps_that_it_has_to_read_first(over_nccl, late_steps):
+    """Steps that may be dropped, and those without samples on some rank."""
     counted_run(on_non_finite="skip")
     assert not late_steps
 
 
 @pytest.mark.parametrize("dies_at", [1, 3, 5])
-def test_the_others_go_on_when_a_rank_dies_and_each_sample_is_trained_once(dies_at, over_nccl):
+def test_the_other_ranks_continue_after_a_death_and_train_each_sample_once(dies_at, over_nccl):
     def train(model, batch):
         worker = current_worker()
         if worker.rank == 1 and worker.local_step == dies_at:
@@ -362,10 +362,10 @@ def test_the_others_go_on_when_a_rank_dies_and_each_sample_is_trained_once(dies_
 
 
 @pytest.mark.parametrize("break_at", [1, 2, 5, 9])
-def test_steps_that_were_broken_off_are_made_again_as_if_they_had_not_been(
+def test_aborted_steps_are_repeated_without_a_trace_of_the_first_attempt(
     break_at, over_nccl, breaking, monkeypatch
 ):
-    """With their learning rates, and with the buffers that they found."""
+    """Learning rates and buffers are restored."""
     breaking.break_at = break_at
     over = counted_run(balance=True, on_worker_failure="continue")
     breaking.break_at = None

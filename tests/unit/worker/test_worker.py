@@ -1,4 +1,4 @@
-"""GpuWorker on its own, driven through its queues."""
+"""A standalone GpuWorker, driven through its queues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANY = m.BatchBudget(limit=None)
 
 
 class Alone:
-    """A worker with both ends of its queues in the hands of the test."""
+    """A worker whose queues the test reads and writes."""
 
     def __init__(self, *, train=count_up, model=counter, optim=plain_sgd, stalls=None, **kwargs):
         functions = {
@@ -113,10 +113,10 @@ def payload(value, buffers=()):
     return m.Payload(params=(flat,), buffers=buffers)
 
 
-# -- what it is ----------------------------------------------------------------
+# -- attributes ----------------------------------------------------------------
 
 
-def test_a_worker_alone_tells_who_it_is():
+def test_a_worker_has_its_rank_world_size_and_device():
     alone = Alone(rank=1, world_size=3)
     worker = alone.worker
     assert (worker.rank, worker.world_size, worker.device) == (1, 3, CPU)
@@ -138,7 +138,7 @@ def test_generators_differ_by_rank_and_epoch_and_repeat():
     assert len({tuple(draw) for draw in draws.values()}) == 4
 
 
-def test_current_worker_is_defined_in_user_code_alone():
+def test_current_worker_is_defined_only_in_user_code():
     seen = []
     alone = Alone(train=lambda model, b: seen.append(current_worker()) or count_up(model, b))
     alone.worker.train_step(BATCH)
@@ -180,7 +180,7 @@ def test_recorded_scalars_are_weighted_by_samples():
     assert scalars == {"size": (2 * 2 + 6 * 6, 8), "w": (0.0 * 2 + 1.0 * 6, 8)}
 
 
-def test_run_epoch_plan_trains_the_batches_of_ones_own_plan():
+def test_run_epoch_plan_trains_the_batches_of_a_given_plan():
     trace = Trace()
     alone = Alone(train=trace)
     assert alone.worker.run_epoch_plan(plan(range(3, 9, 2), range(1), epoch=4)) is False
@@ -192,7 +192,7 @@ def test_run_epoch_plan_trains_the_batches_of_ones_own_plan():
     assert (report.epoch, report.stats.num_batches) == (4, 4)
 
 
-def test_run_epoch_plan_takes_another_train_fn():
+def test_run_epoch_plan_accepts_another_train_fn():
     alone = Alone()
     alone.worker.run_epoch_plan(plan(range(2)), lambda model, batch: -3 * model.w.sum())
     assert alone.w == 6.0
@@ -209,11 +209,11 @@ def test_epoch_fn_is_called_once_an_epoch_also_without_a_batch():
 # -- control messages ----------------------------------------------------------
 
 
-def test_handle_control_returns_at_once_when_nothing_came():
+def test_handle_control_returns_at_once_without_messages():
     assert Alone().worker.handle_control() is False
 
 
-def test_shutdown_is_told_and_ends_a_plan():
+def test_shutdown_is_returned_and_ends_a_plan():
     alone = Alone()
     alone.send(m.Shutdown())
     assert alone.worker.handle_control() is True
@@ -256,12 +256,12 @@ def test_throttle_is_released_by_sync_now():
     collective.close()
 
 
-def test_two_throttles_need_one_release():
+def test_one_release_resumes_a_worker_after_two_throttles():
     released_by(m.Throttle(), m.Throttle(), m.Resume(), expect=False)
 
 
-def test_requests_and_plans_are_answered_without_releasing():
-    """What comes between Throttle and Resume is answered; then nothing is left to read."""
+def test_requests_and_plans_are_handled_without_a_release():
+    """Messages between Throttle and Resume are handled, and none is left afterwards."""
     plans = (start(range(2)), start(range(2, 4)))
     alone = released_by(m.RequestParams(round=2), *plans, m.Resume(), expect=False)
     assert alone.control.empty()
@@ -269,7 +269,7 @@ def test_requests_and_plans_are_answered_without_releasing():
     assert alone.w == 1.0
     for _ in plans:
         alone.worker.run_epoch_plan(alone.worker.wait_for_epoch_plan())
-    assert alone.w == 5.0  # no plan that came during the throttle is lost
+    assert alone.w == 5.0  # no plan received during the throttle is lost
 
 
 def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
@@ -281,7 +281,7 @@ def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
     report = alone.reports.get(timeout=WAIT_S)
     assert isinstance(report, m.BatchReport)
     assert report.stats.num_batches == 2
-    alone.send(m.RequestParams(round=1))  # a parked worker answers
+    alone.send(m.RequestParams(round=1))  # a parked worker replies
     assert alone.reports.get(timeout=WAIT_S).payload.params[0][0] == 2.0
     alone.send(m.Resume())
     assert alone.reports.get(timeout=WAIT_S).stats.num_batches == 4
@@ -292,7 +292,7 @@ def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
     assert isinstance(exiting, m.Exiting)
 
 
-def test_wait_for_epoch_plan_answers_everything_else():
+def test_wait_for_epoch_plan_handles_all_other_messages():
     alone = Alone()
     alone.send(m.RequestParams(round=1), m.SetGlobalStep(step=3), start(range(1)))
     assert alone.worker.wait_for_epoch_plan().num_batches == 1
@@ -317,8 +317,8 @@ class Stalling:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_stalled_loader_delays_answers_within_a_window_alone(accumulate):
-    """The second batch stalls: between windows a request is answered, inside one after it."""
+def test_a_stalled_loader_delays_replies_only_within_a_window(accumulate):
+    """The second batch stalls: a request is handled between windows, or after one."""
     data = Stalling()
     alone = Alone(stalls=data, accumulate=accumulate)
     alone.send(start(range(2)))
@@ -343,7 +343,7 @@ def test_a_stalled_loader_delays_answers_within_a_window_alone(accumulate):
     assert alone.worker.close()
 
 
-def test_a_request_is_answered_before_the_next_step():
+def test_a_request_is_handled_before_the_next_step():
     answered = []
 
     def train(model, batch):
@@ -358,7 +358,7 @@ def test_a_request_is_answered_before_the_next_step():
     assert alone.take(m.ParamSnapshot).num_batches == 2
 
 
-def test_what_was_put_aside_within_a_step_is_answered_before_the_next():
+def test_messages_deferred_within_a_step_are_handled_before_the_next():
     data, begun = Stalling(), threading.Event()
 
     def train(model, batch):
@@ -384,7 +384,7 @@ def test_what_was_put_aside_within_a_step_is_answered_before_the_next():
     assert alone.worker.close()
 
 
-def test_what_waited_for_copies_is_sent_before_the_next_step():
+def test_messages_held_for_copies_are_sent_before_the_next_step():
     class OnItsWay(PendingCopy):
         done = False
 
@@ -438,11 +438,11 @@ def test_an_update_keeps_training_since_the_snapshot():
     assert (snapshot.num_samples, snapshot.num_batches) == (4, 2)
     for _ in range(3):
         alone.worker.train_step(BATCH)
-    assert float(snapshot.payload.params[0][0]) == 2.0  # its memory is its own
+    assert float(snapshot.payload.params[0][0]) == 2.0  # the snapshot has its own memory
     alone.send(m.Update(round=1, average=payload(10.0)))
     alone.worker.handle_control()
     assert alone.w == 13.0
-    # The counters subtract the snapshot, too.
+    # The counts subtract the snapshot, too.
     alone.send(m.RequestParams(round=2))
     alone.worker.handle_control()
     assert alone.take(m.ParamSnapshot).num_samples == 6
@@ -504,7 +504,7 @@ def test_load_averaged_replaces_the_live_state():
     ],
     ids=["none", "two", "short", "dtype", "buffers"],
 )
-def test_load_averaged_rejects_what_does_not_fit(wrong):
+def test_load_averaged_raises_for_another_layout(wrong):
     alone = Alone()
     with pytest.raises(ValueError, match="does not fit this model"):
         alone.worker.load_averaged(wrong)
@@ -520,11 +520,11 @@ def test_set_lr_and_scale_lr_act_once():
     assert worker.current_lr == 0.5
     worker.scale_lr(3.0)
     assert worker.current_lr == 1.5
-    worker.set_lr_scale(2.0)  # there is no schedule to multiply
+    worker.set_lr_scale(2.0)  # there is no schedule
     assert worker.current_lr == 1.5
 
 
-def test_a_scale_survives_the_schedule_and_scale_lr_does_not():
+def test_a_schedule_keeps_set_lr_scale_and_overwrites_scale_lr():
     alone = Alone()
     alone.worker.set_scheduler(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 + i))
     rates = []
@@ -563,7 +563,7 @@ def test_the_schedule_follows_the_steps_of_all_ranks():
 # -- the end -------------------------------------------------------------------
 
 
-def test_drain_skips_every_stale_message_until_shutdown():
+def test_drain_discards_all_messages_until_shutdown():
     alone = Alone()
     alone.send(*(m.SyncNow(round=r) for r in (1, 2, 3)))
     alone.send(
@@ -577,7 +577,7 @@ def test_drain_skips_every_stale_message_until_shutdown():
     assert alone.worker.protocol.state is WorkerState.LEAVING
 
 
-def test_a_whole_life_ends_with_final_snapshot_and_exiting():
+def test_a_run_of_a_worker_ends_with_final_snapshot_and_exiting():
     alone = Alone()
     alone.send(start(range(3)), start(range(3, 5)))
     thread = threading.Thread(target=alone.worker.run)
@@ -591,7 +591,7 @@ def test_a_whole_life_ends_with_final_snapshot_and_exiting():
     assert isinstance(exiting, m.Exiting)
 
 
-def test_no_final_snapshot_where_none_is_wanted():
+def test_no_final_snapshot_is_sent_unless_requested():
     alone = Alone()
     alone.send(m.Shutdown(snapshot=False))
     alone.worker.run()
@@ -599,7 +599,7 @@ def test_no_final_snapshot_where_none_is_wanted():
 
 
 def test_lockstep_ranks_stop_together_where_one_reads_plan_and_end_at_once():
-    """Rank 1 is inside a plan that rank 0 finds together with the order to end."""
+    """Rank 1 is inside a plan that rank 0 receives together with Shutdown."""
     trace = Trace()
     order, agreement = BuildOrder(0), LockstepAgreement()
     collectives = create_collectives(2, "thread", None, 5.0)
@@ -634,8 +634,8 @@ def test_lockstep_ranks_stop_together_where_one_reads_plan_and_end_at_once():
         assert [type(r) for r in alone.take()][-2:] == [m.FinalSnapshot, m.Exiting]
 
 
-def test_a_broken_collective_that_no_rank_explains_is_told_by_this_one(monkeypatch):
-    """All ranks alike may have met the same fault inside the exchange."""
+def test_a_worker_raises_if_no_rank_reports_the_cause_of_an_aborted_collective(monkeypatch):
+    """All ranks may have failed in the same way inside the exchange."""
     monkeypatch.setattr(worker_module, "DRAIN_S", 0.05)
     (end,) = create_collectives(1)
 

@@ -1,4 +1,4 @@
-"""A plan cut into steps, against the same worked out batch by batch."""
+"""The steps of a plan, against a computation batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergence and norms of a replica that drifts are told everywhere."""
+"""Divergence and norms of drifting replicas in metrics, statistics, timeline and loggers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, GLOO)]
 
 
 def drift(model, batch):
-    """Rank 1 goes the other way, ten times as fast."""
+    """Rank 1 moves in the opposite direction, ten times as fast."""
     return model.w.sum() * (-1.0 if current_worker().rank == 0 else 10.0)
 
 
@@ -42,7 +42,7 @@ def run(way, train=drift, ranks=2, **more):
 
 
 def measured(state):
-    """Epochs with a round of their own: one that closes with another's round has none."""
+    """Epochs with a divergence: one that closes with another epoch's round has none."""
     return [metrics for metrics in state.metrics if not math.isnan(metrics.divergence)]
 
 
@@ -60,7 +60,7 @@ def test_a_replica_that_drifts_shows_in_metrics_and_statistics(way):
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["cpu", "thread"])
 def test_the_numbers_are_those_of_the_definition(way):
-    """One round an epoch, of ranks that have trained as much: the mean is half way between."""
+    """One round an epoch, of ranks with equal samples: the average is their midpoint."""
     b = builder(train=drift, dataset=8, batch_size=2, way=way).partition_ratios([1, 1])
     state = b.anchor(2).max_anchor(2).no_divergence_guard().run().join(WAIT_S)
     (metrics,) = state.metrics
@@ -82,7 +82,7 @@ def test_without_rounds_there_is_the_norm_alone(way, ranks):
     assert handle.statistics().param_norm == last
 
 
-def test_it_is_on_the_timeline_and_in_the_tables(tmp_path):
+def test_divergence_is_on_the_timeline_and_in_the_tables(tmp_path):
     timeline = Timeline()
     logger = CsvLogger(tmp_path / "run.csv")
     handle = run((CADENCE, OVER_CPU), timeline=timeline, metrics_fn=logger)
@@ -102,7 +102,7 @@ def test_it_is_on_the_timeline_and_in_the_tables(tmp_path):
     json.loads(json.dumps(rounds[0].as_dict()))
 
 
-def test_tensorboard_shows_it(tmp_path):
+def test_tensorboard_shows_divergence(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path)
@@ -114,7 +114,7 @@ def test_tensorboard_shows_it(tmp_path):
     assert values
 
 
-def test_what_was_not_measured_is_left_out_of_tables(tmp_path):
+def test_tables_leave_out_values_that_were_not_measured(tmp_path):
     logger = CsvLogger(tmp_path / "run.csv")
     state = run((SYNC, THREAD), train=lambda model, batch: -model.w.sum(), metrics_fn=logger).join(
         WAIT_S
@@ -132,5 +132,5 @@ def test_metrics_of_an_earlier_version_are_read():
     del saved["divergence"], saved["param_norm"]
     again = metrics_from_state(saved)
     assert math.isnan(again.divergence)
-    told = replace(again, divergence=0.0, param_norm=0.0)
-    assert told == replace(state.metrics[0], divergence=0.0, param_norm=0.0)
+    known = replace(again, divergence=0.0, param_norm=0.0)
+    assert known == replace(state.metrics[0], divergence=0.0, param_norm=0.0)
