@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -403,7 +404,9 @@ def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     model = make_million()
     optimizer = MILLION.make_optimizer(model.parameters())
     manager = Manager(
@@ -476,9 +479,10 @@ def peer_rates(
         address: The lighthouse, where there is one.
     """
     pause_s = pauses_s[dist.get_rank()]
-    processes.PERIOD_VARIABLE = period
+    processes.PERIOD = period
     torch.manual_seed(0)  # the same weights on all ranks
     order = own_batches(num_samples)
+    made: AbstractContextManager[Step]
     match system:
         case "bare":
             made = bare(pause_s)
@@ -619,7 +623,7 @@ def cluster_machine(address: str, rank: int, size: int, compression: str | None,
         calls: list[Callable[[], object]] = [
             engine.quorum,
             lambda: engine.gather(FACTS),
-            lambda x=x: engine.all_reduce([x]),
+            partial(engine.all_reduce, [x]),
             lambda: engine.commit(True),
         ]
         seconds.append([timeit(call) for call in calls])
@@ -734,7 +738,8 @@ def deal(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     ledger = ClusterLedger(
         settings={}, num_epochs=3, batches_per_epoch=600 * NUM_DEALT, period_s=30.0
     )
-    deals, wholes = [], []
+    deals: list[float] = []
+    wholes: list[float] = []
     while not ledger.complete and len(deals) < 40:
         facts = facts_of(ledger, seconds, rng)
         start = time.process_time()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,7 +49,7 @@ def make() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(512, 10))
 
 
-def load() -> DataLoader:
+def load() -> DataLoader[tuple[Tensor, ...]]:
     """The data, in memory."""
     x = torch.randn(NUM_BATCHES * BATCH_SIZE, 128)
     data = TensorDataset(x, x[:, :10].argmax(1))
@@ -59,7 +59,7 @@ def load() -> DataLoader:
 def ours(policy: str) -> None:
     from runtime import Trainer
 
-    def train_fn(model, batch):
+    def train_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
         mark("batch")
         return cross_entropy(model(batch[0]), batch[1])
 
@@ -106,18 +106,18 @@ def lightning() -> None:
     import lightning
 
     class Classifier(lightning.LightningModule):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.net = make()
 
-        def training_step(self, batch, index):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             mark("batch")
             return cross_entropy(self.net(batch[0]), batch[1])
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
-        def on_train_epoch_end(self):
+        def on_train_epoch_end(self) -> None:
             mark("epoch")
 
     trainer = lightning.Trainer(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -572,9 +572,12 @@ def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]
     }
 
 
+Cases: TypeAlias = Mapping[tuple[str, ...], Callable[[int, int], AbstractContextManager[Measured]]]
+
+
 def judge_pairs(
     args: argparse.Namespace,
-    cases: Mapping[tuple[str, ...], Callable[[int, int], AbstractContextManager[Measured]]],
+    cases: Cases,
     targets: Mapping[tuple[str, ...], float],
 ) -> None:
     """Measure all cases and print a row for each, as it is there.
@@ -615,13 +618,13 @@ def judge_pairs(
 
 def timeline(args: argparse.Namespace) -> None:
     """What recording a timeline costs."""
-    cases = {(way,): partial(in_runs, partial(recorded_rates, way)) for way in args.ways}
+    cases: Cases = {(way,): partial(in_runs, partial(recorded_rates, way)) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, TIMELINE_TARGET))
 
 
 def metrics(args: argparse.Namespace) -> None:
     """What metrics of every ten batches cost."""
-    cases = {(way,): partial(told_in_stretches, way) for way in args.ways}
+    cases: Cases = {(way,): partial(told_in_stretches, way) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
@@ -633,7 +636,7 @@ def monitor(args: argparse.Namespace) -> None:
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_DESCRIPTORS, hard), hard))
-    cases = {
+    cases: Cases = {
         (way, SETTINGS[setting]): partial(in_stretches, way)
         if setting == "half_sent"
         else partial(in_runs, partial(watched_rates, way, setting))
@@ -709,7 +712,7 @@ def draws(args: argparse.Namespace) -> None:
     for name, layers in DRAWING.items():
         base = of_width(width)
         model = base.make_model()
-        model = nn.Sequential(*model[:2], *layers(width), *model[2:])  # type: ignore[index]
+        model = nn.Sequential(*model[:2], *layers(width), *model[2:])  # type: ignore[index, unused-ignore]
         optimizer = base.make_optimizer(model.parameters())
         batch = base.make_data(base.batch_size)
         ratios, times = [], []
@@ -736,14 +739,14 @@ def draws(args: argparse.Namespace) -> None:
 def kernels_of_workers(generator: torch.Generator) -> Iterator[None]:
     """The kernels of :mod:`runtime.core.rng` instead of PyTorch's, with a generator to draw from;
     nothing else may run meanwhile."""
-    default = torch.random.default_generator
+    default = torch.default_generator
     own_draws.install_thread_generators()
     try:
         with own_draws.thread_generator(generator):
             yield
     finally:
         for library in own_draws._installed:
-            library._destroy()  # type: ignore[no-untyped-call]
+            library._destroy()
         own_draws._installed.clear()
         torch.random.default_generator = default  # type: ignore[attr-defined]
 

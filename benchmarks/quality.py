@@ -153,7 +153,7 @@ def warm_up(study: Study, data: Data) -> None:
     model = make_model(study, data.num_symbols, 0)
     optimizer = study.make_optimizer(model.parameters(), study.lr)
     loss = study.loss(model, tuple(c[: study.batch_size] for c in data.train))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
 
 
@@ -212,7 +212,7 @@ def train_loop(
             start = time.perf_counter()
             optimizer.zero_grad()
             loss = study.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             lr.step()
             stepping_s += time.perf_counter() - start
@@ -350,7 +350,7 @@ class Machine:
     def train(self, study: Study, batch: Columns) -> None:
         """One batch."""
         self.optimizer.zero_grad()
-        study.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
+        study.loss(self.model, batch).backward()
         self.optimizer.step()
         self.schedule.step()
         self.num_batches += 1
@@ -1286,7 +1286,7 @@ def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
             ):
                 batch = tuple(c.index_select(0, part) for c in data.train)
                 optimizer.zero_grad()
-                study.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+                study.loss(model, batch).backward()
                 optimizer.step()
                 schedule.step()
             since += 1
@@ -1426,7 +1426,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--data", type=Path, default=default_folder(), help="folder of the digits and the text")
     add("--out", type=Path, required=True, help="record of the runs: a line of JSON for each")
     add("--models", nargs="+", choices=STUDIES, default=list(STUDIES))
-    modes = {"sync": SYNC_MODES, "machines": (ONE_MACHINE, *MACHINES)}.get(command, DEFAULT_MODES)
+    modes = {"sync": SYNC_MODES, "machines": (ONE_MACHINE, *MACHINES)}.get(
+        command or "", DEFAULT_MODES
+    )
     sync = command == "sync"
     add("--modes", nargs="+", choices=(*MODES, *MACHINES), default=list(modes))
     add("--seeds", type=int, default=10 if sync else 5, help="runs of each cell (%(default)s)")

@@ -266,7 +266,7 @@ class DelayedApi(CudaApi):
     """Holds the current stream up before every copy."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        torch.cuda._sleep(DELAY_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(DELAY_CYCLES)
         super().copy(target, source)
 
 
@@ -291,7 +291,7 @@ class Counter(nn.Module):
     @torch.no_grad()
     def step(self, amount: int) -> None:
         if self.w.is_cuda:
-            torch.cuda._sleep(self._delay_cycles)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(self._delay_cycles)
         self.w.add_(amount)
         self.seen.add_(amount)
 
@@ -571,7 +571,7 @@ class LoneRank:
         begin = time.perf_counter()
         (self.end,) = create_collectives(1, "nccl", [self._device], LIMIT_S)
         self.birth_s = time.perf_counter() - begin
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nccl-rank")
 
     def __enter__(self) -> LoneRank:
@@ -628,7 +628,7 @@ def aborted_behind_a_kernel(bench: Bench, rank: LoneRank) -> float:
 
     def late(end: Collective) -> None:
         tensor = torch.ones(MIB, device="cuda")
-        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(BUSY_CYCLES)
         end.all_reduce_(tensor)
 
     future = rank.start(late)

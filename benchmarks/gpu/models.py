@@ -282,7 +282,7 @@ class BareStep:
         self.optimizer.zero_grad(set_to_none=True)
         with autocast_of(self._workload, self._device):
             loss = self._workload.loss(self._model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
 
 
@@ -330,7 +330,7 @@ def graph_rate(
         batches = orders(len(columns[0]), workload.batch_size, device)
         first = next(batches)
         x, y = (column.index_select(0, first) for column in columns)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(3):

@@ -436,7 +436,7 @@ def nccl_version() -> str:
     """Of the NCCL in this build of PyTorch."""
     if not torch.distributed.is_nccl_available():
         return "none"
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = torch.cuda.nccl.version()
     return ".".join(map(str, version))
 
 
@@ -458,7 +458,7 @@ def facts() -> dict[str, Any]:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "nccl": nccl_version(),
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version(),
         "threads": torch.get_num_threads(),
         "shm_gib": shared_memory_gib(),
         **machine,

@@ -225,8 +225,8 @@ def train(job: Job) -> Outcome:
     for _ in range(job.num_epochs):
         handle.next_metrics(JOIN_S)
         # The threads may be gone once the last epoch has closed.
-        last = len(moments) == job.num_epochs - 1
-        moments.append(Moment(handle, counts, {} if last else clocks))
+        is_last = len(moments) == job.num_epochs - 1
+        moments.append(Moment(handle, counts, {} if is_last else clocks))
     state = handle.join(JOIN_S)
     end = time.perf_counter()
     outcome = _outcome(job, moments, sum(counts), end, timeline)

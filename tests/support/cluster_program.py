@@ -19,6 +19,7 @@ import time
 import torch
 
 from runtime import ApplyPolicy, Trainer, current_worker
+from runtime.cluster.cluster_run import ClusterRun
 from tests.support.clustering import SLOTS, Counted, Effects, expected_rounds
 
 BATCH_SIZE = 4
@@ -101,9 +102,13 @@ def main():
     try:
         state = handle.join()
     except KeyboardInterrupt:
+        assert handle.state is not None
         state = handle.state
     weights = state.params["w"]
-    ledger = handle._run._member.ledger
+    run = handle._run
+    assert isinstance(run, ClusterRun)
+    assert run._member is not None
+    ledger = run._member.ledger
     expected = expected_rounds(ledger, args.samples, BATCH_SIZE)
     print_line(
         json.dumps(

@@ -13,10 +13,11 @@ import pickle
 import sys
 import threading
 import time
+from typing import Any
 
 import torch
 
-from runtime.cluster import machine_group as groups
+from runtime.cluster import machine_group
 from runtime.cluster.engine import ClusterState
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.options import EngineOptions
@@ -26,6 +27,7 @@ if importlib.util.find_spec("torchft"):
     load_torchft("tests")  # once for all programs that are forked
 
 NUMEL = 5000
+groups: Any = machine_group
 
 
 def digest(tensors):

@@ -88,7 +88,7 @@ class Net(nn.Module):
         self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.seen += 1
+        self.seen += 1  # type: ignore[assignment, operator]
         x = self.norm(self.embed(tokens))
         x = self.hidden(torch.tanh(self.frozen(x))) * self.scale
         return self.head(x)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -52,15 +53,18 @@ class _Process:
             stdout=subprocess.PIPE,
             cwd=programs.ROOT,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._rest = b""
 
     def _line(self, timeout_s=ANSWER_S):
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left_s = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._process.stdout], [], [], left_s)
+            ready, _, _ = select.select([self._stdout], [], [], left_s)
             assert ready, f"no answer within {timeout_s:g} s"
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
+            piece = os.read(self._stdout.fileno(), 1 << 16)
             assert piece, f"the process has ended: {self._process.poll()}"
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
@@ -148,7 +152,7 @@ class TrainingMachine(_Process):
     def poll(self, timeout_s=0.0):
         """Read the printed lines; wait for the first one up to the timeout."""
         while self.answer is None:
-            ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            ready, _, _ = select.select([self._stdout], [], [], timeout_s)
             if not ready and b"\n" not in self._rest:
                 return self
             line, timeout_s = self._line(), 0.0
@@ -191,8 +195,8 @@ class EngineMachine(_Process):
 
     def send(self, name, **args):
         """Request a call without waiting for its result."""
-        self._process.stdin.write(json.dumps({"call": name, **args}).encode() + b"\n")
-        self._process.stdin.flush()
+        self._stdin.write(json.dumps({"call": name, **args}).encode() + b"\n")
+        self._stdin.flush()
 
     def answer(self, timeout_s=ANSWER_S):
         """Wait for the result of the call. Raises :class:`CallFailed` if it raised."""
@@ -236,10 +240,10 @@ def make_round(machines, facts="", seed=0, value=None):
 @pytest.fixture
 def cluster():
     """Starts lighthouses and machines that end with the test."""
-    started = []
+    started: list[_Process] = []
 
     class Cluster:
-        lighthouse = None
+        lighthouse: Any = None
 
         def light(self, **options):
             """Start the lighthouse of the next machines."""

@@ -66,6 +66,7 @@ class Namespaces:
         except FileNotFoundError as error:
             raise OSError(f"{' '.join(command)}: {error}") from error
         self._processes.append(process)
+        assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise OSError(f"{' '.join(command)}: {process.communicate()[1].strip()}")
         return process.pid

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import contextmanager
 
-from runtime.collective import create_collectives
+from runtime.collective import Collective, create_collectives
 from runtime.collective import nccl as nccl_module
 from runtime.collective.process_group import _connect_gloo
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
@@ -95,6 +96,7 @@ def posing_group(world_size, kind, timeout_s, *, fake=None, new_backend=PosingBa
     try:
         with standing_in(fake):
             devices = [GPU] * world_size
+            ends: Sequence[Collective]
             if kind == "nccl":
                 ends = nccl_module.create_nccl_groups(devices, timeout_s)
             else:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.data.budget import DeviceBudget
-from runtime.data.dataset import adapt_dataset
+from runtime.data.dataset import ColumnAdapter, adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoaderSpec, SizingSchedule
 from runtime.data.prefetch import PrefetchLoader, SlotStage
@@ -54,7 +54,9 @@ class Rig(Consumer):
         self.context = DelayedCopies() if context is None else context
         adapter = adapt_dataset(dataset)
         self.budget = budget or DeviceBudget(0.5, margin=0)
-        data = ResidentData(adapter) if resident is None and adapter.in_memory else resident or None
+        data = resident or None
+        if resident is None and isinstance(adapter, ColumnAdapter) and adapter.in_memory:
+            data = ResidentData(adapter)
         self.stage = SlotStage(
             self.context,
             self.budget,

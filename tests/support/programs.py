@@ -58,6 +58,9 @@ PR_SET_PDEATHSIG = 1
 SERVE = "exec(__import__('tests.support.programs', fromlist=['serve']).serve({fd}))"
 
 
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
 class Popen(subprocess.Popen):
     """``subprocess.Popen`` of ``[sys.executable, SCRIPT | -c CODE | -m MODULE, ...]``, forked.
 
@@ -67,7 +70,7 @@ class Popen(subprocess.Popen):
     """
 
     def _execute_child(self, *args: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
+        given = inspect.signature(_execute_child).bind(self, *args).arguments
         if given["preexec_fn"] or given["pass_fds"] or given["args"][0] != sys.executable:
             raise ValueError(f"only subprocess can start {given['args']} in this way")
         env = given["env"]
@@ -82,7 +85,7 @@ class Popen(subprocess.Popen):
         self._channel, self.pid, self._pidfd = _Server.get().fork(request, fds)
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in ends))
+        self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
 
     def _ended(self, timeout_s: float) -> bool:
         """Whether the server says within a time that it has ended; notes how."""
@@ -95,7 +98,7 @@ class Popen(subprocess.Popen):
             os.close(self._pidfd)
             self.returncode = int(status) if status else -signal.SIGKILL
             if not status:
-                raise RuntimeError(f"the server of programs has ended before {self.args}")
+                raise RuntimeError(f"the server of programs has ended before {self.args!r}")
         return True
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
@@ -289,7 +292,7 @@ def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(request["cwd"])
-    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         _open_again(fd, name, bool(env.get("PYTHONUNBUFFERED")))
     options, args = env.get("PYTHONWARNINGS", "").split(","), request["args"]
@@ -297,7 +300,7 @@ def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
         options, args = [*options, args[1]], args[2:]
     options = [option for option in options if option]
     sys.warnoptions += options
-    warnings._processoptions(options)
+    warnings._processoptions(options)  # type: ignore[attr-defined]
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

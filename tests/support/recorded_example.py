@@ -52,7 +52,7 @@ def main():
     def record_step(steps, sizes, first, train_fn):
         recorded(lines, train_window, steps, sizes, first, train_fn)
 
-    WorkerSteps.train_window = record_step
+    WorkerSteps.train_window = record_step  # type: ignore[method-assign]
     sys.argv = [file, *arguments]
     sys.path[0] = str(Path(file).parent)
     try:

@@ -52,6 +52,7 @@ class Stream:
             if kind == "history":
                 self.whole = content
             elif kind == "news":
+                assert self.whole is not None
                 for name in ("ticks", "epochs", "events"):
                     self.whole[name] += content[name]
                 self.whole["now"] = content["now"]
