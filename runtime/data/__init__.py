@@ -1,3 +1,3 @@
-"""From a data set to batches on a device: loaders, slots in memory, prefetch."""
+"""Data sets, loaders and prefetching to devices."""
 
 from __future__ import annotations

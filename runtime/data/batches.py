@@ -1,8 +1,8 @@
-"""What every loader needs of a batch: its position, its random draws, its device.
+"""Batches: positions in the epoch, seeded reading, and traversal of their tensors.
 
-The random draws of a data set on the CPU come from ``current_worker().generator``, seeded afresh
-for each batch from ``(seed, epoch, batch position)`` alone. So a batch is the same in the worker's
-thread, a loader thread or a loader process, on any rank and however far it is read ahead.
+A data set's random draws on the CPU come from ``current_worker().generator``, seeded for each batch
+by ``(seed, epoch, batch position)``. So a batch is the same in the worker's thread, a loader thread
+or a loader process, on any rank and however far it is read ahead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Position(NamedTuple):
     Attributes:
         epoch: Epoch, counted from 0.
         batch: Position of the batch in the epoch's permutation.
-        piece: Its samples, ``[start, stop)`` in the permutation, where the plan says them.
+        piece: Its samples, ``[start, stop)`` in the permutation, if the plan specifies them.
     """
 
     epoch: int
@@ -40,7 +40,7 @@ class Position(NamedTuple):
     piece: tuple[int, int] | None = None
 
 
-_LOADER_STREAM, _EPOCH_STREAM = 1, 2  # keep draws apart from each other and the permutation's
+_LOADER_STREAM, _EPOCH_STREAM = 1, 2  # spawn keys: independent of each other and the permutation
 
 
 def _has_samples(pair: tuple[int, tuple[int, int] | None]) -> bool:
@@ -70,7 +70,7 @@ class PlanQueue:
         self._num_left += plan.num_loads
 
     def pop(self) -> Position | None:
-        """Take the next position; ``None`` if there is none."""
+        """Remove and return the next position; ``None`` if there is none."""
         while self._plans:
             epoch, batches = self._plans[0]
             for batch, piece in batches:
@@ -80,7 +80,7 @@ class PlanQueue:
         return None
 
     def clear(self) -> None:
-        """Forget every position."""
+        """Remove all positions."""
         self._plans.clear()
         self._num_left = 0
 
@@ -88,14 +88,14 @@ class PlanQueue:
 def batch_generator(seed: int, epoch: int, batch: int) -> torch.Generator:
     """A CPU generator for the draws of one batch.
 
-    Its seed is the upper 63 bits of the first word that NumPy's ``SeedSequence`` makes of
+    Its seed is the upper 63 bits of the first word of NumPy's ``SeedSequence`` for
     ``(seed, epoch, batch)``.
     """
     return _generator(np.random.SeedSequence([seed, epoch, batch], spawn_key=(_LOADER_STREAM,)))
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator for what a stream draws in an epoch, seeded as :func:`batch_generator`."""
+    """A CPU generator for a stream's draws in an epoch, seeded as :func:`batch_generator`."""
     return _generator(np.random.SeedSequence([seed, epoch], spawn_key=(_EPOCH_STREAM,)))
 
 
@@ -114,12 +114,11 @@ def read_batch(
     worker: object = None,
     alone: bool = False,
 ) -> Any:
-    """Load one batch with ``current_worker()`` and its generator in place.
+    """Load one batch under ``current_worker()`` with the batch's generator.
 
-    Where nobody else in the process draws, ``alone``, Python's and NumPy's generators are seeded
-    for the batch, too.
-
-    Never beside the capture of a graph, which a data set that uses a GPU could break.
+    With ``alone``, for a process that reads nothing else at the time, also seeds Python's and
+    NumPy's global generators. Waits while a CUDA graph is captured, which a data set that uses
+    the GPU would break.
     """
     generator = batch_generator(seed, position.epoch, position.batch)
     view = LoaderView(rank, generator, worker)
@@ -129,9 +128,9 @@ def read_batch(
 
 
 def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """``batch`` with ``change(part)`` in place of every tensor and whatever else has ``.to()``.
+    """Apply ``change`` to every tensor and other object with ``.to()`` in nested containers.
 
-    Containers of any depth are made anew; other values stay as they are.
+    Containers are copied; other values are kept.
     """
     if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
         return change(batch)
@@ -140,7 +139,7 @@ def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(map_batch(part, change) for part in batch)
     if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)  # keeps what a subclass holds, such as a default factory
+        made = copy.copy(batch)  # keeps a subclass's attributes, such as a default factory
         made.update({key: map_batch(part, change) for key, part in batch.items()})
         return made
     if isinstance(batch, Mapping):
@@ -149,17 +148,17 @@ def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor, at any depth, on ``device``; other values as they are."""
+    """Copy every tensor of ``batch`` to ``device`` with ``.to()``."""
     return map_batch(batch, lambda part: part.to(device))
 
 
 def pin_batch(batch: Any, context: Device) -> Any:
-    """``batch`` with copies in pinned memory in place of its host tensors; see ``Device.pin``."""
+    """Copy the host tensors of ``batch`` into pinned memory; see ``Device.pin``."""
     return map_batch(batch, lambda part: context.pin(part) if isinstance(part, Tensor) else part)
 
 
 def copy_batch_to_device(batch: Any, context: Device) -> Any:
-    """``batch`` on a worker's device, copied in the current stream; see ``Device.bring``."""
+    """Copy ``batch`` to a worker's device in the current stream; see ``Device.bring``."""
 
     def bring(part: Any) -> Any:
         return context.bring(part) if isinstance(part, Tensor) else part.to(context.device)
@@ -168,7 +167,7 @@ def copy_batch_to_device(batch: Any, context: Device) -> Any:
 
 
 def movable_parts(batch: Any) -> list[Any]:
-    """Every tensor of ``batch`` and whatever else has ``.to()``, in the order of its containers."""
+    """All tensors and other objects with ``.to()`` in ``batch``, in container order."""
     parts: list[Any] = []
 
     def keep(part: Any) -> Any:
@@ -179,11 +178,11 @@ def movable_parts(batch: Any) -> list[Any]:
     return parts
 
 
-def batch_bytes(batch: Any, taken: Callable[[int], int] = int) -> int:
-    """What the tensors of ``batch`` take; what else it holds is not counted.
+def batch_bytes(batch: Any, allocated: Callable[[int], int] = int) -> int:
+    """Memory of the tensors of ``batch``.
 
     Args:
         batch: The batch.
-        taken: What a tensor with elements of so many bytes takes; by default so many.
+        allocated: Memory allocated for a tensor of the given size, in bytes.
     """
-    return sum(taken(part.nbytes) for part in movable_parts(batch) if isinstance(part, Tensor))
+    return sum(allocated(part.nbytes) for part in movable_parts(batch) if isinstance(part, Tensor))

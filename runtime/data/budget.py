@@ -7,32 +7,31 @@ from collections.abc import Hashable
 
 from runtime.device.memory import MemoryReading, capacity_bytes, margin_bytes
 
-# A CUDA device gives the process ``total * vram_fraction`` bytes, the model included, or what
-# others have left. From that the worst peak of active memory is kept back, as seen in the
-# first steps and since, and a margin for what the allocator cannot use. The rest is for
-# batches, split between the workers on the device. Nothing is granted before a peak is known.
+# The process may use ``total * vram_fraction`` bytes of a CUDA device, the model included, or as
+# much as other processes leave free. Reserved are the peak of active memory measured so far and a
+# margin for fragmentation. The rest is for batches, divided among the workers on the device.
+# Before a peak is measured the budget is 0.
 
 MAX_DEPTH = 8
-"""Batches that are loaded ahead at most where the user names no depth."""
+"""Maximum number of batches loaded ahead, unless the user sets a depth."""
 
 HOST_FRACTION = 0.25
-"""Part of the host's available memory that batches loaded ahead may take, all workers together."""
+"""Fraction of the host's available memory for batches loaded ahead by all workers."""
 
-_BLOCK_BYTES = 512  # the CUDA allocator rounds up to it
+_BLOCK_BYTES = 512  # the CUDA allocator rounds sizes up to a multiple
 
 
 class DeviceBudget:
-    """The budget of one CUDA device, shared by the workers on it. Thread-safe.
+    """Memory budget for batches on one CUDA device, shared by its workers. Thread-safe.
 
-    What is held for batches is never given back while the run lasts, so a holding only
-    grows. Peaks are of the whole device, whoever of its workers caused them.
+    Memory held for batches is not freed during the run. Peaks are those of the whole device.
 
     Args:
-        fraction: Of the total memory; see ``vram_fraction``.
+        fraction: Usable fraction of the total memory; see ``vram_fraction``.
         num_workers: Workers on the device.
         margin: Bytes kept free; ``None``: :func:`margin_bytes`.
-        graphs: Whether steps are captured: a graph keeps the memory of a step for itself,
-            beside what the steps take that are made eagerly.
+        graphs: True if steps are captured: a graph's private pool holds the memory of a step, in
+            addition to that of eager steps.
     """
 
     def __init__(
@@ -59,61 +58,61 @@ class DeviceBudget:
 
     @property
     def reserve_bytes(self) -> int | None:
-        """The worst peak of all but the batches; ``None`` before the first steps."""
+        """Peak memory of everything but batches; ``None`` before the first steps."""
         with self._lock:
             return self._reserve_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Keep back what a worker will need that no step has shown, such as for averaging."""
+        """Reserve memory that the first steps do not use, such as for averaging."""
         with self._lock:
             self._extra_bytes += num_bytes
 
     def begin(self) -> bool:
-        """Whether this is the first call: peaks are to count from here on."""
+        """True on the first call, after which the caller resets the peak statistics."""
         with self._lock:
             first, self._is_begun = not self._is_begun, True
             return first
 
     def observe(self, owner: Hashable, reading: MemoryReading) -> None:
-        """Take the peak of ``owner``'s steps so far into account; no reserve gets smaller.
+        """Raise the reserve to the peak of ``owner``'s steps so far.
 
         Args:
             owner: The worker, between two steps.
-            reading: Memory of the device now.
+            reading: Current memory statistics of the device.
         """
         with self._lock:
             self._seen.add(owner)
             self._step_bytes = max(self._step_bytes, reading.peak_bytes - reading.active_bytes)
             if self._reserve_bytes is None or reading.peak_bytes > self._last_peak:
-                # The peak came after the last look, while at least so much was held.
+                # The peak is new, so at least _last_held bytes of it were batches.
                 seen = max(0, reading.peak_bytes - self._last_held)
                 self._reserve_bytes = max(self._reserve_bytes or 0, seen)
                 self._last_peak = reading.peak_bytes
 
     def hold(self, owner: Hashable, num_bytes: int, reading: MemoryReading) -> None:
-        """Note that ``owner`` now holds ``num_bytes`` in all for batches.
+        """Record that ``owner`` holds ``num_bytes`` in total for batches.
 
         Args:
-            owner: The worker, or what the workers share.
-            num_bytes: What it holds.
-            reading: Memory of the device behind the allocation; :meth:`observe` came before.
+            owner: A worker, or a key for memory that the workers share.
+            num_bytes: Bytes held.
+            reading: Memory statistics after the allocation; call :meth:`observe` before it.
         """
         with self._lock:
             self._held[owner] = num_bytes
             self._last_held = sum(self._held.values())
-            # A peak that the allocation itself has caused is none of the steps'.
+            # A peak caused by the allocation itself does not count as a step's.
             self._last_peak = max(self._last_peak, reading.peak_bytes)
             if self._reserve_bytes is not None:
                 seen = reading.peak_bytes - self._last_held
                 self._reserve_bytes = max(self._reserve_bytes, seen)
 
     def room_bytes(self, reading: MemoryReading) -> int:
-        """What batches may take on the device, what they hold included."""
+        """Bytes available for batches on the device, including those held."""
         with self._lock:
             return self._room(reading)
 
     def share_bytes(self, owner: Hashable, reading: MemoryReading) -> int:
-        """What ``owner``'s batches may take, what it holds included."""
+        """Bytes available for ``owner``'s batches, including those held."""
         with self._lock:
             room = self._room(reading)
             others = sum(size for key, size in self._held.items() if key != owner)
@@ -124,36 +123,36 @@ class DeviceBudget:
             return 0
         capacity = capacity_bytes(reading, self.fraction)
         margin = margin_bytes(capacity) if self._margin is None else self._margin
-        # Those that have not shown what a step takes will take as much as the others.
-        coming = max(0, self.num_workers - len(self._seen)) * self._step_bytes
-        coming += self._num_graphs * self._step_bytes
-        return max(0, capacity - self._reserve_bytes - self._extra_bytes - coming - margin)
+        # Workers that have not run a step yet will need as much as the others.
+        unmeasured = max(0, self.num_workers - len(self._seen)) * self._step_bytes
+        unmeasured += self._num_graphs * self._step_bytes
+        return max(0, capacity - self._reserve_bytes - self._extra_bytes - unmeasured - margin)
 
 
 def prefetch_slots(share_bytes: int, slot_bytes: int, depth: int | None, plan_batches: int) -> int:
-    """Slots for the batch in use and those loaded ahead of it; 0 where two do not fit.
+    """Number of slots for the batch in use and those loaded ahead; 0 if two do not fit.
 
     Args:
-        share_bytes: What a worker's batches may take together.
+        share_bytes: Memory for a worker's batches.
         slot_bytes: Size of one batch.
-        depth: Batches that the user wants ahead; ``None``: up to ``MAX_DEPTH``.
-        plan_batches: Batches in the plan, more than which are never ahead.
+        depth: Batches ahead as set by the user; ``None``: up to ``MAX_DEPTH``.
+        plan_batches: Batches in the plan, an upper limit.
     """
-    wanted = min(MAX_DEPTH if depth is None else depth, plan_batches)
-    slots = min(share_bytes // max(1, slot_bytes), wanted + 1)
+    ahead = min(MAX_DEPTH if depth is None else depth, plan_batches)
+    slots = min(share_bytes // max(1, slot_bytes), ahead + 1)
     return slots if slots > 1 else 0
 
 
 def host_prefetch_depth(
     available_bytes: int, num_workers: int, batch_bytes: int, plan_batches: int | None = None
 ) -> int:
-    """Batches that one of ``num_workers`` may hold ahead in the host's memory, at least 1.
+    """Number of batches that one of ``num_workers`` may hold ahead in host memory, at least 1.
 
     Args:
-        available_bytes: What the system can give without swapping.
+        available_bytes: Host memory available without swapping.
         num_workers: Workers that load into this memory.
         batch_bytes: Size of one batch.
-        plan_batches: Batches in the plan; ``None``: not to be looked at.
+        plan_batches: Batches in the plan, an upper limit; ``None``: no such limit.
     """
     share = int(available_bytes * HOST_FRACTION) // max(1, num_workers)
     depth = min(MAX_DEPTH, share // max(1, batch_bytes))
@@ -163,5 +162,5 @@ def host_prefetch_depth(
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """What the CUDA allocator takes for a tensor of ``num_bytes``."""
+    """Memory that the CUDA allocator uses for a tensor of ``num_bytes``."""
     return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 class MappedArray:
     """Rows of a NumPy memory map, read from disk batch by batch.
 
-    Pickled for a loader process it opens the file again instead of copying it.
+    Unpickling in a loader process maps the file again instead of copying it.
     """
 
     def __init__(self, array: Array) -> None:
@@ -27,14 +27,14 @@ class MappedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, as they are once read."""
+        """Bytes of all rows in memory."""
         return self._array.nbytes
 
     def index_select(self, dim: int, indices: Tensor) -> Tensor:
-        """Read rows, as ``Tensor.index_select`` with ``dim=0`` would; blocks on the disk."""
+        """Read rows, as ``Tensor.index_select`` with ``dim=0``; blocks on the disk."""
         assert dim == 0
         array, rows = self._array, indices.numpy()
-        # np.take is the faster one, but it would first copy the whole of a strided array.
+        # np.take is faster, but copies a strided array as a whole first.
         if array.flags.c_contiguous and array.flags.aligned:
             taken = np.take(array, rows, axis=0)
         else:
@@ -43,7 +43,7 @@ class MappedArray:
 
     def __reduce__(self) -> tuple[Any, ...]:
         array, root = self._array, map_of(self._array)
-        # What was written to a copy-on-write map is not in the file.
+        # Writes to a copy-on-write map are not in the file.
         if root is None or root.filename is None or root.mode == "c":
             return MappedArray, (np.array(array),)
         shift = _address(array) - _address(root)
@@ -62,14 +62,14 @@ def row_bytes(column: Column) -> int:
 def _reopen(
     filename: str, offset: int, num_bytes: int, shift: int, layout: tuple[Any, ...]
 ) -> MappedArray:
-    """Map ``num_bytes`` of a file and view them as the array that starts ``shift`` into them."""
+    """Map ``num_bytes`` of a file and return the array at byte ``shift`` of the map."""
     raw = np.memmap(filename, dtype=np.uint8, mode="r", offset=offset, shape=(num_bytes,))
     shape, dtype, strides = layout
     return MappedArray(np.ndarray(shape, dtype, buffer=raw, offset=shift, strides=strides))
 
 
 def map_of(array: Array) -> np.memmap[Any, Any] | None:
-    """The memory map that ``array`` is a view of, if it is one of any."""
+    """The memory map that ``array`` is a view of, if any."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         base: Any = owner.base
@@ -80,11 +80,11 @@ def map_of(array: Array) -> np.memmap[Any, Any] | None:
 
 
 def as_column(part: Tensor | Array, position: int) -> Column:
-    """Wrap element ``position`` of a data set, without a copy where that is possible.
+    """Wrap element ``position`` of a data set, without a copy if possible.
 
     Raises:
-        TypeError: An array whose dtype PyTorch lacks.
-        ValueError: No dimension to count samples along, or not a strided tensor.
+        TypeError: PyTorch lacks the array's dtype.
+        ValueError: A 0-dimensional element, or a tensor that is not strided.
     """
     if part.ndim == 0:
         raise ValueError(
@@ -99,7 +99,7 @@ def as_column(part: Tensor | Array, position: int) -> Column:
     except TypeError as error:
         raise TypeError(
             f"element {position} of the data set has dtype {part.dtype}, which PyTorch lacks: "
-            "convert it to numbers, for instance with .astype(numpy.float32)"
+            "convert it, for instance with .astype(numpy.float32)"
         ) from error
     if map_of(part) is not None:
         return MappedArray(part)
@@ -112,16 +112,16 @@ def as_column(part: Tensor | Array, position: int) -> Column:
 
 
 class _Writable:
-    """A read-only array under a writable face: PyTorch warns of others, and only reads here."""
+    """A read-only array presented as writable, since ``torch.from_numpy`` warns otherwise."""
 
     def __init__(self, array: Array) -> None:
-        face = array.__array_interface__
-        self.__array_interface__ = {**face, "data": (face["data"][0], False)}
-        self._owner = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._owner = array  # keeps the memory alive
 
 
 def _native(array: Array) -> Array:
-    """``array`` in this machine's byte order, the same object if it is already."""
+    """``array`` in native byte order, without a copy if it is already."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -1,4 +1,4 @@
-"""From the data set to each worker's device: which loader, with how much memory."""
+"""Selects each worker's loader and divides memory among the loaders of a run."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
 
 
 class DataPath:
-    """The loaders of a run, and the memory that they share.
+    """The loaders of a run, and their shared memory budgets.
 
     Args:
-        options: Settings, checked.
+        options: Validated settings.
         adapter: The data set.
-        index: Which samples a batch holds.
-        contexts: The device of each rank.
+        index: Sample indices of each batch.
+        contexts: Device context of each rank.
 
     Raises:
-        ValueError: ``resident(True)`` for a data set that cannot be, or does not fit.
+        ValueError: ``resident(True)`` for a data set that is not tabular, or does not fit.
     """
 
     def __init__(
@@ -81,47 +81,48 @@ class DataPath:
     def _check_resident(self) -> None:
         if not can_be_resident(self._adapter):
             raise ValueError(
-                "resident(True) is for tensors and arrays: a data set with code of its own may "
-                "draw or change; pass a tuple of its tensors, or leave resident out"
+                "resident(True) is for tensors and arrays: a data set with its own code may draw "
+                "random numbers or change; pass a tuple of its tensors, or leave resident out"
             )
         for device, data in self._data.items():
             if device.type == "cuda":
                 total = MEMORY.total_bytes(device)
-                there = int(total * self._options.vram_fraction)
-                what = f"vram_fraction({self._options.vram_fraction:g}) of {device} is {there:,}"
+                fraction = self._options.vram_fraction
+                available = int(total * fraction)
+                limit = f"vram_fraction({fraction:g}) of {device} is {available:,}"
             elif self._adapter.in_memory:
-                continue  # that is where it lies
+                continue  # already in host memory
             else:
-                there = available_host_bytes()
-                what = f"the host has {there:,} available"
-            check_fits(data.num_bytes, there, what)
+                available = available_host_bytes()
+                limit = f"the host has {available:,} available"
+            check_fits(data.num_bytes, available, limit)
 
-    # On the run's threads.
+    # Called by the run.
 
     def start(self, wake: Callable[[int], Callable[[], None]]) -> None:
-        """Cap the memory of CUDA devices, and start the loader processes, if any.
+        """Cap the memory of CUDA devices, and start loader processes if set.
 
         Args:
-            wake: Gives what wakes the worker of a rank.
+            wake: Returns a function that wakes the worker of a rank.
         """
         for device in self._cuda:
             CAPS.acquire(device, self._options.vram_fraction)
             self._capped.append(device)
         c = self._options
         if c.loader_workers == 0 or self._adapter.in_memory or c.resident:
-            return  # a gather from memory is faster than any process
+            return  # gathering from memory is faster than processes
         for rank, context in enumerate(self._contexts):
             loader = ProcessLoader(
                 self._spec(rank),
                 on_ready=wake(rank),
                 num_processes=c.loader_workers,
-                stage=self._slots(rank) if context.device.type == "cuda" else self._waiting(1),
+                stage=self._slots(rank) if context.device.type == "cuda" else self._host_stage(1),
             )
             self._processes[rank] = loader
             loader.start()
 
     def close(self) -> None:
-        """End what :meth:`start` has started. Idempotent."""
+        """Stop loader processes and release the memory caps. Idempotent."""
         for loader in self._processes.values():
             loader.close()
         self._data = {}
@@ -129,25 +130,25 @@ class DataPath:
             CAPS.release(self._capped.pop(), self._options.vram_fraction)
 
     def explain(self, rank: int, error: BaseException) -> BaseException:
-        """The error of a worker; an out-of-memory names the budget."""
+        """Add the budget to an out-of-memory error; return any other error unchanged."""
         device = self._contexts[rank].device
         if device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError):
             return error
         total = MEMORY.total_bytes(device)
         return explain_out_of_memory(error, device, self._options.vram_fraction, total)
 
-    # On the workers' threads.
+    # Called by the workers.
 
-    def make_loader(self, worker: ReadingWorker, wake: Callable[[], None]) -> Loader:
-        """The loader of a worker, for its thread.
+    def make_loader(self, worker: LoadingWorker, wake: Callable[[], None]) -> Loader:
+        """Create the loader of a worker, in its thread.
 
         Args:
-            worker: The worker, which is being built.
-            wake: Wakes it.
+            worker: The worker under construction.
+            wake: Wakes the worker; thread-safe.
         """
         rank, device = worker.rank, self._contexts[worker.rank].device
         if device.type == "cuda" and worker.world_size > 1:
-            # Averaging needs memory that the first steps do not show: one flat tensor of each
+            # Averaging needs memory that the first steps do not use: one flat tensor of each
             # dtype on the device, and a pinned one on the host.
             sizes: Counter[torch.dtype] = Counter()
             for tensor in (*worker.model.parameters(), *worker.model.buffers()):
@@ -158,7 +159,7 @@ class DataPath:
         if rank in self._processes:
             return self._processes[rank]
         spec, context = self._spec(rank, worker), self._contexts[rank]
-        if self._resides(device):
+        if self._starts_resident(device):
             return ResidentLoader(spec, data=self._data[device], context=context)
         if self._loads_inline(device):
             return InlineLoader(spec, context=context)
@@ -170,7 +171,7 @@ class DataPath:
                 context=context,
                 num_threads=self._gather_threads(),
             )
-        return ThreadLoader(spec, on_ready=wake, stage=self._waiting(None))
+        return ThreadLoader(spec, on_ready=wake, stage=self._host_stage(None))
 
     def _spec(self, rank: int, worker: object = None) -> LoaderSpec:
         return LoaderSpec(
@@ -183,39 +184,39 @@ class DataPath:
         )
 
     def _gather_threads(self) -> int:
-        """Intra-op threads of one rank's reading: the cores that no worker computes on."""
+        """Intra-op threads with which one rank gathers batches: its share of the idle cores."""
         if not self._adapter.in_memory or any(c.device.type == "cpu" for c in self._contexts):
             return 1
         return max(1, IntraOpThreads.budget() // len(self._contexts) - 1)
 
-    def _resides(self, device: torch.device) -> bool:
-        """Whether data is brought to a device at the start, on request."""
-        is_there = device.type == "cpu" and self._adapter.in_memory
-        return self._options.resident is True and not is_there
+    def _starts_resident(self, device: torch.device) -> bool:
+        """True if the data set is copied to the device at the start, with ``resident(True)``."""
+        is_local = device.type == "cpu" and self._adapter.in_memory
+        return self._options.resident is True and not is_local
 
     def _loads_inline(self, device: torch.device) -> bool:
         if device.type not in ("cpu", "cuda"):
             return True  # without streams nothing is copied ahead
-        # Tensors that lie on a device already are gathered where they are.
+        # Tensors already on a device are gathered there.
         gathers = self._adapter.in_memory and (device.type == "cpu" or not self._adapter.on_cpu)
         return gathers or self._options.prefetch == 0
 
-    def _waiting(self, default: int | None) -> Stage:
-        """How many batches wait on the host: as many as asked for, ``default``, or by memory."""
+    def _host_stage(self, default: int | None) -> Stage:
+        """A stage on the host: depth ``prefetch``, else ``default``, else by available memory."""
         depth = default if self._options.prefetch is None else self._options.prefetch
         if depth is not None:
             return Stage(depth)
         return HostStage(len(self._contexts), self._sizing())
 
     def _sizing(self) -> SizingSchedule:
-        # With the step that is captured, whose memory is its own.
+        # Including the captured step, whose memory is a private pool.
         steps = max(MEASURED_STEPS, WARM_UP_STEPS + 1 if self._options.cuda_graphs else 0)
         return SizingSchedule(steps * self._options.accumulate, SIZING_BATCHES)
 
     def _slots(self, rank: int) -> SlotStage:
         c, device = self._options, self._contexts[rank].device
-        # Reading a memory map to its end could take minutes: only on request.
-        resides = self._adapter.in_memory and c.resident is not False
+        # Reading a whole memory map could take minutes: only with resident(True).
+        may_reside = self._adapter.in_memory and c.resident is not False
         return SlotStage(
             self._contexts[rank],
             self._budgets[device],
@@ -225,7 +226,7 @@ class DataPath:
             num_host_workers=len(self._contexts),
             snapshot_bytes=lambda: self._snapshot_bytes,
             depth=c.prefetch,
-            data=self._data.get(device) if resides else None,
+            data=self._data.get(device) if may_reside else None,
         )
 
 
@@ -235,13 +236,13 @@ class DataOptions:
 
     Attributes:
         batch_size: Samples in a batch of one worker.
-        seed: Of the draws of data sets.
+        seed: Seed of data sets' random draws.
         accumulate: Micro-batches in an optimizer step.
-        cuda_graphs: Whether steps are captured.
-        vram_fraction: Share of a CUDA device's memory that the run may use.
-        prefetch: Batches read ahead; ``None``: by the memory that is left.
-        resident: Whether the data set lies on the device; ``None``: where it fits.
-        loader_workers: Processes that load for each worker.
+        cuda_graphs: Capture steps as CUDA graphs.
+        vram_fraction: Fraction of a CUDA device's memory that the run may use.
+        prefetch: Batches loaded ahead; ``None``: as many as free memory allows.
+        resident: Keep the data set on the device; ``None``: if it fits.
+        loader_workers: Loader processes of each worker.
     """
 
     batch_size: int = 1
@@ -254,12 +255,12 @@ class DataOptions:
     loader_workers: int = 0
 
 
-class ReadingWorker(Protocol):
-    """What a loader must know of the worker it is for, which is handed on to data sets."""
+class LoadingWorker(Protocol):
+    """The attributes of a worker that its loader uses; data sets see it as ``current_worker()``."""
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The worker's rank."""
 
     @property
     def world_size(self) -> int:
@@ -267,4 +268,4 @@ class ReadingWorker(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """Its replica."""
+        """The worker's replica."""

@@ -1,4 +1,4 @@
-"""Adapters through which the runtime reads every supported form of data set."""
+"""Adapters for every supported form of map-style data set."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class DatasetAdapter(ABC):
 
     Attributes:
         num_samples: Length of the data set.
-        in_memory: Whether ``load`` only gathers rows of tensors in memory, so that it
-            draws no random number, runs no code of the user and need not be prefetched.
-        on_cpu: Whether batches are known to lie in CPU memory.
+        in_memory: True if ``load`` only gathers rows of tensors in memory: it draws no random
+            numbers, runs no user code and needs no prefetching.
+        on_cpu: True if all columns are known to be in CPU memory.
     """
 
     num_samples: int
@@ -53,15 +53,14 @@ class DatasetAdapter(ABC):
         """Read one batch. Blocks while the data set reads.
 
         Args:
-            indices: Samples of the batch, int64, on the CPU, of shape ``(n,)``; not
-                changed.
+            indices: Sample indices, int64, on the CPU, of shape ``(n,)``; not modified.
 
         Returns:
             A tuple, list or dict of tensors (or what the user's ``collate_fn`` returns).
 
         Raises:
-            TypeError: The data set did not give tensors.
-            ValueError: The tensors do not have one row for each index.
+            TypeError: The data set returned no tensors.
+            ValueError: A tensor does not have one row for each index.
         """
 
 
@@ -69,9 +68,9 @@ class ColumnAdapter(DatasetAdapter):
     """Tensors, or memory maps, whose rows are the samples.
 
     Args:
-        columns: All of one length.
-        rows: The samples, by their rows; ``None``: all.
-        names: Batches are dicts under these names; ``None``: tuples.
+        columns: Tensors or memory maps of equal length.
+        rows: Row index of each sample; ``None``: all rows in order.
+        names: Keys of the columns in dict batches; ``None``: batches are tuples.
     """
 
     def __init__(
@@ -93,19 +92,19 @@ class ColumnAdapter(DatasetAdapter):
         return self.batch_of(self.gather(indices))
 
     def batch_of(self, parts: Sequence[Tensor]) -> Any:
-        """A tuple or dict of what stands for each column."""
+        """Build a tuple or dict with one item for each column."""
         return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """The rows ``indices`` of every column."""
+        """Return the rows ``indices`` of every column."""
         if self._plain:
             return tuple([column.index_select(0, indices) for column in self._columns])
         if self._rows is not None:
             indices = self._rows.index_select(0, indices)
         return tuple(
             [
-                # Without a wait for the device where the column lies on one; of more than 8,192
-                # indices CUDA may wait until they are copied.
+                # Does not synchronise for columns on a device, except that CUDA may wait for
+                # the copy of more than 8,192 indices.
                 column.index_select(0, indices.to(column.device, non_blocking=True))
                 if isinstance(column, Tensor)
                 else column.index_select(0, indices)
@@ -115,7 +114,7 @@ class ColumnAdapter(DatasetAdapter):
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample: of one row of every column."""
+        """Size of one sample: one row of every column."""
         return sum(row_bytes(column) for column in self._columns)
 
     def load_into(self, indices: Tensor, out: Sequence[Tensor]) -> None:
@@ -123,7 +122,7 @@ class ColumnAdapter(DatasetAdapter):
 
         Args:
             indices: See :meth:`load`.
-            out: Tensors of a batch's shapes and dtypes; pinned ones are filled directly.
+            out: Tensors of the batch's shapes and dtypes, which may be pinned.
         """
         if self._rows is not None:
             indices = self._rows.index_select(0, indices)
@@ -134,7 +133,7 @@ class ColumnAdapter(DatasetAdapter):
                 target.copy_(column.index_select(0, indices))
 
     def subset(self, indices: Sequence[int]) -> ColumnAdapter:
-        """The same columns restricted to the samples ``indices`` (negative: from the end)."""
+        """Return an adapter for the samples ``indices`` (negative: from the end)."""
         rows = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
         rows = torch.where(rows < 0, rows + self.num_samples, rows)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_samples:
@@ -146,8 +145,8 @@ class ColumnAdapter(DatasetAdapter):
         return ColumnAdapter(self._columns, rows, self._names)
 
 
-class _Rows:
-    """Columns as a map-style data set, for a ``collate_fn`` that wants single samples."""
+class _RowDataset:
+    """Columns as a map-style data set, for a ``collate_fn`` that receives single samples."""
 
     def __init__(self, columns: ColumnAdapter) -> None:
         self._columns = columns
@@ -160,8 +159,8 @@ class _Rows:
         return self._columns.batch_of([rows[0] for rows in parts])
 
 
-class _ReadingAdapter(DatasetAdapter):
-    """An adapter that runs the user's code, one thread at a time if ``lock``."""
+class _UserCodeAdapter(DatasetAdapter):
+    """Base of adapters that run user code, by one thread at a time if ``lock``."""
 
     def __init__(self, dataset: Any, lock: bool) -> None:
         self._dataset = dataset
@@ -169,13 +168,12 @@ class _ReadingAdapter(DatasetAdapter):
         self._lock = threading.Lock() if lock else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each loader process reads a copy of the data set, in one thread: no lock is needed.
+        # Each loader process reads its own copy in one thread and needs no lock.
         return {**self.__dict__, "_lock": None}
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Alone, if that is asked for: what the data set draws from Python's and NumPy's
-        generators is then the batch's own, too."""
+        """Hold the lock, if any. Python's and NumPy's generators are then seeded for the batch."""
         if self._lock is None:
             yield
             return
@@ -183,13 +181,13 @@ class _ReadingAdapter(DatasetAdapter):
             yield
 
 
-class MapAdapter(_ReadingAdapter):
+class MapAdapter(_UserCodeAdapter):
     """A map-style data set, read by ``__getitems__`` where it exists and then collated."""
 
     def __init__(self, dataset: Any, collate_fn: Collate | None, lock: bool) -> None:
         super().__init__(dataset, lock)
         self._collate = collate_fn
-        # Like torch, which takes an attribute that is None for a missing one.
+        # As in torch, an attribute that is None counts as missing.
         self._get_items = getattr(dataset, "__getitems__", None) is not None
 
     def load(self, indices: Tensor) -> Any:
@@ -202,32 +200,32 @@ class MapAdapter(_ReadingAdapter):
                 samples = [dataset[position] for position in positions]
         if self._collate is None:
             return check_batch(default_collate(samples), len(positions))
-        # A collate_fn may pack samples as it likes, so that its rows are not counted.
+        # A collate_fn may pack samples, so its rows are not counted.
         return check_batch(self._collate(samples), None)
 
 
-class BatchAdapter(_ReadingAdapter):
+class BatchAdapter(_UserCodeAdapter):
     """An object whose ``get_batch(indices)`` reads a whole batch."""
 
     def load(self, indices: Tensor) -> Any:
-        """Hand a copy of ``indices``, which the data set may change, to ``get_batch``."""
+        """Call ``get_batch`` with a copy of ``indices``, which it may modify."""
         with self._reading():
             batch = self._dataset.get_batch(indices.clone())
         return check_batch(batch, len(indices))
 
 
 def check_batch(batch: Any, num_samples: int | None) -> Any:
-    """Return ``batch`` if it is fit for training.
+    """Return ``batch`` if it can be trained on.
 
     Args:
-        batch: What the data set gave.
-        num_samples: Rows that each of its tensors shall have (0-dimensional ones
-            excepted); ``None``: any number.
+        batch: A batch from the data set.
+        num_samples: Required rows of each tensor that is not 0-dimensional; ``None``: any
+            number.
 
     Raises:
-        TypeError: It is no tensor, no container and has no ``to(device)``, or it holds a
-            NumPy array.
-        ValueError: A tensor has another number of rows.
+        TypeError: Neither a tensor, a container nor an object with ``to(device)``; or a container
+            of NumPy arrays.
+        ValueError: A tensor has a different number of rows.
     """
     parts: tuple[Any, ...]
     if isinstance(batch, Tensor):
@@ -240,16 +238,18 @@ def check_batch(batch: Any, num_samples: int | None) -> Any:
         return batch
     else:
         raise TypeError(
-            f"the data set gave a batch of type {type(batch).__name__}: "
+            f"the data set returned a batch of type {type(batch).__name__}: "
             "return a tuple, list or dict of tensors"
         )
     if any(isinstance(part, np.ndarray) for part in parts):
-        raise TypeError("the data set gave a batch of NumPy arrays: wrap them by torch.from_numpy")
+        raise TypeError(
+            "the data set returned a batch of NumPy arrays: convert them with torch.from_numpy"
+        )
     if num_samples is not None:
         shapes = [tuple(part.shape) for part in parts if isinstance(part, Tensor)]
         if any(shape[0] != num_samples for shape in shapes if shape):
             raise ValueError(
-                f"the data set gave tensors of shapes {', '.join(map(str, shapes))} for "
+                f"the data set returned tensors of shapes {', '.join(map(str, shapes))} for "
                 f"{num_samples} samples: each needs {num_samples} rows"
             )
     return batch
@@ -258,21 +258,20 @@ def check_batch(batch: Any, num_samples: int | None) -> Any:
 def adapt_dataset(
     dataset: Any, *, collate_fn: Collate | None = None, lock: bool = False
 ) -> DatasetAdapter:
-    """Make any supported data set readable by the runtime.
+    """Wrap any supported map-style data set in an adapter.
 
     Args:
         dataset: A map-style data set, a ``TensorDataset`` (or a ``Subset`` of one), a
             tensor or array, a tuple or list of them, or an object with ``__len__`` and
-            ``get_batch(indices)``. Arrays are wrapped, not copied; memory maps stay on
-            disk.
-        collate_fn: Makes a batch of a list of samples; ``None``: PyTorch's. With one,
-            samples are always fetched one by one.
-        lock: Let one thread at a time read the data set.
+            ``get_batch(indices)``. Arrays are not copied; memory maps stay on disk.
+        collate_fn: Collates a list of samples into a batch; ``None``: PyTorch's. If set, samples
+            are fetched one by one.
+        lock: Allow one thread at a time to read the data set.
 
     Raises:
-        TypeError: Not a data set of these forms.
-        ValueError: An empty data set, columns of unequal lengths, or a ``collate_fn``
-            that could have no effect.
+        TypeError: Not one of these forms.
+        ValueError: The data set is empty, its columns differ in length, or ``collate_fn`` would
+            have no effect.
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn must be callable, got {type(collate_fn).__name__}")
@@ -280,12 +279,12 @@ def adapt_dataset(
     if columns is not None and collate_fn is None:
         return _not_empty(columns)
     if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | list | Mapping):
-        return _not_empty(MapAdapter(_Rows(columns), collate_fn, lock))
+        return _not_empty(MapAdapter(_RowDataset(columns), collate_fn, lock))
     _reject_unreadable(dataset)
     if not callable(getattr(dataset, "get_batch", None)):
         return _not_empty(MapAdapter(dataset, collate_fn, lock))
     if collate_fn is not None:
-        raise ValueError("a data set with get_batch makes its batches itself: remove collate_fn")
+        raise ValueError("a data set with get_batch builds its own batches: remove collate_fn")
     return _not_empty(BatchAdapter(dataset, lock))
 
 
@@ -296,8 +295,8 @@ def _not_empty(adapter: DatasetAdapter) -> DatasetAdapter:
 
 
 def _columns_of(dataset: Any) -> ColumnAdapter | None:
-    """The columns of a data set in memory or of memory maps; ``None`` for any other."""
-    # A subclass may change what a sample is.
+    """Columns of a data set of tensors, arrays or memory maps; ``None`` for any other."""
+    # Exact types: a subclass may change the samples.
     if type(dataset) is TensorDataset:
         dataset = dataset.tensors
     elif type(dataset) is Subset:
@@ -313,12 +312,12 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
     are_arrays = [isinstance(part, Tensor | np.ndarray) for part in dataset]
     if not any(are_arrays):
         if isinstance(dataset, list) and dataset:
-            return None  # a list of samples is a map-style data set
-        way = SUPPORTED_DATASETS
+            return None  # a list of samples: map-style
+        remedy = SUPPORTED_DATASETS
         if names and all(callable(getattr(part, "__getitem__", None)) for part in dataset):
-            way = f"pass one of the data sets in it, {kind}[{names[0]!r}]"
+            remedy = f"pass one of the data sets in it, {kind}[{names[0]!r}]"
         raise (TypeError if dataset else ValueError)(
-            f"a {kind} of {len(dataset)} elements without a tensor: {way}"
+            f"a {kind} of {len(dataset)} elements without a tensor: {remedy}"
         )
     if not all(are_arrays):
         position = are_arrays.index(False)
@@ -338,11 +337,11 @@ def _is_tabular(dataset: Any) -> bool:
 
 
 def _reject_unreadable(dataset: Any) -> None:
-    """Raise ``TypeError`` for what has no length or cannot be read by index."""
+    """Raise ``TypeError`` if ``dataset`` has no length or cannot be read by index."""
     name = type(dataset).__name__
     if dataset is None or isinstance(dataset, int | float | str | bytes | type):
         what = dataset.__name__ + ", a class" if isinstance(dataset, type) else repr(dataset)
-        raise TypeError(f"{what} is no data set: {SUPPORTED_DATASETS}")
+        raise TypeError(f"{what} is not a data set: {SUPPORTED_DATASETS}")
     get_item = getattr(type(dataset), "__getitem__", None)
     if get_item in (None, Dataset.__getitem__) and not callable(
         getattr(dataset, "get_batch", None)
@@ -355,16 +354,16 @@ def _reject_unreadable(dataset: Any) -> None:
 
 
 def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a ``DataLoader`` says of how its data set is read, under the builder's names.
+    """The settings of a ``DataLoader`` under the names of the builder's methods.
 
     Raises:
-        TypeError: It makes its batches in a way that cannot be shared out among workers.
-        ValueError: It reads one part of the data set for each process.
+        TypeError: Its own batch sampler decides the batches.
+        ValueError: Its sampler is a ``DistributedSampler`` over several processes.
     """
     if loader.batch_size is None:
         how = "a batch_sampler of its own" if loader.batch_sampler else "batch_size=None"
         raise TypeError(
-            f"a DataLoader with {how} decides which samples make a batch, and workers need batches "
+            f"a DataLoader with {how} chooses the samples of each batch, and workers need batches "
             "of one size: pass its data set, and use batch_size(), sampler() and collate_fn()"
         )
     found: dict[str, Any] = {
@@ -376,7 +375,7 @@ def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.collate_fn is not default_collate:
         found["collate_fn"] = loader.collate_fn
     if isinstance(loader.dataset, IterableDataset):
-        del found["loader_workers"]  # one reader, in a thread, hands out each item once
+        del found["loader_workers"]  # a stream is read by one thread
         return found
     sampler: Any = loader.sampler
     shuffles = type(sampler) is RandomSampler and not sampler.replacement

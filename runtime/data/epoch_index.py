@@ -1,4 +1,4 @@
-"""The order of samples in each epoch, from a permutation or the user's sampler."""
+"""Sample order of each epoch: a seeded permutation, or the user's sampler."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
 
 class EpochIndex:
-    """Which samples each batch of each epoch holds; shared by all workers, thread-safe.
+    """Sample indices of every batch of every epoch; shared by all workers, thread-safe.
 
-    The permutations of the last few epochs that were asked for are kept (8 bytes a
-    sample each); any other is computed again.
+    Caches the permutations of the last few epochs used (8 bytes a sample each).
 
     Args:
         num_samples: Length of the data set.
         batch_size: Samples in a batch.
         seed: Seed of the run.
-        sampler: Gives each epoch's order; ``None``: a permutation.
-        of_stream: The data set is a stream, which has an order of its own.
+        sampler: Yields each epoch's order; ``None``: a random permutation.
+        of_stream: The data set is a stream, which is read in its own order.
 
     Attributes:
         num_samples: Samples in an epoch.
-        of_stream: Whether sample ``epoch * num_samples + i`` is the ``i``-th of an epoch.
+        of_stream: If True, the ``i``-th sample of an epoch is ``epoch * num_samples + i``.
     """
 
     def __init__(
@@ -56,16 +55,15 @@ class EpochIndex:
         self.seed = seed
         self._drawing = threading.Lock()
         self._lock = threading.Lock()
-        self._orders: OrderedDict[int, _Order] = OrderedDict()
+        self._orders: OrderedDict[int, _EpochOrder] = OrderedDict()
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Samples of a batch, by its position in the epoch.
+        """Sample indices of a batch, by its position in the epoch.
 
-        Blocks while the epoch's permutation is computed, by this thread or another;
-        other epochs are not waited for.
+        Blocks while the epoch's permutation is computed, by this thread or another.
 
         Returns:
-            An int64 CPU tensor, a view of the permutation that must not be written to.
+            An int64 CPU tensor, a read-only view of the permutation.
 
         Raises:
             IndexError: The epoch has no such batch.
@@ -74,7 +72,7 @@ class EpochIndex:
         return self.order(epoch)[start:stop]
 
     def bounds(self, batch: int) -> tuple[int, int]:
-        """Where a batch starts and stops in an epoch's permutation.
+        """Start and stop of a batch in an epoch's permutation.
 
         Raises:
             IndexError: An epoch has no such batch.
@@ -85,11 +83,11 @@ class EpochIndex:
         return start, stop
 
     def order(self, epoch: int) -> Tensor:
-        """The permutation of an epoch, not to be written to; blocks as :meth:`indices` does."""
+        """The permutation of an epoch, read-only; blocks as :meth:`indices`."""
         with self._lock:
             order = self._orders.get(epoch)
             if order is None:
-                order = self._orders[epoch] = _Order()
+                order = self._orders[epoch] = _EpochOrder()
                 if len(self._orders) > _KEPT_EPOCHS:
                     self._orders.popitem(last=False)
             else:
@@ -106,26 +104,26 @@ class EpochIndex:
             return self._sampled.draw(epoch)
 
     def sampled_orders(self, since: int) -> dict[int, Tensor]:
-        """What the sampler has given for an epoch and those after it; nothing without one."""
+        """Orders drawn from the sampler for an epoch and later ones; empty without a sampler."""
         with self._lock:
             orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
         return {e: p for e, p in orders.items() if p is not None and self._sampled is not None}
 
     def restore(self, orders: Mapping[int, Tensor]) -> None:
-        """Take what the sampler gave before for some epochs; it is not asked again.
+        """Set the orders of some epochs, from :meth:`sampled_orders`, in place of the sampler's.
 
         Raises:
-            ValueError: The data set has become shorter.
+            ValueError: An index is out of range, since the data set has become shorter.
         """
         if self._sampled is None:
             return
         for epoch, order in sorted(orders.items()):
-            kept = self._orders[epoch] = _Order()
+            kept = self._orders[epoch] = _EpochOrder()
             kept.permutation = self._sampled.check(epoch, order)
 
 
-class _Order:
-    """The permutation of one epoch, computed by whoever asks first."""
+class _EpochOrder:
+    """The permutation of one epoch, computed on first use."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -133,11 +131,11 @@ class _Order:
 
 
 class SampledOrder:
-    """The order that a sampler gives for each epoch, drawn under a seed of the epoch.
+    """Each epoch's order from a sampler, with random numbers seeded by run and epoch.
 
-    Samplers draw from a ``generator`` of their own, which is seeded here unless the user has
-    set one, or from PyTorch's, NumPy's or Python's own, which are seeded for as long as it
-    takes and put back. ``set_epoch`` is called where there is one. Not thread-safe.
+    Seeds the sampler's ``generator`` unless the user has set one, and otherwise PyTorch's,
+    NumPy's and Python's global generators, which are restored afterwards. Calls ``set_epoch`` if
+    the sampler has it. Not thread-safe.
 
     Args:
         sampler: See :func:`check_sampler`.
@@ -154,10 +152,11 @@ class SampledOrder:
         return len(self._sampler)
 
     def draw(self, epoch: int) -> Tensor:
-        """The samples of an epoch, in order, int64, of shape ``(len(self),)``.
+        """Iterate the sampler once: the epoch's samples, int64, of shape ``(len(self),)``.
 
         Raises:
-            ValueError: Another number than the sampler's length, or no sample of the data set.
+            ValueError: The number of samples is not the sampler's length, or an index is out of
+                range.
         """
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(epoch)
@@ -166,22 +165,22 @@ class SampledOrder:
             order = torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
         if len(order) != len(self._sampler):
             raise ValueError(
-                f"the sampler gave {len(order)} samples in epoch {epoch}, and its length is "
-                f"{len(self._sampler)}: both must agree, in each epoch"
+                f"the sampler yielded {len(order)} samples in epoch {epoch}, and its length is "
+                f"{len(self._sampler)}: both must agree in every epoch"
             )
         return self.check(epoch, order)
 
     def check(self, epoch: int, order: Tensor) -> Tensor:
-        """An epoch's order, if all of it is in the data set.
+        """Return an epoch's order if all indices are in range.
 
         Raises:
-            ValueError: It is not.
+            ValueError: An index is out of range.
         """
         low, high = (int(value) for value in order.aminmax())
         if low < 0 or high >= self._num_samples:
             raise ValueError(
-                f"the sampler gave index {low if low < 0 else high} in epoch {epoch}, and the data "
-                f"set has {self._num_samples} samples"
+                f"the sampler yielded index {low if low < 0 else high} in epoch {epoch}, and the "
+                f"data set has {self._num_samples} samples"
             )
         return order
 
@@ -199,28 +198,28 @@ class SampledOrder:
 
 
 def check_sampler(sampler: Any) -> Any:
-    """A sampler that says how many samples an epoch has.
+    """Return ``sampler`` if it is an iterable of single indices with a length.
 
     Raises:
-        TypeError: No iterable with a length, or one of batches.
-        ValueError: It is empty, or gives each process its part.
+        TypeError: It has no length, is not iterable, or yields batches.
+        ValueError: It is empty, or a ``DistributedSampler`` over several processes.
     """
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ValueError(
             f"a DistributedSampler over {sampler.num_replicas} processes leaves most samples out: "
-            "the workers share the data set out among themselves, leave the sampler out"
+            "the workers divide the data set among themselves, leave the sampler out"
         )
     if isinstance(sampler, BatchSampler):
         raise TypeError(
-            "sampler() takes a sampler of single samples: pass the sampler that is in the "
-            "BatchSampler, and use batch_size()"
+            "sampler() expects a sampler of single samples: pass the BatchSampler's own sampler, "
+            "and use batch_size()"
         )
     try:
         length = len(sampler)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(
             f"sampler({sampler!r:.80}): pass a torch.utils.data.Sampler, or another iterable of "
-            "indices with a length, which is the same in each epoch"
+            "indices with a length that is the same in each epoch"
         ) from error
     if not callable(getattr(sampler, "__iter__", None)):
         raise TypeError(f"sampler({sampler!r:.80}): it has no __iter__")

@@ -1,4 +1,4 @@
-"""Loaders: the batches of a worker's plans, in order, in its own thread or one beside it."""
+"""Loaders: a worker's batches in plan order, loaded in its own thread or ahead in another."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from runtime.device.base import Device, available_host_bytes
 
 logger = logging.getLogger(__name__)
 
-# A loader's thread reads a batch and *puts* it on the stage; the worker *takes* it. When the
-# worker asks for the next one, the batch before is used up (:meth:`Stage.advance`).
+# A loader's thread reads a batch and puts it on the stage; the worker takes it. By requesting the
+# next batch the worker releases the previous one (:meth:`Stage.advance`).
 
 MEASURED_STEPS = 3
-"""Optimizer steps whose memory is watched before batches are loaded ahead by measure."""
+"""Optimizer steps whose memory is measured before the prefetch depth is set."""
 
 SIZING_BATCHES = 64
-"""Batches between two sizings of a run at least: asking for the memory costs part of a step."""
+"""Minimum number of batches between two sizings, since reading memory statistics takes time."""
 
 
 class Loader(ABC):
-    """Gives one worker the batches of its plans. Used by that worker's thread alone.
+    """Yields the batches of one worker's plans. Used by that worker's thread only.
 
     Args:
-        spec: What it reads.
+        spec: The data set, device and seed.
     """
 
     def __init__(self, spec: LoaderSpec) -> None:
@@ -56,7 +56,7 @@ class Loader(ABC):
         self._worker = spec.worker
         self._moves = spec.device.type != "cpu" or not spec.adapter.on_cpu
         self._positions = PlanQueue()
-        self._forget_order()
+        self._drop_order()
 
     @abstractmethod
     def submit(self, plan: EpochPlan) -> None:
@@ -68,41 +68,41 @@ class Loader(ABC):
 
     @abstractmethod
     def try_next(self) -> LoadedBatch | None:
-        """Take the next batch in order; ``None`` if it is not there yet.
+        """Return the next batch in order; ``None`` if it is not ready.
 
-        Never waits for the data set (:class:`InlineLoader` excepted, which reads here).
-        With this call the batch taken before is used up: all work on it has been issued to
-        the current stream, and its memory may be written to again.
+        Does not wait for the data set (except :class:`InlineLoader`, which reads here). Releases
+        the previous batch: all work on it must have been issued to the current stream, and its
+        memory may be reused.
 
-        Whatever the data set raised for a batch is raised in its place, with its
-        traceback; the batches after it follow, and ``cancel`` forgets them.
+        Raises the data set's exception in place of the batch that failed, with its traceback.
+        Later batches follow unless ``cancel`` is called.
         """
 
     @property
     def reads_inline(self) -> bool:
-        """Whether ``try_next`` may be long in the data set."""
+        """True if ``try_next`` may block in the data set."""
         return False
 
     @abstractmethod
     def cancel(self) -> None:
-        """Forget all that was submitted and not taken. Never waits for the data set."""
+        """Drop all batches not yet taken. Does not wait for the data set."""
 
     @abstractmethod
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End threads and processes. Idempotent.
+        """Stop threads and processes. Idempotent.
 
         Args:
-            timeout_s: How long to wait for a thread that is in the data set.
+            timeout_s: Seconds to wait for a thread that is in the data set.
 
         Returns:
-            Whether everything has ended. A thread stuck in the data set cannot be
-            killed; it is a daemon and touches nothing if it comes back.
+            True if all have ended. A thread stuck in the data set cannot be killed; it is a
+            daemon and has no effect if it returns.
         """
 
     def _read(self, position: Position) -> LoadedBatch:
         indices, num_samples = self._indices(position)
         if self._adapter.in_memory:
-            data = self._adapter.load(indices)  # nobody draws, so no generator is made
+            data = self._adapter.load(indices)  # no user code, so no generator is needed
         else:
             data = read_batch(
                 self._adapter,
@@ -114,12 +114,12 @@ class Loader(ABC):
             )
         return LoadedBatch(data, num_samples, position.epoch, position.batch)
 
-    def _forget_order(self) -> None:
-        """Keep no epoch's permutation, which takes 8 bytes a sample."""
+    def _drop_order(self) -> None:
+        """Drop the cached permutation, which takes 8 bytes a sample."""
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def _indices(self, position: Position) -> tuple[torch.Tensor, int]:
-        """The samples of a batch, and their number; asks for an epoch's order once."""
+        """Sample indices of a batch, and their number; caches the epoch's order."""
         epoch, batch, piece = position
         start, stop = piece or self._index.bounds(batch)
         if self._index.of_stream:
@@ -136,15 +136,15 @@ class Loader(ABC):
 
 
 class InlineLoader(Loader):
-    """Loads in ``try_next``, which therefore always has the next batch.
+    """Loads each batch in ``try_next``.
 
-    Meant for tensors in memory; with any other data set it blocks while that reads. Batches
-    go to a GPU in the current stream, from pinned copies of their own: the host waits for no
-    copy, and a data set may write to what it gave.
+    Intended for tensors in memory; with any other data set it blocks while the data set reads.
+    Batches are copied to a GPU in the current stream from pinned copies, so the host does not
+    wait, and a data set may reuse the tensors that it returned.
 
     Args:
-        spec: What it reads.
-        copies: The worker's way to its device; ``None``: that is the CPU.
+        spec: See :class:`Loader`.
+        context: The worker's device context; ``None``: the CPU.
     """
 
     def __init__(self, spec: LoaderSpec, *, context: Device | None = None) -> None:
@@ -154,17 +154,17 @@ class InlineLoader(Loader):
 
     @property
     def reads_inline(self) -> bool:
-        """True for a data set of the user's, which may take its time or raise."""
+        """True for a data set with user code."""
         return not self._adapter.in_memory
 
     def submit(self, plan: EpochPlan) -> None:
-        """Append the batches of ``plan``."""
+        """Queue the batches of ``plan``."""
         if self._closed:
             raise RuntimeError("the loader is closed")
         self._positions.put(plan)
 
     def try_next(self) -> LoadedBatch | None:
-        """Load the next batch; ``None`` if nothing is left."""
+        """Load the next batch; ``None`` if none is left."""
         position = self._positions.pop()
         if position is None:
             return None
@@ -174,13 +174,13 @@ class InlineLoader(Loader):
         return loaded
 
     def cancel(self) -> None:
-        """Forget all that was submitted and not taken."""
+        """Drop all batches not yet taken."""
         self._positions.clear()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Forget everything; there is nothing to end."""
+        """Drop all batches."""
         self._closed = True
-        self._worker = None  # which holds this loader
+        self._worker = None  # breaks a reference cycle
         self.cancel()
         return True
 
@@ -189,10 +189,10 @@ class ThreadLoader(Loader):
     """Loads ahead in a daemon thread ``prefetch-{rank}``, started by the first plan.
 
     Args:
-        spec: What it reads.
-        on_ready: Called in the loader's thread after each batch that became ready or
-            failed. A call may be late: by then the batch can be taken or cancelled.
-        stage: Carries batches to the device and says how many may wait; not shared.
+        spec: See :class:`Loader`.
+        on_ready: Called in the loader's thread after a batch is ready or has failed; by then
+            the batch may already be taken or cancelled.
+        stage: Holds finished batches and limits their number; not shared.
     """
 
     def __init__(self, spec: LoaderSpec, *, on_ready: Callable[[], None], stage: Stage) -> None:
@@ -201,16 +201,16 @@ class ThreadLoader(Loader):
         self._stage = stage
         self._moves = self._moves and not self._stage.copies_to_device
         self._thread: threading.Thread | None = None
-        # The condition guards everything below, and the positions.
+        # Guards everything below, and the positions.
         self._changed = threading.Condition()
         self._ready: deque[LoadedBatch | _FailedBatch] = deque()
-        self._generation = 0  # counts cancellations: what an older one loads is discarded
+        self._generation = 0  # number of cancellations; batches of an older one are dropped
         self._depth = self._stage.depth
-        self._asked = False  # the worker waits for a batch
+        self._is_waiting = False  # the worker waits for a batch
         self._closed = False
 
     def submit(self, plan: EpochPlan) -> None:
-        """Append the batches of ``plan`` and wake the thread."""
+        """Queue the batches of ``plan`` and wake the thread."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("the loader is closed")
@@ -223,7 +223,7 @@ class ThreadLoader(Loader):
             self._thread = thread
 
     def try_next(self) -> LoadedBatch | None:
-        """Take the next batch if it is ready, and let the thread go on."""
+        """Return the next batch if it is ready, and let the thread continue."""
         self._stage.advance()
         return self._take_ready()
 
@@ -231,8 +231,8 @@ class ThreadLoader(Loader):
         with self._changed:
             self._depth = self._stage.depth
             self._changed.notify_all()
-            self._asked = not self._ready
-            if self._asked:
+            self._is_waiting = not self._ready
+            if self._is_waiting:
                 return None
             loaded = self._ready.popleft()
         self._stage.taken()
@@ -240,34 +240,34 @@ class ThreadLoader(Loader):
             try:
                 raise loaded.error
             finally:
-                del loaded  # the traceback refers to this frame: no cycle
+                del loaded  # the traceback refers to this frame: avoid a cycle
         self._stage.take(loaded)
         return self._on_device(loaded)
 
     def cancel(self) -> None:
-        """Forget all that was submitted and not taken, a batch in the making included."""
+        """Drop all batches not yet taken, including one being loaded."""
         with self._changed:
-            self._forget()
+            self._clear()
         self._stage.cancelled()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End the thread, waiting for at most ``timeout_s``."""
+        """Stop the thread, waiting at most ``timeout_s``."""
         with self._changed:
             self._closed = True
-            self._forget()
+            self._clear()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return False
         return self._stage.close(timeout_s)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._generation += 1
         self._positions.clear()
         for loaded in self._ready:
             self._drop(loaded)
         self._ready.clear()
-        self._asked = False
+        self._is_waiting = False
         self._changed.notify_all()
 
     def _drop(self, loaded: LoadedBatch | _FailedBatch) -> None:
@@ -281,56 +281,56 @@ class ThreadLoader(Loader):
                 loaded = self._load_next(generation)
                 if loaded is not None and generation == self._generation:
                     self._stage.put(loaded)
-            except BaseException as error:  # the worker raises it, whatever it is
+            except BaseException as error:  # raised in the worker's thread
                 loaded = _FailedBatch(error)
             if loaded is None:
                 continue
             with self._changed:
-                is_wanted = generation == self._generation
-                if is_wanted:
+                is_current = generation == self._generation
+                if is_current:
                     self._ready.append(loaded)
                 else:
                     self._drop(loaded)
-            del loaded  # or a batch would live on while the thread waits
-            if is_wanted:
+            del loaded  # else the batch would stay alive while the thread waits
+            if is_current:
                 self._on_ready()
 
     def _wait_for_work(self) -> int | None:
-        """Wait until a batch can be loaded; its generation, or ``None`` once closed."""
+        """Wait until a batch can be loaded; return its generation, or ``None`` once closed."""
         with self._changed:
             while not self._closed:
-                # One that is asked for is loaded even where none may be ahead.
-                if len(self._ready) < max(self._depth, self._asked) and self._has_work():
+                # A batch that the worker waits for is loaded even with depth 0.
+                if len(self._ready) < max(self._depth, self._is_waiting) and self._has_work():
                     return self._generation
                 self._changed.wait()
         return None
 
     def _has_work(self) -> bool:
-        """Whether something is left to load; called with the condition held."""
+        """True if batches are left to load; called with the condition held."""
         return len(self._positions) > 0
 
     def _load_next(self, generation: int) -> LoadedBatch | None:
-        """Load the next batch, in the thread; ``None`` if it was cancelled meanwhile."""
+        """Load the next batch, in the thread; ``None`` if it has been cancelled."""
         position = self._take(generation)
         return None if position is None else self._read(position)
 
     def _take(self, generation: int) -> Position | None:
-        """The next position, unless there is none or the generation is over."""
+        """The next position; ``None`` if there is none or the generation was cancelled."""
         with self._changed:
             return self._positions.pop() if generation == self._generation else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSpec:
-    """What one worker's loader reads, and where to.
+    """Data set, device and seed of one worker's loader.
 
     Attributes:
         adapter: The data set, shared with the other ranks.
-        index: Which samples a batch holds, shared with the other ranks.
-        device: Where ``try_next`` puts the tensors.
+        index: Sample indices of each batch, shared with the other ranks.
+        device: Device of the tensors that ``try_next`` returns.
         seed: Seed of the run.
         rank: The worker's rank.
-        worker: What ``current_worker()`` delegates to while the data set reads.
+        worker: Worker to which ``current_worker()`` delegates while the data set reads.
     """
 
     adapter: DatasetAdapter
@@ -343,24 +343,24 @@ class LoaderSpec:
 
 @dataclass(slots=True)
 class _FailedBatch:
-    """Stands in the place of a batch that could not be loaded."""
+    """The exception raised for one batch."""
 
     error: BaseException
 
 
 class Stage:
-    """Carries nothing and keeps one depth: batches wait as the data set gave them.
+    """Limits finished batches to a fixed depth and leaves their data unchanged.
 
-    The thread that a method belongs to stands in its first word.
+    The first word of each method's docstring is the thread that calls it.
 
     Args:
         depth: See ``depth``.
-        pace: Says when a depth is sized that does not stay; not shared.
+        sizing: When the depth is adapted; not shared.
 
     Attributes:
-        depth: How many batches may wait; 0: each is loaded when it is asked for. Written
+        depth: Maximum number of batches that may wait; 0: each is loaded on request. Written
             by the worker's thread.
-        brings: Whether ``take`` puts batches on the worker's device.
+        copies_to_device: True if ``take`` copies batches to the worker's device.
     """
 
     copies_to_device = False
@@ -370,47 +370,47 @@ class Stage:
         self._sizing = sizing or SizingSchedule(0)
 
     def submitted(self, num_batches: int) -> None:
-        """Worker: a plan follows those before it."""
+        """Worker: a plan was queued."""
         self._sizing.submitted(num_batches)
 
     def advance(self) -> None:
-        """Worker: the batch taken last is used up, and the next one is asked for."""
+        """Worker: the last batch is released and the next one requested."""
 
     def taken(self) -> None:
-        """Worker: a batch, or the error in its place, was taken."""
+        """Worker: a batch, or the exception in its place, was taken."""
         self._sizing.taken()
 
     def take(self, loaded: LoadedBatch) -> None:
-        """Worker: make ``loaded.data`` ready for use in the current stream."""
+        """Worker: make ``loaded.data`` usable in the current stream."""
 
     def cancelled(self) -> None:
-        """Worker: all that was submitted is forgotten."""
+        """Worker: all plans were cancelled."""
         self._sizing.cancelled()
 
     def put(self, loaded: LoadedBatch) -> None:
-        """Loader: take over a batch that was read."""
+        """Loader: receive a batch that was read."""
 
     def drop(self, loaded: LoadedBatch) -> None:
-        """Any thread: a batch that was put will not be taken."""
+        """Any thread: discard a batch that will not be taken."""
 
     def close(self, timeout_s: float) -> bool:
-        """Worker or run: the loader's thread has ended; let go of all memory.
+        """Worker or run: free all memory, once the loader's thread has ended.
 
         Returns:
-            Whether nothing is on its way any more.
+            True if no copy is in progress any more.
         """
         return True
 
 
 class HostStage(Stage):
-    """Batches on the host, as many ahead as its available memory allows.
+    """Batches in host memory, as many as the available memory allows.
 
-    One until the first steps have shown what the model takes, then up to ``MAX_DEPTH``,
-    by the largest batch so far; sized anew where a plan ends.
+    The depth is 1 during the first steps, which measure the model's memory, then up to
+    ``MAX_DEPTH`` by the largest batch so far. It is adapted when a plan ends.
 
     Args:
-        num_workers: Workers that load into this memory.
-        pace: Says when.
+        num_workers: Workers that load into host memory.
+        sizing: When the depth is adapted.
     """
 
     def __init__(self, num_workers: int, sizing: SizingSchedule) -> None:
@@ -419,7 +419,7 @@ class HostStage(Stage):
         self._batch_bytes = 0  # written by the loader's thread
 
     def advance(self) -> None:
-        """Worker: size the depth where it is due."""
+        """Worker: adapt the depth if it is due."""
         plan_batches = self._sizing.due()
         if plan_batches is None:
             return
@@ -438,11 +438,11 @@ class LoadedBatch:
     """One batch, on the worker's device.
 
     Attributes:
-        data: What the data set gave.
-        num_samples: Samples in it.
+        data: The data set's batch.
+        num_samples: Number of samples.
         epoch: Epoch it belongs to.
         batch: Its position in the epoch's permutation.
-        slot: The memory that it lies in, if that is used again for a later batch.
+        slot: The reusable memory that holds it, if any.
     """
 
     data: Any
@@ -453,13 +453,13 @@ class LoadedBatch:
 
 
 class SizingSchedule:
-    """Says when a depth is to be sized: after the first steps, then where a plan ends.
+    """When to set the prefetch depth: after the first steps, then at the end of a plan.
 
-    Used by the worker's thread alone.
+    Used by the worker's thread only.
 
     Args:
         calibration_batches: Batches in the first steps.
-        spacing: Batches between two sizings at least.
+        spacing: Minimum number of batches between two sizings.
     """
 
     def __init__(self, calibration_batches: int, spacing: int = 0) -> None:
@@ -470,12 +470,12 @@ class SizingSchedule:
         self._num_since = spacing  # batches since the last sizing
 
     def submitted(self, num_batches: int) -> None:
-        """A plan follows those before it."""
+        """A plan was queued."""
         if num_batches:
             self._plans.append([num_batches, num_batches])
 
     def taken(self) -> None:
-        """The worker has a batch."""
+        """A batch was taken."""
         if self._num_left:
             self._num_left -= 1
             self._is_due = self._num_left == 0
@@ -487,12 +487,12 @@ class SizingSchedule:
                 self._is_due = self._num_left == 0
 
     def cancelled(self) -> None:
-        """All plans are forgotten."""
+        """All plans were cancelled."""
         self._plans.clear()
         self._is_due = self._num_left == 0
 
     def due(self) -> int | None:
-        """The batches of the plan in progress where the depth is to be sized now, once."""
+        """Batches of the current plan if the depth is to be set now, else ``None``."""
         if not self._is_due or not self._plans or self._num_since < self._spacing:
             return None
         self._is_due, self._num_since = False, 0

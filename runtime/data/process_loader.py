@@ -1,4 +1,4 @@
-"""Loader with processes, for data sets that spend their time in Python."""
+"""Loader with worker processes, for data sets that spend their time in Python."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
 
-_EXIT_S = 10.0  # within it the DataLoader notices that a process has died
+_EXIT_S = 10.0  # the DataLoader notices a dead process within this time
 
 Request = tuple[int, int, npt.NDArray[np.int64]]
-"""Epoch, batch position, samples: what a loader process is asked for."""
+"""Epoch, batch position and sample indices."""
 
 
 class ProcessLoader(ThreadLoader):
-    """Batches from the processes of a ``torch.utils.data.DataLoader``, taken by a thread.
+    """Batches from the processes of a ``torch.utils.data.DataLoader``, received by a thread.
 
-    Call :meth:`start` before any other thread of the run exists. Ctrl-C reaches the
-    processes too; they ignore it, so that a run can still finish in order.
+    Call :meth:`start` before the run starts any other thread. The processes ignore Ctrl-C and
+    SIGTERM, so that the run can finish a step.
 
     Args:
-        spec: What it reads. Each process gets a copy of the data set (tensors are shared,
-            memory maps opened again). If one dies, ``try_next`` raises ``RuntimeError``
-            within about five seconds, and for every later batch.
-        on_ready: See :class:`ThreadLoader`; so is ``stage``.
-        num_processes: How many processes to start.
+        spec: See :class:`~runtime.data.loader.Loader`. Each process gets a copy of the data set
+            (tensors are shared, memory maps reopened). If one dies, ``try_next`` raises
+            ``RuntimeError`` within about five seconds, and for every later batch.
+        on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
+        stage: Likewise.
+        num_processes: Number of processes.
     """
 
     def __init__(
@@ -57,16 +58,16 @@ class ProcessLoader(ThreadLoader):
         self._num_processes = num_processes
         self._dataloader: Any = None
         self._batches: Any = None  # the DataLoader's one iterator, restarted by each pass
-        self._pass_generation: int | None = None  # of the pass that runs, if one does
-        self._death: str | None = None  # why nothing can be loaded any more
+        self._pass_generation: int | None = None  # of the current pass, if any
+        self._fatal_error: str | None = None  # set once a process has died
 
     def start(self) -> None:
-        """Start the processes, by forkserver or else spawn. Does not wait until they are up.
+        """Start the processes with forkserver or else spawn. Does not wait for them.
 
         Raises:
             TypeError: The data set or ``collate_fn`` cannot be sent to a process.
         """
-        source = _Source(self._adapter, self._seed, self.rank)
+        source = _BatchDataset(self._adapter, self._seed, self.rank)
         check_picklable(source)
         methods = multiprocessing.get_all_start_methods()
         if "forkserver" in methods:
@@ -74,37 +75,37 @@ class ProcessLoader(ThreadLoader):
         self._dataloader = DataLoader(
             source,
             batch_size=None,
-            sampler=cast("Any", _Pass(self._take_for_pass, self._index)),
+            sampler=cast("Any", _PlanSampler(self._take_for_pass, self._index)),
             num_workers=self._num_processes,
             collate_fn=_identity,
             worker_init_fn=_init_process,
             multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
             persistent_workers=True,
-            generator=torch.Generator(),  # else it would draw from the process-wide one
+            generator=torch.Generator(),  # else it would draw from the global generator
         )
-        self._batches = iter(self._dataloader)  # nothing is submitted yet: an empty pass
+        self._batches = iter(self._dataloader)  # an empty pass: no plan is queued yet
 
     def submit(self, plan: EpochPlan) -> None:
-        """Append the batches of ``plan`` and wake the thread."""
+        """Queue the batches of ``plan`` and wake the thread."""
         if self._dataloader is None and not self._closed:
             raise RuntimeError("start() the loader before the first plan")
         super().submit(plan)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End the thread and the processes, waiting for ``timeout_s`` before killing them."""
+        """Stop the thread and the processes; kill processes that take longer than ``timeout_s``."""
         ended = super().close(timeout_s)
         batches, self._batches, self._dataloader = self._batches, None, None
         if batches is None:
             return ended
         processes, queues = list(batches._workers), list(batches._index_queues)
         if not ended:
-            # The thread waits for a process that is stuck: it wakes once that is dead.
+            # The thread waits for a stuck process, and wakes once that is dead.
             _terminate(processes)
             ended = super().close(_EXIT_S)
         killer = threading.Timer(timeout_s, _terminate, [processes])
         killer.start()
-        # torch has no public way to end persistent workers before the iterator is freed,
-        # which the traceback of an exception can put off.
+        # torch has no public way to stop persistent workers before the iterator is freed,
+        # which the traceback of an exception can delay.
         batches._shutdown_workers()
         killer.cancel()
         killer.join()
@@ -116,18 +117,18 @@ class ProcessLoader(ThreadLoader):
         return super()._has_work() or self._pass_generation == self._generation
 
     def _take_for_pass(self) -> Position | None:
-        # Called by the prefetch thread (and by start(), when there is nothing to take).
+        # Called by the prefetch thread (and by start(), when no position is queued).
         generation = self._pass_generation
         return None if generation is None else self._take(generation)
 
     def _load_next(self, generation: int) -> LoadedBatch | None:
         batches, dataloader = self._batches, self._dataloader
-        if self._death is not None:
-            raise RuntimeError(self._death)
+        if self._fatal_error is not None:
+            raise RuntimeError(self._fatal_error)
         try:
             if self._pass_generation != generation:
                 self._pass_generation = generation
-                # Waits for what the processes have in hand of a pass that was cancelled.
+                # Waits for batches of a cancelled pass that processes are still loading.
                 iter(dataloader)
             epoch, batch, num_samples, data = next(batches)
         except StopIteration:
@@ -137,19 +138,19 @@ class ProcessLoader(ThreadLoader):
             codes = [process.exitcode for process in batches._workers if not process.is_alive()]
             if not codes:
                 raise
-            # For good: torch would go on without the batches that were in the dead process.
-            self._death = (
-                f"a loader process of rank {self.rank} died with exit code {codes[0]}: the data "
-                "set ended it, it was killed, perhaps for want of memory, or it could not import "
-                "the main script or the data set's class; start runs with loader_workers(n) under "
+            # Permanent: torch would continue without the dead process's batches.
+            self._fatal_error = (
+                f"a loader process of rank {self.rank} died with exit code {codes[0]}: it was "
+                "killed, perhaps because memory ran out, or it could not import the main script or "
+                "the data set's class; start runs with loader_workers(n) under "
                 "if __name__ == '__main__': and define the data set in a module"
             )
-            raise RuntimeError(self._death) from error
+            raise RuntimeError(self._fatal_error) from error
         return LoadedBatch(data, num_samples, epoch, batch)
 
 
-class _Source(Dataset[Any]):
-    """The data set as a loader process reads it, one whole batch an item."""
+class _BatchDataset(Dataset[Any]):
+    """The data set in a loader process; each item is a whole batch."""
 
     def __init__(self, adapter: DatasetAdapter, seed: int, rank: int) -> None:
         self._adapter = adapter
@@ -169,11 +170,11 @@ class _Source(Dataset[Any]):
         return epoch, batch, len(samples), data
 
 
-class _Pass:
-    """The sampler, and the iterator of one pass over the DataLoader.
+class _PlanSampler:
+    """Sampler of the DataLoader, and its own iterator over one pass.
 
-    A pass takes every position submitted before it runs out, so that plans which follow
-    closely are loaded without a gap; it ends for good when there is none.
+    A pass includes plans queued while it runs, so that consecutive plans are loaded without a
+    gap. It ends when no position is queued.
     """
 
     def __init__(self, take: Callable[[], Position | None], index: EpochIndex) -> None:
@@ -182,10 +183,10 @@ class _Pass:
         self._ended = False
 
     def __iter__(self) -> Iterator[Request]:
-        return _Pass(self._take, self._index)
+        return _PlanSampler(self._take, self._index)
 
     def __next__(self) -> Request:
-        # The DataLoader asks again after the end, but never refills its queues then.
+        # The DataLoader calls again after the end, but no longer refills its queues.
         position = None if self._ended else self._take()
         if position is None:
             self._ended = True
@@ -196,9 +197,9 @@ class _Pass:
 
 
 def _preload() -> None:
-    """Let the fork server import PyTorch and this module once, and not every process anew.
+    """Import PyTorch and this module once in the fork server, instead of in each process.
 
-    A server that runs already stays as it is, and so does what the program has asked for.
+    Has no effect on a server that is already running or that the program has configured.
     """
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
         multiprocessing.set_forkserver_preload(["__main__", "torch", __name__])
@@ -209,7 +210,7 @@ def _identity(item: Any) -> Any:
 
 
 def _init_process(process: int) -> None:
-    # A terminal or a job manager signals the whole group; the run needs its data to stop.
+    # Signals reach the whole process group, but the run still needs data to finish its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -219,15 +220,15 @@ def _terminate(processes: list[Any]) -> None:
         process.kill()
 
 
-class _Discard:
-    """A file that forgets what is written to it."""
+class _NullFile:
+    """A file that discards its content."""
 
     def write(self, data: Any) -> int:
         return len(memoryview(data))
 
 
-class _Prober(pickle.Pickler):
-    """Pickles all but the contents of tensors and arrays, which are known to be picklable."""
+class _DryPickler(pickle.Pickler):
+    """Pickles everything but the contents of tensors and arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
@@ -242,7 +243,7 @@ class _Prober(pickle.Pickler):
 def check_picklable(source: object) -> None:
     """Raise ``TypeError``, with the remedy, if ``source`` cannot be sent to a process."""
     try:
-        _Prober(_Discard(), pickle.HIGHEST_PROTOCOL).dump(source)
+        _DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL).dump(source)
     except Exception as error:
         raise TypeError(
             f"loader_workers(n) sends the data set and collate_fn to other processes, and they "

@@ -25,12 +25,12 @@ _KEPT_EPOCHS = 3
 
 
 class ResidentLoader(InlineLoader):
-    """Batches of resident data, in the worker's thread. Brings the data with the first plan.
+    """Gathers batches of resident data in the worker's thread. Copies the data on the first plan.
 
     Args:
-        spec: What it reads.
+        spec: See :class:`~runtime.data.loader.Loader`.
         data: The data set's columns on the device.
-        copies: The worker's way to its device.
+        context: The worker's device context.
     """
 
     def __init__(self, spec: LoaderSpec, *, data: ResidentData, context: Device) -> None:
@@ -40,11 +40,11 @@ class ResidentLoader(InlineLoader):
         self._reader: ResidentReader | None = None
 
     def submit(self, plan: EpochPlan) -> None:
-        """Append the batches of ``plan``; the first one waits until the data is there.
+        """Queue the batches of ``plan``. The first call blocks until the data is on the device.
 
         Raises:
             RuntimeError: The loader is closed.
-            ValueError: The device has no room for the data.
+            ValueError: The data does not fit into the device's free memory.
         """
         super().submit(plan)
         if self._reader is None:
@@ -53,22 +53,22 @@ class ResidentLoader(InlineLoader):
             self._reader = ResidentReader(self._data, self._index, self._context)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Let go of the data."""
+        """Free the data."""
         self._reader = None
         return super().close(timeout_s)
 
     def _read(self, position: Position) -> LoadedBatch:
-        assert self._reader is not None, "it was made with the first plan"
+        assert self._reader is not None, "created with the first plan"
         return self._reader.read(position)
 
 
 class ResidentReader:
-    """One worker's batches from resident data, gathered in its current stream.
+    """Gathers one worker's batches from resident data in the current stream.
 
     Args:
         data: The columns.
-        index: Which samples a batch holds.
-        copies: The worker's way to its device.
+        index: Sample indices of each batch.
+        context: The worker's device context.
     """
 
     def __init__(self, data: ResidentData, index: EpochIndex, context: Device) -> None:
@@ -76,11 +76,11 @@ class ResidentReader:
         self._batch_of = data.batch_of
         self._index = index
         self._context = context
-        # On the device, and this worker's own: freed memory goes back to its stream.
+        # On the device and not shared: freed memory is reused in this worker's stream.
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
     def read(self, position: Position) -> LoadedBatch:
-        """Gather a batch. The host waits for nothing on the device."""
+        """Gather a batch. Does not synchronise with the device."""
         epoch, batch, piece = position
         start, stop = piece or self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
@@ -98,13 +98,13 @@ class ResidentReader:
 
 
 class ResidentData:
-    """The columns of a data set on one device, shared by the workers there. Thread-safe.
+    """The columns of a data set on one device, shared by its workers. Thread-safe.
 
     Args:
         adapter: The data set.
 
     Attributes:
-        num_bytes: What it takes there: the bytes of one sample times their number.
+        num_bytes: Memory on the device: the size of one sample times the number of samples.
         batch_of: See :meth:`ColumnAdapter.batch_of`.
     """
 
@@ -117,13 +117,13 @@ class ResidentData:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it lies on the device."""
+        """True once the data is on the device."""
         return self._columns is not None
 
     def load(self, context: Device) -> tuple[Tensor, ...]:
-        """Bring it there, unless it is; the columns, complete on the device.
+        """Copy the data to the device if needed, and return the columns.
 
-        Blocks while it is read and copied, by this thread or another.
+        Blocks while this thread or another copies them.
         """
         with self._lock:
             if self._columns is None:
@@ -143,30 +143,27 @@ class ResidentData:
                 context.copy(column[start : start + len(rows)], part)
         done = context.new_event()
         context.record(done)
-        # Workers with other streams read it, and nothing orders them after this one.
+        # Workers read it in other streams, which are not ordered after this one.
         context.wait_host(done)
         return tuple(columns)
 
 
 def can_be_resident(adapter: DatasetAdapter) -> TypeGuard[ColumnAdapter]:
-    """Whether a data set is rows alone, so that a copy of it gives what it gives.
-
-    One with code of its own may draw or change, and is always read.
-    """
+    """True for tabular data; a data set with its own code may draw random numbers or change."""
     return isinstance(adapter, ColumnAdapter)
 
 
 def check_device_memory(needed_bytes: int, context: Device) -> None:
-    """Raise ``ValueError``, with both figures, if a device has no room for resident data."""
+    """Raise ``ValueError`` if resident data does not fit into a device's free memory."""
     reading = context.memory()
-    there = reading.free_bytes + reading.reserved_bytes - reading.active_bytes
-    check_fits(needed_bytes, there, f"{context.device} has {there:,} free")
+    available = reading.free_bytes + reading.reserved_bytes - reading.active_bytes
+    check_fits(needed_bytes, available, f"{context.device} has {available:,} free")
 
 
-def check_fits(needed_bytes: int, there_bytes: int, what_is_there: str) -> None:
+def check_fits(needed_bytes: int, available_bytes: int, limit: str) -> None:
     """Raise ``ValueError`` if resident data does not fit."""
-    if needed_bytes > there_bytes:
+    if needed_bytes > available_bytes:
         raise ValueError(
-            f"resident(True): the data set needs {needed_bytes:,} bytes and {what_is_there}; "
+            f"resident(True): the data set needs {needed_bytes:,} bytes and {limit}; "
             "use resident(False), which streams it, a smaller data set or a narrower dtype"
         )

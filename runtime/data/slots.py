@@ -1,14 +1,14 @@
-"""Fixed memory through which batches go to the device, guarded by reused events.
+"""Slots: preallocated pinned and device memory for batches, guarded by reused events.
 
 A batch is written to a pinned host slot, copied to a device slot in the copy stream, and
-read there in the compute stream. Three waits keep every slot from being used too early:
+read there in the compute stream. Three waits order these uses:
 
-- the host writes to a host slot only after the copy out of it is done (its ``ready``);
+- the host writes to a host slot only after the copy from it has completed (its ``ready``);
 - the copy stream overwrites a device slot only after its last use (its ``free``, recorded
   in the compute stream when the worker has issued all work on the batch);
 - the compute stream reads a device slot only after the copy into it (its ``ready``).
 
-So no slot needs ``record_stream``, and none is freed while the run lasts.
+Slots need no ``record_stream``, and are not freed during the run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _POLL_S = 0.001
 class SlotPool:
     """The slots of one worker.
 
-    ``grow``, ``take`` and ``release`` belong to the worker's thread, under its compute
-    stream; ``fill`` to the loader's. The caller sees to it that ``fill`` finds a slot: at
-    most all of them are on their way, waiting or taken.
+    ``grow``, ``take`` and ``release`` are called by the worker's thread under its compute stream,
+    ``fill`` by the loader's thread. The caller ensures that ``fill`` finds a free slot.
 
     Args:
-        copies: The worker's way to its device.
-        layout: What a slot holds.
+        context: The worker's device context.
+        layout: Shapes and dtypes of a slot's tensors.
     """
 
     def __init__(self, context: Device, layout: BatchLayout) -> None:
         self.layout = layout
         self._context = context
-        self._lock = threading.Lock()  # guards the queues, never held while waiting
+        self._lock = threading.Lock()  # guards the queues; not held while waiting
         self._hosts: deque[HostSlot] = deque()
         self._num_hosts = 0
         self._free: deque[DeviceSlot] = deque()
@@ -53,7 +52,7 @@ class SlotPool:
 
     @property
     def num_device_slots(self) -> int:
-        """Device slots, used or not."""
+        """Number of device slots, used or not."""
         return len(self._all)
 
     @property
@@ -62,10 +61,10 @@ class SlotPool:
         return len(self._all) * self.layout.slot_bytes
 
     def grow(self, num_device: int, num_host: int) -> int:
-        """Allocate up to these numbers of slots; fewer if the device's memory is used up.
+        """Allocate up to these numbers of slots; fewer if the device runs out of memory.
 
         Returns:
-            Device slots there are now.
+            Number of device slots.
         """
         while self._num_hosts < num_host:
             host = HostSlot(self._tensors(self._context.empty_pinned), self._context.new_event())
@@ -78,7 +77,7 @@ class SlotPool:
             except torch.OutOfMemoryError:
                 break
             slot = DeviceSlot(tensors, self._context.new_event(), self._context.new_event())
-            # The memory may be one that kernels issued before still read.
+            # Kernels issued before may still read this memory.
             self._context.record(slot.free)
             self._all.append(slot)
             with self._lock:
@@ -90,14 +89,14 @@ class SlotPool:
     ) -> tuple[DeviceSlot, list[Tensor]]:
         """Write a batch to a host slot and start its copy to a device slot.
 
-        Blocks while the copy out of the host slot, of an earlier batch, is under way.
+        Blocks while an earlier copy from the host slot is in progress.
 
         Args:
-            num_rows: Rows of each tensor; ``None``: it has its full shape.
-            write: Fills the tensors that it is given, which lie in pinned memory.
+            num_rows: Rows of each tensor; ``None``: its full shape.
+            write: Writes the batch into the pinned tensors passed to it.
 
         Returns:
-            The slot, and the parts of its tensors that hold the batch.
+            The slot, and the views of its tensors that hold the batch.
         """
         with self._lock:
             host = self._hosts.popleft()
@@ -129,23 +128,23 @@ class SlotPool:
             self._context.record(slot.ready)
 
     def take(self, slot: DeviceSlot) -> None:
-        """Let the current stream wait for the copy into ``slot``."""
+        """Make the current stream wait for the copy into ``slot``."""
         self._context.wait_event(slot.ready)
 
     def release(self, slot: DeviceSlot) -> None:
-        """All work on the batch in ``slot`` has been issued to the current stream."""
+        """Return ``slot`` after all work on its batch was issued to the current stream."""
         self._context.record(slot.free)
         self.return_slot(slot)
 
     def return_slot(self, slot: DeviceSlot) -> None:
-        """Return a slot that was filled but never taken: the copy stream keeps its order."""
+        """Return a slot that was filled but not taken; the copy stream is ordered by itself."""
         with self._lock:
             self._free.append(slot)
 
     def wait_for_copies(self, timeout_s: float) -> bool:
-        """Wait until no copy is under way; whether that was reached in time.
+        """Wait until no copy is in progress; True if none is within the timeout.
 
-        Without it the memory could be given to others while a copy still writes there.
+        Otherwise the memory could be reallocated while a copy still writes to it.
         """
         deadline = time.monotonic() + timeout_s
         for slot in self._all:
@@ -166,7 +165,7 @@ class HostSlot:
 
     Attributes:
         tensors: One for each spec, of full size.
-        ready: Recorded after the copy out of it.
+        ready: Recorded after the copy from it.
     """
 
     tensors: list[Tensor]
@@ -189,11 +188,11 @@ class DeviceSlot:
 
 
 class BatchLayout:
-    """The tensors that a slot holds.
+    """Shapes and dtypes of a slot's tensors.
 
     Args:
-        specs: One for each tensor, in the order of the batch's containers.
-        batch_size: Rows of a whole batch.
+        specs: One for each tensor, in container order.
+        batch_size: Rows of a full batch.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], batch_size: int) -> None:
@@ -202,7 +201,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, batch: Any, num_samples: int, batch_size: int) -> BatchLayout | None:
-        """The layout of batches like this one; ``None`` if it cannot lie in a slot."""
+        """The layout of batches like this one; ``None`` if slots cannot hold it."""
         tensors = slot_tensors(batch)
         if not tensors:
             return None
@@ -214,7 +213,7 @@ class BatchLayout:
         return cls(specs, batch_size)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a slot can take these tensors."""
+        """True if a slot can hold these tensors."""
         return len(tensors) == len(self.specs) and all(
             self._fits(tensor, spec) for tensor, spec in zip(tensors, self.specs, strict=True)
         )
@@ -229,7 +228,7 @@ class BatchLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """What one slot takes on the device."""
+        """Device memory of one slot."""
         total = 0
         for spec in self.specs:
             numel = 1
@@ -241,12 +240,12 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The shape that a tensor of every batch has.
+    """Shape and dtype of one tensor in every batch.
 
     Attributes:
-        shape: Its sizes, without the first one where ``has_rows``.
+        shape: Its sizes, without dimension 0 if ``has_rows``.
         dtype: Its dtype.
-        has_rows: Whether it has one row for each sample, so that it may be shorter.
+        has_rows: True if it has one row for each sample, so that it may be shorter.
     """
 
     shape: tuple[int, ...]
@@ -254,12 +253,12 @@ class TensorSpec:
     has_rows: bool
 
     def full_shape(self, batch_size: int) -> tuple[int, ...]:
-        """Its shape in a whole batch."""
+        """Its shape in a full batch."""
         return (batch_size, *self.shape) if self.has_rows else self.shape
 
 
 def slot_tensors(batch: Any) -> list[Tensor] | None:
-    """The tensors of a batch that a slot can hold; ``None`` if any cannot lie there."""
+    """The tensors of a batch; ``None`` if a slot cannot hold one of them."""
     tensors = movable_parts(batch)
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided

@@ -1,8 +1,7 @@
-"""A device with delayed streams for the slots, and a checker of their order.
+"""A simulated device with delayed streams, and a checker of the order of slot uses.
 
-Work lies in its stream until it is its turn; a seed chooses whose turn it is. A copy reads
-its source and writes its target when it runs, as a real one does, and every use that comes
-too early or too late is noted as a violation.
+Operations are queued in their stream; a seed chooses the stream that runs next. A copy reads its
+source and writes its target when it runs, and every use out of order is recorded as a violation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GIB = 2**30
 
 
 class FakeEvent:
-    """Points at the mark of its last recording; complete if there is none."""
+    """Refers to the mark of its last recording; complete if there is none."""
 
     def __init__(self):
         self.mark = None
@@ -36,20 +35,20 @@ class Mark:
 
 
 class DelayedCopies(Device):
-    """Host memory posing as a device's.
+    """Host memory simulating a device with streams.
 
     Args:
         seed: Chooses every delay.
-        faults: Waits that are left out: ``"free"``, ``"ready"``, ``"host"``.
-        step_bytes: What a training step takes at its peak.
-        limit_bytes: Where ``empty`` raises out-of-memory.
+        faults: Waits to omit: ``"free"``, ``"ready"``, ``"host"``.
+        step_bytes: Peak memory of a training step.
+        limit_bytes: Allocated memory beyond which ``empty`` raises out-of-memory.
         total_bytes: The device's memory.
 
     Attributes:
-        violations: What was used out of order.
+        violations: Uses out of order.
         num_used: Uses that have run.
-        allocated_bytes: Memory given out by ``empty``.
-        num_brought: Tensors that went to the device without a slot.
+        allocated_bytes: Memory allocated by ``empty``.
+        num_brought: Tensors copied to the device without a slot.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class DelayedCopies(Device):
         self._limit_bytes = limit_bytes
         self._faults = frozenset(faults)
         self._random = random.Random(seed)
-        self._bias = self._random.choice((0.02, 0.5, 0.98))  # which stream is the slow one
+        self._bias = self._random.choice((0.02, 0.5, 0.98))  # chooses the slow stream
         self._streams = {COMPUTE: deque(), COPY: deque()}
-        self._readers = defaultdict(set)  # uses under way, for each address
+        self._readers = defaultdict(set)  # uses in progress, by address
         self._num_uses = 0
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -105,7 +104,7 @@ class DelayedCopies(Device):
 
     def is_complete(self, event):
         if event.mark is not None and not event.mark.done:
-            self.step()  # the device goes on while the host looks
+            self.step()  # the device progresses while the host polls
         return event.mark is None or event.mark.done
 
     def copy(self, target, source):
@@ -152,10 +151,10 @@ class DelayedCopies(Device):
     def reset_peak(self):
         self.num_resets += 1
 
-    # -- the device at work --------------------------------------------------------
+    # -- execution -----------------------------------------------------------------
 
     def use(self, tensors, expected):
-        """A forward and a backward pass that read a batch, in the compute stream."""
+        """Issue a forward and a backward pass that read a batch, in the compute stream."""
         number, self._num_uses = self._num_uses, self._num_uses + 1
         for tensor in tensors:
             self._readers[tensor.data_ptr()].add(number)
@@ -174,20 +173,20 @@ class DelayedCopies(Device):
         self.push(end)
 
     def step(self):
-        """Run the next piece of work of some stream; whether there was one."""
+        """Run the next operation of some stream; False if there is none."""
         with self._lock:
             first = COMPUTE if self._random.random() < self._bias else COPY
             order = (first, COMPUTE if first == COPY else COPY)
             streams = [self._streams[name] for name in order if self._streams[name]]
             for stream in streams:
-                if stream[0]() is not False:  # a wait stays until its event is complete
+                if stream[0]() is not False:  # a wait is retried until its event is complete
                     stream.popleft()
                     return True
             assert not streams, "the streams wait for each other"
             return False
 
     def finish(self):
-        """Run all work; fails on a violation."""
+        """Run all operations; fails on a violation."""
         while self.step():
             pass
         assert not self.violations, self.violations[0]
@@ -197,7 +196,7 @@ class DelayedCopies(Device):
         return getattr(self._local, "stream", COMPUTE)
 
     def push(self, work):
-        """Give the current stream a piece of work; one that gives False is tried again."""
+        """Enqueue an operation in the current stream; one that returns False is retried."""
         with self._lock:
             self._streams[self._stream].append(work)
             for _ in range(self._random.choice((0, 0, 1, 3))):

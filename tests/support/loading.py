@@ -1,4 +1,4 @@
-"""What the tests of all loaders share: data sets that tell who read them, and a consumer."""
+"""Loader tests: data sets that record their readers, and a consumer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ INDEX = EpochIndex(N, SIZE, SEED)
 
 
 class Consumer:
-    """A loader with the wake-ups that it sends; closes it at the end."""
+    """A loader and its wake-ups; closed at the end."""
 
     def __init__(self, kind, dataset, *, rank=0, worker=None, depth=1, **kwargs):
         self.ready = threading.Semaphore(0)
@@ -75,7 +75,7 @@ class Consumer:
         assert self.loader.close(20)
 
     def next(self):
-        """The next batch, waiting for wake-ups but never polling."""
+        """The next batch; waits for wake-ups without polling."""
         while (loaded := self.loader.try_next()) is None:
             assert self.ready.acquire(timeout=30), "no batch became ready"
         return loaded

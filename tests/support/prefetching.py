@@ -1,4 +1,4 @@
-"""What the tests of prefetch share: a loader whose worker uses each batch late."""
+"""Prefetching tests: a loader whose batches are used with a delay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSORS = (torch.arange(N), torch.arange(N * 3.0).reshape(N, 3))
 
 
 class Numbers(Dataset):
-    """Sample i is i and a row; runs code, so that it is never resident."""
+    """Sample i is i and a row; has its own code, so it is never resident."""
 
     def __init__(self):
         self.num_reads = 0
@@ -37,7 +37,7 @@ class Numbers(Dataset):
 
 
 class Rig(Consumer):
-    """A prefetching loader, and a worker that uses each batch late."""
+    """A prefetching loader, and a worker that uses each batch with a delay."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Rig(Consumer):
         )
 
     def use(self, plan):
-        """Train a plan: every batch is looked at when the device gets there."""
+        """Train a plan; each batch is checked when the device executes its step."""
         self.loader.submit(plan)
         for _ in range(plan.num_batches):
             self.use_next()
@@ -101,4 +101,4 @@ class Rig(Consumer):
 
 
 def slot_bytes():
-    return 2 * 512  # each of the two tensors is padded to it
+    return 2 * 512  # each of the two tensors is padded

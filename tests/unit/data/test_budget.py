@@ -1,4 +1,4 @@
-"""The budget's arithmetic: what batches may take, and that it never takes from the model."""
+"""DeviceBudget and prefetch depths: batches never use memory that the model needs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def reading(*, total=80 * GIB, free=None, reserved=10 * GIB, active=8 * GIB, pea
     )
 
 
-def test_the_capacity_is_a_fraction_of_all_memory_the_model_included():
+def test_capacity_is_a_fraction_of_total_memory_including_the_model():
     assert capacity_bytes(reading(), 0.5) == 40 * GIB
 
 
-def test_the_capacity_is_no_more_than_others_have_left():
+def test_capacity_is_limited_by_other_processes():
     assert capacity_bytes(reading(free=5 * GIB), 0.9) == 15 * GIB
 
 
-def test_nothing_is_granted_before_a_peak_is_known():
+def test_the_budget_is_zero_before_a_peak_is_measured():
     budget = DeviceBudget(0.9)
     assert budget.reserve_bytes is None
     assert budget.room_bytes(reading()) == 0
     assert budget.share_bytes(0, reading()) == 0
 
 
-def test_the_room_is_what_peak_and_margin_leave():
+def test_the_budget_is_the_capacity_minus_peak_and_margin():
     budget = DeviceBudget(0.5, margin=GIB)
     budget.observe(0, reading())
     assert budget.room_bytes(reading()) == 30 * GIB
@@ -52,7 +52,7 @@ def test_the_room_is_what_peak_and_margin_leave():
     assert budget.room_bytes(reading()) == 28 * GIB
 
 
-def test_the_margin_is_a_part_of_the_capacity_or_a_minimum():
+def test_the_margin_is_a_fraction_of_the_capacity_with_a_minimum():
     assert margin_bytes(100 * GIB) == 5 * GIB
     assert margin_bytes(GIB) == 64 * MIB
     budget = DeviceBudget(0.5)
@@ -60,7 +60,7 @@ def test_the_margin_is_a_part_of_the_capacity_or_a_minimum():
     assert budget.room_bytes(reading()) == 31 * GIB - 2 * GIB
 
 
-def test_the_reserve_never_falls_under_the_worst_peak_seen():
+def test_the_reserve_never_falls_below_the_highest_peak():
     budget = DeviceBudget(0.5, margin=0)
     budget.observe(0, reading(peak=20 * GIB))
     budget.observe(0, reading(peak=12 * GIB))
@@ -69,7 +69,7 @@ def test_the_reserve_never_falls_under_the_worst_peak_seen():
     assert budget.reserve_bytes == 25 * GIB
 
 
-def test_what_batches_hold_is_no_part_of_the_reserve():
+def test_memory_held_for_batches_is_not_in_the_reserve():
     budget = DeviceBudget(0.5, margin=0)
     budget.observe(0, reading(peak=10 * GIB))
     budget.hold(0, 6 * GIB, reading(active=14 * GIB, peak=14 * GIB))
@@ -81,7 +81,7 @@ def test_what_batches_hold_is_no_part_of_the_reserve():
     assert budget.share_bytes(0, reading()) == 29 * GIB
 
 
-def test_a_peak_from_before_the_slots_is_not_lowered_by_them():
+def test_a_peak_measured_before_the_slots_is_not_reduced_by_them():
     budget = DeviceBudget(0.5, margin=0)
     budget.observe(0, reading(peak=20 * GIB))
     budget.hold(0, 6 * GIB, reading(active=14 * GIB, peak=20 * GIB))
@@ -90,7 +90,7 @@ def test_a_peak_from_before_the_slots_is_not_lowered_by_them():
         assert budget.reserve_bytes == 20 * GIB
 
 
-def test_workers_on_a_device_share_the_room():
+def test_workers_on_a_device_share_the_budget():
     budget = DeviceBudget(0.5, 2, margin=0)
     for rank in range(2):
         budget.observe(rank, reading(active=10 * GIB, peak=10 * GIB))
@@ -102,7 +102,7 @@ def test_workers_on_a_device_share_the_room():
     assert budget.share_bytes(0, reading()) == 15 * GIB
 
 
-def test_a_worker_that_has_shown_no_step_is_expected_to_take_as_much():
+def test_a_worker_without_a_measured_step_is_assumed_to_need_as_much():
     budget = DeviceBudget(0.5, 3, margin=0)
     budget.observe(0, reading(active=8 * GIB, peak=10 * GIB))
     assert budget.room_bytes(reading()) == (30 - 2 * 2) * GIB
@@ -112,7 +112,7 @@ def test_a_worker_that_has_shown_no_step_is_expected_to_take_as_much():
     assert budget.room_bytes(reading()) == 30 * GIB
 
 
-def test_peaks_begin_to_count_once():
+def test_begin_is_true_once():
     budget = DeviceBudget(0.5, 2)
     assert [budget.begin() for _ in range(3)] == [True, False, False]
 
@@ -127,7 +127,7 @@ def test_peaks_begin_to_count_once():
     slot=st.integers(1, 4 * GIB),
     depth=st.none() | st.integers(1, 100),
 )
-def test_slots_and_the_worst_peak_fit_into_the_budget_together(
+def test_slots_and_the_highest_peak_fit_into_the_budget_together(
     total, fraction, reserved, active, peak, workers, slot, depth
 ):
     budget = DeviceBudget(fraction, workers)
@@ -165,7 +165,7 @@ def test_slots_are_bounded_by_memory_depth_and_plan(share, depth, plan, slots):
     assert prefetch_slots(share, 10, depth, plan) == slots
 
 
-def test_the_hosts_share_is_split_between_workers_and_at_least_one_batch():
+def test_the_hosts_share_is_divided_among_workers_and_is_at_least_one_batch():
     assert host_prefetch_depth(64 * GIB, 2, GIB) == 8
     assert host_prefetch_depth(32 * GIB, 2, GIB) == 4
     assert host_prefetch_depth(32 * GIB, 2, GIB, plan_batches=3) == 3
@@ -174,5 +174,5 @@ def test_the_hosts_share_is_split_between_workers_and_at_least_one_batch():
     assert host_prefetch_depth(0, 1, 0) == 1
 
 
-def test_bytes_are_rounded_up_as_the_allocator_does():
+def test_sizes_are_rounded_up_as_by_the_allocator():
     assert [padded_bytes(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]

@@ -43,7 +43,7 @@ def test_a_read_only_array_is_wrapped_without_a_warning():
     ],
     ids=["reversed", "strided", "big-endian", "big-endian-float"],
 )
-def test_unusual_arrays_give_their_values(array):
+def test_unusual_arrays_keep_their_values(array):
     (batch,) = adapt_dataset((array,)).load(INDICES)
     assert batch.tolist() == [array[i] for i in INDICES]
 
@@ -77,7 +77,7 @@ def test_a_memory_map_is_read_from_disk_also_after_pickling(mapped, view):
         assert batch.tolist() == array[indices.numpy()].tolist()
 
 
-def test_a_copy_on_write_map_is_sent_by_value(tmp_path):
+def test_a_copy_on_write_map_is_pickled_by_value(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(N, dtype=">i4"))
     array = np.load(tmp_path / "x.npy", mmap_mode="c")
     array[3] = 9

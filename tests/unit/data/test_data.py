@@ -1,4 +1,4 @@
-"""The adapters: every form of a data set, and the order of an epoch."""
+"""Adapters for every form of data set, and the order of an epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Squares(Dataset):
 
 
 class ManySquares(Squares):
-    """Reads whole lists, and nothing else."""
+    """Has ``__getitems__`` only."""
 
     def __getitem__(self, index):
         raise AssertionError("__getitems__ shall be used")
@@ -83,7 +83,7 @@ def test_tensors_and_arrays_are_gathered_in_memory(form):
 
 
 @pytest.mark.parametrize("single", [columns()[0], columns()[0].numpy()], ids=["tensor", "array"])
-def test_a_single_column_gives_a_tuple_of_one(single):
+def test_a_single_column_yields_tuples_of_one(single):
     (batch,) = adapt_dataset(single).load(INDICES)
     assert torch.equal(batch, columns()[0][INDICES])
 
@@ -129,7 +129,7 @@ def test_map_style_samples_are_collated(dataset):
 
 
 class Hub:
-    """A data set with the interface of Hugging Face's: columns by name, rows by index."""
+    """A data set with Hugging Face's interface: columns by name, rows by index."""
 
     column_names = ("ids", "label")
 
@@ -150,7 +150,7 @@ class Hub:
         return (self[i] for i in range(N))
 
 
-def test_a_data_set_of_the_hub_gives_batches_under_its_names():
+def test_a_hugging_face_data_set_yields_dict_batches():
     adapter = adapt_dataset(Hub())
     assert adapter.num_samples == N
     batch = adapter.load(INDICES)
@@ -158,7 +158,7 @@ def test_a_data_set_of_the_hub_gives_batches_under_its_names():
     assert batch["label"].tolist() == [i % 3 for i in INDICES.tolist()]
 
 
-def test_several_data_sets_in_a_dict_are_refused_with_the_name_of_one():
+def test_a_dict_of_data_sets_is_refused_and_names_one_of_them():
     with pytest.raises(TypeError, match=r"pass one of the data sets in it, dict\['train'\]"):
         adapt_dataset({"train": Hub(), "test": Hub()})
 
@@ -168,7 +168,7 @@ def test_a_list_of_samples_is_map_style():
     assert batch["y"].tolist() == [-7, 0, -10, -3]
 
 
-def test_named_tuples_stay():
+def test_named_tuples_are_kept():
     Pair = namedtuple("Pair", "x y")
     batch = adapt_dataset([Pair(i, -i) for i in range(N)]).load(INDICES)
     assert batch.y.tolist() == [-7, 0, -10, -3]
@@ -179,7 +179,7 @@ def test_named_tuples_stay():
     [TensorDataset(*columns()), columns(), Subset(TensorDataset(*columns()), range(N))],
     ids=["TensorDataset", "tuple", "Subset"],
 )
-def test_a_collate_fn_gets_single_samples_of_tensors_in_memory(dataset):
+def test_a_collate_fn_receives_single_samples_of_tensors_in_memory(dataset):
     def collate(samples):
         assert [y.item() for _, y in samples] == INDICES.tolist()
         assert all(x.shape == (3,) for x, _ in samples)
@@ -195,7 +195,7 @@ def test_a_collate_fn_may_pack_samples():
     assert adapter.load(INDICES)[0].shape == (99,)
 
 
-def test_get_batch_gets_int64_indices_of_its_own():
+def test_get_batch_receives_its_own_copy_of_int64_indices():
     dataset = Batches(lambda indices: (indices * 2, torch.tensor(1.0)))
     indices = INDICES.clone()
     adapter = adapt_dataset(dataset)
@@ -217,12 +217,12 @@ def test_get_batch_gets_int64_indices_of_its_own():
         (lambda i: 3, TypeError, "int.*return a tuple"),
     ],
 )
-def test_a_bad_batch_is_named(make, error, match):
+def test_a_bad_batch_is_refused_with_the_reason(make, error, match):
     with pytest.raises(error, match=match):
         adapt_dataset(Batches(make)).load(INDICES)
 
 
-def test_items_missing_from_getitems_are_noticed():
+def test_items_missing_from_getitems_are_refused():
     class Short(Squares):
         def __getitems__(self, indices):
             return [self[index] for index in indices[1:]]
@@ -244,9 +244,9 @@ class NoItems(Dataset):
 @pytest.mark.parametrize(
     ("dataset", "error", "match"),
     [
-        (None, TypeError, "None is no data set: dataset\\(\\) takes"),
-        (5, TypeError, "5 is no data set"),
-        ("train.csv", TypeError, "is no data set"),
+        (None, TypeError, "None is not a data set: dataset\\(\\) takes"),
+        (5, TypeError, "5 is not a data set"),
+        ("train.csv", TypeError, "is not a data set"),
         (Squares, TypeError, "Squares, a class"),
         (object(), TypeError, "neither __getitem__ nor get_batch"),
         (NoLength(), TypeError, "NoLength has no length: define __len__"),
@@ -266,7 +266,7 @@ class NoItems(Dataset):
         (Subset(Squares(), []), ValueError, "empty"),
     ],
 )
-def test_what_is_no_data_set_is_refused_with_the_remedy(dataset, error, match):
+def test_objects_that_are_not_data_sets_are_refused_with_the_remedy(dataset, error, match):
     with pytest.raises(error, match=match):
         adapt_dataset(dataset)
 
@@ -278,7 +278,7 @@ def test_a_collate_fn_without_effect_or_not_callable_is_refused():
         adapt_dataset(Squares(), collate_fn=3)
 
 
-def test_tensors_on_another_device_are_indexed_there():
+def test_tensors_on_another_device_are_indexed_on_it():
     x = torch.empty(N, 3, device="meta")
     adapter = adapt_dataset((x, torch.arange(N)))
     assert not adapter.on_cpu
@@ -298,7 +298,7 @@ def test_the_lock_lets_one_thread_at_a_time_read(base, lock):
     met = []
 
     def meet():
-        # With the lock nobody else can come; without it the other thread will.
+        # With the lock no other thread arrives; without it, one does.
         try:
             meeting.wait(0.3 if lock else 20)
             met.append(True)
@@ -337,7 +337,7 @@ def test_the_lock_lets_one_thread_at_a_time_read(base, lock):
 # -- order -------------------------------------------------------------------
 
 
-def test_the_batches_of_an_epoch_are_its_permutation():
+def test_the_batches_of_an_epoch_make_up_its_permutation():
     index = EpochIndex(N, 4, seed=3)
     for epoch in range(2):
         batches = [index.indices(epoch, batch) for batch in range(3)]
@@ -353,12 +353,12 @@ def test_indices_are_views_of_one_permutation():
 
 
 @pytest.mark.parametrize("batch", [-1, 3])
-def test_a_batch_that_does_not_exist_is_an_error(batch):
+def test_a_batch_out_of_range_raises_an_index_error(batch):
     with pytest.raises(IndexError, match=f"no batch {batch} in an epoch of 11 samples"):
         EpochIndex(N, 4, seed=3).indices(0, batch)
 
 
-def test_permutations_of_old_epochs_are_dropped_and_computed_again():
+def test_permutations_of_old_epochs_are_dropped_and_recomputed():
     index = EpochIndex(N, 4, seed=3)
     first = index.indices(0, 0)
     for epoch in range(1, 6):
@@ -369,7 +369,7 @@ def test_permutations_of_old_epochs_are_dropped_and_computed_again():
     assert torch.equal(again, first)
 
 
-def test_an_epoch_is_computed_once_while_others_go_on(monkeypatch):
+def test_an_epochs_permutation_is_computed_once_without_blocking_other_epochs(monkeypatch):
     computing, release = threading.Event(), threading.Event()
     calls = []
 
@@ -387,7 +387,7 @@ def test_an_epoch_is_computed_once_while_others_go_on(monkeypatch):
     for thread in threads:
         thread.start()
     assert computing.wait(20)
-    index.indices(1, 0)  # is not held up by epoch 0
+    index.indices(1, 0)  # not blocked by epoch 0
     release.set()
     for thread in threads:
         thread.join(20)

@@ -1,4 +1,4 @@
-"""Which loader a run takes, and what the settings of the data path do to it."""
+"""The choice of loader, and the effect of the data path's settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.running import WAIT_S, Gate, Trace, builder
 
 
 class Counted(Dataset):
-    """Counts its reads, and notes the threads that read."""
+    """Counts its reads, and records the reading threads."""
 
     def __init__(self, n=40):
         self.n = n
@@ -46,7 +46,7 @@ class Worker:
 
 @contextmanager
 def loader_for(dataset, contexts=None, **settings):
-    """The loader that rank 0 gets."""
+    """The loader of rank 0."""
     options = DataOptions(batch_size=2, **settings)
     adapter = adapt_dataset(dataset)
     index = EpochIndex(adapter.num_samples, 2, 0)
@@ -55,7 +55,7 @@ def loader_for(dataset, contexts=None, **settings):
     path.close()
 
 
-def test_memory_is_kept_back_for_a_graph_only_where_a_worker_has_a_gpu_of_its_own():
+def test_memory_for_graphs_is_reserved_only_if_each_worker_has_its_own_gpu():
     shared, own = torch.device("cuda", 0), torch.device("cuda", 1)
     contexts = [CudaDevice(device) for device in (shared, shared, own)]
     adapter = adapt_dataset(Counted())
@@ -69,7 +69,7 @@ def test_tensors_in_memory_are_gathered_in_the_workers_thread():
             assert type(loader) is InlineLoader
 
 
-def test_anything_else_is_loaded_ahead_by_measure_or_by_request():
+def test_other_data_sets_are_loaded_ahead_to_a_measured_or_given_depth():
     with loader_for(Counted()) as loader:
         assert type(loader) is ThreadLoader
         assert type(loader._stage) is HostStage
@@ -78,7 +78,7 @@ def test_anything_else_is_loaded_ahead_by_measure_or_by_request():
         assert loader._stage.depth == 3
 
 
-def test_memory_maps_are_streamed_unless_asked_for(tmp_path):
+def test_memory_maps_are_streamed_unless_resident_is_set(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(8))
     with loader_for((np.load(tmp_path / "x.npy", mmap_mode="r"),)) as loader:
         assert type(loader) is ThreadLoader
@@ -94,7 +94,7 @@ def test_memory_maps_are_streamed_unless_asked_for(tmp_path):
         (("cuda",), "code", 1),
     ],
 )
-def test_gathers_take_the_cores_that_no_worker_needs(monkeypatch, devices, dataset, threads):
+def test_gathering_uses_the_cores_without_workers(monkeypatch, devices, dataset, threads):
     monkeypatch.setattr(IntraOpThreads, "budget", lambda: 16)
     adapter = adapt_dataset((torch.arange(6),) if dataset == "tensors" else Counted())
     path = DataPath(DataOptions(batch_size=2), adapter, EpochIndex(6, 2, 0), [Device(1)])
@@ -102,7 +102,7 @@ def test_gathers_take_the_cores_that_no_worker_needs(monkeypatch, devices, datas
     assert path._gather_threads() == threads
 
 
-def test_the_first_steps_are_whole_windows():
+def test_measured_steps_are_whole_accumulation_windows():
     with loader_for(Counted(), accumulate=4) as loader:
         assert loader._stage._sizing._num_left == 12
 
@@ -116,7 +116,7 @@ def test_prefetch_of_zero_reads_in_the_workers_thread():
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_so_many_batches_are_read_ahead_as_asked_for(depth):
+def test_exactly_prefetch_batches_are_read_ahead(depth):
     dataset, gate = Counted(), Gate()
     handle = builder(dataset=dataset, train=gate, ranks=1).prefetch(depth).run()
     gate.await_entry()
@@ -131,7 +131,7 @@ def test_so_many_batches_are_read_ahead_as_asked_for(depth):
     assert set(dataset.readers) == {"prefetch-0"}
 
 
-def test_the_depth_by_measure_grows_during_a_run(monkeypatch):
+def test_the_measured_depth_grows_during_a_run(monkeypatch):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
     made = []
 
@@ -146,7 +146,7 @@ def test_the_depth_by_measure_grows_during_a_run(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_the_depth_changes_no_sample(depth):
+def test_samples_do_not_depend_on_the_depth(depth):
     trace = Trace()
     builder(dataset=Counted(23), train=trace, ranks=2, epochs=2).prefetch(depth).run().join(WAIT_S)
     for epoch in range(2):

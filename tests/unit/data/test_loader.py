@@ -1,4 +1,4 @@
-"""Loaders in the worker's thread and in one of their own, with a data set that stalls."""
+"""InlineLoader and ThreadLoader, with a data set that stalls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOCAL = pytest.mark.parametrize("kind", [InlineLoader, ThreadLoader])
 
 
 class Gate(Dataset):
-    """Stalls in a read until it is let through; counts its reads."""
+    """Blocks each read until it is released; counts its reads."""
 
     def __init__(self):
         self.entered = threading.Semaphore(0)
@@ -51,7 +51,7 @@ class Gate(Dataset):
         return (indices,)
 
 
-def test_a_plan_queue_gives_positions_in_order():
+def test_a_plan_queue_returns_positions_in_order():
     queue = PlanQueue()
     for plan in PLANS:
         queue.put(plan)
@@ -65,7 +65,7 @@ def test_a_plan_queue_gives_positions_in_order():
 
 
 @LOCAL
-def test_a_plan_with_pieces_is_loaded_by_them(kind):
+def test_a_plan_with_pieces_is_loaded_in_those_pieces(kind):
     order = INDEX.order(1).tolist()
     pieces = ((0, 3), (3, 4), (7, 9))
     with Consumer(kind, (torch.arange(N),)) as consumer:
@@ -88,7 +88,7 @@ def test_plans_are_loaded_exactly_and_in_order(kind, dataset):
         assert_is_plan(consumer.take(ALL), ALL)
 
 
-def test_draws_depend_on_the_batch_alone():
+def test_random_draws_depend_only_on_the_batch():
     with Consumer(InlineLoader, Noisy()) as consumer:
         wanted = draws(consumer.take(ALL))
         backwards = EpochPlan(epoch=0, batches=(range(5, -1, -1),))
@@ -126,7 +126,7 @@ def test_the_data_set_sees_its_worker(kind):
 
 
 @LOCAL
-def test_an_exception_comes_at_its_turn_with_its_traceback(kind):
+def test_an_exception_is_raised_in_order_with_its_traceback(kind):
     with Consumer(kind, Troubled()) as consumer:
         plan = EpochPlan(epoch=1, batches=(range(3),))
         consumer.loader.submit(plan)
@@ -141,7 +141,7 @@ def test_an_exception_comes_at_its_turn_with_its_traceback(kind):
         assert_is_plan(consumer.take(ALL), ALL)
 
 
-def test_an_exit_in_the_data_set_is_an_error_of_its_batch():
+def test_a_system_exit_in_the_data_set_is_raised_for_its_batch():
     class Exits(Noisy):
         def __getitem__(self, index):
             raise SystemExit(3)
@@ -193,7 +193,7 @@ def test_nothing_blocks_while_the_data_set_stalls():
         gate.let.release()
 
 
-def test_a_batch_in_the_making_is_discarded_by_cancel():
+def test_cancel_discards_a_batch_being_loaded():
     gate = Gate()
     with Consumer(ThreadLoader, gate) as consumer:
         consumer.loader.submit(ALL)
@@ -206,7 +206,7 @@ def test_a_batch_in_the_making_is_discarded_by_cancel():
         assert consumer.loader.try_next() is None
 
 
-def test_a_batch_that_is_ready_is_forgotten_by_cancel():
+def test_cancel_discards_a_ready_batch():
     with Consumer(ThreadLoader, Noisy()) as consumer:
         consumer.loader.submit(ALL)
         assert consumer.ready.acquire(timeout=30)
@@ -214,11 +214,11 @@ def test_a_batch_that_is_ready_is_forgotten_by_cancel():
         assert consumer.loader.try_next() is None
 
 
-def test_a_plan_submitted_after_a_cancel_loses_no_batch_to_the_old_one():
+def test_a_plan_after_a_cancel_is_loaded_in_full():
     awake, go_on = threading.Event(), threading.Event()
 
     class Raced(ThreadLoader):
-        """Stops between the thread's wake-up and its first step."""
+        """Blocks between the thread's wake-up and its first step."""
 
         def _load_next(self, generation):
             awake.set()
@@ -235,7 +235,7 @@ def test_a_plan_submitted_after_a_cancel_loses_no_batch_to_the_old_one():
         assert_is_plan(taken, PLANS[1])
 
 
-def test_an_epoch_abandoned_half_way_leaves_nothing_behind():
+def test_a_cancelled_epoch_leaves_no_batch_behind():
     with Consumer(ThreadLoader, Noisy(), depth=2) as consumer:
         for plan in PLANS[:2]:
             consumer.loader.submit(ALL)
@@ -246,7 +246,7 @@ def test_an_epoch_abandoned_half_way_leaves_nothing_behind():
             assert_is_plan(consumer.take(plan), plan)
 
 
-def test_a_data_set_that_comes_back_after_close_touches_nothing():
+def test_a_read_that_returns_after_close_has_no_effect():
     gate = Gate()
     consumer = Consumer(ThreadLoader, gate)
     consumer.loader.submit(ALL)
@@ -272,7 +272,7 @@ def test_close_is_idempotent_and_final(kind):
     assert consumer.loader.try_next() is None
 
 
-def test_a_taken_batch_is_not_kept_alive():
+def test_the_loader_does_not_keep_a_taken_batch_alive():
     alive = []
 
     class Counted(Noisy):

@@ -1,4 +1,4 @@
-"""Batches from other processes: the same as in a thread, and the end of the processes."""
+"""ProcessLoader: batches equal those of a thread, and processes are stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def children():
     return {child.pid for child in multiprocessing.active_children()}
 
 
-def test_processes_give_the_batches_and_draws_of_a_thread():
+def test_processes_load_the_batches_and_draws_of_a_thread():
     with Consumer(InlineLoader, Noisy()) as inline:
         wanted = draws(inline.take(ALL))
     before = children()
@@ -64,8 +64,8 @@ def test_processes_give_the_batches_and_draws_of_a_thread():
 
 
 @pytest.mark.slow
-def test_a_dead_process_is_an_error_and_leaves_nothing():
-    # The fork server stays, so that it shall be there before files are counted.
+def test_a_dead_process_raises_an_error_and_leaks_nothing():
+    # The fork server keeps running, so it is started before files are counted.
     first = multiprocessing.get_context("forkserver").Process(target=time.time)
     first.start()
     first.join(30)
@@ -84,7 +84,7 @@ def test_a_dead_process_is_an_error_and_leaves_nothing():
 
 
 class Stuck(Noisy):
-    """Says through a pipe that it is being read, and never returns."""
+    """Reports through a pipe that it is being read, and never returns."""
 
     def __init__(self, pipe):
         self.pipe = pipe
@@ -95,7 +95,7 @@ class Stuck(Noisy):
 
 
 @pytest.mark.slow
-def test_close_kills_a_process_that_is_stuck(tmp_path):
+def test_close_kills_a_stuck_process(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     before = children()
@@ -115,14 +115,14 @@ def test_close_kills_a_process_that_is_stuck(tmp_path):
     assert consumer.loader.close()
 
 
-def test_a_plan_before_start_is_an_error():
+def test_a_plan_before_start_raises_an_error():
     consumer = Consumer(ProcessLoader, Noisy(), num_processes=1)
     with pytest.raises(RuntimeError, match="start"):
         consumer.loader.submit(ALL)
     assert consumer.loader.close()
 
 
-def test_what_cannot_be_sent_to_a_process_is_refused_at_start():
+def test_objects_that_cannot_be_pickled_are_refused_at_start():
     before = children()
     adapter = adapt_dataset(Noisy(), collate_fn=lambda samples: samples)
     consumer = Consumer(ProcessLoader, Noisy(), num_processes=1)
@@ -132,20 +132,20 @@ def test_what_cannot_be_sent_to_a_process_is_refused_at_start():
     assert children() == before
 
 
-def test_a_locked_data_set_and_big_tensors_can_be_sent_without_being_copied():
+def test_picklability_is_checked_without_copying_large_tensors():
     big = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
     check_picklable([adapt_dataset(Noisy(), lock=True), big])
     with pytest.raises(TypeError, match="cannot be pickled"):
         check_picklable(threading.Lock())
 
 
-@pytest.mark.parametrize(("asked", "told"), [(["__main__"], True), (["numpy"], False)])
-def test_the_fork_server_imports_torch_once_where_nothing_else_was_asked_for(
-    asked, told, monkeypatch
+@pytest.mark.parametrize(("configured", "preloaded"), [(["__main__"], True), (["numpy"], False)])
+def test_the_fork_server_preloads_torch_unless_configured_otherwise(
+    configured, preloaded, monkeypatch
 ):
     server = multiprocessing.forkserver._forkserver
-    monkeypatch.setattr(server, "_preload_modules", asked)
+    monkeypatch.setattr(server, "_preload_modules", configured)
     process_loader._preload()
-    assert ("torch" in server._preload_modules) is told
-    assert (process_loader.__name__ in server._preload_modules) is told
+    assert ("torch" in server._preload_modules) is preloaded
+    assert (process_loader.__name__ in server._preload_modules) is preloaded
     assert asked[0] in server._preload_modules

@@ -1,4 +1,4 @@
-"""Prefetch through slots, on a device with delayed streams."""
+"""Prefetching through slots, on a device with delayed streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Numbers, Rig
 
 @pytest.fixture(params=["slots", "tensors"])
 def streamed(request):
-    """A data set that is read and collated, and one that is gathered into the slots."""
+    """A data set that is read and collated, and one that is gathered into slots."""
     return Numbers() if request.param == "slots" else TENSORS
 
 
@@ -39,8 +39,8 @@ def test_streamed_batches_are_exact_under_all_delays(streamed, depth):
         assert rig.context.num_used == 24
 
 
-def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeypatch):
-    """Batches that no slot can hold may follow those that the first steps had."""
+def test_a_layout_cleared_by_the_loader_during_sizing_is_read_once(monkeypatch):
+    """Batches that no slot can hold may follow those of the first steps."""
 
     class TakenBack(SlotStage):
         layout, num_reads = None, 0
@@ -64,7 +64,7 @@ def test_a_layout_that_the_loader_takes_back_meanwhile_is_used_as_it_was(monkeyp
     assert rig.context.num_used == 24
 
 
-def test_batches_are_gathered_by_as_many_threads_as_are_given(monkeypatch):
+def test_batches_are_gathered_by_num_threads_threads(monkeypatch):
     before, seen = torch.get_num_threads(), set()
     gather = ColumnAdapter.load_into
 
@@ -77,14 +77,14 @@ def test_batches_are_gathered_by_as_many_threads_as_are_given(monkeypatch):
         with Rig(TENSORS, resident=False, threads=before + 1) as rig:
             rig.use(EPOCHS[0])
     finally:
-        torch.set_num_threads(before)  # what threads to come would have
+        torch.set_num_threads(before)  # later threads would inherit it
     assert seen == {before + 1}
 
 
-def test_a_piece_larger_than_a_slot_is_brought_without_one(streamed):
-    """Shares by measured speed may give a rank more samples than its batch size."""
+def test_a_piece_larger_than_a_slot_is_copied_without_one(streamed):
+    """With measured shares a rank may get more samples than its batch size."""
     with Rig(streamed, resident=False) as rig:
-        rig.use(EPOCHS[0])  # slots of SIZE rows are there
+        rig.use(EPOCHS[0])  # allocates slots of SIZE rows
         sizes = [SIZE + 2, SIZE - 1, 1, SIZE + 3]
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         plan = EpochPlan(epoch=1, batches=(range(4),), pieces=tuple(pairwise(ends)))
@@ -97,7 +97,7 @@ def test_a_piece_larger_than_a_slot_is_brought_without_one(streamed):
             rig.context.use(list(loaded.data), wanted)
 
 
-def test_the_twin_without_streams_gives_the_same_batches():
+def test_a_device_without_streams_loads_the_same_batches():
     class Roomy(Device):
         def memory(self):
             return DelayedCopies().memory()
@@ -108,7 +108,7 @@ def test_the_twin_without_streams_gives_the_same_batches():
         assert rig.stage.depth == 6
 
 
-def test_nothing_is_loaded_ahead_before_the_peak_is_known(streamed):
+def test_no_batch_is_loaded_ahead_before_the_peak_is_measured(streamed):
     with Rig(streamed, resident=False) as rig:
         rig.loader.submit(ALL)
         assert rig.context.num_resets == 1
@@ -126,12 +126,12 @@ def test_nothing_is_loaded_ahead_before_the_peak_is_known(streamed):
             assert rig.ready.acquire(timeout=30)
 
 
-def test_batches_reach_the_device_through_slots_alone(streamed):
+def test_batches_are_copied_through_slots_only(streamed):
     with Rig(streamed, resident=False) as rig:
         for plan in EPOCHS:
             rig.use(plan)
-    # Two tensors of each batch of the first steps, and of the one that was asked for
-    # before the slots were there.
+    # Two tensors of each batch of the first steps, and of the one requested before the slots
+    # were allocated.
     assert rig.context.num_brought <= 2 * (CALIBRATION + 1)
 
 
@@ -145,7 +145,7 @@ def test_the_budget_bounds_the_slots():
         assert rig.stage._pool.num_device_slots == 3
 
 
-def test_without_room_batches_are_loaded_when_they_are_asked_for():
+def test_without_free_memory_batches_are_loaded_on_request():
     context = DelayedCopies()
     context.total_bytes = 2 * (2 * GIB + slot_bytes())
     with Rig(Numbers(), context=context) as rig:
@@ -154,7 +154,7 @@ def test_without_room_batches_are_loaded_when_they_are_asked_for():
         assert context.allocated_bytes == 0
 
 
-def test_more_than_the_budget_allows_is_told(caplog):
+def test_a_depth_beyond_the_budget_is_logged(caplog):
     context = DelayedCopies()
     context.total_bytes = 2 * (2 * GIB + 3 * slot_bytes())
     with Rig(Numbers(), context=context, depth=5) as rig:
@@ -166,7 +166,7 @@ def test_more_than_the_budget_allows_is_told(caplog):
     assert "raise vram_fraction" in record.getMessage()
 
 
-def test_the_depth_is_at_most_the_plans_batches_and_changes_where_a_plan_ends():
+def test_the_depth_is_limited_by_the_plan_and_changes_when_a_plan_ends():
     with Rig(Numbers()) as rig:
         for num_batches, depth in ((6, 6), (2, 2), (4, 4)):
             rig.use(EpochPlan(epoch=0, batches=(range(num_batches),)))
@@ -174,7 +174,7 @@ def test_the_depth_is_at_most_the_plans_batches_and_changes_where_a_plan_ends():
         assert rig.stage._pool.num_device_slots == 7
 
 
-def test_a_worse_peak_leaves_slots_unused_and_frees_none():
+def test_a_higher_peak_leaves_slots_unused_and_frees_none():
     with Rig(Numbers()) as rig:
         rig.use(EPOCHS[0])
         before = rig.context.allocated_bytes
@@ -191,7 +191,7 @@ def test_a_worse_peak_leaves_slots_unused_and_frees_none():
 
 
 @pytest.mark.parametrize(("fitting", "depth"), [(4, 3), (1, 0)])
-def test_memory_that_is_not_there_in_the_end_costs_depth_and_no_retry(fitting, depth):
+def test_a_failed_allocation_reduces_the_depth_and_is_not_retried(fitting, depth):
     context = DelayedCopies(limit_bytes=fitting * slot_bytes())
     with Rig(Numbers(), context=context) as rig:
         rig.use(EPOCHS[0])
@@ -207,7 +207,7 @@ def test_memory_that_is_not_there_in_the_end_costs_depth_and_no_retry(fitting, d
 Pair = namedtuple("Pair", "x y")
 
 
-def test_nested_batches_keep_their_form():
+def test_nested_batches_keep_their_structure():
     class Nested(Numbers):
         def get_batch(self, indices):
             x, y = super().get_batch(indices)
@@ -229,7 +229,7 @@ def test_nested_batches_keep_their_form():
         assert rig.stage._pool is not None
 
 
-def test_changing_shapes_are_copied_without_slots_and_told_once(caplog):
+def test_changing_shapes_are_copied_without_slots_and_logged_once(caplog):
     class Ragged(Numbers):
         def get_batch(self, indices):
             x, _ = super().get_batch(indices)
@@ -248,7 +248,7 @@ def test_changing_shapes_are_copied_without_slots_and_told_once(caplog):
     assert "pad them" in record.getMessage()
 
 
-def test_batches_that_no_slot_can_hold_are_loaded_ahead_all_the_same():
+def test_batches_that_no_slot_can_hold_are_still_loaded_ahead():
     class Packs(Numbers):
         def get_batch(self, indices):
             x, _ = super().get_batch(indices)
@@ -263,10 +263,10 @@ def test_batches_that_no_slot_can_hold_are_loaded_ahead_all_the_same():
         assert rig.stage._pool is None
 
 
-# -- faults and ends -----------------------------------------------------------------
+# -- failures and shutdown -----------------------------------------------------------
 
 
-def test_an_error_in_the_middle_comes_in_the_place_of_its_batch():
+def test_an_error_is_raised_in_place_of_its_batch():
     class Fails(Numbers):
         def get_batch(self, indices):
             if self.num_reads == 9:
@@ -286,7 +286,7 @@ def test_an_error_in_the_middle_comes_in_the_place_of_its_batch():
         rig.use(EPOCHS[2])
 
 
-def test_a_plan_abandoned_half_way_leaves_every_slot_free(streamed):
+def test_a_cancelled_plan_leaves_every_slot_free(streamed):
     for seed in range(5):
         with Rig(streamed, context=DelayedCopies(seed), resident=False) as rig:
             for plan in EPOCHS:
@@ -302,7 +302,7 @@ def test_a_plan_abandoned_half_way_leaves_every_slot_free(streamed):
             assert len(pool._free) == pool.num_device_slots
 
 
-def test_a_data_set_slower_than_the_model_keeps_the_worker_waiting_not_blocked():
+def test_try_next_does_not_block_with_a_slow_data_set():
     let = threading.Semaphore(0)
 
     class Slow(Numbers):
@@ -318,7 +318,7 @@ def test_a_data_set_slower_than_the_model_keeps_the_worker_waiting_not_blocked()
             rig.use_next()
 
 
-def test_a_data_set_faster_than_the_model_stops_at_the_depth():
+def test_a_fast_data_set_is_read_to_the_depth_only():
     dataset = Numbers()
     with Rig(dataset, depth=2) as rig:
         rig.use(EPOCHS[0])
@@ -332,7 +332,7 @@ def test_a_data_set_faster_than_the_model_stops_at_the_depth():
         assert rig.stage._pool.num_device_slots == 3
 
 
-def test_close_ends_the_thread_and_lets_go_of_the_slots():
+def test_close_stops_the_thread_and_frees_the_slots():
     rig = Rig(Numbers())
     rig.use(ALL)
     rig.loader.submit(ALL)
@@ -345,7 +345,7 @@ def test_close_ends_the_thread_and_lets_go_of_the_slots():
     assert rig.loader.close(20)
 
 
-def test_close_does_not_let_go_while_a_copy_is_under_way():
+def test_close_frees_no_slot_while_a_copy_is_in_progress():
     rig = Rig(Numbers())
     rig.use(EPOCHS[0])
     slot = rig.stage._pool._all[0]
@@ -359,7 +359,7 @@ def test_close_does_not_let_go_while_a_copy_is_under_way():
     assert rig.loader.close(20)
 
 
-def test_a_data_set_that_comes_back_after_close_touches_no_device():
+def test_a_read_that_returns_after_close_uses_no_device():
     entered, let = threading.Event(), threading.Event()
 
     class Stuck(Numbers):
@@ -382,7 +382,7 @@ def test_a_data_set_that_comes_back_after_close_touches_no_device():
     assert sum(slot.ready.num_recorded for slot in pool._all) == num_copies
 
 
-def test_batches_of_loader_processes_go_through_slots():
+def test_batches_of_loader_processes_are_copied_through_slots():
     context, ready = DelayedCopies(4), threading.Semaphore(0)
     stage = SlotStage(
         context,
@@ -430,18 +430,20 @@ class Pinning(DelayedCopies):
 
 
 @pytest.mark.parametrize(("available", "num_hosts"), [(4 * 240, 2), (4 * 288, 3)])
-def test_host_slots_count_as_pytorch_rounds_them(monkeypatch, available, num_hosts):
-    """A batch of 32 and 48 bytes takes 32 and 64: 96 of the quarter that batches may take."""
+def test_host_slots_are_counted_at_the_size_that_pytorch_allocates(
+    monkeypatch, available, num_hosts
+):
+    """A batch of 32 and 48 bytes takes 32 and 64: 96 bytes of a quarter of the memory."""
     monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: available)
     with Rig(Numbers(), context=Pinning()) as rig:
         rig.use(EPOCHS[0])
         assert rig.context.num_pinned == 2 * num_hosts
 
 
-def test_snapshots_to_come_are_kept_back_from_the_hosts_memory_once(monkeypatch):
+def test_memory_for_snapshots_is_reserved_on_the_host_once(monkeypatch):
     monkeypatch.setattr(prefetch_module, "available_host_bytes", lambda: 4 * 288 + 1000)
     with Rig(Numbers(), context=Pinning(), snapshot_bytes=lambda: 1000 + 4 * 96) as rig:
         rig.use(EPOCHS[0])
         assert rig.context.num_pinned == 2 * 2
-        rig.use(EPOCHS[1])  # by now what is available tells of them
+        rig.use(EPOCHS[1])  # the available memory now includes them
         assert rig.context.num_pinned == 2 * 4

@@ -1,4 +1,4 @@
-"""Data sets that are brought to the device once the first steps have shown that they fit."""
+"""Data sets that become resident after the first steps if they fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Rig
 
 
 def resident_total(data_bytes):
-    """A device on which exactly so much is left after the first steps."""
+    """Total memory of a device with exactly this much free after the first steps."""
     return 2 * (2 * GIB + data_bytes)
 
 
-def test_a_data_set_that_fits_is_brought_to_the_device_after_the_first_steps():
+def test_a_data_set_that_fits_becomes_resident_after_the_first_steps():
     data_bytes = ResidentData(adapt_dataset(TENSORS)).num_bytes
-    assert data_bytes == 512  # 23 samples of 20 bytes, padded: not the bytes of one
+    assert data_bytes == 512  # 23 samples of 20 bytes, padded
     for spare, fits in ((0, True), (-1, False)):
         context = DelayedCopies()
         context.total_bytes = resident_total(data_bytes + spare)
@@ -38,7 +38,7 @@ def test_a_data_set_that_fits_is_brought_to_the_device_after_the_first_steps():
         assert context.num_used == 24
 
 
-def test_resident_batches_need_no_thread_and_come_in_order():
+def test_resident_batches_are_in_order_and_need_no_thread():
     with Rig(TENSORS) as rig:
         rig.use(EPOCHS[0])
         assert rig.stage.resident is not None
@@ -58,7 +58,7 @@ def test_resident_batches_need_no_thread_and_come_in_order():
         assert rig.loader.try_next() is None
 
 
-def test_a_data_set_is_streamed_if_asked_for():
+def test_a_data_set_is_streamed_with_resident_false():
     with Rig(TENSORS, resident=False) as rig:
         rig.use(ALL)
         assert rig.stage.resident is None
@@ -80,7 +80,7 @@ def test_workers_on_a_device_share_resident_data():
     assert context.allocated_bytes == used == 2 * 512
 
 
-def test_a_subset_brings_its_own_rows_alone():
+def test_a_subset_copies_its_own_rows_only():
     rows = [3, 1, 4, 15, 9, 2, 6, 5]
     data = ResidentData(adapt_dataset(Subset(TensorDataset(*TENSORS), rows)))
     (numbers, _) = data.load(Device())

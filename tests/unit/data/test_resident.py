@@ -1,4 +1,4 @@
-"""Data sets kept on a device at the user's request."""
+"""Data sets kept on a device with ``resident(True)``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loader_of(dataset, context=None):
     return ResidentLoader(spec, data=ResidentData(adapter), context=context)
 
 
-def test_only_rows_can_reside():
+def test_only_tabular_data_can_be_resident():
     assert can_be_resident(adapt_dataset(COLUMNS))
     assert can_be_resident(adapt_dataset(Subset(TensorDataset(*COLUMNS), [1])))
     assert not can_be_resident(adapt_dataset(Noisy()))
@@ -55,13 +55,13 @@ def test_resident_plans_are_gathered_exactly_and_in_order(kind, tmp_path):
     assert loader.close()
 
 
-def test_a_sample_counts_with_all_its_columns_and_its_dtype(tmp_path):
+def test_the_size_includes_all_columns_with_their_dtypes(tmp_path):
     adapter = adapt_dataset((mapped(tmp_path, np.zeros((N, 5), np.float16)), *COLUMNS))
     assert adapter.sample_bytes == 5 * 2 + 8 + 2 * 4
     assert ResidentData(adapter).num_bytes == 1024  # 26 bytes times 23, padded
 
 
-def test_data_is_read_in_pieces(monkeypatch):
+def test_data_is_copied_in_chunks(monkeypatch):
     monkeypatch.setattr(resident, "_CHUNK_BYTES", 5 * 16)
     lengths = []
 
@@ -73,18 +73,18 @@ def test_data_is_read_in_pieces(monkeypatch):
     context = Counts()
     columns = ResidentData(adapt_dataset(COLUMNS)).load(context)
     assert lengths == [5, 5] * 4 + [3, 3]
-    # Other workers may read at once, whatever their streams.
+    # Other workers may read immediately, in any stream.
     assert torch.equal(columns[1], COLUMNS[1])
 
 
-def test_the_permutations_of_old_epochs_are_let_go():
+def test_permutations_of_old_epochs_are_freed():
     reader = ResidentReader(ResidentData(adapt_dataset(COLUMNS)), INDEX, Device())
     for epoch in range(6):
         assert reader.read(Position(epoch, 0)).data[0].tolist() == INDEX.indices(epoch, 0).tolist()
     assert list(reader._orders) == [3, 4, 5]
 
 
-def test_data_that_finds_no_room_on_the_device_is_refused_with_both_figures():
+def test_data_larger_than_the_devices_free_memory_is_refused_with_both_sizes():
     class Full(DelayedCopies):
         def memory(self):
             return MemoryReading(
@@ -109,7 +109,7 @@ def test_a_closed_loader_holds_no_data():
 # -- whole runs ------------------------------------------------------------------------
 
 
-def test_a_run_keeps_memory_maps_in_memory_if_asked_to(tmp_path, monkeypatch):
+def test_a_run_loads_memory_maps_into_memory_with_resident_true(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
         data_path, "ResidentLoader", lambda *a, **k: made.append(1) or ResidentLoader(*a, **k)
@@ -132,6 +132,6 @@ def test_run_refuses_resident_data_that_does_not_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_tensors_in_memory_stay_as_they_are_on_cpu_devices(flag, monkeypatch):
+def test_tensors_in_memory_are_not_copied_for_cpu_devices(flag, monkeypatch):
     monkeypatch.setattr(data_path, "available_host_bytes", lambda: 0)
     assert builder(dataset=8).resident(flag).run().join(WAIT_S).metrics[0].num_samples == 8

@@ -1,4 +1,4 @@
-"""What a DataLoader or a sampler of the user's brings is taken over."""
+"""Settings taken from the user's DataLoader or sampler."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ N = 23
 by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 
 
-class Seen:
-    """A train function that notes the samples of each batch, in the order of a single worker."""
+class SampleLog:
+    """A ``train_fn`` that records the samples of each batch."""
 
     def __init__(self):
         self.batches = []
@@ -56,15 +56,15 @@ class Seen:
 
 
 def trained(sampler, *, epochs=1, ranks=1, way=(SYNC, THREAD), seed=None, dataset=N):
-    """What a run with this sampler has trained."""
-    seen = Seen()
+    """The samples that a run with this sampler trains."""
+    seen = SampleLog()
     b = builder(train=seen, dataset=dataset, epochs=epochs, ranks=ranks, way=way).sampler(sampler)
     state = (b if seed is None else b.seed(seed)).run().join(WAIT_S)
     return seen, state
 
 
-class Drawing(Sampler):
-    """Draws from one of the process's generators, as samplers of users do."""
+class GlobalSampler(Sampler):
+    """Draws from one of the process's global generators."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -91,7 +91,7 @@ def samplers():
         "weighted": lambda: WeightedRandomSampler(weights, 57),
         "subset": lambda: SubsetRandomSampler(range(3, N, 2)),
         "list": lambda: [4, 4, 4, 0, 22],
-        **{name: lambda draw=draw: Drawing(draw) for name, draw in DRAWS.items()},
+        **{name: lambda draw=draw: GlobalSampler(draw) for name, draw in DRAWS.items()},
     }
 
 
@@ -105,7 +105,7 @@ def test_each_position_of_the_samplers_order_is_trained_once_in_each_epoch(name)
         assert [m.num_samples for m in state.metrics] == [index.num_samples] * 2
 
 
-def test_samples_come_in_the_order_of_the_sampler():
+def test_samples_are_trained_in_the_samplers_order():
     seen, _ = trained(SequentialSampler(range(N)))
     assert seen.samples == list(range(N))
 
@@ -113,7 +113,7 @@ def test_samples_come_in_the_order_of_the_sampler():
 @pytest.mark.parametrize(
     "name", [name for name in samplers() if name not in ("sequential", "list")]
 )
-def test_a_sampler_draws_anew_in_each_epoch_and_the_same_for_the_same_seed(name):
+def test_a_samplers_order_differs_by_epoch_and_is_reproducible_by_seed(name):
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     orders = [EpochIndex(N, 2, seed, samplers()[name]()) for seed in (1, 1, 2)]
     first, again, other = ([index.order(e).tolist() for e in range(3)] for index in orders)
@@ -123,14 +123,14 @@ def test_a_sampler_draws_anew_in_each_epoch_and_the_same_for_the_same_seed(name)
     assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
 
 
-def test_a_generator_of_the_users_own_is_kept():
+def test_the_users_own_generator_is_kept():
     sampler = RandomSampler(range(N), generator=torch.Generator().manual_seed(5))
     wanted = list(RandomSampler(range(N), generator=torch.Generator().manual_seed(5)))
     seen, _ = trained(sampler)
     assert seen.samples == wanted
 
 
-def test_the_epoch_is_told_to_a_sampler_that_asks_for_it():
+def test_set_epoch_is_called_on_samplers_that_have_it():
     sampler = DistributedSampler(range(N), num_replicas=1, rank=0, seed=3)
     seen, _ = trained(sampler, epochs=2)
     wanted = []
@@ -150,13 +150,13 @@ def test_the_epoch_is_told_to_a_sampler_that_asks_for_it():
         ([], ValueError, "it is empty"),
     ],
 )
-def test_what_is_no_sampler_is_refused_at_once(sampler, error, remedy):
+def test_objects_that_are_not_samplers_are_refused_when_set(sampler, error, remedy):
     with pytest.raises(error, match=remedy):
         builder().sampler(sampler)
 
 
-class Lying(Sampler):
-    """Its length is another than the number of samples that it gives."""
+class WrongLength(Sampler):
+    """Yields a different number of samples than its length."""
 
     def __len__(self):
         return N
@@ -168,25 +168,25 @@ class Lying(Sampler):
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (Lying(), "gave 22 samples in epoch 0, and its length is 23"),
-        ([0, 1, N], "gave index 23 in epoch 0, and the data set has 23"),
-        ([0, -1], "gave index -1"),
+        (WrongLength(), "yielded 22 samples in epoch 0, and its length is 23"),
+        ([0, 1, N], "yielded index 23 in epoch 0, and the data set has 23"),
+        ([0, -1], "yielded index -1"),
     ],
 )
-def test_an_order_that_cannot_be_trained_ends_the_run_with_its_reason(sampler, message):
+def test_an_invalid_order_ends_the_run_with_the_reason(sampler, message):
     with pytest.raises(WorkerFailed) as caught:
         trained(sampler)
     assert message in str(caught.value.__cause__)
 
 
 def own(seed):
-    """A sampler that draws on from where it was, so that no epoch can be had again."""
+    """A sampler whose generator continues, so that no epoch can be drawn again."""
     return RandomSampler(range(N), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-def test_a_resumed_epoch_goes_on_in_the_order_that_was_drawn(tmp_path, way):
-    seen = Seen()
+def test_a_resumed_epoch_continues_in_the_order_already_drawn(tmp_path, way):
+    seen = SampleLog()
     b = builder(train=seen, dataset=N, epochs=2, way=way).sampler(own(1))
     b.checkpoint_dir(tmp_path).max_steps(5).run().join(WAIT_S)
     assert seen.batches
@@ -196,7 +196,7 @@ def test_a_resumed_epoch_goes_on_in_the_order_that_was_drawn(tmp_path, way):
     assert [m.num_samples for m in state.metrics] == [N]
 
 
-def test_an_order_is_resumed_with_a_sampler_alone(tmp_path):
+def test_resuming_requires_a_sampler_if_the_checkpoint_had_one(tmp_path):
     builder(dataset=N).sampler(own(1)).checkpoint_dir(tmp_path / "with").run().join(WAIT_S)
     with pytest.raises(CheckpointError, match="written with a sampler: True, this run has False"):
         builder(dataset=N).resume(tmp_path / "with").run()
@@ -205,14 +205,14 @@ def test_an_order_is_resumed_with_a_sampler_alone(tmp_path):
         builder(dataset=N).sampler(own(1)).resume(tmp_path / "without").run()
 
 
-def test_an_order_that_the_data_set_has_no_samples_for_is_refused(tmp_path):
+def test_a_resumed_order_beyond_the_data_set_is_refused(tmp_path):
     b = builder(dataset=N).sampler(own(1)).max_steps(2)
     b.checkpoint_dir(tmp_path).run().join(WAIT_S)
     with pytest.raises(ValueError, match="the data set has 9 samples"):
         builder(dataset=9).sampler(own(1)).sampler([0] * N).resume(tmp_path).run()
 
 
-# What a DataLoader brings.
+# DataLoaders.
 
 
 def loader_of(**settings):
@@ -220,27 +220,27 @@ def loader_of(**settings):
 
 
 def run_with(loader, *, epochs=1, ranks=1, **more):
-    seen = Seen()
+    seen = SampleLog()
     b = builder(train=seen, epochs=epochs, ranks=ranks, way=(SYNC, THREAD))
-    b._explicit.discard("batch_size")  # as if it had not been called
+    b._explicit.discard("batch_size")  # as if batch_size() had not been called
     b.dataset(loader)
     for name, value in more.items():
         getattr(b, name)(value)
     return seen, b.run().join(WAIT_S)
 
 
-def test_a_loader_brings_its_data_batch_size_and_order():
+def test_data_batch_size_and_order_are_taken_from_the_loader():
     seen, _ = run_with(loader_of())
     assert seen.batches == [[*range(start, min(start + 5, N))] for start in range(0, N, 5)]
 
 
-def test_a_loader_that_shuffles_is_shuffled_by_the_runs_seed():
+def test_a_shuffling_loader_is_shuffled_by_the_runs_seed():
     seen, _ = run_with(loader_of(shuffle=True), epochs=2)
     order = EpochIndex(N, 5, 0).order
     assert seen.samples == order(0).tolist() + order(1).tolist()
 
 
-def test_a_loader_brings_drop_last_collate_fn_and_sampler():
+def test_drop_last_collate_fn_and_sampler_are_taken_from_the_loader():
     sampler = WeightedRandomSampler([1.0] * N, 17)
     loader = loader_of(
         sampler=sampler, drop_last=True, collate_fn=lambda s: (torch.stack([x for (x,) in s]) * 2,)
@@ -250,19 +250,19 @@ def test_a_loader_brings_drop_last_collate_fn_and_sampler():
     assert seen.samples == wanted[:15]
 
 
-def test_what_the_builder_says_counts_before_what_the_loader_brings():
+def test_the_builders_settings_override_the_loaders():
     seen, _ = run_with(loader_of(drop_last=True), batch_size=7, drop_last=False)
     assert [len(batch) for batch in seen.batches] == [7, 7, 7, 2]
 
 
-def test_another_data_set_forgets_what_a_loader_brought():
-    seen = Seen()
+def test_setting_another_data_set_drops_the_loaders_settings():
+    seen = SampleLog()
     b = builder(train=seen, batch_size=4, ranks=1, way=(CADENCE, OVER_CPU))
     b.dataset(loader_of(drop_last=True)).dataset(numbers(6)).run().join(WAIT_S)
     assert sorted(seen.samples) == list(range(6))
 
 
-def test_a_loaders_processes_load_the_same():
+def test_the_loaders_processes_load_the_same_samples():
     seen, _ = run_with(loader_of(num_workers=1, collate_fn=torch.utils.data.default_collate))
     assert seen.samples == list(range(N))
 
@@ -270,7 +270,7 @@ def test_a_loaders_processes_load_the_same():
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: loader_of(batch_size=None), "batch_size=None decides"),
+        (lambda: loader_of(batch_size=None), "batch_size=None chooses"),
         (
             lambda: DataLoader(
                 TensorDataset(*numbers(N)),
@@ -280,16 +280,16 @@ def test_a_loaders_processes_load_the_same():
         ),
     ],
 )
-def test_a_loader_that_cannot_be_shared_out_is_refused(make, remedy):
+def test_a_loader_with_its_own_batches_is_refused(make, remedy):
     with pytest.raises(TypeError, match=remedy):
         builder().dataset(make())
 
 
-# Columns under names.
+# Dicts of columns.
 
 
 @pytest.mark.parametrize("resident", [None, True])
-def test_a_dict_of_tensors_gives_batches_under_its_names(resident):
+def test_a_dict_of_tensors_yields_dict_batches(resident):
     data = {"x": torch.arange(N), "y": np.arange(N) * 10}
     seen = []
 
@@ -306,7 +306,7 @@ def test_a_dict_of_tensors_gives_batches_under_its_names(resident):
     assert sorted(seen) == list(range(N))
 
 
-def test_a_collate_fn_sees_the_samples_of_a_dict_under_their_names():
+def test_a_collate_fn_receives_dict_samples_of_a_dict():
     adapter = adapt_dataset(
         {"x": torch.arange(N)}, collate_fn=lambda s: torch.stack([d["x"] for d in s])
     )
@@ -326,6 +326,6 @@ def test_a_collate_fn_sees_the_samples_of_a_dict_under_their_names():
         ({"x": torch.ones(2), "y": torch.ones(3)}, ValueError, "unequal lengths"),
     ],
 )
-def test_a_dict_that_is_no_data_set_is_refused(data, error, message):
+def test_a_dict_that_is_not_a_data_set_is_refused(data, error, message):
     with pytest.raises(error, match=message):
         builder(dataset=data).run()

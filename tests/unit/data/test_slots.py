@@ -1,4 +1,4 @@
-"""The slot protocol under delayed events: no slot is used too early, whatever the delays."""
+"""Slots under delayed events: no slot is used too early, whatever the delays."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def writer(tensors):
     return write
 
 
-class FreesAtOnce(SlotPool):
-    """Returns a slot when it is taken, not after its last use."""
+class EarlyRelease(SlotPool):
+    """Returns a slot when it is taken instead of after its last use."""
 
     def take(self, slot):
         super().take(slot)
@@ -51,7 +51,7 @@ class FreesAtOnce(SlotPool):
 
 
 def drive(context, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPool):
-    """A loader and a worker that take turns at random; fails where the order is broken."""
+    """Interleave a loader and a worker at random; fails on an order violation."""
     chance = random.Random(seed)
     pool = kind(context, LAYOUT)
     assert pool.grow(depth + 1, num_hosts) == depth + 1
@@ -77,7 +77,7 @@ def drive(context, *, depth=2, num_hosts=2, num_batches=24, seed=0, kind=SlotPoo
 
 
 @pytest.mark.parametrize(("depth", "num_hosts"), [(1, 1), (1, 2), (3, 2), (7, 4)])
-def test_no_slot_is_used_too_early_whatever_the_delays(depth, num_hosts):
+def test_no_slot_is_used_too_early_under_any_delays(depth, num_hosts):
     for seed in range(60):
         drive(DelayedCopies(seed), depth=depth, num_hosts=num_hosts, seed=seed)
 
@@ -90,7 +90,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_checker_finds_every_wait_that_is_left_out(fault):
+def test_the_checker_detects_every_missing_wait(fault):
     num_found = 0
     for seed in range(30):
         context = DelayedCopies(seed, faults={fault})
@@ -101,18 +101,18 @@ def test_the_checker_finds_every_wait_that_is_left_out(fault):
     assert num_found >= 10
 
 
-def test_the_checker_finds_a_slot_that_is_freed_before_its_last_use():
+def test_the_checker_detects_a_slot_freed_before_its_last_use():
     num_found = 0
     for seed in range(30):
         context = DelayedCopies(seed)
         try:
-            drive(context, seed=seed, kind=FreesAtOnce)
+            drive(context, seed=seed, kind=EarlyRelease)
         except AssertionError:
             num_found += bool(context.violations)
     assert num_found >= 10
 
 
-def test_slots_and_events_are_allocated_once_and_used_again():
+def test_slots_and_events_are_allocated_once_and_reused():
     context = DelayedCopies()
     pool = drive(context, depth=2, num_batches=40)
     assert context.allocated_bytes == 3 * LAYOUT.slot_bytes
@@ -121,7 +121,7 @@ def test_slots_and_events_are_allocated_once_and_used_again():
     assert pool.held_bytes == 3 * LAYOUT.slot_bytes
 
 
-def test_slots_grow_and_are_not_taken_away():
+def test_the_number_of_slots_never_shrinks():
     context = DelayedCopies()
     pool = SlotPool(context, LAYOUT)
     assert pool.grow(2, 1) == 2
@@ -130,12 +130,12 @@ def test_slots_grow_and_are_not_taken_away():
     assert len({slot.tensors[0].data_ptr() for slot in pool._all}) == 4
 
 
-def test_growing_stops_where_the_device_has_no_memory():
+def test_growing_stops_when_the_device_is_out_of_memory():
     context = DelayedCopies(limit_bytes=3 * LAYOUT.slot_bytes)
     assert SlotPool(context, LAYOUT).grow(8, 2) == 3
 
 
-def test_a_new_slot_is_written_to_only_after_the_work_before_its_allocation():
+def test_a_new_slot_is_written_only_after_work_issued_before_its_allocation():
     for seed in range(20):
         context, order = DelayedCopies(seed), []
 
@@ -152,7 +152,7 @@ def test_a_new_slot_is_written_to_only_after_the_work_before_its_allocation():
         assert order == ["compute", "copied"]
 
 
-def test_a_slot_that_nobody_took_is_used_again():
+def test_a_slot_that_was_not_taken_is_reused():
     context = DelayedCopies(1)
     pool = SlotPool(context, LAYOUT)
     pool.grow(2, 1)
@@ -165,7 +165,7 @@ def test_a_slot_that_nobody_took_is_used_again():
     context.finish()
 
 
-def test_a_batch_that_cannot_be_written_costs_no_slot():
+def test_a_failed_write_loses_no_slot():
     def fail(out):
         raise KeyError("planted")
 
@@ -179,24 +179,24 @@ def test_a_batch_that_cannot_be_written_costs_no_slot():
     pool.release(slot)
 
 
-def test_settling_waits_for_copies_and_gives_up_in_time():
+def test_wait_for_copies_waits_until_its_timeout():
     context = DelayedCopies()
     pool = SlotPool(context, LAYOUT)
     pool.grow(2, 1)
     slot, _ = pool.fill([SIZE, SIZE, None], writer(batch(1)))
     context.record(slot.ready)
     slot.ready.mark.done = False
-    context._streams["copy"].clear()  # that never ends
+    context._streams["copy"].clear()  # never completes
     context._streams["compute"].clear()
     assert not pool.wait_for_copies(0.01)
     slot.ready.mark.done = True
     assert pool.wait_for_copies(0.01)
 
 
-# -- what a slot can hold --------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------
 
 
-def test_a_layout_counts_rows_apart_from_shapes():
+def test_a_layout_separates_rows_from_shapes():
     layout = BatchLayout.of({"x": torch.zeros(3, 5), "pair": (torch.zeros(2), 7)}, 3, 8)
     assert layout.specs[0] == TensorSpec((5,), torch.float32, True)
     assert layout.specs[1] == TensorSpec((2,), torch.float32, False)
@@ -216,11 +216,11 @@ def test_a_layout_counts_rows_apart_from_shapes():
     ],
     ids=["number", "rows", "shape", "dtype", "scalar", "fixed"],
 )
-def test_a_layout_refuses_what_is_not_like_it(tensors):
+def test_a_layout_does_not_fit_other_shapes_and_dtypes(tensors):
     assert not LAYOUT.fits(tensors)
 
 
-def test_a_layout_takes_short_batches():
+def test_a_layout_fits_short_batches():
     assert LAYOUT.fits(batch(0))
     assert LAYOUT.fits(batch(0, 1))
 
@@ -236,7 +236,7 @@ def test_a_layout_takes_short_batches():
     ],
     ids=["packed", "elsewhere", "sparse", "subclass", "gradient"],
 )
-def test_what_is_no_plain_tensor_lies_in_no_slot(part):
+def test_only_plain_tensors_fit_into_slots(part):
     assert slot_tensors((torch.zeros(2), part)) is None
     assert BatchLayout.of((torch.zeros(2), part), 2, 2) is None
 

@@ -1,4 +1,4 @@
-"""How far ahead batches are loaded, and when that is decided."""
+"""Stages and SizingSchedule: how many batches are loaded ahead, and when this is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.loading import ALL, Consumer, N, Noisy, assert_is_plan
 MIB = 2**20
 
 
-def test_a_depth_is_sized_after_the_first_steps():
+def test_sizing_is_due_after_the_first_steps():
     sizing = SizingSchedule(3)
     sizing.submitted(10)
     dues = []
@@ -24,7 +24,7 @@ def test_a_depth_is_sized_after_the_first_steps():
     assert dues == [None, None, None, 10, None, None]
 
 
-def test_a_depth_is_sized_anew_only_where_a_plan_ends():
+def test_later_sizing_is_due_only_when_a_plan_ends():
     sizing = SizingSchedule(1)
     sizing.submitted(2)
     sizing.submitted(3)
@@ -40,7 +40,7 @@ def test_a_depth_is_sized_anew_only_where_a_plan_ends():
     assert sizing.due() is None
 
 
-def test_a_plan_that_ends_within_the_first_steps_decides_nothing():
+def test_no_sizing_is_due_when_a_plan_ends_within_the_first_steps():
     sizing = SizingSchedule(3)
     for _ in range(2):
         sizing.submitted(1)
@@ -52,7 +52,7 @@ def test_a_plan_that_ends_within_the_first_steps_decides_nothing():
     assert sizing.due() == 5
 
 
-def test_sizings_keep_their_distance():
+def test_sizings_are_at_least_spacing_batches_apart():
     sizing = SizingSchedule(2, spacing=5)
     dues = []
     for _ in range(12):
@@ -62,7 +62,7 @@ def test_sizings_keep_their_distance():
     assert [batch for batch, due in enumerate(dues) if due] == [2, 7]
 
 
-def test_after_a_cancel_the_next_plan_is_sized():
+def test_sizing_is_due_for_the_next_plan_after_a_cancel():
     sizing = SizingSchedule(1)
     sizing.submitted(9)
     sizing.taken()
@@ -80,7 +80,7 @@ def loaded(num_bytes):
 @pytest.mark.parametrize(
     ("available", "depth"), [(1000 * MIB, 8), (80 * MIB, 5), (8 * MIB, 1), (0, 1)]
 )
-def test_the_hosts_memory_decides_the_depth(monkeypatch, available, depth):
+def test_the_depth_follows_the_hosts_available_memory(monkeypatch, available, depth):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: available)
     host = HostStage(2, SizingSchedule(2))
     host.submitted(100)
@@ -114,7 +114,7 @@ class Counted(Noisy):
         return [self[index] for index in indices]
 
 
-def test_a_depth_of_zero_loads_a_batch_when_it_is_asked_for():
+def test_depth_zero_loads_each_batch_on_request():
     dataset = Counted()
     with Consumer(ThreadLoader, dataset, depth=0) as consumer:
         consumer.loader.submit(ALL)
@@ -123,13 +123,13 @@ def test_a_depth_of_zero_loads_a_batch_when_it_is_asked_for():
         for batch in range(6):
             assert consumer.next().batch == batch
             assert dataset.num_batches == batch + 1
-            # A wake-up may come behind the batch that it tells of, but none of another one.
+            # A wake-up may be late, but never belongs to another batch.
             while consumer.ready.acquire(timeout=0.02):
                 pass
             assert dataset.num_batches == batch + 1
 
 
-def test_a_question_that_was_cancelled_is_not_answered():
+def test_a_cancelled_request_is_not_served():
     dataset = Counted()
     with Consumer(ThreadLoader, dataset, depth=0) as consumer:
         consumer.loader.submit(ALL)
@@ -142,7 +142,7 @@ def test_a_question_that_was_cancelled_is_not_answered():
         assert_is_plan([consumer.next() for _ in range(6)], ALL)
 
 
-def test_a_thread_loads_further_ahead_once_the_depth_has_grown():
+def test_the_thread_loads_further_ahead_once_the_depth_grows():
     class Grows(Stage):
         def taken(self):
             self.depth = 3
@@ -158,7 +158,7 @@ def test_a_thread_loads_further_ahead_once_the_depth_has_grown():
         assert dataset.num_batches == 5
 
 
-def test_measured_depth_changes_no_batch(monkeypatch):
+def test_batches_do_not_depend_on_the_measured_depth(monkeypatch):
     monkeypatch.setattr(stage, "available_host_bytes", lambda: 10**12)
     plans = [ALL, EpochPlan(epoch=1, batches=(range(6),)), EpochPlan(epoch=2, batches=(range(2),))]
     with Consumer(ThreadLoader, Noisy(), stage=HostStage(1, SizingSchedule(2))) as consumer:

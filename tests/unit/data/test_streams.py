@@ -1,4 +1,4 @@
-"""Streams: each item once, in order, by one reader, through deaths and resumes."""
+"""Streams: each item is read and trained once, in order, also after failures and resumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 
 
 class Stream(IterableDataset):
-    """Gives 0, 1, 2, ... and notes how it is read."""
+    """Yields 0, 1, 2, ... and records how it is read."""
 
     def __init__(self, n=N):
         self.n = n
@@ -71,7 +71,7 @@ def trained(stream, *, length=None, train=count_up, run=WAIT_S, **settings):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-def test_each_item_is_trained_once_an_epoch_in_batches_of_the_streams_order(way, ranks):
+def test_each_item_is_trained_once_an_epoch_in_the_streams_order(way, ranks):
     stream = Sized()
     trace, state = trained(stream, epochs=3, ranks=ranks, way=way)
     for epoch in range(3):
@@ -80,7 +80,7 @@ def test_each_item_is_trained_once_an_epoch_in_batches_of_the_streams_order(way,
     assert [m.num_samples for m in state.metrics] == [N] * 3
 
 
-def test_under_sync_each_rank_trains_what_is_its_own_of_the_order():
+def test_under_sync_each_rank_trains_its_share_of_the_order():
     trace, _ = trained(Sized(), ranks=2, way=(SYNC, THREAD))
     assert [i for rank, i in trace.of_epoch(0) if rank == 0] == batches_of()[::2]
 
@@ -92,7 +92,7 @@ def test_items_without_a_length_are_counted():
     assert stream.read == [*range(N)] * 3
 
 
-def test_a_length_that_is_given_ends_each_epoch():
+def test_a_given_length_ends_each_epoch():
     endless = Stream(10**12)
     trace, state = trained(endless, length=10, epochs=2)
     assert [m.num_samples for m in state.metrics] == [10, 10]
@@ -102,8 +102,8 @@ def test_a_length_that_is_given_ends_each_epoch():
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 @pytest.mark.parametrize("kind", [0, 1])
-def test_drop_last_leaves_the_end_of_each_epoch_out(way, kind):
-    # One of them begins where its last iterator was left.
+def test_drop_last_drops_the_end_of_each_epoch(way, kind):
+    # One of them continues where its last iterator stopped.
     stream, trace = (Sized, Stateful)[kind](), Trace()
     b = builder(train=trace, batch_size=SIZE, epochs=3, way=way).dataset(stream).drop_last(True)
     assert [m.num_samples for m in b.run().join(WAIT_S).metrics] == [40] * 3
@@ -111,7 +111,7 @@ def test_drop_last_leaves_the_end_of_each_epoch_out(way, kind):
         assert sorted(batch for _, batch in trace.of_epoch(epoch)) == batches_of()[:-1]
 
 
-def test_a_loader_of_a_stream_is_taken_over_but_for_its_processes():
+def test_settings_but_processes_are_taken_from_a_streams_loader():
     def collate(items):
         return (torch.stack(items) * 2,)
 
@@ -125,7 +125,7 @@ def test_a_loader_of_a_stream_is_taken_over_but_for_its_processes():
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_what_a_dead_worker_had_goes_to_the_others_and_is_read_once(way, step):
+def test_a_dead_workers_items_are_retrained_by_others_and_read_once(way, step):
     stream = Sized()
 
     def train(model, batch):
@@ -143,7 +143,7 @@ def test_what_a_dead_worker_had_goes_to_the_others_and_is_read_once(way, step):
         way=way,
     )
     if way[0] is not SYNC:
-        b.partition_ratios([1, 1, 1]).anchor(2)  # each rank has its batches, fast or not
+        b.partition_ratios([1, 1, 1]).anchor(2)  # each rank trains, fast or slow
     state = b.dataset(stream).on_worker_failure("continue").run().join(WAIT_S)
     assert [f.rank for f in state.failures] == [1]
     assert (state.params["w"] > 0).all()
@@ -152,7 +152,7 @@ def test_what_a_dead_worker_had_goes_to_the_others_and_is_read_once(way, step):
 
 
 class Items(Sized):
-    """Knows how many of its items there are."""
+    """Tracks its items that are alive."""
 
     def __init__(self, n):
         super().__init__(n)
@@ -176,15 +176,15 @@ def number(items):
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-def test_items_are_let_go_of_once_no_death_can_call_for_them(way):
+def test_items_are_freed_once_no_failure_can_require_them(way):
     stream = Items(300)
     b = builder(batch_size=2, epochs=8, way=way).collate_fn(number).dataset(stream)
     b.run().join(WAIT_S)
-    # At most two epochs are open; under SYNC one, and what is read ahead.
+    # At most two epochs are open; under SYNC one, plus items read ahead.
     assert stream.most <= (320 if way[0] is SYNC else 900)
 
 
-def test_no_item_below_what_is_settled_is_kept():
+def test_released_items_are_freed():
     stream = Items(300)
     adapter = StreamAdapter(stream, None, batch_size=2, collate_fn=number, seed=0)
     with reading():
@@ -195,7 +195,7 @@ def test_no_item_below_what_is_settled_is_kept():
         assert len(stream.alive) == 30
         adapter.release_before(
             1, 0
-        )  # drop_last leaves the rest out, which is read before the next epoch
+        )  # drop_last skips the rest, which is read before the next epoch
         assert adapter.load(torch.arange(300, 302)).tolist() == [0, 1]
         adapter.load(torch.arange(302, 304))
         assert len(stream.alive) == 4
@@ -207,12 +207,12 @@ def reading():
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-def test_the_streams_draws_are_the_same_whoever_reads(way):
+def test_the_streams_random_draws_do_not_depend_on_the_reader(way):
     class Drawing(Sized):
         def item(self, i):
             return torch.rand((), generator=current_worker().generator).double()
 
-    def sampled_orders(ranks):
+    def drawn(ranks):
         found = Count()
         lock = threading.Lock()
 
@@ -225,15 +225,15 @@ def test_the_streams_draws_are_the_same_whoever_reads(way):
         b.seed(5).dataset(Drawing()).run().join(WAIT_S)
         return found
 
-    assert sampled_orders(1) == sampled_orders(3)
-    assert len(sampled_orders(2)) == 2 * N
+    assert drawn(1) == drawn(3)
+    assert len(drawn(2)) == 2 * N
 
 
-# Going on from a checkpoint.
+# Resuming from a checkpoint.
 
 
 class Stateful(Sized):
-    """Knows where it stands, as the streams of Hugging Face do."""
+    """Has ``state_dict``, like Hugging Face's streams."""
 
     def __init__(self, n=N):
         super().__init__(n)
@@ -255,7 +255,7 @@ class Stateful(Sized):
 
 
 class Quick(Stateful):
-    """Goes to where it stood without reading what lies before."""
+    """Resumes without reading earlier items."""
 
     def __iter__(self):
         self.at, start = 0, self.at
@@ -267,7 +267,7 @@ class Quick(Stateful):
 
 
 class OfIterator(Sized):
-    """Its iterator knows, and not the stream."""
+    """The iterator has ``state_dict``, the stream does not."""
 
     class Iterator:
         def __init__(self, stream):
@@ -294,8 +294,10 @@ class OfIterator(Sized):
 
 
 def interrupted(path, make, way, *, ranks=2, steps=5):
-    """Trains some steps, and the rest in a second run; gives the second stream, how often each
-    item was trained in each epoch, and the state."""
+    """Train some steps, and the rest in a resumed run.
+
+    Returns the second stream, how often each item was trained in each epoch, and the state.
+    """
     streams, seen = (make(), make()), Count()
 
     def run(stream, **more):
@@ -322,31 +324,29 @@ def interrupted(path, make, way, *, ranks=2, steps=5):
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 @pytest.mark.parametrize("make", [Sized, Stateful, Quick, OfIterator])
-def test_a_resumed_run_trains_what_was_left_of_the_stream(tmp_path, make, way):
+def test_a_resumed_run_trains_the_rest_of_the_stream(tmp_path, make, way):
     _, seen, state = interrupted(tmp_path, make, way)
     assert seen == {(epoch, i): 1 for epoch in range(2) for i in range(N)}
     assert (state.params["w"] > 0).all()
     assert [m.num_samples for m in state.metrics] == [N] * 2
 
 
-def note_every_state(monkeypatch):
-    monkeypatch.setattr(runtime.data.stream, "STATES_APART_S", 0.0)
-    monkeypatch.setattr(runtime.data.stream, "STATES_SHARE", 1e9)
+def save_every_state(monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "STATE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(runtime.data.stream, "STATE_TIME_FRACTION", 1e9)
 
 
 @pytest.mark.parametrize("make", [Quick, OfIterator])
-def test_a_stream_that_knows_where_it_stands_is_not_read_from_its_beginning(
-    tmp_path, monkeypatch, make
-):
-    note_every_state(monkeypatch)
+def test_a_stream_with_state_is_not_read_from_its_beginning(tmp_path, monkeypatch, make):
+    save_every_state(monkeypatch)
     again, _, _ = interrupted(tmp_path, make, (SYNC, THREAD), steps=8)
     first = again.read[0]
     assert 0 < first <= 8 * SIZE
     assert again.read[: N - first] == [*range(first, N)]
 
 
-def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
-    note_every_state(monkeypatch)
+def test_random_draws_continue_with_the_stream(tmp_path, monkeypatch):
+    save_every_state(monkeypatch)
 
     class Drawing(Quick):
         def __iter__(self):
@@ -371,19 +371,19 @@ def test_draws_go_on_where_the_stream_goes_on(tmp_path, monkeypatch):
     assert {**before, **run(resume=tmp_path)} == whole
 
 
-def test_a_state_that_leaves_items_out_is_told_of_with_the_remedy(tmp_path, monkeypatch):
-    note_every_state(monkeypatch)
+def test_an_incomplete_state_raises_an_error_with_the_remedy(tmp_path, monkeypatch):
+    save_every_state(monkeypatch)
 
     class Lossy(Quick):
         def load_state_dict(self, state):
             self.at = state["at"] + 2
 
-    with pytest.raises(WorkerFailed) as told:
+    with pytest.raises(WorkerFailed) as failure:
         interrupted(tmp_path, Lossy, (SYNC, THREAD))
-    assert "__iter__ alone" in str(told.value.__cause__)
+    assert "only __iter__" in str(failure.value.__cause__)
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_left_out_with_a_warning(tmp_path, caplog):
+def test_a_state_that_cannot_be_saved_is_dropped_with_a_warning(tmp_path, caplog):
     class Odd(Quick):
         def state_dict(self):
             return {"at": self.at, "odd": object}
@@ -396,8 +396,8 @@ def test_a_state_that_no_checkpoint_can_hold_is_left_out_with_a_warning(tmp_path
 @pytest.mark.parametrize(
     ("name", "value"), [("item", -1), ("generator", torch.zeros(3, dtype=torch.uint8))]
 )
-def test_a_state_that_no_run_has_written_is_refused_by_name(tmp_path, monkeypatch, name, value):
-    note_every_state(monkeypatch)
+def test_an_invalid_state_is_refused_with_its_name(tmp_path, monkeypatch, name, value):
+    save_every_state(monkeypatch)
     interrupted(tmp_path, Quick, (SYNC, THREAD))
     data = load_newest(tmp_path).data
     check_content(data)
@@ -405,14 +405,14 @@ def test_a_state_that_no_run_has_written_is_refused_by_name(tmp_path, monkeypatc
         check_content(replace(data, stream={**data.stream, name: value}))
 
 
-def test_a_stream_and_a_map_style_data_set_are_not_taken_for_each_other(tmp_path):
+def test_a_stream_does_not_resume_a_map_style_run_nor_vice_versa(tmp_path):
     b = builder(dataset=Sized(20), ranks=1).checkpoint_dir(tmp_path).max_steps(3)
     b.run().join(WAIT_S)
     with pytest.raises(CheckpointError, match="written with a stream: True, this run has False"):
         builder(dataset=20, ranks=1).resume(tmp_path).run()
 
 
-# What cannot be.
+# Unsupported settings.
 
 
 class Once:
@@ -431,56 +431,56 @@ class Once:
         (lambda b: b.dataset(Stream(0)), "is empty"),
     ],
 )
-def test_what_does_not_go_with_a_stream_is_refused(change, remedy):
+def test_settings_that_streams_do_not_support_are_refused(change, remedy):
     b = builder().dataset(Sized())
     with pytest.raises(ValueError, match=remedy):
         change(b).run()
 
 
-def test_a_stream_that_can_be_read_only_once_is_refused():
-    with pytest.raises(TypeError, match="begins anew"):
+def test_an_iterator_is_refused():
+    with pytest.raises(TypeError, match="restarts"):
         builder(dataset=(torch.tensor(i) for i in range(9))).run()
 
 
-def test_any_object_that_can_be_iterated_anew_is_a_stream():
+def test_any_object_that_can_be_iterated_again_is_a_stream():
     trace, _ = trained(Once(), ranks=1)
     assert [batch for _, _, batch in trace.batches] == [(0, 1, 2)]
 
 
-def test_a_length_is_for_streams():
+def test_length_is_only_for_streams():
     with pytest.raises(ValueError, match="read by index: leave length out"):
         builder().dataset(numbers(3), length=2)
     with pytest.raises(ValueError, match="length"):
         builder().dataset(Stream(), length=0)
 
 
-def test_a_stream_without_an_end_needs_a_length(monkeypatch):
-    monkeypatch.setattr(runtime.data.stream, "COUNTING_S", 0.01)
+def test_an_endless_stream_needs_a_length(monkeypatch):
+    monkeypatch.setattr(runtime.data.stream, "COUNT_LIMIT_S", 0.01)
     with pytest.raises(ValueError, match=r"items were counted in 0\.01 s .* length=n"):
         builder(dataset=Stream(10**12)).run()
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-def test_a_stream_that_ends_early_ends_the_run_and_says_so(way):
-    with pytest.raises(WorkerFailed) as told:
+def test_a_stream_that_ends_early_ends_the_run_with_an_error(way):
+    with pytest.raises(WorkerFailed) as failure:
         trained(Sized(10), length=11, ranks=2, way=way)
-    assert "ended after 10 items in epoch 0" in str(told.value.__cause__)
-    assert "length=n" in str(told.value.__cause__)
+    assert "ended after 10 items in epoch 0" in str(failure.value.__cause__)
+    assert "length=n" in str(failure.value.__cause__)
 
 
-def test_an_error_of_the_stream_comes_out_of_join():
+def test_join_raises_the_streams_error():
     class Broken(Sized):
         def item(self, i):
             if i == 17:
                 raise OSError("the disk is gone")
             return torch.tensor(i)
 
-    with pytest.raises(WorkerFailed) as told:
+    with pytest.raises(WorkerFailed) as failure:
         trained(Broken(), ranks=2)
-    assert isinstance(told.value.__cause__, OSError)
+    assert isinstance(failure.value.__cause__, OSError)
 
 
-def test_an_error_of_the_stream_is_told_to_whoever_asks_after_it():
+def test_the_streams_error_is_raised_by_every_later_read():
     class Broken(Sized):
         def item(self, i):
             raise OSError("the disk is gone")
@@ -492,7 +492,7 @@ def test_an_error_of_the_stream_is_told_to_whoever_asks_after_it():
                 adapter.load(torch.arange(2))
 
 
-def test_a_stream_with_more_than_it_says_is_told_of_once(caplog):
+def test_a_stream_longer_than_its_length_is_logged_once(caplog):
     class Short(Sized):
         def __len__(self):
             return self.n - 1
@@ -500,5 +500,5 @@ def test_a_stream_with_more_than_it_says_is_told_of_once(caplog):
     _, state = trained(Short(), epochs=3)
     assert [m.num_samples for m in state.metrics] == [N - 1] * 3
     assert [r for r in caplog.messages if "has more items" in r] == [
-        f"Short has more items than its length, {N - 1}: the others are left out"
+        f"Short has more items than its length, {N - 1}: the rest is ignored"
     ]
