@@ -148,4 +148,4 @@ def test_the_fork_server_preloads_torch_unless_configured_otherwise(
     process_loader._preload()
     assert ("torch" in server._preload_modules) is preloaded
     assert (process_loader.__name__ in server._preload_modules) is preloaded
-    assert asked[0] in server._preload_modules
+    assert configured[0] in server._preload_modules
