@@ -35,7 +35,23 @@ FLOORS = (
 """Folders from the ground up. Imports go down, or stay in their folder."""
 
 MAX_TOP_MODULES = 10
-MAX_COORDINATOR_DEPTH = 7
+MAX_DEPTHS = {"coordinator": 7, "runtime": 18}
+"""Longest chain of imports in a package, in modules."""
+MAX_PACKAGE_DEPTH = 6
+"""Longest chain of imports between the packages of ``runtime/``."""
+
+MODULE_NAMES = {"logger", "_c10d", "__all__"}
+"""Names that modules of one package may share: loggers and aliases of imported modules."""
+
+OPENINGS = {
+    "runtime/collective/process_group.py",
+    "runtime/collective/thread.py",
+    "runtime/device/cuda_api.py",
+    "runtime/device/launch_load.py",
+    "runtime/replica/batch_norm.py",  # its layers follow the function that makes them
+    "runtime/timeline/coordinator_lane.py",
+}
+"""Files that do not open with the class that they are named after; none may be added."""
 
 
 def relative(path, root=ROOT):
@@ -166,11 +182,36 @@ class House:
 
         return max((down(f, set()) for f in sorted(files)), key=len, default=[])
 
+    @cached_property
+    def packages(self):
+        """The packages that each package of ``runtime/`` imports."""
+        graph = defaultdict(set)
+        for file, targets in self.graph.items():
+            if file.startswith("runtime/") and file != "runtime/__init__.py":
+                found = {_folder(t) for t in targets if t.startswith("runtime/")}
+                graph[_folder(file)] |= found - {_folder(file)}
+        return graph
+
+    def package_chain(self):
+        """A longest chain of imports between packages of ``runtime/``, from the top."""
+
+        def down(package, seen):
+            below = [down(t, {*seen, t}) for t in self.packages[package] if t not in seen]
+            return [package, *max(below, key=len, default=[])]
+
+        return max((down(p, {p}) for p in sorted(self.packages)), key=len, default=[])
+
+    def package_circles(self):
+        """Packages that import each other, directly or not."""
+        for ring in _rings({p: set(self.packages[p]) for p in list(self.packages)}):
+            yield "a circle of packages: " + ", ".join(sorted(ring))
+
     def deep(self):
-        """A chain in the coordinator that is too long."""
-        chain = self.chain("coordinator")
-        if len(chain) > MAX_COORDINATOR_DEPTH:
-            yield f"{len(chain)} deep: " + " > ".join(f.split("/")[-1] for f in chain)
+        """Chains of imports that are too long, of modules and of packages."""
+        chains = [(self.chain(package), most) for package, most in MAX_DEPTHS.items()]
+        for chain, most in (*chains, (self.package_chain(), MAX_PACKAGE_DEPTH)):
+            if len(chain) > most:
+                yield f"{len(chain)} deep: " + " > ".join(f.split("/")[-1] for f in chain)
 
     def top_modules(self):
         """The modules right in ``runtime/``."""
@@ -201,6 +242,30 @@ class House:
             if len(files) > 1
         )
 
+    def doubles(self):
+        """Module-level names (classes, constants, aliases) that a package has twice."""
+        names = defaultdict(list)
+        for file, tree in self.files.items():
+            for node in () if file.endswith("/__init__.py") else tree.body:
+                for name in _defined(node):
+                    names[_folder(file), name].append(file)
+        yield from (
+            f"{name} is in " + ", ".join(sorted(files))
+            for (_, name), files in sorted(names.items())
+            if len(files) > 1 and name not in MODULE_NAMES
+        )
+
+    def openings(self):
+        """Files whose first public class or function is not the class that they are named after.
+
+        Enumerations, exceptions and protocols may come first: others may need them.
+        """
+        for file, tree in sorted(self.files.items()):
+            public = [n for n in tree.body if _opens(n)]
+            named = [n.name for n in public if isinstance(n, ast.ClassDef) and _is_named(n, file)]
+            if named and not _is_named(public[0], file) and file not in OPENINGS:
+                yield f"{file} opens with {public[0].name} and not with {named[0]}"
+
     def foreign(self):
         """Imports of the runtime in the coordinator, whether there is such a module or not."""
         for file in self.files:
@@ -210,7 +275,18 @@ class House:
                     if name.split(".")[0] == "runtime":
                         yield f"{file} imports {name}"
 
-    RULES = (wrong_ways, homeless, foreign, circles, deep, crowded, twins)
+    RULES = (
+        wrong_ways,
+        homeless,
+        foreign,
+        circles,
+        package_circles,
+        deep,
+        crowded,
+        twins,
+        doubles,
+        openings,
+    )
 
     def faults(self):
         """All of them."""
@@ -232,6 +308,7 @@ class House:
             "lines of coordinator/": self._lines(coordinator),
             "depth of coordinator/": len(self.chain("coordinator")),
             "depth of runtime/": len(self.chain("runtime")),
+            "depth of packages": len(self.package_chain()),
             "imports up or across": len(list(self.wrong_ways())),
             "circles of files": len(list(self.circles())),
             "names of two or more classes": sum(t.startswith("class") for t in self.twins()),
@@ -254,6 +331,34 @@ def _folder(file):
     """The folder that a file counts for; all of the coordinator is one."""
     folder = file.rsplit("/", 1)[0]
     return "coordinator" if folder.startswith("coordinator/") else folder
+
+
+def _defined(node):
+    """Names of classes, constants and aliases that a statement of a module defines."""
+    if isinstance(node, ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+    elements = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return {element.id for element in elements if isinstance(element, ast.Name)}
+
+
+def _opens(node):
+    """True for a public class or function, except enumerations, exceptions and protocols."""
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
+        return False
+    bases = [ast.unparse(base) for base in getattr(node, "bases", ())]
+    return not any(b.endswith(("Enum", "Error", "Exception", "Protocol")) for b in bases)
+
+
+def _is_named(node, file):
+    """True if the file is named after the class or function, or its first or last words."""
+    stem = file.rsplit("/", 1)[-1].removesuffix(".py").replace("_", "")
+    stems = {stem, stem.removesuffix("s"), f"{stem}s"}
+    name = node.name.replace("_", "").lower()
+    return any(name.startswith(s) or name.endswith(s) for s in stems)
 
 
 def _floor(folder):
@@ -284,6 +389,9 @@ def main(arguments):
     width = max(map(len, columns[0]))
     for name in columns[0]:
         print(f"{name:{width}}", *(f"{column[name]:>10,}" for column in columns))
+    for package in MAX_DEPTHS:
+        print(f"{package}:", " > ".join(f.split("/", 1)[-1] for f in houses[-1].chain(package)))
+    print("packages:", " > ".join(houses[-1].package_chain()))
     for fault in houses[-1].faults():
         print(fault)
 

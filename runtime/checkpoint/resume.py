@@ -194,7 +194,7 @@ _SCALER = {
     "_growth_tracker": whole(high=_MAX),
 }
 
-_RANK = record(
+_RANK_STATE = record(
     {
         "optimizer": lambda value, where: _check_optimizer(value, where),
         "kind": of_type(str),
@@ -306,7 +306,7 @@ def check_content(data: CheckpointData) -> None:
     either(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"
-        _RANK(state, where)
+        _RANK_STATE(state, where)
         standing, first = state["together"][:2], data.ranks[0]["together"][:2]
         if c["sync"] and standing != first:  # ranks in lockstep would wait for each other
             refuse(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")

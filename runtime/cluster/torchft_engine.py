@@ -49,7 +49,7 @@ _c10d: Any = torch.distributed
 
 T = TypeVar("T")
 
-REQUEST_TIMEOUT_S = 15.0
+TORCHFT_REQUEST_TIMEOUT_S = 15.0
 """Timeout of one quorum request, which is then repeated."""
 RETRIES = 30
 """Connection attempts of torchft's manager to the lighthouse within a request."""
@@ -61,7 +61,7 @@ PAUSE_S = 0.2
 """Pause between quorums with too few machines."""
 POLL_S = 0.1
 """Interval at which a blocked call checks for cancellation."""
-CLOSE_TIMEOUT_S = 1.0
+TORCHFT_CLOSE_TIMEOUT_S = 1.0
 """Longest wait of :meth:`TorchftEngine.close` for a call in progress."""
 
 
@@ -268,7 +268,7 @@ class TorchftEngine(ClusterEngine):
             step=self._step,
             checkpoint_metadata="",
             shrink_only=False,
-            timeout=timedelta(seconds=REQUEST_TIMEOUT_S),
+            timeout=timedelta(seconds=TORCHFT_REQUEST_TIMEOUT_S),
             init_sync=True,
             commit_failures=self._failures,
         )
@@ -452,7 +452,7 @@ class _CallThread:
         """Cancel, and wait shortly for the call in progress. Idempotent."""
         self.cancel_after(0.0)
         self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(TORCHFT_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:

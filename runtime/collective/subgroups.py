@@ -20,7 +20,7 @@ from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 # Any: the type stubs leave out most of the names below.
 _c10d: Any = torch.distributed
 
-_incarnations = itertools.count()
+_subgroup_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _new_place(collective: Collective, members: tuple[int, ...]) -> _Place:
     return _Place(
         members=members,
         group=group,
-        prefix=f"{collective.kind}-subgroup-{next(_incarnations)}",
+        prefix=f"{collective.kind}-subgroup-{next(_subgroup_numbers)}",
         store=store,
         communicators=Communicators(group, [devices[member] for member in members]),
     )

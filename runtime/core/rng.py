@@ -61,7 +61,7 @@ RANDOM_KERNELS = (
 """All that ATen draws with on the CPU."""
 
 _MAX_NUMPY_SEED = 2**32 - 1
-_LOCK = threading.Lock()
+_RNG_LOCK = threading.Lock()
 _installed: list[torch.library.Library] = []
 
 
@@ -102,7 +102,7 @@ def install_thread_generators() -> None:
     under an operation. Takes some milliseconds. Thread-safe; blocks while another thread
     is in it.
     """
-    with _LOCK:
+    with _RNG_LOCK:
         if _installed:
             return
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

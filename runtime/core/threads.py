@@ -39,7 +39,7 @@ FUNCTIONS = (
 )
 """What ``ATen/cpu/vml.h`` hands to MKL, in float32 and in float64."""
 
-_LOCK = threading.Lock()
+_THREADS_LOCK = threading.Lock()
 
 
 class _Lent(threading.local):
@@ -135,7 +135,7 @@ def prepare_threads() -> None:
     To be called before threads are started that compute. Takes a few milliseconds.
     Thread-safe; blocks while another thread is in it.
     """
-    with _LOCK:
+    with _THREADS_LOCK:
         _resolve_vector_math()
         _leave_device_guard_alone()
 

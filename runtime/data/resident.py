@@ -21,7 +21,7 @@ from runtime.device.base import Device
 
 _CHUNK_BYTES = 64 * 2**20
 
-_KEPT_EPOCHS = 3
+_KEPT_ORDERS = 3
 
 
 class ResidentLoader(InlineLoader):
@@ -92,7 +92,7 @@ class ResidentReader:
         if order is None:
             pinned = self._context.pin(self._index.order(epoch))
             order = self._orders[epoch] = self._context.bring(pinned)
-            if len(self._orders) > _KEPT_EPOCHS:
+            if len(self._orders) > _KEPT_ORDERS:
                 self._orders.popitem(last=False)
         return order
 

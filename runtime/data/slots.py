@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runtime.data.batches import movable_parts
 from runtime.data.budget import padded_bytes
-from runtime.device.base import Device, Event
+from runtime.device.base import Device, DeviceEvent
 
 _POLL_S = 0.001
 
@@ -169,7 +169,7 @@ class HostSlot:
     """
 
     tensors: list[Tensor]
-    ready: Event
+    ready: DeviceEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -183,8 +183,8 @@ class DeviceSlot:
     """
 
     tensors: list[Tensor]
-    ready: Event
-    free: Event
+    ready: DeviceEvent
+    free: DeviceEvent
 
 
 class BatchLayout:

@@ -177,23 +177,23 @@ class Device:
         """Context of calls that may wait for the device; see :meth:`CaptureGate.driver_call`."""
         return nullcontext()
 
-    def new_event(self) -> Event:
+    def new_event(self) -> DeviceEvent:
         """A reusable event."""
         return None
 
-    def record(self, event: Event) -> None:
+    def record(self, event: DeviceEvent) -> None:
         """Mark the work issued so far to the current stream."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Make later work of the current stream wait for ``event``.
 
         The event's last recording counts; the host does not wait.
         """
 
-    def wait_host(self, event: Event) -> None:
+    def wait_host(self, event: DeviceEvent) -> None:
         """Block the calling thread, without the interpreter lock, until ``event`` is complete."""
 
-    def is_complete(self, event: Event) -> bool:
+    def is_complete(self, event: DeviceEvent) -> bool:
         """True if the work before the event's last recording is complete."""
         return True
 
@@ -286,7 +286,7 @@ WARM_UP_STEPS = 3
 """Eager steps of a kind before the first that can be captured."""
 
 
-Event = Any
+DeviceEvent = Any
 """An event of a stream, made by :meth:`Device.new_event`; complete until it is recorded."""
 
 

@@ -46,7 +46,7 @@ class ResourcePoller:
         self._running.acquire()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._gpus = read_gpus(devices)
-        self.columns: tuple[str, ...] = COLUMNS
+        self.columns: tuple[str, ...] = RESOURCE_COLUMNS
         for index in range(0 if self._gpus is None else len(self._gpus)):
             self.columns += tuple(f"gpu{index}_{name}" for name in GPU_COLUMNS)
 
@@ -96,7 +96,12 @@ logger = logging.getLogger(__name__)
 MEMORY_S, MACHINE_S = 0.5, 1.0
 """Shortest interval at which the process's memory and the machine's values are read: each takes a
 third of a millisecond, for which all ranks in lockstep wait."""
-COLUMNS = ("process_cpu_percent", "process_rss_bytes", "machine_cpu_percent", "machine_used_bytes")
+RESOURCE_COLUMNS = (
+    "process_cpu_percent",
+    "process_rss_bytes",
+    "machine_cpu_percent",
+    "machine_used_bytes",
+)
 GPU_COLUMNS = ("percent", "used_bytes")
 
 
@@ -118,7 +123,7 @@ class HostLoad:
         psutil.cpu_percent()  # measured between calls
 
     def read(self, now: float) -> list[float]:
-        """The values named by :data:`COLUMNS` at this time, by ``time.monotonic``."""
+        """The values named by :data:`RESOURCE_COLUMNS` at this time, by ``time.monotonic``."""
         cpu_s = time.process_time()
         percent = 100.0 * (cpu_s - self._cpu_s) / (now - self._at) if now > self._at else math.nan
         self._cpu_s, self._at = cpu_s, now

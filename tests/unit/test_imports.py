@@ -10,7 +10,9 @@ import tomllib
 
 import pytest
 
+from tests import house
 from tests.house import (
+    OPENINGS,
     PACKAGES,
     ROOT,
     House,
@@ -33,6 +35,12 @@ def test_imports_go_down_and_no_name_stands_twice():
     assert [known for known in STILL if not any(f.startswith(known) for f in faults)] == []
 
 
+def test_every_exception_to_the_openings_is_needed(monkeypatch):
+    monkeypatch.setattr(house, "OPENINGS", set())
+    needed = {fault.split(" opens with ")[0] for fault in House().openings()}
+    assert needed == OPENINGS, "take files that open with their class out of tests/house.py"
+
+
 GOOD = {
     "coordinator/__init__.py": "from coordinator.service import Service",
     "coordinator/messages.py": "",
@@ -50,7 +58,8 @@ GOOD = {
     "runtime/worker/worker.py": "from ..device.base import x\nclass Worker: ...",
     "runtime/worker/step.py": "from runtime.worker.worker import Worker\nclass _Own: ...",
     "runtime/loop/__init__.py": "",
-    "runtime/loop/engine.py": "class _Own: ...",
+    "runtime/loop/engine.py": "class _Own: ...\nfrom enum import Enum\nclass Mode(Enum): ...\n"
+    "class Engine: ...\nlogger = 1",
 }
 """A small tree that keeps all rules, with every kind of import."""
 
@@ -100,6 +109,26 @@ PLANTED = {
     "deep": ({**CHAIN, "coordinator/c7.py": ""}, "8 deep: c0.py > c1.py"),
     "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
     "two classes": ({"runtime/config.py": "class Service: ..."}, "class Service is in"),
+    "deep, runtime": (
+        {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(19)},
+        "19 deep: c0.py > c1.py",
+    ),
+    "a circle of packages": (
+        {"runtime/device/base.py": "import runtime.worker.step"},
+        "circle of packages: runtime/device, runtime/worker",
+    ),
+    "two constants": (
+        {"runtime/worker/step.py": "LIMIT = 1", "runtime/worker/plan.py": "LIMIT: int = 2"},
+        "LIMIT is in runtime/worker/plan.py, runtime/worker/step.py",
+    ),
+    "an alias and a private class": (
+        {"runtime/worker/step.py": "class _Cost: ...", "runtime/worker/plan.py": "_Cost = int"},
+        "_Cost is in",
+    ),
+    "another class first": (
+        {"runtime/worker/worker.py": "class Helper: ...\nclass Worker: ..."},
+        "worker.py opens with Helper and not with Worker",
+    ),
     "two modules": ({"runtime/device.py": ""}, "stands beside a folder of its name"),
 }
 

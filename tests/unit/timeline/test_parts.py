@@ -340,7 +340,7 @@ def test_the_values_of_the_machine_are_read_at_most_at_their_interval(monkeypatc
     load, now = resources.HostLoad(machine_s=10.0), time.monotonic()
     rows = [load.read(now + second) for second in range(1, 25)]
     assert [row[3] for row in rows] == [1.0] * 10 + [2.0] * 10 + [3.0] * 4
-    assert all(len(row) == len(resources.COLUMNS) for row in rows)
+    assert all(len(row) == len(resources.RESOURCE_COLUMNS) for row in rows)
     assert all(row[0] >= 0 and row[1] > 1e6 for row in rows)
 
 
