@@ -49,7 +49,6 @@ OPENINGS = {
     "runtime/device/cuda_api.py",
     "runtime/device/launch_load.py",
     "runtime/replica/batch_norm.py",  # its layers follow the function that makes them
-    "runtime/timeline/coordinator_lane.py",
 }
 """Files that do not open with the class that they are named after; none may be added."""
 
