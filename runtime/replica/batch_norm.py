@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runtime.replica.global_batch import GlobalBatch
@@ -39,18 +39,23 @@ def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
             )
         module.__class__ = kind
         module.statistics = statistics  # type: ignore[assignment]
+        statistics.layers.append(module)
         num += 1
-    statistics.num_layers += num
     return num
 
 
 class _SyncedBatchNorm(_BatchNorm):
-    """In training mode normalises by the statistics of all ranks."""
+    """Normalises by the statistics of all ranks, within the training of a batch.
+
+    That is where PyTorch's layers use the statistics of the batch: in training mode, or without
+    running statistics. Elsewhere (an evaluation, ``update_bn``) each rank runs by itself.
+    """
 
     statistics: GlobalBatch | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.statistics is None:
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if not uses_batch or self.statistics is None or not self.statistics.is_open:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if self.statistics.is_single_rank and input.numel() == input.shape[1]:
@@ -62,7 +67,7 @@ class _SyncedBatchNorm(_BatchNorm):
         y, mean, squares, count = _SyncedNormalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.statistics
         )
-        if self.running_mean is not None and self.running_var is not None:
+        if self.training and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 self._update_running(mean, squares / (count - 1))
         return y  # type: ignore[no-any-return]
@@ -139,8 +144,17 @@ class _SyncedNormalize(torch.autograd.Function):
         return y.to(x.dtype), mean, squares, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _SyncedNormalize._gradients(ctx, dy)
+        if torch.is_grad_enabled():  # create_graph=True
+            x, weight = ctx.saved_tensors[:2]
+            sources = [t for t in (dy, x, weight) if t is not None]
+            grads = [None if g is None else _RefuseSecond.apply(g, *sources) for g in grads]  # type: ignore[no-untyped-call]
+        return (*grads, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, dy: Tensor) -> Sequence[Tensor | None]:
         x, weight, mean, scale, count = ctx.saved_tensors
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
@@ -153,10 +167,24 @@ class _SyncedNormalize(torch.autograd.Function):
         if weight is not None:
             scale = scale * weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        return (
+        return [
             (dx * scale.view(shape)).to(x.dtype) if needs_x else None,
             own_weight.to(weight.dtype) if needs_weight else None,
             own_bias.to(weight.dtype) if needs_bias else None,
-            None,
-            None,
+        ]
+
+
+class _RefuseSecond(torch.autograd.Function):
+    """The identity, whose backward refuses gradients of gradients by name."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "sync_batchnorm(True): gradients of gradients (create_graph=True) do not pass through "
+            "statistics of several ranks; use GroupNorm or LayerNorm in such a model, or train it "
+            "on one device"
         )

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from runtime.collective import Collective
@@ -33,7 +33,7 @@ class GlobalBatch:
     Attributes:
         weight: The factor of this rank's gradients in the sum over the ranks.
         live: True if the micro-batch has a weight above 0; otherwise its gradients may be NaN.
-        num_layers: Number of the model's layers that exchange in every pass.
+        layers: The model's layers that exchange in every pass.
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class GlobalBatch:
         self._tokens: list[Tensor] = []
         self.weight: Weight = 1.0
         self.live: bool | Tensor = True
-        self.num_layers = 0
+        self.layers: list[nn.Module] = []
+        self._complete_rank: int | None = None  # if others had fewer micro-batches in the step
 
     def join(self, collective: Collective) -> None:
         """Use another collective from now on."""
         self.close()
         self._collective = collective
+        self._complete_rank = None
 
     def close(self) -> None:
         """Close the subgroups."""
@@ -79,9 +81,11 @@ class GlobalBatch:
         self._batches, self._num_batches = [], 0
         if self._collective is None:
             return
+        self.share_statistics()
         with self._untimed():
             counts = self._collective.tell(num_batches)
             most = int(max(counts))
+            self._complete_rank = counts.index(most) if min(counts) < most else None
             members = [_ranks_with_batch(i, counts) for i in range(most)]
             members.append(tuple(range(len(counts))))  # for the reduction
             for i in range(most):
@@ -90,6 +94,28 @@ class GlobalBatch:
                     changes = members[i] != members[i + 1]
                     self._batches.append((group if len(members[i]) > 1 else None, changes))
         self._batches.reverse()
+
+    @torch.no_grad()
+    def share_statistics(self) -> None:
+        """Copy the layers' buffers to ranks without a batch in the last step. Collective."""
+        source, self._complete_rank = self._complete_rank, None
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers(recurse=False)]
+        if source is None or not buffers:
+            return
+        assert self._collective is not None, "a single rank has every batch"
+        with self._untimed(), self._comm():
+            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+                alike = [buffer for buffer in buffers if buffer.dtype is dtype]
+                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+                self._collective.broadcast_(flat, source)
+                parts = torch.split(flat, [buffer.numel() for buffer in alike])
+                for buffer, part in zip(alike, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    @property
+    def is_open(self) -> bool:
+        """True within the training of a micro-batch."""
+        return self._is_open
 
     def _group_of(self, members: tuple[int, ...]) -> Collective:
         """The group of these ranks. Collective: all ranks call it with the same arguments."""
@@ -212,7 +238,7 @@ class GlobalBatch:
         tokens, self._tokens = self._tokens, []
         if not tokens:
             return loss, live
-        if live is False and not self.num_layers:
+        if live is False and not self.layers:
             # The loss is left out, as its gradients may be NaN; those of the rows are not.
             return torch.stack([token.float() for token in tokens]).sum(), True
         for token in tokens:  # zeros

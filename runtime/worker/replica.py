@@ -279,6 +279,8 @@ class WorkerReplica:
         """In lockstep, average the buffers; every rank calls it between the same two steps."""
         if self.is_lockstep:
             with self._recorder.averaging():
+                if self.global_batch is not None:
+                    self.global_batch.share_statistics()
                 self.averager.sync_buffers(self.lockstep.buffer_samples)
                 self.lockstep.synced()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import sys
 import threading
 
 import pytest
@@ -109,7 +110,8 @@ def assert_same(actual, expected, *, buffers=True):
     for name, tensor in expected.items():
         if ("running" in name or "tracked" in name) and not buffers:
             continue
-        error = ((actual[name] - tensor).double().norm() / tensor.double().norm()).item()
+        scale = tensor.double().norm().clamp_min(1e-12)
+        error = ((actual[name] - tensor).double().norm() / scale).item()
         assert error < 1e-8, f"{name}: relative error {error:.1e}"
     assert (expected["one.weight"] - START.state_dict()["one.weight"]).norm() > 0.05
 
@@ -129,7 +131,7 @@ def test_ranks_equal_one_device_on_the_global_batch(ranks, accumulate, optim, ba
     handle = run(train, optim, ranks=ranks, accumulate=accumulate, way=(SYNC, backend))
     state = handle.join(WAIT_S).state_dict()
     expected = one_device(train, optim, ranks, accumulate)
-    assert_same(state, expected, buffers=ranks in (1, 3))  # else a rank lacks samples
+    assert_same(state, expected)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -159,7 +161,56 @@ def test_randomly_changing_shares_equal_one_device(monkeypatch, ranks, accumulat
     monkeypatch.setattr(Shares, "sizes", sizes)
     handle = run(mean_loss, ranks=ranks, accumulate=accumulate, balance=True)
     state = handle.join(WAIT_S).state_dict()
-    assert_same(state, one_device(mean_loss, sgd, ranks, accumulate), buffers=False)
+    assert_same(state, one_device(mean_loss, sgd, ranks, accumulate))
+
+
+class Modes(nn.Module):
+    """A layer without running statistics, one in eval mode, and one that is used in both modes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 8)
+        self.bare = nn.BatchNorm1d(8, track_running_stats=False)
+        self.frozen = nn.BatchNorm1d(8)
+        self.both = nn.BatchNorm1d(8)
+        self.two = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.frozen.eval()(self.bare(self.one(x)))
+        trained = self.both.train()(x)
+        return self.two(trained + self.both.eval()(x) + self.bare.eval()(x))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_in_eval_mode_and_without_running_statistics_equal_one_device(monkeypatch, ranks):
+    torch.manual_seed(1)
+    monkeypatch.setattr(sys.modules[__name__], "START", Modes().double())
+    state = run(mean_loss, ranks=ranks).join(WAIT_S).state_dict()
+    assert_same(state, one_device(mean_loss, sgd, ranks, 1))
+
+
+def test_a_training_forward_outside_of_a_step_uses_the_ranks_own_statistics():
+    seen = {}
+
+    def epoch_fn(epoch, worker):
+        if worker.rank == 1:  # no other rank meets it
+            worker.model.train()
+            seen[epoch] = worker.model(X[:8]).detach()
+
+    run(mean_loss, ranks=2, epoch_fn=epoch_fn).join(WAIT_S)
+    assert all(output.isfinite().all() for output in seen.values())
+    assert len(seen) == EPOCHS
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    def penalised(model, batch):
+        x = batch[0].clone().requires_grad_()
+        loss = F.mse_loss(model(x), batch[1])
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    with pytest.raises(WorkerFailed, match=r"sync_batchnorm\(True\): gradients of gradients"):
+        run(penalised, ranks=2).join(WAIT_S)
 
 
 def test_the_other_ranks_continue_after_a_death_in_the_forward_pass():
