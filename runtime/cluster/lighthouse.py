@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from runtime.cluster.options import join_host_port
-from runtime.core.checks import check_float, check_int, need
+from runtime.core.checks import check_float, check_int, require_modules
 
 DEFAULT_PORT = 29510
 JOIN_TIMEOUT_S = 60.0
@@ -87,7 +87,7 @@ def load_torchft(feature: str) -> Any:
     Raises:
         ImportError: torchft is not installed; says how to install it.
     """
-    need(feature, ("torchft",), "cluster")
+    require_modules(feature, ("torchft",), "cluster")
     if "RUST_LOG" in os.environ:
         return importlib.import_module("torchft.coordination")
     os.environ["RUST_LOG"] = "warn"  # read once, at import

@@ -1,3 +1,3 @@
-"""What everything else stands on: errors, checks, nested values, threads, signals, context."""
+"""Base layer: errors, argument checks, nested values, threads, signals, worker context."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users pass, checked as they pass it; and what an extra of this package installs."""
+"""Validation of user arguments, and of optional dependencies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ E = TypeVar("E", bound=Enum)
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """A whole number within bounds, or an error that says which."""
-    if isinstance(value, bool) or not isinstance(value, Integral):  # NumPy's count
+    """Return ``value`` as an int if it is an integer within bounds; raise otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Integral):  # includes NumPy's integers
         raise TypeError(f"{name}({value!r}): pass a whole number")
     number = int(value)
     if number < low or (high is not None and number > high):
@@ -32,7 +32,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
 def check_float(
     name: str, value: object, low: float, high: float = math.inf, *, above: bool = False
 ) -> float:
-    """A finite number within bounds (above ``low`` where ``above``), or an error."""
+    """Return ``value`` as a finite float within bounds (above ``low`` if ``above``)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}({value!r}): pass a number")
     number = float(value)
@@ -46,20 +46,20 @@ def check_float(
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False, or an error."""
+    """Return ``value`` if it is a bool; raise otherwise."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}({value!r}): pass True or False")
     return value
 
 
 def check_callable(name: str, value: object, signature: str) -> None:
-    """Something that can be called, or an error that shows how it will be."""
+    """Raise ``TypeError``, with the expected signature, unless ``value`` is callable."""
     if not callable(value):
         raise TypeError(f"{name} must be a function {signature}, got {type(value).__name__}")
 
 
 def check_path(name: str, value: object) -> Path:
-    """A path as a string or an ``os.PathLike``, made absolute, or an error."""
+    """Return a string or ``os.PathLike`` as an absolute path; raise otherwise."""
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name}({value!r}): pass a path as a string or a pathlib.Path")
     if not os.fspath(value):
@@ -68,13 +68,13 @@ def check_path(name: str, value: object) -> Path:
 
 
 def check_directory(name: str, path: Path) -> None:
-    """Nothing, or a directory, is at a path; an error where it is something else."""
+    """Raise ``ValueError`` if ``path`` exists and is not a directory."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
 
 
 def check_choice(name: str, value: object, kind: type[E]) -> E:
-    """A member of an enumeration, or one by the word that is its value."""
+    """Return a member of an enumeration, given as itself or by its value."""
     if isinstance(value, kind):
         return value
     words = {str(member.value): member for member in kind}
@@ -88,9 +88,9 @@ def check_choice(name: str, value: object, kind: type[E]) -> E:
 
 
 def check_devices(devices: object) -> tuple[torch.device, ...]:
-    """Devices by name or object, not empty, each usable here.
+    """Parse devices given by name, object or number; each must be available.
 
-    A number means so many CUDA devices, or so many workers on the CPU where there is no CUDA.
+    A number means that many CUDA devices, or that many workers on the CPU without CUDA.
     """
     if isinstance(devices, (str, torch.device)):
         devices = [devices]
@@ -107,7 +107,9 @@ def check_devices(devices: object) -> tuple[torch.device, ...]:
         try:
             device = torch.device(item)
         except RuntimeError as error:
-            raise ValueError(f"devices: {item!r} is no device; pass 'cpu' or 'cuda:0'") from error
+            raise ValueError(
+                f"devices: {item!r} is not a device; pass 'cpu' or 'cuda:0'"
+            ) from error
         if device.type not in ("cpu", "cuda"):
             device = _check_accelerator(device, len(devices))
         if device.type == "cuda":
@@ -151,21 +153,21 @@ def default_devices() -> tuple[torch.device, ...]:
 PROJECT = "gpuworker"
 
 
-def need(what: str, modules: tuple[str, ...], extra: str) -> None:
-    """Raise unless these modules can be found; none is imported.
+def require_modules(feature: str, modules: tuple[str, ...], extra: str) -> None:
+    """Raise unless these modules are installed; imports none of them.
 
     Args:
-        what: Who needs them.
+        feature: The feature that needs them, for the message.
         modules: Top-level names.
         extra: The extra of this package that installs them.
 
     Raises:
-        ImportError: Says how to install them.
+        ImportError: A module is missing; the message has the command that installs it.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ImportError(
-            f"{what} needs {' and '.join(missing)}, which {verb} not installed: "
+            f"{feature} needs {' and '.join(missing)}, which {verb} not installed: "
             f"pip install '{PROJECT}[{extra}]'"
         )

@@ -1,4 +1,4 @@
-"""The thread that a user's function runs in: what it can ask, and what is logged there."""
+"""Worker context of a thread: ``current_worker()``, scalars, gathering and log records."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _local = threading.local()
 
 
 class CurrentWorker(Protocol):
-    """What the user's functions may ask of the :class:`~gpuworker.GpuWorker` that calls them.
+    """Interface of the :class:`~gpuworker.GpuWorker` for the user's functions.
 
     Attributes:
-        rank: Its rank.
+        rank: The worker's rank.
         world_size: Number of ranks.
-        device: Where it trains.
-        generator: Keyed by ``(seed, rank, epoch)``, in a data set by
+        device: The worker's device.
+        generator: Seeded by ``(seed, rank, epoch)``, in a data set by
             ``(seed, epoch, batch position)``.
-        model: Its replica.
-        optimizer: That of the replica.
-        current_epoch: Epoch in training.
-        local_step: Batches that this rank has trained.
+        model: The worker's replica.
+        optimizer: The replica's optimizer.
+        current_epoch: Epoch being trained.
+        local_step: Batches trained by this rank.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class CurrentWorker(Protocol):
 
     @property
     def current_version(self) -> int:
-        """Averaging rounds taken."""
+        """Number of averages applied."""
 
     def set_lr(self, lr: float) -> None:
         """See :meth:`gpuworker.GpuWorker.set_lr`."""
@@ -66,14 +66,14 @@ class CurrentWorker(Protocol):
         """See :func:`all_gather`."""
 
     def forget_graphs(self) -> None:
-        """Capture the step anew, after some eager ones."""
+        """Discard captured CUDA graphs; the step is captured again after a few eager steps."""
 
 
 class LoaderView:
-    """The worker as a data set sees it while a loader reads for it.
+    """``current_worker()`` inside a data set, while a loader reads for the worker.
 
-    Everything but ``generator`` is the worker's own, and scalars cannot be recorded. The
-    generator is keyed by ``(seed, epoch, batch position)``, so that reading ahead changes no draw.
+    Delegates to the worker, except for ``generator`` and ``record_scalar``. The generator is seeded
+    by ``(seed, epoch, batch position)``, so draws do not depend on prefetching.
 
     Attributes:
         rank: The worker's rank.
@@ -86,25 +86,25 @@ class LoaderView:
         self._worker = worker
 
     def record_scalar(self, name: str, value: float | torch.Tensor) -> None:
-        """Refused: no batch is being trained that the value could belong to.
+        """Not available: no batch is being trained.
 
         Raises:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            f"record_scalar({name!r}, ...) belongs to the batch being trained: call it in train_fn "
-            "(a data set is read ahead); return the value with the batch, if it is the batch's"
+            f"record_scalar({name!r}, ...) is for the batch being trained: call it in train_fn (a "
+            "data set is read ahead), or return the value as part of the batch"
         )
 
     def all_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Refused: a data set is read ahead, on each rank when it needs a batch.
+        """Not available: a data set is read ahead, at different times on each rank.
 
         Raises:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "all_gather belongs to the batch being trained, and a data set is read ahead: call it "
-            "in train_fn"
+            "all_gather is for the batch being trained, and a data set is read ahead: call it in "
+            "train_fn"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -114,10 +114,10 @@ class LoaderView:
 
 
 def current_worker() -> CurrentWorker:
-    """The worker whose thread, loader thread or loader process is running.
+    """The worker of the calling thread, loader thread or loader process.
 
     PyTorch's draws on the CPU come from ``current_worker().generator`` in data sets and, for
-    workers on the CPU, in ``train_fn``. Seed other generators from it: those of Python and NumPy
+    workers on the CPU, in ``train_fn``. Seed other generators from it, since Python's and NumPy's
     are shared by all threads. On a GPU pass it as ``generator=``.
 
     Raises:
@@ -126,8 +126,8 @@ def current_worker() -> CurrentWorker:
     worker = getattr(_local, "worker", None)
     if worker is None:
         raise RuntimeError(
-            "current_worker() is only defined inside train_fn, epoch_fn, eval_fn and data sets, "
-            "in a thread of a run"
+            "current_worker() is only defined inside train_fn, epoch_fn, eval_fn and data sets, in "
+            "a thread of a run"
         )
     return cast("CurrentWorker", worker)
 
@@ -144,17 +144,17 @@ def worker_context(worker: object) -> Iterator[None]:
 
 
 def record_scalar(name: str, value: float | torch.Tensor) -> None:
-    """Record a scalar for the current batch, averaged over the epoch by samples, or by the
-    weights that ``train_fn`` returns with its losses.
+    """Record a scalar for the current batch. Epoch means are weighted by samples, or by the weights
+    that ``train_fn`` returns with its losses.
 
     Args:
         name: Key in ``EpochMetrics.scalars``.
-        value: A number or a tensor with one element. A tensor is kept and read
-            later; it is not synchronised here.
+        value: A number or a tensor with one element. A tensor is read later, without
+            synchronisation here.
 
     Raises:
         RuntimeError: Called outside a worker's thread, or in a data set.
-        TypeError: The name is no string, or the value no number.
+        TypeError: The name is not a string, or the value not a number.
         ValueError: A tensor with more than one element.
     """
     if not isinstance(name, str):
@@ -163,16 +163,16 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
         raise TypeError(f"record_scalar({name!r}, {value!r:.80}): pass a number or a tensor")
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(
-            f"record_scalar({name!r}) takes one element, got shape {tuple(value.shape)}: "
+            f"record_scalar({name!r}) needs one element, got shape {tuple(value.shape)}: "
             "reduce it first, for instance with .mean()"
         )
     current_worker().record_scalar(name, value)
 
 
 def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """Gather rows of all ranks in ``train_fn``, for a loss that relates the samples of the whole
-    global batch to each other, such as those of CLIP and SimCLR. Needs ``all_gather(True)`` on the
-    builder, and ``policy("sync")`` if there is more than one device::
+    """Gather rows of all ranks in ``train_fn``, for losses over pairs of samples of the global
+    batch, such as those of CLIP and SimCLR. Requires ``all_gather(True)`` on the builder, and
+    ``policy("sync")`` with more than one device::
 
         def train_fn(model, batch):
             images, texts = model(*batch)           # (n, d) each: this rank's piece
@@ -181,52 +181,50 @@ def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
             labels = torch.arange(own.start, own.stop, device=logits.device)
             return F.cross_entropy(logits, labels)
 
-    Gradients go back to every rank's rows. A step is that of one device that computes the loss
-    of the global batch, whether each rank returns the mean over its own rows, as above, or all
-    of them return that of the whole: it is the gradient of the weighted mean of the ranks'
-    losses. Pieces may be of any size; a rank without a batch in a step gives no rows. With
-    ``accumulate(n)`` each micro-batch is gathered by itself. A rank whose loss has the weight 0
-    still gets the gradients of the others' losses for its rows, but for a weight that is a
-    tensor on a GPU, and with ``sync_batchnorm``: its gradients are zeros then.
+    Gradients flow back to every rank's rows. The step equals that of one device computing the loss
+    of the global batch, whether each rank returns the mean over its own rows, as above, or the
+    loss of the whole batch: the gradient is that of the weighted mean of the ranks' losses. Ranks
+    may have different numbers of rows; a rank without a batch contributes none. With
+    ``accumulate(n)`` each micro-batch is gathered separately. A rank whose loss has weight 0
+    still receives gradients of the other ranks' losses, except for a weight that is a tensor on a
+    GPU, and with ``sync_batchnorm``: its gradients are then zero.
 
-    All ranks that have a batch make the same calls in the same order, for each waits there for
-    the others, and once more in its backward pass.
+    All ranks with a batch must make the same calls in the same order: each call blocks until
+    all have arrived, in the forward and in the backward pass.
 
     Args:
         tensor: Rows in dimension 0, shape ``(n, ...)``, on the worker's device, of any dtype. ``n``
             may differ from rank to rank and may be 0; the rest may not.
 
     Returns:
-        The rows of all ranks in order of rank, shape ``(N, ...)``, which is the order of the
-        global batch where a row belongs to a sample; and where this rank's own are. With one rank
-        they are ``tensor`` itself. Gradients of gradients do not pass.
+        The rows of all ranks in rank order, shape ``(N, ...)``, and the slice of this rank's rows.
+        With one row per sample this is the order of the global batch. With one rank the rows are
+        ``tensor`` itself. Double backward is not supported.
 
     Raises:
         RuntimeError: Outside ``train_fn``, or without ``all_gather(True)``.
-        TypeError, ValueError: No tensor, or one without dimensions.
-        ValueError: Ranks called it in different ways; on every rank.
-        CollectiveAborted: Another rank has failed; let it pass through ``train_fn``.
+        TypeError, ValueError: Not a tensor, or a 0-dimensional one.
+        ValueError: Ranks made different calls; raised on every rank.
+        CollectiveAborted: Another rank has failed; do not catch it in ``train_fn``.
     """
     return current_worker().all_gather(tensor)
 
 
 class WorkerLogFilter(logging.Filter):
-    """Gives each record the rank, the epoch and the step of the worker that logged it.
+    """Adds rank, epoch and step of the logging worker to each record.
 
-    Add it to a handler, then every record that the handler gets has them, whichever logger
-    it came through; added to a logger it sees what is logged there directly, and nothing of
-    that logger's children. With a ``QueueHandler`` it belongs on that handler, which runs in
-    the thread that logs. It lets every record pass, and may be used by several threads::
+    Add it to a handler, so that it sees records of all loggers; on a logger it sees only records
+    logged there directly, not those of child loggers. With a ``QueueHandler``, add it to that
+    handler, which runs in the logging thread. Passes every record. Thread-safe::
 
         handler = logging.StreamHandler()
         handler.addFilter(WorkerLogFilter())
         handler.setFormatter(logging.Formatter("%(levelname)s %(worker)s%(message)s"))
 
-    Attributes of a record that was made in a worker's thread, or in a loader that reads for
-    it: ``rank``, ``epoch`` and ``step`` (batches that the rank has trained) as numbers, and
-    ``worker``, a text such as ``"[rank 0 epoch 1 step 12] "``. In other threads the first
-    three are ``None`` and ``worker`` is empty. Attributes that a record already has, such as
-    from ``extra={"rank": 3}``, are kept. Nothing is read from a device.
+    Adds ``rank``, ``epoch`` and ``step`` (batches trained by the rank) as numbers, and ``worker``,
+    a text such as ``"[rank 0 epoch 1 step 12] "``, to records of a worker's thread or its loader.
+    In other threads the first three are ``None`` and ``worker`` is empty. Attributes that a
+    record already has, such as from ``extra={"rank": 3}``, are kept. Reads nothing from a device.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -238,27 +236,27 @@ class WorkerLogFilter(logging.Filter):
         except RuntimeError:
             worker = None
         if worker is not None:
-            # A loader's process knows the rank alone.
+            # In a loader process only the rank is available.
             values["rank"] = getattr(worker, "rank", None)
             values["epoch"] = getattr(worker, "current_epoch", None)
             values["step"] = getattr(worker, "local_step", None)
-            known = [f"{name} {value}" for name, value in values.items() if value is not None]
-            text = f"[{' '.join(known)}] " if known else ""
+            present = [f"{name} {value}" for name, value in values.items() if value is not None]
+            text = f"[{' '.join(present)}] " if present else ""
         for name, value in {**values, "worker": text}.items():
             record.__dict__.setdefault(name, value)
         return True
 
 
 def announce(log: logging.Logger, text: str, *, silent: bool = False) -> None:
-    """Log a line at INFO; where no handler would take it, write it to stderr.
+    """Log a line at INFO, or write it to stderr if no handler is configured.
 
-    A logger that was made quiet stays so: one that is disabled, or of a level above INFO, here
-    or above it but for the root, whose level is WARNING unless it is set.
+    Nothing is written if the logger or one of its parents is disabled or has a level above INFO
+    (except for the root logger, whose default level is WARNING).
 
     Args:
         log: The logger.
-        text: What is said.
-        silent: Write nothing to stderr in any case.
+        text: The line.
+        silent: Never write to stderr.
     """
     log.info("%s", text)
     if silent or log.hasHandlers() or _is_quiet(log) or sys.stderr is None:

@@ -1,4 +1,4 @@
-"""All exceptions that the runtime itself raises."""
+"""Exceptions of the runtime."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WorkerFailed(GpuWorkerError):
 
     Attributes:
         rank: The worker's rank.
-        epoch: Epoch it was in, counted from 0.
-        step: Batches it had trained.
+        epoch: Epoch of the failure, counted from 0.
+        step: Batches that the worker had trained.
     """
 
     def __init__(self, rank: int, epoch: int, step: int, error: BaseException) -> None:
@@ -51,15 +51,15 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
     """A loss, a gradient or a parameter is NaN or infinite; see ``on_non_finite``.
 
     Args:
-        remedy: What to do, where the default, for runs, does not hold.
+        remedy: Advice in the message; the default is for runs.
 
     Attributes:
-        rank: The worker where it arose.
-        step: Number of the batch, counted from 0 as ``worker.local_step`` counts them: that
-            of the loss; for a gradient the first of its step; for a parameter, which is
-            looked at late, the last one trained.
+        rank: The worker's rank.
+        step: Number of the batch, counted from 0 like ``worker.local_step``: the batch of the loss,
+            the first batch of a gradient's step, or the last batch trained before a parameter
+            was checked.
         what: ``"loss"``, ``"gradient"`` or ``"parameter"``.
-        parameter: Name of the first parameter hit; ``None`` where none was.
+        parameter: Name of the first affected parameter, if any.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
             'on_non_finite("skip"), or guard the loss against them'
         ),
     ) -> None:
-        hit = "" if parameter is None else f"; first parameter hit: {parameter!r}"
+        hit = "" if parameter is None else f"; first affected parameter: {parameter!r}"
         super().__init__(
             f"rank {rank}, step {step}: a {what} is not finite (NaN or infinite){hit}. {remedy}"
         )
@@ -88,7 +88,7 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
 
 
 class ClusterError(GpuWorkerError):
-    """This machine cannot take part in the cluster, or not any longer; the message says why."""
+    """This machine cannot join the cluster or remain in it; the message has the reason."""
 
 
 class ReplicaMismatch(ValueError):
@@ -101,7 +101,7 @@ class ReplicaFailed(GpuWorkerError):
     Attributes:
         rank: The replica's rank.
         device: Its device.
-        what: What it did: ``"forward"``, ``"backward"``, ``"accumulate"``, ``"step"``, ...
+        what: The operation: ``"forward"``, ``"backward"``, ``"accumulate"``, ``"step"``, ...
     """
 
     def __init__(self, rank: int, device: str, what: str, error: BaseException) -> None:
@@ -118,17 +118,17 @@ class ReplicaFailed(GpuWorkerError):
 
 
 class CheckpointError(GpuWorkerError):
-    """A checkpoint could not be written, read, or continued with these settings."""
+    """A checkpoint could not be written or read, or does not match the settings."""
 
 
 CollectiveError = TypeVar("CollectiveError", "CollectiveAborted", "CollectiveTimeout")
 
 
 class CollectiveAborted(GpuWorkerError):
-    """A collective was aborted, by this rank or by another; its buffers hold garbage.
+    """A collective was aborted by this rank or another; the content of its buffers is undefined.
 
     Attributes:
-        failed: Whether the exchange itself failed on this rank, and no other rank was late,
+        failed: True if the exchange itself failed on this rank, and no other rank was late,
             left or died.
     """
 
@@ -136,7 +136,7 @@ class CollectiveAborted(GpuWorkerError):
 
 
 class PieceTooLarge(CollectiveAborted):
-    """A rank had no memory for its piece of a global batch, and makes the step again.
+    """A rank had no memory for its piece of a global batch; the step is repeated.
 
     Attributes:
         num_samples: Samples in the piece.
@@ -151,22 +151,22 @@ class CollectiveTimeout(GpuWorkerError):
     """A peer did not join a collective in time; the group is aborted.
 
     Attributes:
-        failed: Whether all had joined, and the exchange did not end in time.
+        failed: True if all ranks had joined, and the exchange did not complete in time.
     """
 
     failed = False
 
 
 def mark_failed(error: CollectiveError) -> CollectiveError:
-    """The error, which says that the exchange itself has failed."""
+    """Mark the exchange itself as failed; return the error."""
     error.failed = True
     return error
 
 
 def without_tracebacks(error: BaseException) -> BaseException:
-    """The error, its causes too, without tracebacks, whose frames would keep tensors alive.
+    """Remove the tracebacks of an error and its causes, whose frames would keep tensors alive.
 
-    For an error that is kept for long; the log has the traceback where it may be needed.
+    For errors that are stored for long; their traceback is in the log.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -181,11 +181,11 @@ def without_tracebacks(error: BaseException) -> BaseException:
 
 
 def error_of_run(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
-    """What ``join()`` raises, if anything.
+    """The exception that ``join()`` raises, or ``None``.
 
     Args:
-        failure: Why the run failed.
-        stuck: Names of threads that did not come back from the user's code.
+        failure: The run's failure, if any.
+        stuck: Names of threads that did not return from user code.
     """
     named = f"threads stuck in user code: {', '.join(stuck)}"
     if failure is None:

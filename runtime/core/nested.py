@@ -1,4 +1,4 @@
-"""Nested inputs and outputs, taken apart into tensors and put together again."""
+"""Flattening of nested inputs and outputs into tensors, and reconstruction."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
-class Spec:
-    """What a nested value is like, without its tensors.
+class NestedSpec:
+    """Structure of a nested value without its tensors.
 
-    Containers are tuples (named ones too), lists, mappings and dataclasses. A tensor is a
-    leaf; everything else is kept as it is.
+    Containers are tuples (also named ones), lists, mappings and dataclasses. Tensors are leaves;
+    other objects are constants.
 
     Attributes:
-        kind: Type of a container, ``Tensor`` for a tensor, ``None`` for anything else.
+        kind: Type of a container, ``Tensor`` for a tensor, ``None`` for a constant.
         keys: Names of the children.
-        children: What a container holds.
-        value: What is kept; for some containers an empty one of their kind.
+        children: Specs of a container's items.
+        value: The constant; for some containers an empty one of the same type.
     """
 
     __slots__ = ("children", "keys", "kind", "value")
@@ -40,7 +40,7 @@ class Spec:
         self,
         kind: type | None,
         keys: tuple[Any, ...] = (),
-        children: tuple[Spec, ...] = (),
+        children: tuple[NestedSpec, ...] = (),
         value: Any = None,
     ) -> None:
         self.kind = kind
@@ -49,7 +49,7 @@ class Spec:
         self.value = value
 
     def build(self, tensors: Iterator[Tensor]) -> Any:
-        """The value again, with these tensors in the order of :func:`flatten`."""
+        """Rebuild the value with these tensors, in the order of :func:`flatten`."""
         if self.kind is Tensor:
             return next(tensors)
         if self.kind is None:
@@ -57,8 +57,8 @@ class Spec:
         parts = [child.build(tensors) for child in self.children]
         return _assemble(self, parts)
 
-    def difference(self, other: Spec, path: str = "the output") -> str | None:
-        """Says how another value differs, tensors aside; ``None`` if it does not."""
+    def difference(self, other: NestedSpec, path: str = "the output") -> str | None:
+        """Describe how another structure differs; ``None`` if it does not."""
         if self.kind is not other.kind:
             return f"{path} is {_name(self.kind)} there and {_name(other.kind)} here"
         if self.kind is None and self.value != other.value:
@@ -72,34 +72,34 @@ class Spec:
         return None
 
 
-_TENSOR = Spec(Tensor)
+_TENSOR = NestedSpec(Tensor)
 
 
-def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
-    """Take a nested value apart.
+def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> NestedSpec:
+    """Flatten a nested value.
 
     Args:
-        value: What to take apart.
-        tensors: Gets its tensors, in order.
-        strict: Refuse an object that could hide tensors, and leave ``None`` in place of one in
-            a container; else they are kept as they are.
+        value: The value.
+        tensors: Its tensors are appended here, in order.
+        strict: Refuse an unknown object, which could hide tensors, and replace one in a container
+            by ``None``; otherwise such objects are constants.
 
     Raises:
-        TypeError: Something that cannot be cut along its first dimension, or put together.
+        TypeError: The value cannot be split along dimension 0, or rebuilt.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError(
-                f"a tensor of layout {value.layout} cannot be shared out along dimension 0: pass "
+                f"a tensor of layout {value.layout} cannot be split along dimension 0: pass "
                 "a dense one, for instance tensor.to_dense()"
             )
         tensors.append(value)
         return _TENSOR
     if isinstance(value, _PLAIN):
-        return Spec(None, value=value)
+        return NestedSpec(None, value=value)
     if isinstance(value, PackedSequence):
         raise TypeError(
-            "a PackedSequence cannot be shared out along dimension 0: pass the padded batch and "
+            "a PackedSequence cannot be split along dimension 0: pass the padded batch and "
             "its lengths, and pack in forward"
         )
     if isinstance(value, (np.ndarray, np.generic)):
@@ -115,38 +115,37 @@ def flatten(value: Any, tensors: list[Tensor], *, strict: bool) -> Spec:
         empty = _emptied(value)
     elif strict:
         raise TypeError(
-            f"forward returned a {type(value).__name__}, which cannot be put together from the "
-            "replicas' parts: return tensors, or tuples, lists, dicts or dataclasses of them"
+            f"forward returned a {type(value).__name__}, which cannot be assembled from the "
+            "replicas' outputs: return tensors, or tuples, lists, dicts or dataclasses of them"
         )
     else:
-        return Spec(None, value=value)
+        return NestedSpec(None, value=value)
     children = []
     for name, part in zip(names, parts, strict=True):
-        if strict and not _can_be_put_together(part):
-            with _TELLS:  # two ranks may come here at once, and the cache lets both in
-                _tell_of_loss(type(value).__name__, str(name), type(part).__name__)
+        if strict and not _can_be_rebuilt(part):
+            with _WARNING_LOCK:  # functools.cache may run the function in two threads
+                _warn_once(type(value).__name__, str(name), type(part).__name__)
             part = None
         children.append(flatten(part, tensors, strict=strict))
-    return Spec(type(value), names, tuple(children), empty)
+    return NestedSpec(type(value), names, tuple(children), empty)
 
 
-def _can_be_put_together(part: Any) -> bool:
-    """Whether it is a tensor, a plain value or a container; or what has an error of its own."""
-    known = (Tensor, *_PLAIN, PackedSequence, np.ndarray, np.generic, tuple, list, Mapping)
-    return isinstance(part, known) or (
+def _can_be_rebuilt(part: Any) -> bool:
+    """True for tensors, constants and containers, and for types that :func:`flatten` refuses."""
+    types = (Tensor, *_PLAIN, PackedSequence, np.ndarray, np.generic, tuple, list, Mapping)
+    return isinstance(part, types) or (
         dataclasses.is_dataclass(part) and not isinstance(part, type)
     )
 
 
-_TELLS = threading.Lock()
+_WARNING_LOCK = threading.Lock()
 
 
 @cache
-def _tell_of_loss(container: str, name: str, kind: str) -> None:
-    """Once in a process."""
+def _warn_once(container: str, name: str, kind: str) -> None:
     logger.warning(
-        "forward returned a %s in %r of a %s, which cannot be put together from the replicas' "
-        "parts: it is None there; call model.module(...) for what needs it",
+        "forward returned a %s in %r of a %s, which cannot be assembled from the replicas' "
+        "outputs and is replaced by None; call model.module(...) to get it",
         kind,
         name,
         container,
@@ -154,7 +153,7 @@ def _tell_of_loss(container: str, name: str, kind: str) -> None:
 
 
 def _emptied(value: Mapping[Any, Any]) -> Any:
-    """A mapping of the same type and with the same settings, that holds no tensor."""
+    """A copy of a mapping with its type and attributes, but without its values."""
     if type(value) is dict or not isinstance(value, MutableMapping):
         return None
     twin = copy.copy(value)
@@ -163,7 +162,7 @@ def _emptied(value: Mapping[Any, Any]) -> Any:
     return twin
 
 
-def _assemble(spec: Spec, parts: list[Any]) -> Any:
+def _assemble(spec: NestedSpec, parts: list[Any]) -> Any:
     kind = spec.kind
     assert kind is not None, "a container has a type"
     if dataclasses.is_dataclass(kind):

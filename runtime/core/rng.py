@@ -1,16 +1,14 @@
-"""Random draws of a thread: from a generator of its own in place of PyTorch's default one.
+"""Per-thread random generators on the CPU, in place of PyTorch's default generator.
 
-PyTorch has one default generator for the CPU, and many operations, dropout among them, take no
-other. Threads that share it draw in an order that the clock decides, so that no run could be
-repeated. Each of these operations ends in one of the kernels of :data:`RANDOM_KERNELS`, which
-do take a generator. They are put in place of PyTorch's kernels for the CPU once a process, as
-``torch.library.get_kernel`` is meant for, and hand the calling thread's generator on where it has
-one and the caller gives none. All other operations are untouched and cost what they did, and so
-are those of tensors that are not on the CPU.
+PyTorch has one default generator for the CPU, and many operations, such as dropout, accept no
+other. The order in which threads draw from it depends on timing, so runs would not be
+reproducible. Each of these operations ends in one of the kernels of :data:`RANDOM_KERNELS`, which
+do take a generator. Once per process, wrappers replace PyTorch's CPU kernels with
+``torch.library.get_kernel`` and pass the calling thread's generator if it has one and the caller
+passes none. Other operations and other devices are not affected.
 
 ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed`` and ``fork_rng`` act on the thread's
-generator in the same way: ``torch.utils.checkpoint`` computes a forward pass a second time between
-them, with the draws of the first one.
+generator, too: with them ``torch.utils.checkpoint`` repeats the random numbers of a forward pass.
 """
 
 from __future__ import annotations
@@ -58,49 +56,48 @@ RANDOM_KERNELS = (
     "rrelu_with_noise_",
     "uniform_",
 )
-"""All that ATen draws with on the CPU."""
+"""All random CPU kernels of ATen."""
 
 _MAX_NUMPY_SEED = 2**32 - 1
 _RNG_LOCK = threading.Lock()
 _installed: list[torch.library.Library] = []
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     generator: torch.Generator | None = None
 
 
-_own = _Own()
+_thread = _ThreadState()
 
 
 @contextmanager
 def thread_generator(generator: torch.Generator | None) -> Iterator[None]:
-    """Let this thread's draws on the CPU come from a generator of the CPU.
+    """Draw this thread's random numbers on the CPU from ``generator``.
 
     Args:
-        generator: The generator; ``None``: PyTorch's default one.
+        generator: A CPU generator; ``None``: PyTorch's default one.
     """
     if not _installed:
         install_thread_generators()
-    before, _own.generator = _own.generator, generator
+    before, _thread.generator = _thread.generator, generator
     try:
         yield
     finally:
-        _own.generator = before
+        _thread.generator = before
 
 
 class _DefaultGenerator:
-    """Stands for the default generator within ``torch.random``: it is each thread's own."""
+    """Default generator of ``torch.random``, which delegates to the thread's generator."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_own.generator or torch.default_generator, name)
+        return getattr(_thread.generator or torch.default_generator, name)
 
 
 def install_thread_generators() -> None:
-    """Make :func:`thread_generator` work; only the first call of the process does anything.
+    """Replace the random kernels; only the first call of the process has an effect.
 
-    A run calls it before its threads are started: PyTorch's table of kernels must not change
-    under an operation. Takes some milliseconds. Thread-safe; blocks while another thread
-    is in it.
+    A run calls it before it starts threads, since PyTorch's kernel table must not change during an
+    operation. Takes some milliseconds. Thread-safe; blocks while another thread is in it.
     """
     with _RNG_LOCK:
         if _installed:
@@ -108,21 +105,21 @@ def install_thread_generators() -> None:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         _installed.append(library)
         with warnings.catch_warnings():
-            # The first kernel that is replaced in a process is warned of.
+            # PyTorch warns about the first kernel replaced in a process.
             warnings.simplefilter("ignore")
             missing = [name for name in RANDOM_KERNELS if not _replace(library, name)]
         torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
     if missing:
         logger.warning(
-            "this version of PyTorch (%s) has no CPU kernels %s: what it draws instead comes from "
-            "its default generator, which all threads share",
+            "this version of PyTorch (%s) has no CPU kernels %s: the operations that replace them "
+            "draw from its default generator, which all threads share",
             torch.__version__,
             ", ".join(missing),
         )
 
 
 def _replace(library: torch.library.Library, name: str) -> bool:
-    """Replace a kernel; whether there is one of that name."""
+    """Replace a kernel; False if there is none of this name."""
     packet, _, overload = name.partition(".")
     try:
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -136,16 +133,16 @@ def _replace(library: torch.library.Library, name: str) -> bool:
 
 
 def _with_generator(call: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A kernel that passes the thread's generator where none is given.
+    """A kernel that passes the thread's generator if the caller passes none.
 
     Args:
-        call: The kernel of before.
+        call: The original kernel.
         place: Index of the generator among its arguments.
     """
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        generator = _own.generator
-        # PyTorch leaves positional arguments out that have their default.
+        generator = _thread.generator
+        # PyTorch omits positional arguments that have their default value.
         if generator is not None and len(args) <= place and kwargs.get("generator") is None:
             kwargs["generator"] = generator
         return call(keys, *args, **kwargs)
@@ -155,15 +152,15 @@ def _with_generator(call: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 @contextmanager
 def seeded_globals() -> Iterator[None]:
-    """Seed Python's and NumPy's global generators like this thread's own, and restore them after.
+    """Seed Python's and NumPy's global generators from this thread's generator; restore them after.
 
-    Of use only where no other thread draws from them meanwhile. Without a generator of the
-    thread's own nothing happens.
+    Only meaningful while no other thread draws from them. Has no effect if the thread has no
+    generator.
     """
-    if _own.generator is None:
+    if _thread.generator is None:
         yield
         return
-    seed = _own.generator.initial_seed() & _MAX_NUMPY_SEED
+    seed = _thread.generator.initial_seed() & _MAX_NUMPY_SEED
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM, for all runs of the process together.
+"""Handling of Ctrl-C and SIGTERM for all runs of the process.
 
-The handler is installed while the main thread waits for a run, and at no other time. It
-may run between any two instructions of that thread, whatever locks the thread holds, so
-it takes none: it counts, and puts requests into queues that allow for that.
+The handler is installed only while the main thread waits for a run. It may run between any two
+instructions of that thread, whatever locks the thread holds, so it acquires none: it counts
+signals and puts requests into reentrant queues.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, Protocol
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 POLL_S = 0.2
-"""A signal that comes in the instant before a lock is waited for is seen by Python only
-when that wait ends, so no wait is longer than this."""
+"""Maximum duration of a wait: Python handles a signal that arrives just before a lock wait only
+when the wait ends."""
 
 EXIT_S = 10.0
-"""How long runs that are in progress at the end of the process may take to end."""
+"""Seconds for active runs to end when the interpreter exits."""
 
 Disposition = Callable[[int, FrameType | None], Any] | int | None
 
 
 class InterruptHandler:
-    """One handler for all runs and for all calls that wait for them."""
+    """Signal handler shared by all runs and all calls that wait for them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of _runs; never taken by the handler
+        self._lock = threading.Lock()  # guards _runs; not acquired by the handler
         self._runs: tuple[Stoppable, ...] = ()
         self._period: InterruptibleWait | None = None
         self._num_waits = 0
@@ -40,25 +40,25 @@ class InterruptHandler:
         self._handler = self._on_signal
 
     def add(self, run: Stoppable) -> None:
-        """A run is in progress; from any thread."""
+        """Register a run. Thread-safe."""
         with self._lock:
             self._runs = (*self._runs, run)
 
     def remove(self, run: Stoppable) -> None:
-        """A run is over. Idempotent."""
+        """Unregister a run. Idempotent."""
         with self._lock:
             self._runs = tuple(other for other in self._runs if other is not run)
 
     @contextmanager
     def waiting(self) -> Iterator[InterruptibleWait]:
-        """Answer signals while the main thread waits; in other threads do nothing.
+        """Handle signals while the main thread waits; no effect in other threads.
 
-        The first signal stops every run, the second aborts them. Waits may be nested; when
-        the last one is left, the handlers found before act on what came: a function is
-        called, and where there was the default action, the process ends by it.
+        The first signal stops every run, the second aborts them. Waits may be nested. When the
+        outermost one ends, received signals are passed to the previous handlers: a function is
+        called, and the default action ends the process.
 
         Raises:
-            KeyboardInterrupt: A signal came; raised when the wait is left.
+            KeyboardInterrupt: A signal was received; raised when the wait ends.
         """
         if threading.current_thread() is not threading.main_thread():
             yield InterruptibleWait()
@@ -76,7 +76,7 @@ class InterruptHandler:
         self._previous = {}
         for signum in SIGNALS:
             previous = signal.getsignal(signum)
-            # None: it was not installed from Python and could not be put back.
+            # None: not installed from Python, so it could not be restored.
             if previous is not None and previous != signal.SIG_IGN:
                 self._previous[signum] = previous
                 signal.signal(signum, self._handler)
@@ -86,9 +86,9 @@ class InterruptHandler:
         self._num_waits -= 1
         if self._num_waits == 0:
             for signum, previous in self._previous.items():
-                if signal.getsignal(signum) is self._handler:  # else it is somebody else's
+                if signal.getsignal(signum) is self._handler:  # else replaced by user code
                     signal.signal(signum, previous)
-            # Until here a signal was still counted; from here on it is not ours.
+            # Signals were counted until here.
             self._period = None
         if period is None or not period.received:
             return
@@ -100,15 +100,15 @@ class InterruptHandler:
     def _pass_on(self, signum: int) -> None:
         previous = self._previous[signum]
         if callable(previous):
-            if previous is not signal.default_int_handler:  # which raises what we raise
+            if previous is not signal.default_int_handler:  # raises KeyboardInterrupt, as we do
                 previous(signum, None)
         elif signal.getsignal(signum) == signal.SIG_DFL:
             signal.raise_signal(signum)
 
     def abort_all(self) -> None:
-        """The interpreter ends: its daemon threads must not be in the middle of a step then.
+        """Abort all runs at interpreter exit, since daemon threads must not be within a step then.
 
-        Blocks for some seconds at most.
+        Blocks for at most :data:`EXIT_S`.
         """
         runs = self._runs
         for run in runs:
@@ -120,7 +120,7 @@ class InterruptHandler:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         period = self._period
         if period is None:
-            raise KeyboardInterrupt  # called by a handler that replaced this one and kept it
+            raise KeyboardInterrupt  # called by a handler that replaced this one
         period.received.append(signum)
         period.count += 1
         if period.count == 1:
@@ -132,13 +132,13 @@ class InterruptHandler:
 
 
 class InterruptibleWait:
-    """A time of waiting, and the signals that came in it.
+    """A wait, and the signals received during it.
 
     Args:
-        poll_s: Longest time without a look for signals; ``None``: none are expected.
+        poll_s: Maximum duration of a lock wait; ``None``: unlimited.
 
     Attributes:
-        count: How often an interrupt was asked for.
+        count: Number of interrupts.
         received: The signals, in order.
     """
 
@@ -149,34 +149,34 @@ class InterruptibleWait:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a wait shall last until its run is over, and then raise."""
+        """True if the call must wait for the end of its run and then raise."""
         return self.count > 0
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody waits any more, even for a run that is being aborted."""
+        """True if the call must return although the run is still being aborted."""
         return self.count > 2
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> None:
-        """Wait for ``condition`` or for a while, at most for ``timeout_s``."""
+        """Wait for ``condition``, at most ``timeout_s`` and ``poll_s``."""
         bounds = [bound for bound in (timeout_s, self._poll_s) if bound is not None]
         condition.wait(min(bounds, default=None))
 
 
 class Stoppable(Protocol):
-    """A run, as the handler sees it. The first two return at once and take no lock."""
+    """Interface of a run for the handler. ``stop`` and ``abort`` neither block nor lock."""
 
     def stop(self) -> None:
-        """End at a step boundary."""
+        """Stop at a step boundary."""
 
     def abort(self) -> None:
-        """End without waiting for one."""
+        """Stop without waiting for a step boundary."""
 
     def wait_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until the run has ended, or for a while."""
+        """Wait until the run has ended, at most ``timeout_s``."""
 
 
 INTERRUPTS = InterruptHandler()
-"""The one of this process."""
+"""The handler of this process."""
 
 atexit.register(INTERRUPTS.abort_all)

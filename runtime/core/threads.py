@@ -1,4 +1,4 @@
-"""Threads that compute with PyTorch, and what is closed when a block or the process ends."""
+"""Workarounds for PyTorch in several threads, intra-op thread counts, and resource cleanup."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-# PyTorch computes ``sqrt``, ``exp`` and the like of contiguous CPU tensors with MKL's VML. MKL
-# looks up the kernel of such a function in the first call of it. If two threads make that call
-# together, one of them may get a kernel of low accuracy for this one call: relative errors of
-# up to 3e-4 were seen here in ``sqrt``, which is in each step of AdamW. Reported as
-# https://github.com/pytorch/pytorch/issues/188792 for MKL 2024.2, which PyTorch's wheels hold;
-# MKL 2025.0 and later are said to be free of it.
+# PyTorch computes ``sqrt``, ``exp`` etc. of contiguous CPU tensors with MKL's VML, which selects a
+# function's kernel in its first call. If two threads make that call concurrently, one of them may
+# get a kernel of low accuracy for this call: relative errors of up to 3e-4 were observed in
+# ``sqrt``, which each step of AdamW uses. Reported as
+# https://github.com/pytorch/pytorch/issues/188792 for MKL 2024.2, which PyTorch's wheels contain;
+# MKL 2025.0 and later are reported to be unaffected.
 
 FUNCTIONS = (
     "acos",
@@ -37,13 +37,13 @@ FUNCTIONS = (
     "tanh",
     "trunc",
 )
-"""What ``ATen/cpu/vml.h`` hands to MKL, in float32 and in float64."""
+"""Functions that ``ATen/cpu/vml.h`` passes to MKL, in float32 and float64."""
 
 _THREADS_LOCK = threading.Lock()
 
 
-class _Lent(threading.local):
-    """What a thread was lent, how often, and what it had before."""
+class _ThreadOverride(threading.local):
+    """A thread's override of its intra-op threads: depth, current value, previous value."""
 
     times = 0
     now = 0
@@ -53,17 +53,17 @@ class _Lent(threading.local):
 class IntraOpThreads:
     """Restores ``torch.set_num_threads`` when the last run of the process ends.
 
-    What a worker sets leaks into every thread created later, so it is put back.
+    A worker's setting would otherwise be inherited by every thread created later.
     """
 
     _lock = threading.Lock()
     _users = 0
     _before = 0
-    _lent = _Lent()
+    _override = _ThreadOverride()
 
     @classmethod
     def budget(cls) -> int:
-        """Intra-op threads that all CPU workers of a run may have together."""
+        """Total number of intra-op threads for all CPU workers of a run."""
         with cls._lock:
             cls._recover()
             before = cls._before if cls._users else torch.get_num_threads()
@@ -80,70 +80,70 @@ class IntraOpThreads:
 
     @classmethod
     def release(cls) -> None:
-        """A run has ended, from any thread."""
+        """A run has ended. Thread-safe."""
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
                 torch.set_num_threads(cls._before)
 
     @classmethod
-    def lend(cls, num_threads: int) -> int:
-        """Let the calling thread have so many, until it takes its own back.
+    def override(cls, num_threads: int) -> int:
+        """Set the calling thread's number of intra-op threads until :meth:`reset`.
 
-        For a thread that works in turn with CPU replicas: the intra-op threads of its own
-        operations would go on spinning for a while, on the cores that the replicas need.
+        For a thread that alternates with CPU replicas: the intra-op threads of its own operations
+        would keep spinning for a while on the cores that the replicas need.
 
         Returns:
-            The thread, for :meth:`take_back`.
+            The thread's identifier, for :meth:`reset`.
         """
-        lent = cls._lent
-        if not lent.times:
-            lent.before = torch.get_num_threads()
-        lent.times += 1
-        lent.now = num_threads
+        state = cls._override
+        if not state.times:
+            state.before = torch.get_num_threads()
+        state.times += 1
+        state.now = num_threads
         torch.set_num_threads(num_threads)
         return threading.get_ident()
 
     @classmethod
-    def take_back(cls, thread: int) -> None:
-        """As many as before for the calling thread, if it is the one; takes no lock.
+    def reset(cls, thread: int) -> None:
+        """Restore the calling thread's number of intra-op threads; acquires no lock.
 
         Args:
-            thread: From :meth:`lend`; called once for each call of that.
+            thread: From :meth:`override`, one call for each of its calls. No effect in any other
+                thread.
         """
-        if thread == threading.get_ident() and cls._lent.times:
-            cls._lent.times -= 1
-            if not cls._lent.times:
+        if thread == threading.get_ident() and cls._override.times:
+            cls._override.times -= 1
+            if not cls._override.times:
                 cls._restore()
 
     @classmethod
     def _recover(cls) -> None:
-        """What this thread was lent and another one ended, it takes back late."""
-        if cls._users == 0 and cls._lent.times:
-            cls._lent.times = 0
+        """Restore this thread's number if another thread has ended the run."""
+        if cls._users == 0 and cls._override.times:
+            cls._override.times = 0
             cls._restore()
 
     @classmethod
     def _restore(cls) -> None:
-        if torch.get_num_threads() == cls._lent.now:  # else somebody has set it since
-            torch.set_num_threads(cls._lent.before)
+        if torch.get_num_threads() == cls._override.now:  # else user code has changed it
+            torch.set_num_threads(cls._override.before)
 
 
 def prepare_threads() -> None:
-    """Mend what PyTorch gets wrong when several threads compute; once in a process.
+    """Apply workarounds for PyTorch in several threads, once per process.
 
-    To be called before threads are started that compute. Takes a few milliseconds.
-    Thread-safe; blocks while another thread is in it.
+    Called before computing threads are started. Takes a few milliseconds. Thread-safe; blocks while
+    another thread is in it.
     """
     with _THREADS_LOCK:
         _resolve_vector_math()
-        _leave_device_guard_alone()
+        _keep_device_guard()
 
 
 @functools.cache
 def _resolve_vector_math() -> None:
-    # Without MKL in PyTorch this does no harm.
-    # The caller may be under inference mode or a default device.
+    # Harmless without MKL. The caller may be under inference mode or a default device.
     with torch.inference_mode():
         for dtype in (torch.float32, torch.float64):
             x = torch.full((16,), 0.5, dtype=dtype, device="cpu")
@@ -152,12 +152,12 @@ def _resolve_vector_math() -> None:
 
 
 @functools.cache
-def _leave_device_guard_alone() -> None:
-    # Where a build with CUDA finds no GPU, a fake tensor mode (torch.compile enters one) replaces
-    # the process's device guard of CUDA by one that belongs to its thread: thread_local in
-    # c10/core/impl/DeviceGuardImplInterface.cpp up to PyTorch 2.12, static in 2.13. When that
-    # thread ends, the process crashes at the guard's next use. The main thread outlives the rest;
-    # fake CUDA tensors, which the new guard is for, are not to be had in other threads.
+def _keep_device_guard() -> None:
+    # In a CUDA build without a GPU, a fake tensor mode (used by torch.compile) replaces the
+    # process's CUDA device guard by one owned by its thread: thread_local in
+    # c10/core/impl/DeviceGuardImplInterface.cpp up to PyTorch 2.12, static in 2.13. Once that
+    # thread has ended, the process crashes at the guard's next use. Only the main thread may
+    # replace it, since it outlives the others; fake CUDA tensors do not work in other threads.
     replace = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if replace is None or torch.__version__ >= "2.13":
         return
@@ -173,28 +173,28 @@ T = TypeVar("T")
 
 
 class LiveRegistry(Generic[T]):
-    """Remembers objects and keeps none of them alive. Thread-safe, and safe in finalizers.
+    """A set of weak references. Thread-safe, and safe in finalizers.
 
-    A ``WeakSet`` is not: its iteration fails if another thread adds an object meanwhile, or
-    if one dies there between the look whether somebody iterates and the removal. Here each
-    step is one operation of a set, which is whole with and without the interpreter's lock.
+    ``WeakSet`` is not: iterating fails if another thread adds an object, or if an object dies at
+    the wrong moment. Here each step is a single set operation, which is atomic with and without
+    the GIL.
     """
 
     def __init__(self) -> None:
         self._refs: set[weakref.ref[T]] = set()
 
     def add(self, item: T) -> None:
-        """Remember an object, which must be hashable, until it dies."""
+        """Add a hashable object."""
         self._refs.add(weakref.ref(item, self._refs.discard))
 
     def all(self) -> list[T]:
-        """Those that are alive now, in any order."""
+        """The objects alive now, in any order."""
         found = [ref() for ref in self._refs.copy()]
         return [item for item in found if item is not None]
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores available to this process."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on every platform
@@ -202,14 +202,14 @@ def num_cores() -> int:
 
 
 class Closeable:
-    """A context manager that closes itself when the block is left."""
+    """A context manager that calls :meth:`close` at the end of its block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what is held. Idempotent."""
+        """Free all resources. Idempotent."""
 
     def __enter__(self) -> Self:
-        """Itself; closed when the block is left."""
+        """Return the object itself."""
         return self
 
     def __exit__(

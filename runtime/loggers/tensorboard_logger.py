@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from coordinator.metrics import EpochMetrics, StepMetrics
-from runtime.core.checks import check_directory, check_path, need
+from runtime.core.checks import check_directory, check_path, require_modules
 from runtime.loggers.base import RunLogger, ScalarNames, epoch_values, rank_values, step_values
 from runtime.timeline.text import one_line
 
@@ -46,7 +46,7 @@ class TensorBoardLogger(RunLogger):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        need("TensorBoardLogger", ("tensorboard",), "monitor")
+        require_modules("TensorBoardLogger", ("tensorboard",), "monitor")
         self.log_dir = check_path("TensorBoardLogger", log_dir)
         check_directory("TensorBoardLogger", self.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)

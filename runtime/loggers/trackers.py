@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coordinator.metrics import EpochMetrics, StepMetrics
-from runtime.core.checks import need
+from runtime.core.checks import require_modules
 from runtime.loggers.base import (
     Number,
     RunLogger,
@@ -87,7 +87,7 @@ class WandbLogger(_TrackerLogger):
     """
 
     def __init__(self, run: Any = None, **settings: Any) -> None:
-        need("WandbLogger", ("wandb",), "wandb")
+        require_modules("WandbLogger", ("wandb",), "wandb")
         if run is not None and settings:
             raise TypeError(
                 f"WandbLogger(run, {', '.join(settings)}=...): pass the settings to wandb.init, "
@@ -148,7 +148,7 @@ class MlflowLogger(_TrackerLogger):
         experiment: str = "Default",
         tracking_uri: str | None = None,
     ) -> None:
-        need("MlflowLogger", ("mlflow",), "mlflow")
+        require_modules("MlflowLogger", ("mlflow",), "mlflow")
         super().__init__()
         mlflow = import_module("mlflow")
         self._client = mlflow.MlflowClient(tracking_uri)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.core.loss_weights import Weight, fractions_of
-from runtime.core.nested import Spec
+from runtime.core.nested import NestedSpec
 from runtime.loop.scatter import Scatter, ShardInput, to_device
 
 COUPLED_OUTPUT = (
@@ -295,7 +295,7 @@ class ShardOutput:
     weight_index: int | None = None
 
     def __init__(
-        self, rank: int, start: int, stop: int, shard_input: ShardInput, spec: Spec
+        self, rank: int, start: int, stop: int, shard_input: ShardInput, spec: NestedSpec
     ) -> None:
         self.rank = rank
         self.start, self.stop = start, stop

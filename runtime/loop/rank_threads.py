@@ -83,9 +83,9 @@ class RankThreads:
         # Finalizers take no lock: the garbage collector may run them at any point.
         weakref.finalize(self, _send_stop, self._inboxes).atexit = False
         share = max(1, IntraOpThreads.budget() // num_cpu_ranks) if num_cpu_ranks else 0
-        lender = IntraOpThreads.lend(share) if num_cpu_ranks else 0
-        self._take_back = weakref.finalize(self, IntraOpThreads.take_back, lender)
-        self._take_back.atexit = False
+        overridden = IntraOpThreads.override(share) if num_cpu_ranks else 0
+        self._reset_threads = weakref.finalize(self, IntraOpThreads.reset, overridden)
+        self._reset_threads.atexit = False
         _OPEN.add(self)
 
     @property
@@ -164,7 +164,7 @@ class RankThreads:
             if not self._closed:
                 self._closed = True
                 _send_stop(self._inboxes)
-                self._take_back()
+                self._reset_threads()
         deadline = time.monotonic() + timeout_s
         others = [t for t in self._threads if t is not threading.current_thread()]
         for thread in others:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 
-from runtime.core.checks import check_float, check_int, need
+from runtime.core.checks import check_float, check_int, require_modules
 from runtime.core.threads import Closeable
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
@@ -72,7 +72,7 @@ class Monitor(Closeable):
         allowed_hosts: Iterable[str] = (),
         poll_s: float = 1.0,
     ) -> None:
-        need("Monitor", ("aiohttp", "plotly"), "monitor")
+        require_modules("Monitor", ("aiohttp", "plotly"), "monitor")
         # Imported here: requires the extra.
         from runtime.monitor.hosts import allowed_names, is_loopback, listen, url_of
         from runtime.monitor.server import MonitorServer

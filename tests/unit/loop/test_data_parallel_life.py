@@ -28,7 +28,7 @@ WAIT_S = 60.0
     [
         ({"devices": []}, ValueError, "devices is empty"),
         ({"devices": 2.0}, TypeError, "pass a list"),
-        ({"devices": ["cpu", "tpu"]}, ValueError, "'tpu' is no device"),
+        ({"devices": ["cpu", "tpu"]}, ValueError, "'tpu' is not a device"),
         ({"model": 3}, TypeError, "model_factory must be a function"),
         ({"optim": None}, TypeError, "optim_factory must be a function"),
         ({"loss": "mse"}, TypeError, "loss_fn must be a function"),

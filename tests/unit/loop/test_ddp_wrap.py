@@ -25,7 +25,7 @@ NCCL = AverageBackend.NCCL
         (Net(), ["cpu"], TypeError, "pass a list of replicas"),
         ([Net(), "net"], ["cpu"] * 2, TypeError, "model 1 is a str"),
         (nets(2), 2.0, TypeError, "pass a list"),
-        (nets(2), ["cpu", "tpu"], ValueError, "'tpu' is no device"),
+        (nets(2), ["cpu", "tpu"], ValueError, "'tpu' is not a device"),
         (nets(2), ["cpu", "cuda:7"], ValueError, "there is no cuda:7"),
         ([Net(), nn.LazyLinear(2)], ["cpu"] * 2, ValueError, "model 1 is lazy"),
         (nets(2), ["meta"] * 2, ValueError, "no meta"),

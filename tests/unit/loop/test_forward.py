@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from runtime import DdpConfig, ReplicaFailed, Trainer
-from runtime.core.nested import _tell_of_loss
+from runtime.core.nested import _warn_once
 from runtime.loop.balance import apportion, normalized_shares
 from runtime.loop.scatter import Scatter
 from tests.support.own_loop import (
@@ -382,7 +382,7 @@ class Cache:
 
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_an_opaque_object_in_the_output_is_none_and_logged_once(num_devices, caplog):
-    _tell_of_loss.cache_clear()
+    _warn_once.cache_clear()
     net = Echo(lambda model, x: Output(x * model.w, extra=Cache(x)))
     with on_cpus(net, num_devices) as model:
         for _ in range(2):
@@ -390,7 +390,7 @@ def test_an_opaque_object_in_the_output_is_none_and_logged_once(num_devices, cap
             assert output.extra is None
             output.logits.sum().backward()
             model.step()
-    warnings = [r.getMessage() for r in caplog.records if "it is None there" in r.getMessage()]
+    warnings = [r.getMessage() for r in caplog.records if "replaced by None" in r.getMessage()]
     assert len(warnings) == 1
     assert "a Cache in 'extra' of a Output" in warnings[0]
 
@@ -483,7 +483,7 @@ def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint
     with on_cpus(Echo(make), num_devices, config=DdpConfig(speed_hint=hint)) as model:
         if hint is None:
             model(numbers(6))  # with equal shards it might be a coincidence
-        way = r"relate them .* in the loop.* runtime\.all_gather\(z\)"
+        way = r"relate them .* in the loop.* gpuworker\.all_gather\(z\)"
         with pytest.raises(ValueError, match=way):
             model(numbers(6))
 
