@@ -245,6 +245,9 @@ class _Stage(Enum):
     CLOSED = auto()
 
 
+_OPEN = (_Stage.NEW, _Stage.ACCUMULATING, _Stage.PACKED, _Stage.APPLIED)
+
+
 class AccumulationWindow:
     """One optimizer step: :meth:`add` each micro-batch, then :meth:`finish`. See :class:`Stepper`.
 
@@ -255,20 +258,6 @@ class AccumulationWindow:
     Attributes:
         num_samples: Samples of the step.
     """
-
-    __slots__ = (
-        "_losses",
-        "_num_batches",
-        "_num_left",
-        "_part",
-        "_pending",
-        "_plain_units",
-        "_run_ahead",
-        "_stage",
-        "_stepper",
-        "_weights",
-        "num_samples",
-    )
 
     def __init__(
         self,
@@ -308,8 +297,7 @@ class AccumulationWindow:
 
     def restart(self) -> None:
         """Drop all micro-batches that were added."""
-        if self._stage is _Stage.CLOSED:
-            raise RuntimeError("the step of this window is finished: open another one")
+        self._require(*_OPEN)
         self._stage = _Stage.ACCUMULATING
         self._losses.clear()
         self._plain_units, self._weights = 0.0, None
@@ -329,7 +317,8 @@ class AccumulationWindow:
             ``train_fn`` returned none.
         """
         if self._stage is not _Stage.ACCUMULATING:
-            self._begin()
+            self._require(_Stage.NEW)
+            self.restart()
         stepper = self._stepper
         log, global_batch = stepper.log, stepper._global_batch
         log.num_samples = num_samples
@@ -399,10 +388,12 @@ class AccumulationWindow:
             log.values.push_loss(loss, weight)
         return loss, weight
 
-    def _begin(self) -> None:
-        if self._stage is not _Stage.NEW:
-            raise RuntimeError("the micro-batches of this window are reduced: open another one")
-        self.restart()
+    def _require(self, *stages: _Stage) -> None:
+        if self._stage not in stages:
+            raise RuntimeError(
+                f"the window is {self._stage.name}, not {' or '.join(s.name for s in stages)}: a "
+                "step is add() for each micro-batch, then finish(); then open another window"
+            )
 
     def _backward(self, target: Tensor, live: Tensor | bool) -> None:
         """Backward pass of a micro-batch whose gradients are zeroed unless ``live``."""
@@ -457,22 +448,22 @@ class AccumulationWindow:
             self.restart()
         if self._stage is _Stage.ACCUMULATING:
             if part.reducer is None and self._weights is None:
-                self._stage = _Stage.CLOSED
+                end = MADE
                 if part.finite_check is not None and not part.finite_check.accept():
-                    return DROPPED
-                if self._stepper._is_bare:
+                    end = DROPPED
+                elif self._stepper._is_bare:
                     part.optimizer.step()
                 else:
                     self._step()
-                return MADE
-            self.pack()
-        if self._stage is _Stage.CLOSED:
-            raise RuntimeError("the step of this window is finished: open another one")
-        if self._stage is _Stage.PACKED:
-            end = self._reduce()
-            if end is not None:
                 self._stage = _Stage.CLOSED
                 return end
+            self.pack()
+        self._require(*_OPEN)
+        if self._stage is _Stage.PACKED:
+            ended = self._reduce()
+            if ended is not None:
+                self._stage = _Stage.CLOSED
+                return ended
             (apply or self.apply)()
         self._stage = _Stage.CLOSED
         return self._end()
@@ -485,8 +476,7 @@ class AccumulationWindow:
 
     def pack(self) -> None:
         """Prepare this rank's part of the reduction; without one, divide by the weights."""
-        if self._stage is not _Stage.ACCUMULATING:
-            raise RuntimeError(f"pack() in a window that is {self._stage.name}")
+        self._require(_Stage.ACCUMULATING)
         reducer = self._part.reducer
         if reducer is not None:
             reducer.pack(self.num_samples, self._losses, self.weight)
@@ -521,8 +511,7 @@ class AccumulationWindow:
 
     def apply(self) -> None:
         """Take the reduced gradients, clip and step."""
-        if self._stage is not _Stage.PACKED:
-            raise RuntimeError(f"apply() in a window that is {self._stage.name}")
+        self._require(_Stage.PACKED)
         if self._part.reducer is not None:
             self._part.reducer.unpack()
         self._step()
@@ -590,8 +579,7 @@ class AccumulationWindow:
 
     def load(self, captured: CapturedWindow) -> None:
         """Set the result of captured work that was replayed; :meth:`finish` continues from it."""
-        if self._stage is _Stage.CLOSED:
-            raise RuntimeError("the step of this window is finished: open another one")
+        self._require(*_OPEN)
         self._stage, self._weights = captured.stage, captured.weights
         if captured.packed is not None and self._part.reducer is not None:
             self._part.reducer.packed = captured.packed

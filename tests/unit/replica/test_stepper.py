@@ -61,9 +61,9 @@ def test_no_call_follows_the_finish_of_a_window(call, is_dropped, model, stepper
         window.add(loss_of, 1.0, 1)
         if not is_dropped:
             window.finish()
-            with pytest.raises(RuntimeError, match=r"open another|CLOSED"):
+            with pytest.raises(RuntimeError, match="is CLOSED"):
                 call(window)
-    with pytest.raises(RuntimeError, match=r"open another|CLOSED"):
+    with pytest.raises(RuntimeError, match="is CLOSED"):
         call(window)
     assert model.weight.item() == (0.0 if is_dropped else 1.0)
 
@@ -71,7 +71,7 @@ def test_no_call_follows_the_finish_of_a_window(call, is_dropped, model, stepper
 def test_no_step_is_applied_before_its_gradients_are_packed(model, stepper):
     with stepper.window(1) as window:
         window.add(loss_of, 1.0, 1)
-        with pytest.raises(RuntimeError, match="ACCUMULATING"):
+        with pytest.raises(RuntimeError, match="is ACCUMULATING"):
             window.apply()
     assert model.weight.item() == 0.0
 
@@ -80,7 +80,7 @@ def test_no_micro_batch_is_added_to_packed_gradients(stepper):
     with stepper.window(2, 2) as window:
         window.add(loss_of, 1.0, 1)
         window.pack()
-        with pytest.raises(RuntimeError, match="are reduced"):
+        with pytest.raises(RuntimeError, match="is PACKED"):
             window.add(loss_of, 1.0, 1)
 
 
