@@ -35,10 +35,10 @@ _NO_ORDER, _REPEATED = -1, -2
 class GradientReducer:
     """Averages gradients over the ranks through one flat tensor for each dtype.
 
-    They are weighted by samples, or by a :class:`~runtime.core.loss_weights.WindowWeight`: as soon
-    as one rank's loss has a weight, each such rank multiplies its gradients by its weight for each
-    sample, which lies in one more element, and the reduced gradients are divided by what that
-    element became. The ranks agree on it as they meet, and nothing else changes without weights.
+    Gradients are weighted by samples, or by a :class:`~runtime.core.loss_weights.WindowWeight`: if
+    any rank's loss has a weight, each such rank multiplies its gradients by its weight for each
+    sample, which is stored in one more element, and the reduced gradients are divided by the
+    reduced element. The exchange itself reports if any rank has a weight.
 
     Complex gradients are stored as real and imaginary parts.
 
@@ -280,7 +280,7 @@ class GradientReducer:
             tally = num_samples if weighed else 0
             self._mean = self.collective.mean_in_parts(num_samples, tally=tally)
         bucket.sent = True
-        self._timer.pause()  # the ranks may meet for each part
+        self._timer.pause()  # an exchange may wait for the other ranks
         try:
             with self._comm(joined=False):
                 self._mean.add([bucket.flat])
