@@ -132,6 +132,7 @@ def test_a_loaded_result_is_finished_as_it_was_captured(model, stepper):
         captured = window.captured()
         window.load(captured)
         window.finish()
+    stepper.clear_gradients()
     with stepper.window(1) as window:
         window.load(captured)
         assert window.finish() == MADE
