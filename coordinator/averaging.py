@@ -141,7 +141,6 @@ def usable_weights(samples: Sequence[float | None]) -> list[float]:
 def _of_each_tensor(
     squares: Sequence[tuple[float, ...] | None], num_tensors: int
 ) -> Sequence[tuple[float, ...] | None]:
-    """The squared norms of each tensor in all payloads; ``None`` unless all were measured."""
     measured = [of_payload for of_payload in squares if of_payload is not None]
     if not measured or len(measured) < len(squares):
         return [None] * num_tensors
@@ -346,7 +345,6 @@ class WeightedMean:
         scratch: Tensor,
         measure: bool,
     ) -> None:
-        """Blend in float32."""
         *sources, mean = copies
         for copy, part in zip(sources, parts, strict=True):
             copy.copy_(part)
@@ -374,7 +372,6 @@ class WeightedMean:
         return self._finite_norm(acc, parts)
 
     def _finite_norm(self, acc: Tensor, parts: Sequence[Tensor]) -> float:
-        """The squared norm of a mean, which is repaired where it is not finite."""
         norm = self._sum_squares(acc)
         if math.isfinite(norm):
             return norm
@@ -402,7 +399,6 @@ class WeightedMean:
         return sum_squares(block, self._square)
 
     def _length(self, dtype: torch.dtype) -> int:
-        """Elements of a block."""
         return block_length(dtype, self._threads) if self._threads else _SERIAL_NUMEL
 
 

@@ -140,7 +140,6 @@ class BackendChoice:
         return price_s <= RETRIAL_SHARE * self._trained_since_trials_s
 
     def _decide(self, anchor: int) -> bool:
-        """Choose by the costs, after the last trial."""
         self._rounds_since_trials, self._trained_since_trials_s = 0, 0.0
         self._anchor = anchor
         measured = {b: self._costs[b] for b in self.usable if b in self._costs}

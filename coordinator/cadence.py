@@ -230,7 +230,6 @@ class ElChe:
         return tuple(seconds) if seconds.count(0.0) == live.count(False) else None
 
     def _relative_speeds(self, seconds: tuple[float, ...] | None) -> list[float]:
-        """Speed of each rank relative to the slowest live one; 0.0 if dead."""
         if seconds is not None:
             slowest = max(seconds)
             return [slowest / s if s else 0.0 for s in seconds]
@@ -470,7 +469,6 @@ class BatchLimits:
         return all(r.since_round >= counts[r.rank] for r in busy)
 
     def _slowest(self, busy: Sequence[RankProgress], seconds: Sequence[float]) -> RankProgress:
-        """The rank among these whose count makes a round due."""
         for r in busy:
             if r.rank == self._pacer:
                 return r

@@ -60,7 +60,6 @@ class EpochScheduler:
         return not self._closing
 
     def _find(self, number: int) -> Epoch | None:
-        """An epoch that is open or not published yet."""
         for closing in self._closing:
             if closing.epoch.epoch == number:
                 return closing.epoch
@@ -103,7 +102,6 @@ class EpochScheduler:
             self._core.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
 
     def _mark_evaluated(self) -> None:
-        """Mark all evaluations up to now as done."""
         every = self._core.config.eval_every
         if every is not None:
             self._num_evaluated = self._core.num_trained // every
@@ -154,7 +152,6 @@ class EpochScheduler:
             epoch.saved = True
 
     def _is_done(self, epoch: Epoch) -> bool:
-        """True if evaluation and checkpoint call of the epoch are done."""
         return self.pending_work(epoch) == (None, None)
 
     def deal(self) -> None:
@@ -226,7 +223,6 @@ class EpochScheduler:
 
     @property
     def _cuts(self) -> bool:
-        """True if global batches are cut into pieces instead of one batch per rank."""
         core = self._core
         if core.config.partition_ratios is not None:
             return False
@@ -283,7 +279,6 @@ class EpochScheduler:
     def _plan(
         self, number: int, parts: dict[int, tuple[range, ...]], *, cuts: bool
     ) -> LockstepPlan:
-        """The plan of all ranks, with the pieces of cut global batches."""
         core = self._core
         plan = LockstepPlan(
             epoch=number,
@@ -305,7 +300,6 @@ class EpochScheduler:
         return plan
 
     def _own_plans(self, plan: LockstepPlan) -> Iterator[tuple[Rank, m.EpochPlan]]:
-        """The plan of each rank."""
         core, live = self._core, self._core.live
         shares = [0] * len(core.ranks)
         for rank in plan.parts:
@@ -350,7 +344,6 @@ class EpochScheduler:
         return core.shares
 
     def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
-        """The piece of each rank in a slice of a global batch."""
         total = self._core.slice_samples(ranks)
         some = ranks[:total]
         return dict.fromkeys(ranks, 0) | dict(

@@ -162,7 +162,6 @@ class BatchLedger:
 
     @staticmethod
     def _masked(ratios: Sequence[float], shares: Sequence[float]) -> list[float]:
-        """The ratios with 0 for dead ranks (share 0)."""
         kept = [r if s > 0 else 0.0 for r, s in zip(ratios, shares, strict=True)]
         return kept if sum(kept) > 0 else list(shares)
 
@@ -525,7 +524,6 @@ class BatchLedger:
         self.by_rank[rank] = RankLedger(in_round=[] if in_round else ledger.in_round)
 
     def _redistribute_quota(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
-        """Distribute a rank's quota to the others, in proportion."""
         if epoch.quotas is None or not any(shares):
             return
         weights = shares if self._ratios is None else self._masked(self._ratios, shares)
@@ -780,7 +778,6 @@ class LockstepPlan:
 
 
 def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """Sizes of the non-empty pieces."""
     return [stop - start for start, stop in pieces if stop > start]
 
 

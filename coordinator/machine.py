@@ -200,7 +200,6 @@ class Coordinator:
         rank.move(RankState.LIVE)
 
     def _begin(self, now: float) -> None:
-        """Begin the run once every surviving rank is built."""
         if not any(r.state is RankState.BUILDING for r in self._core.ranks):
             self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
@@ -285,7 +284,6 @@ class Coordinator:
         self._on_death(Failure(error=error, rank=rank), now)
 
     def _on_death(self, failure: Failure, now: float, *, fatal: bool = False) -> None:
-        """Handle a death: the run fails, or the other ranks continue."""
         info = self._core.ranks[failure.rank]
         # The others receive their weights from rank 0.
         fatal |= info.state is RankState.BUILDING and failure.rank == 0
@@ -309,7 +307,6 @@ class Coordinator:
             self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
-        """Handle the halt of a lockstep rank."""
         if event.too_large and self._core.phase is Phase.LEAVING:
             # The others are leaving, and wait for it in the last step.
             self._core.out.append(AbortCollective(generation=self._core.generation))
@@ -362,7 +359,6 @@ class Coordinator:
         self._ending.fail(Failure(error=error), now)
 
     def _shrink(self, event: m.Halted) -> bool:
-        """Shrink the share of a rank that ran out of memory; False if the others cannot fit it."""
         shares, ranks = self._core.shares, [r.rank for r in self._core.live]
         assert shares is not None, "only pieces of cut global batches can shrink"
         is_new = shares.record_out_of_memory(event.rank, event.too_large)
@@ -375,7 +371,6 @@ class Coordinator:
             self._core.phase = Phase.STOPPING
 
     def _on_granted(self, event: m.ClusterRoundDone) -> None:
-        """Handle the end of a round between machines."""
         core = self._core
         if core.phase not in (Phase.STARTING, Phase.RUNNING):
             return
@@ -472,7 +467,6 @@ class Coordinator:
             self._ending.fail(Failure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
-        """Do all that is due in the present state."""
         if self._survival.all_halted:
             self._on_all_halted(now)
         if self._survival.recovery is not Recovery.NONE:
@@ -519,7 +513,6 @@ class Coordinator:
         return self._saving.due and not self._is_over()
 
     def _is_over(self) -> bool:
-        """True if nothing is left to train, average, evaluate or publish."""
         if not self._epochs.all_published or self._rounds.round.in_flight:
             return False
         if not self._core.ledger.exhausted:

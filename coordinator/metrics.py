@@ -383,7 +383,6 @@ class StepAccumulator:
         return self._complete(-1.0)
 
     def _complete(self, patience_s: float) -> list[StepMetrics]:
-        """All metrics with enough batches."""
         windows = []
         while window := self._take(patience_s):
             windows.append(window)
@@ -659,7 +658,6 @@ class _RankSums:
 
 
 def _machines(tallies: Iterable[MachineStats]) -> tuple[MachineMetrics, ...]:
-    """The metrics of each machine, by name."""
     ranks: dict[str, list[Mapping[str, Any]]] = {}
     for stats in sorted(tallies, key=lambda stats: stats.machine):
         ranks.setdefault(stats.machine, []).extend(stats.ranks)
@@ -693,5 +691,4 @@ def _mean(total: float, weight: float) -> float:
 
 
 def _weights(saved: Any) -> Sequence[float]:
-    """The items of :attr:`WeightSum.parts`."""
     return [float(part) for part in saved] if isinstance(saved, list) else [int(saved)]

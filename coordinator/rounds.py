@@ -83,7 +83,7 @@ class RoundRunner:
             eval_at=eval_at,
             capture=capture,
             backend=self._core.backend_choice.next,
-            now=now,
+            started_at=now,
             idle=frozenset(rank for rank in ranks if not by_rank[rank].assigned),
         )
         self._core.limits.new_round()
@@ -129,7 +129,6 @@ class RoundRunner:
         return missing
 
     def _end_round(self) -> None:
-        """Complete the round: update cadence, guard and backend choice."""
         rnd = self.round
         rnd.move(RoundState.NONE)
         rnd.deadline = None

@@ -132,7 +132,6 @@ def _reported_later(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[i
 
 
 def _parts_left(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
-    """The unreported batches of the present plan for each rank, in order."""
     plan = core.plan
     if plan is None or plan.pieces or set(plan.parts) != set(cuts):
         return None  # cut global batches belong to no single rank
@@ -452,7 +451,6 @@ def _order(spans: Iterable[range]) -> list[int]:
 
 
 def _pairs(batches: Iterable[int]) -> list[list[int]]:
-    """Ascending batches as ranges ``[start, stop]``."""
     return [[span.start, span.stop] for span in compress(batches)]
 
 

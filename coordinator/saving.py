@@ -42,7 +42,6 @@ class RunCheckpointer:
 
     @property
     def _due_within(self) -> bool:
-        """True if a save within the epoch is due, by time or by batches."""
         c, core = self._core.config, self._core
         oldest = core.ledger.oldest
         if self._saved_at is None or oldest is None or core.ledger.fully_trained(oldest):
@@ -239,7 +238,6 @@ class RunCheckpointer:
         self._cut = None
 
     def _freeze(self, cut: ConsistentCut) -> None:
-        """Capture the coordinator's state at the cut."""
         core = self._core
         cut.run = capture_run(
             core, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts, cut.step

@@ -163,7 +163,6 @@ class Service:
                 return
 
     def _handle(self, event: m.Event) -> None:
-        """Pass an event to the coordinator and execute its commands."""
         machine = self._machine
         now = time.monotonic()
         self._log.received(event, now)

@@ -122,7 +122,6 @@ def describe(core: Core, round: Round) -> str:
 
 
 def _fields(record: Any) -> str:
-    """A record's plain values; for a collection its keys or its length, never a tensor."""
     fields = dataclasses.fields(record)
     return ", ".join(f"{field.name}={_brief(getattr(record, field.name))}" for field in fields)
 

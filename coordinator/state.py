@@ -281,7 +281,6 @@ class Core:
 
 
 def _largest(numbers: Iterable[float]) -> float:
-    """The maximum; NaN if one of the numbers is."""
     found = list(numbers)
     return math.nan if any(map(math.isnan, found)) else max(found)
 

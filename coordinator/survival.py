@@ -179,7 +179,6 @@ class Survival:
         )
 
     def _num_made(self, plan: LockstepPlan, rank: int, made: int) -> int:
-        """Number of a rank's micro-batches in the steps made."""
         per_step = self._core.config.accumulate * plan.num_slices
         return min((made - plan.first_window) * per_step, plan.num_micro_batches(rank))
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from coordinator import messages as m
 from coordinator.averaging import usable_weights
@@ -163,39 +163,11 @@ class Round:
         assert state in _ROUND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
-    def begin(
-        self,
-        state: RoundState,
-        ranks: tuple[int, ...],
-        *,
-        epoch: Epoch | None,
-        generation: int,
-        evaluate: int | None,
-        checkpoint: int | None,
-        eval_at: int | None = None,
-        capture: bool = False,
-        backend: AverageBackend = AverageBackend.CPU,
-        now: float = 0.0,
-        idle: frozenset[int] = frozenset(),
-    ) -> None:
-        """Start the next round; all other fields are reset."""
+    def begin(self, state: RoundState, ranks: tuple[int, ...], **settings: Any) -> None:
+        """Start the next round with these fields; all others are reset."""
         self.move(state)
-        fresh = Round(
-            id=self.id + 1,
-            state=state,
-            ranks=ranks,
-            lead=ranks[0],
-            epoch=epoch,
-            generation=generation,
-            evaluate=evaluate,
-            eval_at=eval_at,
-            checkpoint=checkpoint,
-            capture=capture,
-            num_failed=self.num_failed,
-            backend=backend,
-            started_at=now,
-            idle=idle,
-        )
+        settings |= {"id": self.id + 1, "num_failed": self.num_failed}
+        fresh = Round(state=state, ranks=ranks, lead=ranks[0], **settings)
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
@@ -280,7 +252,6 @@ class SnapshotTransport(Transport):
         return Progress.WAITING
 
     def _collect(self, event: m.ParamSnapshot) -> None:
-        """Store a snapshot; the last one starts the average."""
         rnd = self._round
         if not rnd.accepts(event, RoundState.COLLECTING):
             return
@@ -307,7 +278,6 @@ class SnapshotTransport(Transport):
             )
 
     def _deliver(self, event: m.Averaged, now: float) -> Progress:
-        """Send the average to the ranks, or fail the round."""
         rnd = self._round
         if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
             return Progress.WAITING
@@ -405,7 +375,6 @@ class CollectiveTransport(Transport):
         return Progress.WAITING
 
     def _end(self) -> Progress:
-        """Complete or fail the round: every rank has left the collective."""
         rnd = self._round
         if rnd.must_fail or not all(ack.ok for ack in rnd.acks.values()):
             return Progress.FAILED
