@@ -18,7 +18,7 @@ html_title = "gpuworker"
 html_search_scorer = str(Path(__file__).with_name("search_order.js"))
 templates_path: list[str] = []
 
-myst_heading_anchors = 3  # links such as policies.md#the-same-bits
+myst_heading_anchors = 3  # links such as policies.md#bit-exact-results
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

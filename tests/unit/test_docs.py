@@ -22,6 +22,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
 PACKAGES = ("benchmarks", "coordinator", "examples", "gpuworker", "runtime", "tests")
 FILE = re.compile(r"`([\w/]+\.py)`")
 NAMING = [*PAGES, *(ROOT / p for p in ("CONTRIBUTING.md", "examples/README.md"))]
@@ -79,6 +80,18 @@ def test_blocks_that_are_not_run_are_counted(path):
 def test_links_lead_to_files(path):
     targets = LINK.findall(path.read_text(encoding="utf-8"))
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", NAMING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_of_links_are_headings(path):
+    missing = []
+    for file, anchor in ANCHOR.findall(path.read_text(encoding="utf-8")):
+        page = (path.parent / file) if file else path
+        headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if anchor not in slugs:
+            missing.append(f"{file}#{anchor}")
+    assert missing == []
 
 
 @pytest.mark.parametrize("path", NAMING, ids=lambda path: str(path.relative_to(ROOT)))
