@@ -194,6 +194,7 @@ _SCALER = {
     "_growth_tracker": whole(high=_MAX),
 }
 
+_FLAGS = mapping(of_type(str), of_type(bool))
 _RANK_STATE = record(
     {
         "optimizer": lambda value, where: _check_optimizer(value, where),
@@ -221,7 +222,8 @@ _RANK_STATE = record(
         "together": items(whole(high=_MAX), 3),
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
-    }
+    },
+    may={"modes": _FLAGS, "requires_grad": _FLAGS},
 )
 
 

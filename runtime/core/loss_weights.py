@@ -299,7 +299,10 @@ class GradientMask:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.live: Tensor | bool | None = None
         for p in params:
+            requires_grad = p.requires_grad
+            p.requires_grad_(True)  # one that is frozen now may be trained later
             p.register_hook(self._hook)  # type: ignore[no-untyped-call]
+            p.requires_grad_(requires_grad)
 
     def _hook(self, grad: Tensor) -> Tensor | None:
         if self.live is None or grad.layout is not torch.strided:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import threading
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
+from runtime.replica.copying import check_copyable, check_unshared, copy_module
 from runtime.replica.flat import FlatState
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.schedule import Schedule, SchedulerFactories
@@ -67,7 +67,11 @@ def build_replica(
                 copy_template(model, template, rank)
             elif load is not None:
                 load(model)
-            model.train()
+            if rank == 0 and not model.training:
+                logger.warning(
+                    "the model is in eval mode, which training keeps (no dropout, no batch "
+                    "statistics): call model.train() in the factory to train in train mode"
+                )
             state = FlatState(model)
             if isinstance(optim_factory, Mapping):
                 optimizer: torch.optim.Optimizer = build_optimizers(optim_factory, model)
@@ -87,7 +91,7 @@ def build_replica(
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A model in training mode, with its flat state, optimizer and schedule."""
+    """A model in the modes of its factory, with its flat state, optimizer and schedule."""
 
     model: nn.Module
     state: FlatState
@@ -259,7 +263,7 @@ def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
     """Call the model factory and check the model.
 
     Raises:
-        TypeError: Not a module.
+        TypeError: Not a module, or one in memory shared between processes.
         ValueError: Lazy parameters, no trainable parameter, another device.
     """
     model = factory(device)
@@ -268,6 +272,7 @@ def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
             f"model_factory(device) returned {type(model).__name__}: return a torch.nn.Module"
         )
     check_model(model, "model_factory")
+    check_unshared(model, "training moves parameters into memory of each replica's own")
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.device != device:
             raise ValueError(
@@ -361,22 +366,19 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
 
 
 class CopyingFactory:
-    """A model factory that deep-copies a module, which is not modified.
+    """A model factory that copies a module, which it does not modify.
 
     Args:
         module: The module.
+
+    Raises:
+        TypeError: It cannot be copied, see :func:`copy_module`; also in a call.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        check_copyable(module)
+        self.module = module
 
     def __call__(self, device: torch.device) -> nn.Module:
         """Return a copy on a device."""
-        try:
-            copied = copy.deepcopy(self._module)
-        except Exception as error:
-            raise TypeError(
-                f"a {type(self._module).__name__} cannot be copied for each worker ({error}): pass "
-                "a function that builds it, lambda device: Net().to(device)"
-            ) from error
-        return copied.to(device)
+        return copy_module(self.module, device)

@@ -24,6 +24,7 @@ from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
 from runtime.checkpoint.format import plain
 from runtime.core.errors import CheckpointError
+from runtime.replica.copying import named_tensors, plain_attributes
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,9 @@ class FlatParams:
     Args:
         module: The module. Its trainable parameters become views; the objects stay the same.
 
+    Raises:
+        ValueError: A trainable parameter shares elements with another tensor of the module.
+
     Attributes:
         names: Names in ``named_parameters`` order.
         params: The parameters in that order.
@@ -195,6 +199,7 @@ class FlatParams:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
+        check_memory(module)
         old = [p.data for p in self.params]
         self._layout = FlatLayout(old)
         self.flats = self._layout.empty(old[0].device) if old else []
@@ -233,6 +238,57 @@ class FlatParams:
                     f"parameter {name!r} was moved to other memory during training: assign to it "
                     "in place (p.copy_(...)), and call .to(device) in the model factory only"
                 )
+
+
+def check_memory(module: nn.Module) -> None:
+    """Check that moving a trainable parameter separates it from no other tensor.
+
+    Parts of one storage that share no element may be moved apart.
+
+    Raises:
+        ValueError: A trainable parameter shares elements with another tensor of the module.
+    """
+    sharing: dict[int, list[tuple[str, Tensor]]] = {}
+    seen: set[int] = set()
+    for name, t in (*named_tensors(module), *plain_attributes(module)):
+        if id(t) not in seen and t.layout is torch.strided and t.numel():
+            seen.add(id(t))
+            try:
+                pointer = t.untyped_storage().data_ptr()
+            except (NotImplementedError, RuntimeError):  # a wrapper of other tensors
+                continue
+            sharing.setdefault(pointer, []).append((name, t))
+    for pointer, found in sharing.items():
+        if pointer == 0 or len(found) == 1:
+            continue
+        for i, (name, t) in enumerate(found):
+            for other, each in found[:i]:
+                if (t.requires_grad or each.requires_grad) and _overlap(t, each):
+                    raise ValueError(
+                        f"{other!r} and {name!r} share memory, which training would separate: keep "
+                        "one of them and compute the other in forward(), for instance as a property"
+                    )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors of one storage have an element in common."""
+    spans = [_byte_span(t) for t in (a, b)]
+    begin, end = max(s[0] for s in spans), min(s[1] for s in spans)
+    if begin >= end:
+        return False
+    if a.element_size() != b.element_size():
+        return True
+    size = max(s[1] for s in spans) // a.element_size()
+    used = torch.zeros(size, dtype=torch.bool)
+    used.as_strided(a.size(), a.stride(), a.storage_offset()).fill_(True)
+    return bool(used.as_strided(b.size(), b.stride(), b.storage_offset()).any())
+
+
+def _byte_span(t: Tensor) -> tuple[int, int]:
+    """First byte, and the one after the last, of a tensor in its storage."""
+    length = 1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
+    begin = t.storage_offset() * t.element_size()
+    return begin, begin + length * t.element_size()
 
 
 class NamedParams(Protocol):
@@ -507,7 +563,7 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class ModuleState:
-    """Saves and restores a replica's frozen parameters and extra state.
+    """Saves and restores a replica's frozen parameters, modes, ``requires_grad`` and extra state.
 
     Used in the worker's thread, on its current stream.
 
@@ -516,13 +572,14 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._checksums = {name: checksum(p) for name, p in self._frozen.items()}
         self._modules = modules_with_extra_state(model)
         self._warned: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Changed frozen parameters, and extra state that a file can hold; not copied.
+        """Changed frozen parameters, modes, and extra state that a file can hold; not copied.
 
         Waits for the device if any parameter is frozen.
         """
@@ -538,13 +595,26 @@ class ModuleState:
                 extra[name] = plain(state, f"the extra state of module {name!r}")
             except CheckpointError as error:
                 self._warn(name, f"{error}. Checkpoints do not contain it")
-        return {"frozen": frozen, "extra_state": extra}
+        return {
+            "frozen": frozen,
+            "extra_state": extra,
+            "modes": {name: sub.training for name, sub in self._model.named_modules()},
+            "requires_grad": {name: p.requires_grad for name, p in self._model.named_parameters()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict` of a replica of the same model."""
+        """Restore the result of :meth:`state_dict` of a replica of the same model.
+
+        Checkpoints of earlier versions lack modes and ``requires_grad``, which then stay.
+        """
         with torch.no_grad():
             for name, saved in state["frozen"].items():
                 self._frozen[name].copy_(saved)
+        modes, grads = state.get("modes", {}), state.get("requires_grad", {})
+        for name, sub in self._model.named_modules():
+            sub.training = modes.get(name, sub.training)
+        for name, p in self._model.named_parameters():
+            p.requires_grad_(grads.get(name, p.requires_grad))
         extra = state["extra_state"]
         for name, module in self._modules.items():
             if name in extra:

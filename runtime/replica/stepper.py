@@ -102,6 +102,7 @@ class Stepper:
         self._global_batch = global_batch
         # The step is the optimizer's alone: with steps of 1 ms each call counts.
         self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
+        self._frozen: set[int] = set()  # parameters of parts that the user has frozen, by id
         self._checked: set[str] = set()  # parts whose first gradients were checked
         self._mask: GradientMask | None = None
         self._weights_on_device = False
@@ -152,7 +153,7 @@ class Stepper:
         """One of several optimizers: parameters of the others get no gradients."""
         for each in self._parts.values():
             for p in each.params.params:
-                p.requires_grad_(each.name == name)
+                p.requires_grad_(each.name == name and id(p) not in self._frozen)
         return self._parts[name]
 
     @contextmanager
@@ -163,6 +164,8 @@ class Stepper:
             undo: Undo the steps that were made if the reduction of a later one is aborted.
         """
         kept = self._copy_parts() if undo else None
+        every = [p for each in self._parts.values() for p in each.params.params]
+        self._frozen = {id(p) for p in every if not p.requires_grad}
         try:
             yield
         except (CollectiveAborted, CollectiveTimeout):
@@ -170,9 +173,8 @@ class Stepper:
                 self._restore_parts(*kept)
             raise
         finally:
-            for each in self._parts.values():
-                for p in each.params.params:
-                    p.requires_grad_(True)
+            for p in every:
+                p.requires_grad_(id(p) not in self._frozen)
 
     def _copy_parts(self) -> tuple[list[tuple[list[Tensor], dict[str, Any]]], Any]:
         """Parameters and optimizer states of all parts but the last, and the scaler's state."""

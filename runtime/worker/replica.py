@@ -55,7 +55,7 @@ class WorkerReplica:
         resume: The state of an earlier run, which this run continues.
 
     Attributes:
-        model: The model, in training mode.
+        model: The model, in the modes that the user has set.
         optimizer: Its optimizer.
         state: The averaged parameters and buffers, in flat tensors.
         schedule: The learning rates.

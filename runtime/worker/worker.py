@@ -81,7 +81,7 @@ class GpuWorker:
         recorder: Records the worker's time; ``None``: not recorded.
 
     Attributes:
-        model: The replica's model, in training mode.
+        model: The replica's model, in the modes that the user has set.
         optimizer: Its optimizer.
         generator: Random generator on the device, seeded by (seed, rank, epoch); for draws in
             ``train_fn``.
