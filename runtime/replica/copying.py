@@ -258,7 +258,9 @@ def first_difference(module: nn.Module, copied: nn.Module) -> str | None:
     return None
 
 
-def _difference_of(name: str, one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+def _difference_of(
+    name: str, one: Mapping[str, Any] | None, other: Mapping[str, Any] | None
+) -> str:
     if one is None or other is None:
         return f"{name} is only in {'the copy' if one is None else 'the original'}"
     key = next(key for key in one | other if one.get(key) != other.get(key))
