@@ -129,7 +129,8 @@ def test_a_copy_keeps_attributes_strides_ties_and_modes():
     assert left.data_ptr() == right.data_ptr()
     tied = copy_module(with_ties_and_modes())
     assert tied[1].weight is tied[0].weight
-    assert tied[0].training and not tied[2].training
+    assert tied[0].training
+    assert not tied[2].training
     assert not tied[1].bias.requires_grad
 
 
@@ -229,7 +230,8 @@ def with_a_view(kind):
 def test_a_parameter_that_shares_elements_is_refused_with_both_names(kind):
     with pytest.raises(ValueError, match=r"'\w+' and '\w+' share memory") as caught:
         FlatParams(with_a_view(kind))
-    assert "'weight'" in str(caught.value) and "'view'" in str(caught.value)
+    assert "'weight'" in str(caught.value)
+    assert "'view'" in str(caught.value)
 
 
 def test_parts_of_one_storage_without_a_common_element_are_moved():
