@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -100,7 +100,7 @@ def check_unshared(module: nn.Module, consequence: str) -> None:
     """Raise ``TypeError`` if a tensor of the module is in memory shared between processes."""
     for name, t in named_tensors(module):
         # CUDA tensors always count as shared.
-        if t.device.type == "cpu" and _is_plain(t) and t.is_shared():
+        if t.device.type == "cpu" and _is_plain(t) and t.is_shared():  # type: ignore[no-untyped-call]
             raise TypeError(
                 f"{name!r} is in shared memory (share_memory()), and {consequence}. "
                 "copy.deepcopy(module) is a module of its own memory"
@@ -130,7 +130,7 @@ def _twin(t: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy of a tensor on its device; storages are copied once for each ``memo``."""
     storage = copy.deepcopy(t.untyped_storage(), memo)
     data = torch.empty(0, dtype=t.dtype, device=t.device)
-    data.set_(storage, t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload]
+    data.set_(storage, t.storage_offset(), t.size(), t.stride())
     twin: Tensor = torch.Tensor._make_subclass(type(t), data, t.requires_grad)
     return twin
 
@@ -170,7 +170,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
             moved[storage._cdata] = content.to(device).untyped_storage()
         data = torch.empty(0, dtype=t.dtype, device=device)
         new = moved[storage._cdata]
-        t.data = data.set_(new, t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload]
+        t.data = data.set_(new, t.storage_offset(), t.size(), t.stride())
 
 
 def _copy_hooks(original: Tensor, twin: Tensor, memo: dict[int, Any]) -> None:
@@ -178,9 +178,10 @@ def _copy_hooks(original: Tensor, twin: Tensor, memo: dict[int, Any]) -> None:
     if any(getattr(original, kind, None) for kind in _TENSOR_HOOKS):
         twin.requires_grad_(True)  # a frozen parameter may have hooks
     for hook in (original._backward_hooks or {}).values():
-        twin.register_hook(copy.deepcopy(hook, memo))
+        twin.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
-        twin.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+        register = twin.register_post_accumulate_grad_hook
+        register(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
     if twin.requires_grad != requires_grad:
         twin.requires_grad_(requires_grad)
 
@@ -282,24 +283,25 @@ def _describe_tensors(module: nn.Module) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     ties: dict[int, str] = {}
     storages: dict[int, str] = {}
-    every: tuple[Callable[..., Iterator[tuple[str, Tensor]]], ...]
-    every = (module.named_parameters, module.named_buffers)
-    for named in every:
-        for name, t in named(remove_duplicate=False):
-            facts = found[repr(name)] = {
-                "type": type(t).__name__,
-                "shape": tuple(t.shape),
-                "dtype": t.dtype,
-                "requires_grad": t.requires_grad,
-                "tied tensor": ties.setdefault(id(t), name),
-            }
-            if _is_plain(t):
-                facts["stride"] = t.stride()
-                shared = t.untyped_storage()._cdata
-                facts["storage"] = f"that of {storages.setdefault(shared, name)!r}"
-            if isinstance(t, nn.Parameter):
-                facts["number of hooks"] = sum(
-                    len(getattr(t, kind, None) or ()) for kind in _TENSOR_HOOKS
-                )
-                facts["attributes"] = sorted(vars(t))
+    every = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    for name, t in every:
+        facts = found[repr(name)] = {
+            "type": type(t).__name__,
+            "shape": tuple(t.shape),
+            "dtype": t.dtype,
+            "requires_grad": t.requires_grad,
+            "tied tensor": ties.setdefault(id(t), name),
+        }
+        if _is_plain(t):
+            facts["stride"] = t.stride()
+            shared = t.untyped_storage()._cdata
+            facts["storage"] = f"that of {storages.setdefault(shared, name)!r}"
+        if isinstance(t, nn.Parameter):
+            facts["number of hooks"] = sum(
+                len(getattr(t, kind, None) or ()) for kind in _TENSOR_HOOKS
+            )
+            facts["attributes"] = sorted(vars(t))
     return found

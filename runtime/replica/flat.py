@@ -287,8 +287,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _byte_span(t: Tensor) -> tuple[int, int]:
     """First byte, and the one after the last, of a tensor in its storage."""
     length = 1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))
-    begin = t.storage_offset() * t.element_size()
-    return begin, begin + length * t.element_size()
+    begin = int(t.storage_offset()) * t.element_size()
+    return begin, begin + int(length) * t.element_size()
 
 
 class NamedParams(Protocol):
