@@ -259,9 +259,7 @@ def first_difference(module: nn.Module, copied: nn.Module) -> str | None:
     return None
 
 
-def _difference_of(
-    name: str, one: Mapping[str, Any] | None, other: Mapping[str, Any] | None
-) -> str:
+def _difference_of(name: str, one: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
     if one is None or other is None:
         return f"{name} is only in {'the copy' if one is None else 'the original'}"
     key = next(key for key in one | other if one.get(key) != other.get(key))
