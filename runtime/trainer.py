@@ -62,8 +62,9 @@ class Trainer:
                 copied for each worker, and stays as it is.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
             train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
-                weight)``, or what a model returns with a field ``loss``; called in the worker's
-                thread, on its device, under its compute stream. See below.
+                weight)``, a :class:`~gpuworker.Weighted`, or what a model returns with a field
+                ``loss``; called in the worker's thread, on its device, under its compute stream.
+                See below.
 
         A loss alone counts as the mean over the batch's samples. If it is a mean over anything
         else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not

@@ -28,12 +28,13 @@ Weight = float | Tensor
 
 
 class Weighted(NamedTuple):
-    """The explicit form of a ``loss_fn``'s result.
+    """The explicit form of the result of a ``train_fn`` or ``loss_fn``.
 
     Attributes:
         loss: The mean loss over ``weight`` units, a scalar tensor.
         weight: The number of units: tokens, or a sum of class weights. A number or a scalar tensor.
-        correct: The number of correctly predicted samples.
+        correct: The number of correctly predicted samples, for
+            :class:`~gpuworker.DataParallelCoordinator` alone.
     """
 
     loss: Tensor
@@ -248,6 +249,13 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     Of a model's output, the loss is the field ``loss``, and the weight a field of the output or
     the number of the batch's labels that are not -100. ``None``: no weight, samples count.
     """
+    if isinstance(result, Weighted):
+        if isinstance(result.correct, Tensor) or result.correct != 0:
+            raise ValueError(
+                "train_fn returned Weighted(loss, weight, correct): correct is for "
+                "DataParallelCoordinator; record it by gpuworker.record_scalar(name, value)"
+            )
+        return _checked_pair(result.loss, result.weight)
     found = field_of(result, "loss")
     if found is not None:
         inputs = (batch,) if isinstance(batch, Mapping) else ()
@@ -259,22 +267,94 @@ def split_loss(result: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple):
         return result, None
     if len(result) != 2:
-        raise ValueError(f"train_fn returned a tuple of {len(result)}: {WEIGHT_REMEDY}")
-    loss, weight = result
+        raise ValueError(
+            f"train_fn returned a tuple of {len(result)}: {WEIGHT_REMEDY}; {RECORD_REMEDY}"
+        )
+    pair = _checked_pair(*result)
+    check_meant_as_weight(result[1], "train_fn", RECORD_REMEDY)
+    return pair
+
+
+def _checked_pair(loss: Any, weight: Any) -> tuple[Any, Any]:
+    """Check the type of a weight of ``train_fn``."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(
-                f"train_fn returned a weight of shape {tuple(weight.shape)}: {WEIGHT_REMEDY}"
+                f"train_fn returned a weight of shape {tuple(weight.shape)}: {WEIGHT_REMEDY}; "
+                f"{RECORD_REMEDY}"
             )
         if weight.dtype is torch.bool or weight.is_complex():
             raise TypeError(f"train_fn returned a weight of {weight.dtype}: {WEIGHT_REMEDY}")
     elif isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(
-            f"train_fn returned a weight of type {type(weight).__name__}: {WEIGHT_REMEDY}"
+            f"train_fn returned a weight of type {type(weight).__name__}: {WEIGHT_REMEDY}; "
+            f"{RECORD_REMEDY}"
         )
     return loss, weight
 
 
+RECORD_REMEDY = (
+    "to log a value such as the accuracy, call gpuworker.record_scalar(name, value) and return "
+    "the loss alone"
+)
+
+
+def check_meant_as_weight(value: object, function: str, otherwise: str) -> None:
+    """Check that the second value of a plain ``(loss, value)`` can be meant as a weight.
+
+    Counts pass. A fraction below 1 is rejected: it is an accuracy or a share far more often than
+    a weight. Other fractions, and floating-point tensors that the host cannot read without
+    waiting, are reported once.
+
+    Args:
+        value: The second value.
+        function: The user's function, for messages.
+        otherwise: The remedy for a value that is not a weight.
+
+    Raises:
+        ValueError: It is a fraction between 0 and 1, or has a graph.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{function} returned (loss, value) with a value that requires grad: a second "
+                "value is the weight of the loss, not another loss: add losses up, or return "
+                f"gpuworker.Weighted(loss, weight.detach()) if it is a weight; {otherwise}"
+            )
+        if not value.is_floating_point():
+            return
+        if not _may_be_read(value):
+            _warn_of_fraction(function, otherwise)
+            return
+        value = value.item()
+    if isinstance(value, int) or not isinstance(value, Real):
+        return
+    number = float(value)
+    if 0 < number < 1:
+        raise ValueError(
+            f"{function} returned (loss, {number:g}): a second value is the weight of the loss, "
+            "and a fraction is not taken for one: return gpuworker.Weighted(loss, weight) if it "
+            f"is; {otherwise}"
+        )
+    if not number.is_integer() and math.isfinite(number):
+        _warn_of_fraction(function, otherwise)
+
+
+def _warn_of_fraction(function: str, otherwise: str) -> None:
+    """Warn once in a process."""
+    with _WARN_LOCK:
+        if function in _WARNED:
+            return
+        _WARNED.add(function)
+    logger.warning(
+        "%s returned (loss, value): the value is the weight of the loss. Return "
+        "gpuworker.Weighted(loss, weight) to confirm it; %s",
+        function,
+        otherwise,
+    )
+
+
+_WARNED: set[str] = set()
 _WARN_LOCK = threading.Lock()
 
 

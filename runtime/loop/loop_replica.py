@@ -18,6 +18,7 @@ from runtime.core.loss_weights import (
     LossWeightFn,
     Weight,
     Weighted,
+    check_meant_as_weight,
     check_weight,
     checked_loss,
     inverse_of,
@@ -403,6 +404,8 @@ def divide_grads_(params: Sequence[nn.Parameter], weight: Weight, times: float =
 def read_loss(result: object) -> tuple[Tensor, Weight | None]:
     """The loss and weight that a ``loss_fn`` of ``accumulate`` returned."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
+        if not isinstance(result, Weighted):
+            check_meant_as_weight(result[1], "loss_fn", "else return the loss alone")
         return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
     return checked_loss(result, "loss_fn"), None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,15 @@ from runtime import (
     CollectiveAborted,
     GpuWorker,
     NonFiniteError,
+    ReplicaFailed,
+    Trainer,
+    Weighted,
     WorkerFailed,
     create_collectives,
     current_worker,
     record_scalar,
 )
-from runtime.core.loss_weights import WindowWeight, _warn_of_guess
+from runtime.core.loss_weights import _WARNED, WindowWeight, _warn_of_guess
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
@@ -478,7 +481,7 @@ def test_a_first_weight_during_a_capture_splits_the_graph_for_its_read(posing):
 def test_losses_and_scalars_are_means_by_weight():
     def fit(model, batch):
         record_scalar("first", float(batch[0]))
-        return model.w.sum() * 0 + float(batch[0]), 0.25 * float(batch[0])
+        return Weighted(model.w.sum() * 0 + float(batch[0]), 0.25 * float(batch[0]))
 
     metrics = builder(train=fit, dataset=10, batch_size=1, ranks=1).run().join(WAIT_S).metrics[0]
     mean = sum(i * i for i in range(10)) / sum(range(10))
@@ -588,6 +591,60 @@ def test_an_invalid_weight_on_a_device_is_refused_when_it_is_read(weight, mode, 
 def test_tuples_of_another_length_are_refused(result):
     with pytest.raises(WorkerFailed, match=f"a tuple of {len(result)}: return"):
         builder(train=lambda m, b: result).run().join(WAIT_S)
+
+
+AMBIGUOUS = {
+    "accuracy": (lambda loss: (loss, 0.75), "a fraction is not taken for one"),
+    "accuracy tensor": (lambda loss: (loss, torch.tensor(0.75)), "a fraction is not taken"),
+    "second loss": (lambda loss: (loss, loss * 2), "add losses up"),
+}
+
+
+@pytest.mark.parametrize(("result", "message"), AMBIGUOUS.values(), ids=AMBIGUOUS)
+@pytest.mark.parametrize("door", ["builder", "one device", "accumulate"])
+def test_a_second_value_that_is_hardly_a_weight_is_refused(result, message, door):
+    def accumulate():
+        with closing(Trainer.setup(nn.Linear(2, 1), sgd, devices=[CPU] * 2)) as model:
+            batches = [torch.ones(4, 2)] * 2
+            model.accumulate(lambda m, b: result(m(b).square().mean()), batches)
+
+    def run():
+        ranks = 1 if door == "one device" else 2
+        builder(train=lambda m, b: result(m.w.sum()), ranks=ranks).run().join(WAIT_S)
+
+    with pytest.raises((WorkerFailed, ReplicaFailed)) as caught:
+        (accumulate if door == "accumulate" else run)()
+    error = str(caught.value.__cause__ or caught.value)
+    assert message in error
+    assert "gpuworker.Weighted(loss, weight" in error
+    assert door == "accumulate" or "gpuworker.record_scalar(name, value)" in error
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_other_second_values_are_refused_with_the_call_that_records_them(kind):
+    assert "gpuworker.record_scalar(name, value)" in str(refused(kind()))
+
+
+@pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25)])
+def test_a_fraction_is_a_weight_in_the_explicit_form(weight):
+    def fit(model, batch):
+        return Weighted(model.w.sum() * 0 + float(batch[0]), weight * float(batch[0]))
+
+    metrics = builder(train=fit, dataset=10, batch_size=1, ranks=1).run().join(WAIT_S).metrics[0]
+    assert metrics.avg_loss == pytest.approx(sum(i * i for i in range(10)) / sum(range(10)))
+
+
+def test_a_count_of_right_samples_in_the_explicit_form_is_refused():
+    with pytest.raises(WorkerFailed) as caught:
+        builder(train=lambda m, b: Weighted(m.w.sum(), 1, 3)).run().join(WAIT_S)
+    assert "record it by gpuworker.record_scalar" in str(caught.value.__cause__)
+
+
+def test_a_fraction_above_one_is_reported_once(caplog):
+    _WARNED.clear()
+    for _ in range(2):
+        builder(train=lambda m, b: (m.w.sum(), 2.5)).run().join(WAIT_S)
+    assert caplog.text.count("gpuworker.Weighted(loss, weight) to confirm") == 1
 
 
 @pytest.mark.parametrize("weight", [2, np.int64(2), np.float32(2.0), torch.tensor([2])])
