@@ -12,6 +12,8 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
+from runtime.core.process_state import make_thread_safe
+
 # PyTorch computes ``sqrt``, ``exp`` etc. of contiguous CPU tensors with MKL's VML, which selects a
 # function's kernel in its first call. If two threads make that call concurrently, one of them may
 # get a kernel of low accuracy for this call: relative errors of up to 3e-4 were observed in
@@ -139,6 +141,7 @@ def prepare_threads() -> None:
     with _THREADS_LOCK:
         _resolve_vector_math()
         _keep_device_guard()
+        make_thread_safe()
 
 
 @functools.cache
