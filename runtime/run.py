@@ -40,7 +40,7 @@ from runtime.core.errors import (
     ReplicaMismatch,
     error_of_run,
 )
-from runtime.core.process_state import ProcessModes
+from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, prepare_threads
@@ -254,7 +254,7 @@ class Run:
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
             self._connect()
             IntraOpThreads.acquire()
-            ProcessModes.acquire()
+            ProcessState.acquire()
             self._holds_threads = True
             self._metrics.start()
             self._service.start()
@@ -550,7 +550,7 @@ class Run:
         if self._holds_threads:
             self._holds_threads = False
             IntraOpThreads.release()
-            ProcessModes.release()
+            ProcessState.release()
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()

@@ -28,19 +28,19 @@ _LOCK = threading.Lock()
 _FORWARD_AD = threading.RLock()
 
 
-class ProcessModes:
+class ProcessState:
     """Restores modes of the process when the last run of the process ends."""
 
     _lock = threading.Lock()
     _users = 0
-    _before: ProcessState
+    _before: _Modes
 
     @classmethod
     def acquire(cls) -> None:
         """Register a run that starts."""
         with cls._lock:
             if cls._users == 0:
-                cls._before = ProcessState.capture()
+                cls._before = _Modes.capture()
             cls._users += 1
 
     @classmethod
@@ -52,7 +52,7 @@ class ProcessModes:
                 cls._before.restore()
 
 
-class ProcessState(NamedTuple):
+class _Modes(NamedTuple):
     """Modes that overlapping ``with`` blocks of several threads can leave switched on.
 
     Attributes:
@@ -66,7 +66,7 @@ class ProcessState(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def capture(cls) -> ProcessState:
+    def capture(cls) -> _Modes:
         """The modes now."""
         return cls(
             torch.is_anomaly_enabled(),
@@ -76,7 +76,7 @@ class ProcessState(NamedTuple):
 
     def restore(self) -> None:
         """Set the modes as they were, with a warning that names what had changed."""
-        now = ProcessState.capture()
+        now = _Modes.capture()
         if now.dtype is not self.dtype:
             torch.set_default_dtype(self.dtype)
             logger.warning(
