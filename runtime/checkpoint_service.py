@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 SampledOrders = Callable[[int], dict[int, Tensor]]
 """Gives the orders of an epoch and those after it that are not to be had again."""
 
+SamplerState = Callable[[int], dict[str, Any] | None]
+"""Gives the state of a sampler's own generator before an epoch or one after it."""
+
 StreamState = Callable[[int, int], dict[str, Any] | None]
 """Gives the state from which a stream comes to a batch of an epoch."""
 
@@ -44,6 +47,8 @@ class CheckpointService:
             only where a call of ``save()`` says.
         compatible: The settings that must agree where one is continued.
         orders: See :meth:`EpochIndex.sampled_orders <runtime.data.epoch_index.EpochIndex.drawn>`.
+        sampler: See :meth:`EpochIndex.generator_state
+            <runtime.data.epoch_index.EpochIndex.generator_state>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
             ``None``: there is no stream.
     """
@@ -53,6 +58,7 @@ class CheckpointService:
         config: RunSettings,
         compatible: dict[str, Any],
         orders: SampledOrders,
+        sampler: SamplerState,
         stream: StreamState | None,
     ) -> None:
         self._writer: CheckpointWriter | None = None
@@ -61,6 +67,7 @@ class CheckpointService:
             self._writer = CheckpointWriter(config.checkpoint_dir, config.checkpoint_dir_keep)
         self._compatible = compatible
         self._orders = orders
+        self._sampler = sampler
         self._stream = stream
         self._layout: WeightLayout | None = None
         self._lock = threading.Lock()
@@ -111,6 +118,7 @@ class CheckpointService:
             epoch=command.epoch,
             global_step=command.global_step,
             orders=self._orders(command.epoch),
+            sampler=self._sampler(command.epoch),
             stream=self._stream_state(command.run),
             within=command.within,
         )

@@ -43,7 +43,7 @@ class TrainerHandle:
     waits for it in any case.
 
     While the main thread waits in :meth:`join`, :meth:`next_metrics`, :meth:`metrics` or at
-    the end of the block, Ctrl-C and SIGTERM are answered here, unless they are ignored. The
+    the end of the block, Ctrl-C, SIGTERM and SIGHUP are answered here, unless they are ignored. The
     first stops every run of the process at a step boundary; the call waits until its own
     run is over, whatever its timeout, and raises ``KeyboardInterrupt`` with the state kept
     on the handle. The second aborts the runs: :meth:`join` called again raises

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.context import announce
+from runtime.core.threads import in_own_context
 from runtime.loggers.base import RunLogger
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class MetricsThread:
     def start(self) -> None:
         """Start the thread, if there is anything for it to do."""
         if self._metrics_fn is not None or self._bar_kind is not None or self._with_lines:
-            thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+            thread = threading.Thread(target=in_own_context(self._run), name="metrics", daemon=True)
             if isinstance(self._metrics_fn, RunLogger):
                 self._metrics_fn.begin_run()
             try:

@@ -43,7 +43,7 @@ from runtime.core.errors import (
 from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
 from runtime.core.signals import INTERRUPTS
-from runtime.core.threads import IntraOpThreads, prepare_threads
+from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
 from runtime.data.data_path import DataPath
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
@@ -106,6 +106,7 @@ class Run:
             c.seed,
             config.sampler,
             of_stream=stream is not None,
+            current_length=adapter.current_length,
         )
         num_samples = index.num_samples
         config.check(num_samples, self.devices)
@@ -139,11 +140,13 @@ class Run:
         self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()
         if self._resume is not None:
-            index.restore(self._resume.orders)
+            index.restore(self._resume.orders, self._resume.sampler)
             if stream is not None:
                 stream.restore(self._resume.stream)
         state = None if stream is None else stream.state
-        self._saves = CheckpointService(config, self._compatible(), index.sampled_orders, state)
+        self._saves = CheckpointService(
+            config, self._compatible(), index.sampled_orders, index.generator_state, state
+        )
         self._machine, self._service = self._make_coordinator()
         if stream is not None:
             self._follow(stream)
@@ -317,7 +320,9 @@ class Run:
         try:
             for rank in range(len(self.devices)):
                 name = f"gpu-worker-{rank}"
-                thread = threading.Thread(target=self._worker_main, args=(rank,), name=name)
+                thread = threading.Thread(
+                    target=in_own_context(self._worker_main), args=(rank,), name=name
+                )
                 thread.daemon = True
                 self._threads.append(thread)
             for thread in self._threads:

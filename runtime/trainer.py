@@ -24,9 +24,9 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
-from runtime.data.dataset import settings_of_loader
 from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
+from runtime.data.torch_loader import settings_of_loader
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_setup import set_up
@@ -272,9 +272,11 @@ class TrainerBuilder:
                 without one, ``run()`` reads the stream once to count them, for at most 10 s).
 
         From a ``DataLoader`` the builder takes the data set, ``batch_size`` (of one worker),
-        sampler, ``collate_fn``, number of processes (for each worker) and ``drop_last``. The
-        builder's own methods override these. Other settings of the loader are ignored: batches
-        are pinned and loaded ahead anyway."""
+        sampler, ``generator``, ``collate_fn``, number of processes (for each worker) and
+        ``drop_last``, and for the processes ``worker_init_fn``, ``timeout``, ``prefetch_factor``
+        and ``multiprocessing_context``. The builder's own methods override these. Batches are
+        pinned and processes kept anyway. Subclasses that override ``__iter__`` or ``__len__``,
+        ``batch_sampler``, ``pin_memory_device`` and ``in_order=False`` are refused."""
         self._loader_settings = settings_of_loader(ds) if isinstance(ds, DataLoader) else {}
         dataset = self._loader_settings.pop("dataset", ds)
         if length is not None:

@@ -157,8 +157,12 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         if t.data_ptr() < end:  # memory under two names would be refused
             ready[name] = t.clone()
         end = max(end, t.data_ptr() + t.nbytes)
+    # The library writes a file that only its owner can read, and puts it in the place of this one.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(ready, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} could not be written: {error}") from error
 

@@ -37,6 +37,8 @@ class CheckpointData:
         global_step: Batches trained by all ranks together.
         within: Whether it was made in the middle of an epoch.
         orders: Of a sampler, by epoch: the samples of each that is under way, in order.
+        sampler: Of a sampler with a generator of its own: an epoch, and the generator's state
+            before it was drawn.
         stream: Of a stream that can be set to a state: an item that is not yet trained, or one
             before, its state there, and that of its generator.
     """
@@ -49,6 +51,7 @@ class CheckpointData:
     global_step: int
     within: bool = False
     orders: dict[int, Tensor] = field(default_factory=dict)
+    sampler: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
 
 

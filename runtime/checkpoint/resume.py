@@ -121,6 +121,11 @@ class ResumePoint:
         return self._data.run
 
     @property
+    def sampler(self) -> Mapping[str, Any] | None:
+        """The state of a sampler's own generator before one of the epochs that follow."""
+        return self._data.sampler
+
+    @property
     def stream(self) -> Mapping[str, Any] | None:
         """Where a stream stood, if it can go on from there."""
         return self._data.stream
@@ -283,6 +288,7 @@ def _generator(value: Any, where: str) -> None:
         raise ValueError(f"{where} is no state of a generator: {error}") from error
 
 
+_SAMPLER = record({"epoch": whole(high=_MAX), "state": _generator})
 _STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _anything})
 
 
@@ -305,6 +311,7 @@ def check_content(data: CheckpointData) -> None:
     for epoch, order in data.orders.items():
         if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
             raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
+    either(_SAMPLER)(data.sampler, "sampler")
     either(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"

@@ -135,6 +135,7 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         "epoch": data.epoch,
         "global_step": data.global_step,
         "orders": data.orders,
+        "sampler": data.sampler,
         "stream": data.stream,
     }
     for name, content in (
@@ -352,6 +353,7 @@ def _read(path: Path) -> CheckpointData:
             epoch=manifest.epoch,
             global_step=manifest.global_step,
             orders=cast(dict[int, Tensor], _dict(state.get("orders", {}))),
+            sampler=state.get("sampler"),
             stream=state.get("stream"),
         )
     except (KeyError, TypeError) as error:

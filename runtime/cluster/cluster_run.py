@@ -45,6 +45,7 @@ from runtime.cluster.tensors import (
 )
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
+from runtime.core.threads import in_own_context
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,9 @@ class ClusterRun:
         self._make_run = make_run
         self._machine = settings.engine.machine
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="cluster", daemon=True)
+        self._thread = threading.Thread(
+            target=in_own_context(self._main), name="cluster", daemon=True
+        )
         self._inner = make_run(self._cluster_hooks(None))
         resume = self._inner.resumed
         self._resumed = None if resume is None else resumed_cluster_state(resume)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from runtime.collective.barrier import AbortableBarrier
-from runtime.collective.base import Collective, Group, ReduceOp
+from runtime.collective.base import Collective, Group, ReduceOp, close_collectives
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
@@ -24,6 +24,7 @@ __all__ = [
     "ReduceOp",
     "StagedThreadCollective",
     "ThreadCollective",
+    "close_collectives",
     "create_collectives",
     "split",
     "split_nodes",

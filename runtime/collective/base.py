@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from itertools import zip_longest
@@ -26,6 +26,9 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 # Sums of any number of ranks stay finite.
 _MAX_WEIGHT = 1e300
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long the threads of closed groups may take to end."""
 
 
 @unique
@@ -309,9 +312,27 @@ class Collective(ABC):
     def _take_part(self, request: Request, plan: Plan) -> None:
         """Does this rank's work. If it raises, the group is aborted."""
 
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until nothing of a closed collective is left, which requires that its peers are
+        closed, too; returns whether that is so."""
+        return True
+
     def _release(self) -> None:
         """Frees this rank's resources."""
         return
+
+
+def close_collectives(collectives: Iterable[Collective]) -> None:
+    """Close all ranks' collectives of some groups, and wait until their threads have ended.
+
+    Blocks for ``CLOSE_TIMEOUT_S`` at most, where a rank outside of them keeps its part open.
+    """
+    closed = list(collectives)
+    for collective in closed:
+        collective.close()
+    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    for collective in closed:
+        collective.wait_closed(max(0.0, deadline - time.monotonic()))
 
 
 class LateResult(ABC):

@@ -111,6 +111,7 @@ class ProcessGroupCollective(Collective):
         _turn_off_flight_recorder()
         self._timeout_s = timeout_s
         self._in_parts: SentMean | None = None
+        self._closer: threading.Thread | None = None
         self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
 
     def _connect(self, store: Store) -> Any:
@@ -129,7 +130,14 @@ class ProcessGroupCollective(Collective):
             return
         held += broken_off.take_sent()
         # It waits for what has not arrived, which ends once the peers let go of theirs.
-        threading.Thread(target=held.clear, name="collective-close", daemon=True).start()
+        self._closer = threading.Thread(target=held.clear, name="collective-close", daemon=True)
+        self._closer.start()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """See :meth:`Collective.wait_closed`."""
+        if self._closer is not None:
+            self._closer.join(timeout_s)
+        return self._closer is None or not self._closer.is_alive()
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
         if tensor.device.type == "cpu":

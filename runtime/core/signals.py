@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM for all runs of the process.
+"""Handling of Ctrl-C, SIGTERM and SIGHUP for all runs of the process.
 
 The handler is installed only while the main thread waits for a run. It may run between any two
 instructions of that thread, whatever locks the thread holds, so it acquires none: it counts
@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""Signals that end runs; Windows has no SIGHUP."""
 
 POLL_S = 0.2
 """Maximum duration of a wait: Python handles a signal that arrives just before a lock wait only

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import threading
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -170,6 +172,11 @@ def _keep_device_guard() -> None:
             replace()
 
     torch._C._ensureCUDADeviceGuardSet = replace_in_main_thread
+
+
+def in_own_context(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` for the target of a thread, with the context variables of the caller."""
+    return functools.partial(contextvars.copy_context().run, function)
 
 
 T = TypeVar("T")

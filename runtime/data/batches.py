@@ -119,12 +119,22 @@ def read_batch(
     With ``alone``, for a process that reads nothing else at the time, also seeds Python's and
     NumPy's global generators. Waits while a CUDA graph is captured, which a data set that uses
     the GPU would break.
+
+    Raises:
+        RuntimeError: The data set raised ``StopIteration``, ``SystemExit`` or another exception
+            that would end an iteration or a process further out.
     """
     generator = batch_generator(seed, position.epoch, position.batch)
     view = LoaderView(rank, generator, worker)
     others = seeded_globals() if alone else nullcontext()
     with worker_context(view), thread_generator(generator), others, GATE.reading():
-        return adapter.load(indices)
+        try:
+            return adapter.load(indices)
+        except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(
+                f"the data set raised {error!r} for batch {position.batch} of epoch "
+                f"{position.epoch}: raise another exception there, such as ValueError"
+            ) from error
 
 
 def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:

@@ -30,6 +30,11 @@ class MappedArray:
         """Bytes of all rows in memory."""
         return self._array.nbytes
 
+    @property
+    def address(self) -> int:
+        """Where the first row is mapped."""
+        return _address(self._array)
+
     def index_select(self, dim: int, indices: Tensor) -> Tensor:
         """Read rows, as ``Tensor.index_select`` with ``dim=0``; blocks on the disk."""
         assert dim == 0

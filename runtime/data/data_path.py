@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -26,7 +27,7 @@ from runtime.data.loader import (
     ThreadLoader,
 )
 from runtime.data.prefetch import PrefetchLoader, SlotStage
-from runtime.data.process_loader import ProcessLoader
+from runtime.data.process_loader import LoaderProcesses, ProcessLoader
 from runtime.data.resident import ResidentData, ResidentLoader, can_be_resident, check_fits
 from runtime.device.base import (
     WARM_UP_STEPS,
@@ -35,6 +36,8 @@ from runtime.device.base import (
 )
 from runtime.device.cuda_api import pinned_bytes
 from runtime.device.memory import CAPS, MEMORY, explain_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
 class DataPath:
@@ -110,6 +113,7 @@ class DataPath:
             self._capped.append(device)
         c = self._options
         if c.loader_workers == 0 or self._adapter.in_memory or c.resident:
+            self._warn_of_init_fn()
             return  # gathering from memory is faster than processes
         for rank, context in enumerate(self._contexts):
             loader = ProcessLoader(
@@ -117,9 +121,17 @@ class DataPath:
                 on_ready=wake(rank),
                 num_processes=c.loader_workers,
                 stage=self._slots(rank) if context.device.type == "cuda" else self._host_stage(1),
+                settings=c.loader_processes,
             )
             self._processes[rank] = loader
             loader.start()
+
+    def _warn_of_init_fn(self) -> None:
+        if self._options.loader_workers and self._options.loader_processes.init_fn is not None:
+            logger.warning(
+                "worker_init_fn is not called: tensors in memory are gathered without loader "
+                "processes"
+            )
 
     def close(self) -> None:
         """Stop loader processes and release the memory caps. Idempotent."""
@@ -243,6 +255,7 @@ class DataOptions:
         prefetch: Batches loaded ahead; ``None``: as many as free memory allows.
         resident: Keep the data set on the device; ``None``: if it fits.
         loader_workers: Loader processes of each worker.
+        loader_processes: Settings of the loader processes.
     """
 
     batch_size: int = 1
@@ -253,6 +266,7 @@ class DataOptions:
     prefetch: int | None = None
     resident: bool | None = None
     loader_workers: int = 0
+    loader_processes: LoaderProcesses = field(default_factory=LoaderProcesses)
 
 
 class LoadingWorker(Protocol):

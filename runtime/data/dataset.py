@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    DataLoader,
     Dataset,
-    IterableDataset,
-    RandomSampler,
     Subset,
     TensorDataset,
     default_collate,
@@ -23,7 +20,6 @@ from torch.utils.data import (
 
 from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes
-from runtime.data.epoch_index import check_sampler
 
 Collate = Callable[[list[Any]], Any]
 
@@ -63,6 +59,10 @@ class DatasetAdapter(ABC):
             ValueError: A tensor does not have one row for each index.
         """
 
+    def current_length(self) -> int:
+        """The length as it is now, after code of the user may have changed the data set."""
+        return self.num_samples
+
 
 class ColumnAdapter(DatasetAdapter):
     """Tensors, or memory maps, whose rows are the samples.
@@ -71,6 +71,8 @@ class ColumnAdapter(DatasetAdapter):
         columns: Tensors or memory maps of equal length.
         rows: Row index of each sample; ``None``: all rows in order.
         names: Keys of the columns in dict batches; ``None``: batches are tuples.
+        bare: Batches of a single column are tensors instead of tuples.
+        source: Data set whose columns may be replaced between epochs.
     """
 
     def __init__(
@@ -78,10 +80,15 @@ class ColumnAdapter(DatasetAdapter):
         columns: Sequence[Column],
         rows: Tensor | None = None,
         names: Sequence[Any] | None = None,
+        *,
+        bare: bool = False,
+        source: Any = None,
     ) -> None:
         self._columns = tuple(columns)
         self._rows = rows
         self._names = names
+        self._bare = bare
+        self._source = source
         self.num_samples = len(self._columns[0]) if rows is None else len(rows)
         self.in_memory = all(isinstance(column, Tensor) for column in self._columns)
         self.on_cpu = all(column.is_cpu for column in self._columns if isinstance(column, Tensor))
@@ -93,6 +100,8 @@ class ColumnAdapter(DatasetAdapter):
 
     def batch_of(self, parts: Sequence[Tensor]) -> Any:
         """Build a tuple or dict with one item for each column."""
+        if self._bare:
+            return parts[0]
         return tuple(parts) if self._names is None else dict(zip(self._names, parts, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, ...]:
@@ -111,6 +120,22 @@ class ColumnAdapter(DatasetAdapter):
                 for column in self._columns
             ]
         )
+
+    def current_length(self) -> int:
+        """The length as it is now; tensors that were put in the place of others are read from
+        here on."""
+        if self._source is None:
+            return self.num_samples
+        current = _columns_of(self._source)
+        assert current is not None, "it was a table before"
+        if current.num_samples == self.num_samples and current.content() != self.content():
+            self._columns, self._rows = current._columns, current._rows
+        return current.num_samples
+
+    def content(self) -> tuple[object, ...]:
+        """Equal before and after if PyTorch has written to no column and none was replaced."""
+        rows = () if self._rows is None else (hash(self._rows.numpy().tobytes()),)
+        return (*map(_content_of, self._columns), *rows)
 
     @property
     def sample_bytes(self) -> int:
@@ -132,8 +157,8 @@ class ColumnAdapter(DatasetAdapter):
             else:
                 target.copy_(column.index_select(0, indices))
 
-    def subset(self, indices: Sequence[int]) -> ColumnAdapter:
-        """Return an adapter for the samples ``indices`` (negative: from the end)."""
+    def subset(self, indices: Sequence[int], source: Any) -> ColumnAdapter:
+        """Return an adapter for the samples ``indices`` (negative: from the end) of ``source``."""
         rows = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
         rows = torch.where(rows < 0, rows + self.num_samples, rows)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_samples:
@@ -142,7 +167,31 @@ class ColumnAdapter(DatasetAdapter):
                 "correct its indices"
             )
         rows = rows if self._rows is None else self._rows.index_select(0, rows)
-        return ColumnAdapter(self._columns, rows, self._names)
+        return ColumnAdapter(self._columns, rows, self._names, source=source)
+
+
+def _content_of(column: Column) -> tuple[object, ...]:
+    if not isinstance(column, Tensor):
+        return (column.address, len(column), column.nbytes)
+    version = 0 if column.is_inference() else column._version
+    return (column.data_ptr(), tuple(column.shape), column.stride(), column.dtype, version)
+
+
+class Samples(Dataset[Any]):
+    """A container as a data set whose elements are the samples, as ``DataLoader`` reads it.
+
+    Args:
+        elements: A list, tuple, dict by position, tensor or array.
+    """
+
+    def __init__(self, elements: Any) -> None:
+        self.elements = elements
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.elements[index]
 
 
 class _RowDataset:
@@ -164,12 +213,21 @@ class _UserCodeAdapter(DatasetAdapter):
 
     def __init__(self, dataset: Any, lock: bool) -> None:
         self._dataset = dataset
-        self.num_samples = len(dataset)
+        self.num_samples = self.current_length()
         self._lock = threading.Lock() if lock else None
+
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        return self._dataset
 
     def __getstate__(self) -> dict[str, Any]:
         # Each loader process reads its own copy in one thread and needs no lock.
         return {**self.__dict__, "_lock": None}
+
+    def current_length(self) -> int:
+        """``len()`` of the data set, read anew."""
+        return len(self._dataset)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -262,8 +320,8 @@ def adapt_dataset(
 
     Args:
         dataset: A map-style data set, a ``TensorDataset`` (or a ``Subset`` of one), a
-            tensor or array, a tuple or list of them, or an object with ``__len__`` and
-            ``get_batch(indices)``. Arrays are not copied; memory maps stay on disk.
+            tensor or array, a tuple of them, a list of samples, or an object with ``__len__``
+            and ``get_batch(indices)``. Arrays are not copied; memory maps stay on disk.
         collate_fn: Collates a list of samples into a batch; ``None``: PyTorch's. If set, samples
             are fetched one by one.
         lock: Allow one thread at a time to read the data set.
@@ -278,7 +336,7 @@ def adapt_dataset(
     columns = _columns_of(dataset)
     if columns is not None and collate_fn is None:
         return _not_empty(columns)
-    if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | list | Mapping):
+    if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | Mapping):
         return _not_empty(MapAdapter(_RowDataset(columns), collate_fn, lock))
     _reject_unreadable(dataset)
     if not callable(getattr(dataset, "get_batch", None)):
@@ -297,22 +355,23 @@ def _not_empty(adapter: DatasetAdapter) -> DatasetAdapter:
 def _columns_of(dataset: Any) -> ColumnAdapter | None:
     """Columns of a data set of tensors, arrays or memory maps; ``None`` for any other."""
     # Exact types: a subclass may change the samples.
+    source, bare = dataset, False
     if type(dataset) is TensorDataset:
         dataset = dataset.tensors
+    elif type(dataset) is Samples and isinstance(dataset.elements, Tensor | np.ndarray):
+        dataset, bare = (dataset.elements,), True
     elif type(dataset) is Subset:
         whole = _columns_of(dataset.dataset) if _is_tabular(dataset.dataset) else None
-        return None if whole is None else whole.subset(dataset.indices)
+        return None if whole is None else whole.subset(dataset.indices, dataset)
     elif isinstance(dataset, Tensor | np.ndarray):
         dataset = (dataset,)
     kind, names = type(dataset).__name__, None
     if isinstance(dataset, Mapping):
         names, dataset = tuple(dataset), tuple(dataset.values())
-    if not isinstance(dataset, tuple | list):
+    if not isinstance(dataset, tuple):  # a list holds samples, as for a DataLoader
         return None
     are_arrays = [isinstance(part, Tensor | np.ndarray) for part in dataset]
     if not any(are_arrays):
-        if isinstance(dataset, list) and dataset:
-            return None  # a list of samples: map-style
         remedy = SUPPORTED_DATASETS
         if names and all(callable(getattr(part, "__getitem__", None)) for part in dataset):
             remedy = f"pass one of the data sets in it, {kind}[{names[0]!r}]"
@@ -329,7 +388,7 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
     lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of the data set have unequal lengths: {lengths}")
-    return ColumnAdapter(columns, names=names)
+    return ColumnAdapter(columns, names=names, bare=bare, source=source)
 
 
 def _is_tabular(dataset: Any) -> bool:
@@ -351,34 +410,3 @@ def _reject_unreadable(dataset: Any) -> None:
         len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(f"{name} has no length: define __len__") from error
-
-
-def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The settings of a ``DataLoader`` under the names of the builder's methods.
-
-    Raises:
-        TypeError: Its own batch sampler decides the batches.
-        ValueError: Its sampler is a ``DistributedSampler`` over several processes.
-    """
-    if loader.batch_size is None:
-        how = "a batch_sampler of its own" if loader.batch_sampler else "batch_size=None"
-        raise TypeError(
-            f"a DataLoader with {how} chooses the samples of each batch, and workers need batches "
-            "of one size: pass its data set, and use batch_size(), sampler() and collate_fn()"
-        )
-    found: dict[str, Any] = {
-        "dataset": loader.dataset,
-        "batch_size": loader.batch_size,
-        "loader_workers": loader.num_workers,
-        "drop_last": loader.drop_last,
-    }
-    if loader.collate_fn is not default_collate:
-        found["collate_fn"] = loader.collate_fn
-    if isinstance(loader.dataset, IterableDataset):
-        del found["loader_workers"]  # a stream is read by one thread
-        return found
-    sampler: Any = loader.sampler
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement
-    if not shuffles or sampler.num_samples != len(sampler.data_source):
-        found["sampler"] = check_sampler(sampler)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ class EpochIndex:
         seed: Seed of the run.
         sampler: Yields each epoch's order; ``None``: a random permutation.
         of_stream: The data set is a stream, which is read in its own order.
+        current_length: Returns the length of the data set at the start of an epoch; ``None``: it
+            is constant.
 
     Attributes:
         num_samples: Samples in an epoch.
@@ -47,9 +49,12 @@ class EpochIndex:
         sampler: Any = None,
         *,
         of_stream: bool = False,
+        current_length: Callable[[], int] | None = None,
     ) -> None:
         self.of_stream = of_stream
-        self._sampled = None if sampler is None else SampledOrder(sampler, num_samples, seed)
+        self._current_length = current_length
+        self._data_length = num_samples
+        self._sampled = None if sampler is None else SampledOrder(sampler, seed)
         self.num_samples = num_samples if sampler is None else len(sampler)
         self.batch_size = batch_size
         self.seed = seed
@@ -98,10 +103,13 @@ class EpochIndex:
             return order.permutation
 
     def _compute(self, epoch: int) -> Tensor:
-        if self._sampled is None:
-            return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
         with self._drawing:
-            return self._sampled.draw(epoch)
+            if self._current_length is not None:
+                self._data_length = self._current_length()
+            if self._sampled is not None:
+                return self._sampled.draw(epoch, self._data_length)
+        require_length("data set", epoch, self._data_length, self.num_samples)
+        return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
 
     def sampled_orders(self, since: int) -> dict[int, Tensor]:
         """Orders drawn from the sampler for an epoch and later ones; empty without a sampler."""
@@ -109,8 +117,19 @@ class EpochIndex:
             orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
         return {e: p for e, p in orders.items() if p is not None and self._sampled is not None}
 
-    def restore(self, orders: Mapping[int, Tensor]) -> None:
+    def generator_state(self, since: int) -> dict[str, Any] | None:
+        """Epoch number and state of a sampler's own generator before that epoch, for a checkpoint
+        with :meth:`sampled_orders`; ``None`` without such a generator."""
+        return None if self._sampled is None else self._sampled.state(since)
+
+    def restore(
+        self, orders: Mapping[int, Tensor], generator: Mapping[str, Any] | None = None
+    ) -> None:
         """Set the orders of some epochs, from :meth:`sampled_orders`, in place of the sampler's.
+
+        Args:
+            orders: From :meth:`sampled_orders`.
+            generator: From :meth:`generator_state`.
 
         Raises:
             ValueError: An index is out of range, since the data set has become shorter.
@@ -119,7 +138,9 @@ class EpochIndex:
             return
         for epoch, order in sorted(orders.items()):
             kept = self._orders[epoch] = _EpochOrder()
-            kept.permutation = self._sampled.check(epoch, order)
+            kept.permutation = check_order(epoch, order, self._data_length)
+        if generator is not None:
+            self._sampled.restore(generator)
 
 
 class _EpochOrder:
@@ -134,55 +155,89 @@ class SampledOrder:
     """Each epoch's order from a sampler, with random numbers seeded by run and epoch.
 
     Seeds the sampler's ``generator`` unless the user has set one, and otherwise PyTorch's,
-    NumPy's and Python's global generators, which are restored afterwards. Calls ``set_epoch`` if
-    the sampler has it. Not thread-safe.
+    NumPy's and Python's global generators, which are restored afterwards. A generator that the
+    user has set continues from epoch to epoch, as in a plain loop, so epochs are drawn in order.
+    Calls ``set_epoch`` if the sampler has it. Not thread-safe, except for :meth:`state`.
 
     Args:
         sampler: See :func:`check_sampler`.
-        num_samples: Length of the data set.
         seed: Seed of the run.
     """
 
-    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
+    def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler = sampler
-        self._num_samples = num_samples
+        self._length = len(sampler)
         self._seed = seed
+        own = getattr(sampler, "generator", None)
+        self._generator = own if isinstance(own, torch.Generator) else None
+        self._next = 0
+        # The generator's state before each of the last epochs.
+        self._states: dict[int, Tensor] = {}
+        self._keep_state()
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return self._length
 
-    def draw(self, epoch: int) -> Tensor:
+    def draw(self, epoch: int, num_samples: int) -> Tensor:
         """Iterate the sampler once: the epoch's samples, int64, of shape ``(len(self),)``.
+
+        Args:
+            epoch: Epoch, counted from 0.
+            num_samples: Length of the data set in this epoch.
 
         Raises:
             ValueError: The number of samples is not the sampler's length, or an index is out of
                 range.
         """
+        if self._generator is None:
+            return self._draw(epoch, num_samples)
+        if epoch < self._next:
+            if epoch not in self._states:
+                raise ValueError(f"the sampler's generator is past epoch {epoch}")
+            self._generator.set_state(self._states[epoch])
+            self._next = epoch
+        while True:
+            drawn = self._next
+            order = self._draw(drawn, num_samples)
+            self._next = drawn + 1
+            self._keep_state()
+            if drawn == epoch:
+                return order
+
+    def state(self, since: int) -> dict[str, Any] | None:
+        """See :meth:`EpochIndex.generator_state`; from any thread."""
+        states = self._states.copy()
+        later = [epoch for epoch in states if epoch >= since]
+        if not later:
+            return None
+        return {"epoch": min(later), "state": states[min(later)]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that :meth:`state` returned."""
+        if self._generator is not None:
+            self._generator.set_state(state["state"])
+            self._next = state["epoch"]
+            self._states = {}
+            self._keep_state()
+
+    def _keep_state(self) -> None:
+        if self._generator is not None:
+            kept = {e: s for e, s in self._states.items() if e > self._next - 2 * _KEPT_EPOCHS}
+            self._states = {**kept, self._next: self._generator.get_state()}
+
+    def _draw(self, epoch: int, num_samples: int) -> Tensor:
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(epoch)
+        require_length("sampler", epoch, len(self._sampler), self._length)
         seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
         with self._seeded(seed):
             order = torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
-        if len(order) != len(self._sampler):
+        if len(order) != self._length:
             raise ValueError(
                 f"the sampler yielded {len(order)} samples in epoch {epoch}, and its length is "
-                f"{len(self._sampler)}: both must agree in every epoch"
+                f"{self._length}: both must agree in every epoch"
             )
-        return self.check(epoch, order)
-
-    def check(self, epoch: int, order: Tensor) -> Tensor:
-        """Return an epoch's order if all indices are in range.
-
-        Raises:
-            ValueError: An index is out of range.
-        """
-        low, high = (int(value) for value in order.aminmax())
-        if low < 0 or high >= self._num_samples:
-            raise ValueError(
-                f"the sampler yielded index {low if low < 0 else high} in epoch {epoch}, and the "
-                f"data set has {self._num_samples} samples"
-            )
-        return order
+        return check_order(epoch, order, num_samples)
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -195,6 +250,42 @@ class SampledOrder:
             return
         with thread_generator(torch.Generator().manual_seed(seed)), seeded_globals():
             yield
+
+
+def require_length(kind: str, epoch: int, length: int, expected: int) -> None:
+    """Raise ``ValueError`` for an epoch of another length than the first one.
+
+    Schedules, shares and checkpoints count on batches of equal epochs.
+
+    Args:
+        kind: The object that the length is of, for the message.
+        epoch: The epoch that begins.
+        length: Its length now.
+        expected: Its length at the start of the run.
+    """
+    if length != expected:
+        raise ValueError(
+            f"the {kind} has length {length} in epoch {epoch} and had {expected} at the start of "
+            "the run, whose epochs all have one length: give it the largest length from the "
+            f"start and draw from a part of it, by a sampler of {expected} samples with "
+            "set_epoch(), or train each length in a run of its own that starts from the weights "
+            "of the last"
+        )
+
+
+def check_order(epoch: int, order: Tensor, num_samples: int) -> Tensor:
+    """An epoch's order, if all of it is in the data set.
+
+    Raises:
+        ValueError: It is not.
+    """
+    low, high = (int(value) for value in order.aminmax())
+    if low < 0 or high >= num_samples:
+        raise ValueError(
+            f"the sampler yielded index {low if low < 0 else high} in epoch {epoch}, and the data "
+            f"set has {num_samples} samples"
+        )
+    return order
 
 
 def check_sampler(sampler: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from coordinator.messages import EpochPlan
+from runtime.core.threads import in_own_context
 from runtime.data.batches import (
     PlanQueue,
     Position,
@@ -218,7 +219,9 @@ class ThreadLoader(Loader):
             self._changed.notify_all()
         self._stage.submitted(plan.num_loads)
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"prefetch-{self.rank}", daemon=True)
+            thread = threading.Thread(
+                target=in_own_context(self._run), name=f"prefetch-{self.rank}", daemon=True
+            )
             thread.start()
             self._thread = thread
 

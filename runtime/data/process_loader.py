@@ -2,48 +2,96 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
-from typing import Any, cast
+from multiprocessing.reduction import ForkingPickler
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from coordinator.messages import EpochPlan
 from runtime.data.batches import (
     Position,
     read_batch,
 )
-from runtime.data.dataset import DatasetAdapter
+from runtime.data.dataset import DatasetAdapter, Samples
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
 
 _EXIT_S = 10.0  # the DataLoader notices a dead process within this time
 
-Request = tuple[int, int, npt.NDArray[np.int64]]
-"""Epoch, batch position and sample indices."""
+TERM_GRACE_S = 5.0
+"""How long a loader process that receives SIGTERM still reads: the run may have received it, too,
+and needs its data up to a step boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderProcesses:
+    """Settings of a worker's loader processes.
+
+    Attributes:
+        init_fn: Called in each process with its number, before it reads the first batch and for
+            each new copy of the data set.
+        timeout_s: Seconds within which a batch has to arrive; 0: no bound.
+        batches_ahead: Batches that each process has in work.
+        start_method: Of ``multiprocessing``; ``None``: by ``forkserver`` or else ``spawn``.
+        generator_seed: Keys ``get_worker_info().seed``, beside rank and seed of the run.
+    """
+
+    init_fn: Callable[[int], object] | None = None
+    timeout_s: float = 0.0
+    batches_ahead: int = 2
+    start_method: str | None = None
+    generator_seed: int | None = None
+
+
+class Request(NamedTuple):
+    """One batch, as a loader process is asked for it.
+
+    Attributes:
+        epoch: Its epoch.
+        batch: Its position in the epoch.
+        samples: Its samples.
+        version: The state of the data set that it is read from.
+        adapter: The data set in that state, pickled, where the process may have an older one.
+    """
+
+    epoch: int
+    batch: int
+    samples: npt.NDArray[np.int64]
+    version: int
+    adapter: bytes | None
 
 
 class ProcessLoader(ThreadLoader):
     """Batches from the processes of a ``torch.utils.data.DataLoader``, received by a thread.
 
     Call :meth:`start` before the run starts any other thread. The processes ignore Ctrl-C and
-    SIGTERM, so that the run can finish a step.
+    continue for ``TERM_GRACE_S`` after SIGTERM or SIGHUP, so that the run can finish a step. They
+    end when the process that started them ends, for any reason.
 
     Args:
         spec: See :class:`~runtime.data.loader.Loader`. Each process gets a copy of the data set
-            (tensors are shared, memory maps reopened). If one dies, ``try_next`` raises
-            ``RuntimeError`` within about five seconds, and for every later batch.
+            (tensors are shared, memory maps reopened), and a new copy at the start of an epoch if
+            the data set has changed. If one dies, ``try_next`` raises ``RuntimeError`` within
+            about five seconds, and for every later batch.
         on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
         stage: Likewise.
         num_processes: Number of processes.
+        settings: Start method, timeout and ``worker_init_fn``; ``None``: the defaults.
     """
 
     def __init__(
@@ -53,9 +101,11 @@ class ProcessLoader(ThreadLoader):
         on_ready: Callable[[], None],
         stage: Stage,
         num_processes: int,
+        settings: LoaderProcesses | None = None,
     ) -> None:
         super().__init__(spec, on_ready=on_ready, stage=stage)
         self._num_processes = num_processes
+        self._settings = settings or LoaderProcesses()
         self._dataloader: Any = None
         self._batches: Any = None  # the DataLoader's one iterator, restarted by each pass
         self._pass_generation: int | None = None  # of the current pass, if any
@@ -67,23 +117,35 @@ class ProcessLoader(ThreadLoader):
         Raises:
             TypeError: The data set or ``collate_fn`` cannot be sent to a process.
         """
-        source = _BatchDataset(self._adapter, self._seed, self.rank)
+        source = _BatchDataset(self._adapter, self._seed, self.rank, self._settings.init_fn)
         check_picklable(source)
         methods = multiprocessing.get_all_start_methods()
-        if "forkserver" in methods:
+        method = "forkserver" if "forkserver" in methods else "spawn"
+        method = self._settings.start_method or method
+        if method == "forkserver":
             _preload()
+        state = DataSetState(self._adapter, self._num_processes)
         self._dataloader = DataLoader(
             source,
             batch_size=None,
-            sampler=cast("Any", _PlanSampler(self._take_for_pass, self._index)),
+            sampler=cast("Any", _PlanSampler(self._take_for_pass, self._index, state)),
             num_workers=self._num_processes,
             collate_fn=_identity,
+            timeout=self._settings.timeout_s,
+            prefetch_factor=self._settings.batches_ahead,
             worker_init_fn=_init_process,
-            multiprocessing_context="forkserver" if "forkserver" in methods else "spawn",
+            multiprocessing_context=method,
             persistent_workers=True,
-            generator=torch.Generator(),  # else it would draw from the global generator
+            # Else it would draw from the global generator, and every rank had the same seeds.
+            generator=self._seed_generator(),
         )
         self._batches = iter(self._dataloader)  # an empty pass: no plan is queued yet
+        state.sent()
+
+    def _seed_generator(self) -> torch.Generator:
+        key = [self._seed, self.rank, self._settings.generator_seed or 0]
+        word = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+        return torch.Generator().manual_seed(word >> 1)
 
     def submit(self, plan: EpochPlan) -> None:
         """Queue the batches of ``plan`` and wake the thread."""
@@ -130,13 +192,20 @@ class ProcessLoader(ThreadLoader):
                 self._pass_generation = generation
                 # Waits for batches of a cancelled pass that processes are still loading.
                 iter(dataloader)
-            epoch, batch, num_samples, data = next(batches)
+            epoch, batch, num_samples, packed = next(batches)
+            data = pickle.loads(packed)
         except StopIteration:
             self._pass_generation = None
             return None
         except Exception as error:
             codes = [process.exitcode for process in batches._workers if not process.is_alive()]
             if not codes:
+                if "timed out" in str(error) and self._settings.timeout_s:
+                    raise RuntimeError(
+                        f"the loader processes of rank {self.rank} sent no batch within the "
+                        f"timeout={self._settings.timeout_s:g} of the DataLoader: one of them "
+                        "hangs in the data set, or takes longer; raise timeout then"
+                    ) from error
                 raise
             # Permanent: torch would continue without the dead process's batches.
             self._fatal_error = (
@@ -152,22 +221,129 @@ class ProcessLoader(ThreadLoader):
 class _BatchDataset(Dataset[Any]):
     """The data set in a loader process; each item is a whole batch."""
 
-    def __init__(self, adapter: DatasetAdapter, seed: int, rank: int) -> None:
+    def __init__(
+        self,
+        adapter: DatasetAdapter,
+        seed: int,
+        rank: int,
+        init_fn: Callable[[int], object] | None,
+    ) -> None:
         self._adapter = adapter
         self._seed = seed
         self._rank = rank
+        self._init_fn = init_fn
+        self._version = 0
 
-    def __getitem__(self, request: Request) -> tuple[int, int, int, Any]:
-        epoch, batch, samples = request
+    def begin(self) -> None:
+        """Prepare the process for a new copy of the data set, as ``DataLoader`` does."""
+        info = get_worker_info()
+        assert info is not None, "this is a loader process"
+        dataset = getattr(self._adapter, "dataset", self._adapter)
+        shown: Any = dataset.elements if isinstance(dataset, Samples) else dataset
+        # Users' functions expect their own data set there.
+        torch_worker._worker_info = type(info)(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=shown
+        )
+        if self._init_fn is None:
+            return
+        try:
+            self._init_fn(info.id)
+        except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"worker_init_fn raised {error!r}") from error
+
+    def __getitem__(self, request: Request) -> tuple[int, int, int, bytes]:
+        try:
+            return self._read(request)
+        except Exception as error:
+            # What cannot be pickled would be lost, and the batch be waited for in vain.
+            try:
+                pickle.dumps(type(error))
+            except Exception:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def _read(self, request: Request) -> tuple[int, int, int, bytes]:
+        if request.version != self._version and request.adapter is not None:
+            self._adapter = pickle.loads(request.adapter)
+            self._version = request.version
+            self.begin()
+        if request.version != self._version:
+            raise RuntimeError("a loader process has an older state of the data set")
         data = read_batch(
             self._adapter,
-            torch.from_numpy(samples),
+            torch.from_numpy(request.samples),
             seed=self._seed,
             rank=self._rank,
-            position=Position(epoch, batch),
+            position=Position(request.epoch, request.batch),
             alone=True,
         )
-        return epoch, batch, len(samples), data
+        try:
+            packed = bytes(ForkingPickler.dumps(data))
+        except Exception as error:
+            raise TypeError(
+                f"batch {request.batch} of epoch {request.epoch} cannot be sent from its loader "
+                f"process: {error}. Return tensors without gradients and objects that can be "
+                "pickled, or use loader_workers(0)"
+            ) from error
+        return request.epoch, request.batch, len(request.samples), packed
+
+
+class DataSetState:
+    """The state of the data set that a worker's loader processes have.
+
+    Used by one thread at a time.
+
+    Args:
+        adapter: The data set.
+        num_processes: How many have a copy.
+    """
+
+    def __init__(self, adapter: DatasetAdapter, num_processes: int) -> None:
+        self._adapter = adapter
+        self._num_processes = num_processes
+        self.version = 0
+        self._digest = ""
+        self._epoch = -1
+        self._held: list[Tensor] = []  # so that no other tensor gets the address of one of them
+        self._num_left = 0
+
+    def sent(self) -> None:
+        """Each process has the data set as it is now."""
+        self._digest, self._held = digest_of(self._adapter)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Compare the data set to what was sent, once for each epoch.
+
+        Raises:
+            TypeError: It cannot be sent any more.
+        """
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        digest, held = digest_of(self._adapter)
+        if digest != self._digest:
+            self._digest, self.version = digest, self.version + 1
+            self._num_left = self._num_processes
+        self._held = held
+
+    def begin_pass(self) -> None:
+        """The ``DataLoader`` starts over with its first process."""
+        if self._num_left:
+            self._num_left = self._num_processes
+
+    def take(self) -> bytes | None:
+        """The pickled data set for the next request, if its process may have an older state.
+
+        Consecutive requests of a pass go to the processes in turn.
+        """
+        if self._num_left == 0:
+            return None
+        is_first = self._num_left == self._num_processes
+        self._num_left -= 1
+        packed = bytes(ForkingPickler.dumps(self._adapter))
+        if is_first:  # which moves tensors to shared memory
+            self._digest, self._held = digest_of(self._adapter)
+        return packed
 
 
 class _PlanSampler:
@@ -177,13 +353,20 @@ class _PlanSampler:
     gap. It ends when no position is queued.
     """
 
-    def __init__(self, take: Callable[[], Position | None], index: EpochIndex) -> None:
+    def __init__(
+        self,
+        take: Callable[[], Position | None],
+        index: EpochIndex,
+        state: DataSetState,
+    ) -> None:
         self._take = take
         self._index = index
+        self._state = state
         self._ended = False
 
     def __iter__(self) -> Iterator[Request]:
-        return _PlanSampler(self._take, self._index)
+        self._state.begin_pass()
+        return _PlanSampler(self._take, self._index, self._state)
 
     def __next__(self) -> Request:
         # The DataLoader calls again after the end, but no longer refills its queues.
@@ -193,7 +376,11 @@ class _PlanSampler:
             raise StopIteration
         epoch, batch, piece = position
         start, stop = piece or self._index.bounds(batch)
-        return epoch, batch, self._index.order(epoch)[start:stop].numpy()
+        samples = self._index.order(epoch)[start:stop].numpy()
+        state = self._state
+        state.begin_epoch(epoch)
+        adapter = state.take()
+        return Request(epoch, batch, samples, state.version, adapter)
 
 
 def _preload() -> None:
@@ -212,7 +399,32 @@ def _identity(item: Any) -> Any:
 def _init_process(process: int) -> None:
     # Signals reach the whole process group, but the run still needs data to finish its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end_soon)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    info = get_worker_info()
+    assert info is not None, "this is a loader process"
+    cast("Any", info.dataset).begin()
+
+
+def _end_soon(number: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(TERM_GRACE_S, os._exit, [128 + number])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended.
+
+    PyTorch watches the parent by its id, which is the fork server's; the fork server in turn
+    lasts while a process that it has started does.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _terminate(processes: list[Any]) -> None:
@@ -240,10 +452,58 @@ class _DryPickler(pickle.Pickler):
         return NotImplemented
 
 
+class _Digest:
+    """A file that keeps a hash of what is written to it."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha1(usedforsecurity=False)
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(memoryview(data))
+
+
+class _Digester(_DryPickler):
+    """Pickles tensors, which processes share, by their place, and arrays by their contents."""
+
+    def __init__(self, digest: _Digest) -> None:
+        super().__init__(digest, pickle.HIGHEST_PROTOCOL)
+        self._digest = digest
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = super().reducer_override(obj)
+        if found is NotImplemented:
+            return found
+        if isinstance(obj, Tensor):
+            self.tensors.append(obj.detach())
+            place = obj.data_ptr() if obj.layout == torch.strided else id(obj)
+            return str, (f"{place} {tuple(obj.shape)} {obj.dtype}",)
+        if isinstance(obj, np.memmap):
+            return str, (f"{obj.filename} {obj.offset} {obj.shape} {obj.dtype} {obj.ctypes.data}",)
+        self._digest.hash.update(np.ascontiguousarray(obj).reshape(-1).view(np.uint8).data)
+        return str, (f"{obj.shape} {obj.dtype}",)
+
+
+def digest_of(source: object) -> tuple[str, list[Tensor]]:
+    """A digest of all that a process gets with ``source``, and the tensors in it.
+
+    Raises:
+        TypeError: It cannot be sent to a process.
+    """
+    digester = _Digester(digest := _Digest())
+    _dump(digester, source)
+    return digest.hash.hexdigest(), digester.tensors
+
+
 def check_picklable(source: object) -> None:
     """Raise ``TypeError``, with the remedy, if ``source`` cannot be sent to a process."""
+    _dump(_DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL), source)
+
+
+def _dump(pickler: pickle.Pickler, source: object) -> None:
     try:
-        _DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL).dump(source)
+        pickler.dump(source)
     except Exception as error:
         raise TypeError(
             f"loader_workers(n) sends the data set and collate_fn to other processes, and they "

@@ -72,6 +72,7 @@ class ResidentReader:
     """
 
     def __init__(self, data: ResidentData, index: EpochIndex, context: Device) -> None:
+        self._data = data
         self._columns = data.load(context)
         self._batch_of = data.batch_of
         self._index = index
@@ -91,6 +92,7 @@ class ResidentReader:
         order = self._orders.get(epoch)
         if order is None:
             pinned = self._context.pin(self._index.order(epoch))
+            self._data.require_current(epoch, self._context)
             order = self._orders[epoch] = self._context.bring(pinned)
             if len(self._orders) > _KEPT_ORDERS:
                 self._orders.popitem(last=False)
@@ -114,6 +116,7 @@ class ResidentData:
         self.num_bytes = padded_bytes(adapter.sample_bytes * adapter.num_samples)
         self._lock = threading.Lock()
         self._columns: tuple[Tensor, ...] | None = None
+        self._content: tuple[object, ...] = ()
 
     @property
     def is_loaded(self) -> bool:
@@ -127,8 +130,20 @@ class ResidentData:
         """
         with self._lock:
             if self._columns is None:
+                self._content = self._adapter.content()
                 self._columns = self._copy(context)
             return self._columns
+
+    def require_current(self, epoch: int, context: Device) -> None:
+        """Raise ``ValueError`` if the data set was changed after it was copied to the device.
+
+        Writes through NumPy or ``.data`` do not show.
+        """
+        if self._adapter.content() != self._content:
+            raise ValueError(
+                f"the tensors of the data set have changed before epoch {epoch}, and their copy on "
+                f"{context.device} has the old values: use resident(False), which reads them anew"
+            )
 
     def _copy(self, context: Device) -> tuple[Tensor, ...]:
         total = self._adapter.num_samples

@@ -17,6 +17,7 @@ from runtime.core.context import LoaderView, current_worker, worker_context
 from runtime.core.rng import thread_generator
 from runtime.data.batches import epoch_generator
 from runtime.data.dataset import Collate, DatasetAdapter, check_batch
+from runtime.data.epoch_index import require_length
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class StreamAdapter(DatasetAdapter):
         self._collate = collate_fn
         self._seed = seed
         self._check_end = length is None
+        self._counts_itself = False
         self.num_samples = self._length() if length is None else length
         if self.num_samples == 0:
             raise ValueError("the data set is empty: give it at least one sample")
@@ -95,7 +97,9 @@ class StreamAdapter(DatasetAdapter):
 
     def _length(self) -> int:
         try:
-            return len(self._dataset)
+            length = len(self._dataset)
+            self._counts_itself = True
+            return length
         except (TypeError, NotImplementedError):
             pass
         logger.info("%s has no length: its items are counted by reading it once", self._name)
@@ -192,6 +196,8 @@ class StreamAdapter(DatasetAdapter):
     def _start_epoch(self, epoch: int) -> Iterator[Any]:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(epoch)
+        if self._counts_itself:
+            require_length("data set", epoch, len(self._dataset), self.num_samples)
         return iter(self._dataset)
 
     def _seek(self, epoch: int, position: int) -> int:

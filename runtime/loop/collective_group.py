@@ -9,7 +9,7 @@ import torch.distributed
 
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.collective import Collective
+from runtime.collective import Collective, close_collectives
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 
 
@@ -42,8 +42,7 @@ class CollectiveGroup:
     def close(self) -> None:
         """Close the group. No rank may be inside a collective."""
         collectives, self._collectives, self._aborted = self._collectives, (), False
-        for collective in collectives:
-            collective.close()
+        close_collectives(collectives)
 
 
 def resolve_backend(

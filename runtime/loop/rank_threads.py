@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextvars
 import logging
 import os
 import queue
@@ -266,6 +267,7 @@ class Job:
     """
 
     def __init__(self, tasks: Sequence[Task | None]) -> None:
+        self._context = contextvars.copy_context()
         self._tasks = list(tasks)  # each entry is written by its rank's thread only
         self.outcomes = [TaskOutcome() for _ in tasks]
         self.ranks = [rank for rank, task in enumerate(tasks) if task is not None]
@@ -285,7 +287,8 @@ class Job:
         try:
             if context_error is not None:
                 raise context_error
-            outcome.value = task()
+            # A copy for each rank: threads cannot be in one context together.
+            outcome.value = self._context.copy().run(task)
         except BaseException as error:
             outcome.error = error
         self._tasks[rank] = task = None  # only the caller keeps its references from here on

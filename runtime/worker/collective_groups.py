@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from coordinator.config import AverageBackend
-from runtime.collective import Collective
+from runtime.collective import Collective, close_collectives
 from runtime.core.errors import CollectiveAborted, GpuWorkerError
 
 MakeGroup = Callable[[Sequence[int], AverageBackend], Sequence[Collective]]
@@ -92,6 +92,4 @@ class CollectiveGroups:
         with self._lock:
             self._closed = True
             groups, self._groups = list(self._groups.values()), {}
-        for group in groups:
-            for collective in group.values():
-                collective.close()
+        close_collectives(collective for group in groups for collective in group.values())

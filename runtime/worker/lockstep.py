@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from coordinator.messages import ApplyDelta
 
@@ -26,6 +27,11 @@ class LockstepProgress:
         self.buffer_samples = 0
         self.num_captured = 0
         self.num_deltas = 0
+
+    @property
+    def epoch_starts(self) -> EpochStarts:
+        """The epochs that the ranks have begun."""
+        return self._agreement.epoch_starts
 
     @property
     def position(self) -> tuple[int, int]:
@@ -98,6 +104,7 @@ class LockstepAgreement:
     """
 
     def __init__(self) -> None:
+        self.epoch_starts = EpochStarts()
         self._lock = threading.Lock()
         self._stop_at: int | None = None
         self._capture_at = (0, 0)
@@ -143,3 +150,43 @@ class LockstepAgreement:
     def capture_at(self) -> tuple[int, int]:
         """Number of the last proposed capture (0: none), and its step."""
         return self._capture_at
+
+
+class EpochStarts:
+    """The epochs that ranks in lockstep have begun.
+
+    What ``epoch_fn`` changes on one rank may decide what another one reads, so that no rank reads
+    an epoch before all have called it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[int, int] = {}
+        self._wake: dict[int, Callable[[], None]] = {}
+
+    def join(self, rank: int, wake: Callable[[], None]) -> None:
+        """Wait for a rank from here on; ``wake`` is called when a rank begins or leaves."""
+        with self._lock:
+            self._begun[rank], self._wake[rank] = -1, wake
+
+    def begin(self, rank: int, epoch: int) -> None:
+        """A rank has called ``epoch_fn``."""
+        with self._lock:
+            self._begun[rank] = epoch
+            others = list(self._wake.values())
+        for wake in others:
+            wake()
+
+    def leave(self, rank: int) -> None:
+        """A rank has died or ended. Idempotent."""
+        with self._lock:
+            self._begun.pop(rank, None)
+            self._wake.pop(rank, None)
+            others = list(self._wake.values())
+        for wake in others:
+            wake()
+
+    def all_begun(self, epoch: int) -> bool:
+        """Whether every rank has begun an epoch, or a later one."""
+        with self._lock:
+            return all(begun >= epoch for begun in self._begun.values())

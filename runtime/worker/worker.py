@@ -176,6 +176,10 @@ class GpuWorker:
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
         self._submitted: list[m.EpochPlan] = []
+        self._held: deque[m.EpochPlan] = deque()  # not to be loaded before their epoch begins
+        self._holds = functions.epoch_fn is not None
+        if self._holds and self._is_lockstep:
+            self._lockstep.epoch_starts.join(self.rank, lambda: self._inbox.put(WAKE))
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
         self.protocol.built()
         if peers is not None:
@@ -355,8 +359,10 @@ class GpuWorker:
             self._schedule.step_by_metrics(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.check_graphs()
-            self._submit(plan)
-            self._submitted.remove(plan)
+            if not any(p is plan for p in self._held):
+                self._submit(plan)
+                self._submitted.remove(plan)
+            self._submit_held()
             plan_steps = PlanSteps(plan, self.config)
             last = len(plan_steps.steps) - 1
             for index, sizes in enumerate(plan_steps.steps):
@@ -392,6 +398,8 @@ class GpuWorker:
             if self._functions.epoch_fn is not None:
                 self._functions.epoch_fn(epoch, self)
             checkpoint.after_epoch_fn(epoch)
+            if self._holds and self._is_lockstep:
+                self._lockstep.epoch_starts.begin(self.rank, epoch)
 
     def _may_step(self) -> bool:
         """Handle messages; returns True if the next step may begin."""
@@ -426,6 +434,8 @@ class GpuWorker:
             answer: Handle messages; otherwise defer them.
         """
         assert self._loader is not None, "a worker without a loader has no plans"
+        if self._held:
+            self._submit_held()
         lane = self._lane
         began = 0.0 if lane is None else time.monotonic()
         if lane is not None and self._loader.reads_inline:
@@ -439,7 +449,7 @@ class GpuWorker:
         while loaded is None:
             message = self._next_message()
             if isinstance(message, Wake):
-                pass
+                self._submit_held()
             elif not answer:
                 self._deferred.append(message)
             else:
@@ -453,6 +463,29 @@ class GpuWorker:
             lane.enter(COMPUTE)
         return loaded.data
 
+    def _submit_early(self, plan: m.EpochPlan) -> None:
+        """Start loading a plan that arrived, unless ``epoch_fn`` is to be called first.
+
+        It may change the data set, and plans are loaded in the order of their arrival.
+        """
+        if self._holds and (self._held or not self._may_load(plan.epoch)):
+            self._held.append(plan)
+        else:
+            self._submit(plan)
+
+    def _may_load(self, epoch: int) -> bool:
+        """Whether ``epoch_fn`` was called for an epoch, under lockstep on every rank."""
+        if epoch > self._progress.begun_epoch:
+            return False
+        return not self._is_lockstep or self._lockstep.epoch_starts.all_begun(epoch)
+
+    def _submit_held(self) -> None:
+        while self._held and self._may_load(self._held[0].epoch):
+            plan = self._held.popleft()
+            self._submit(plan)
+            if plan is self.protocol.plan:
+                self._submitted.remove(plan)
+
     def _submit(self, plan: m.EpochPlan) -> None:
         """Start to load a plan, unless that was done when it was received."""
         if not any(p is plan for p in self._submitted):
@@ -460,11 +493,15 @@ class GpuWorker:
             if self._loader is not None:
                 self._loader.submit(plan)
 
-    def _abandon(self, plan: m.EpochPlan) -> None:
-        self.steps.confirm_steps()
+    def _forget_loads(self) -> None:
         if self._loader is not None:
             self._loader.cancel()
         self._submitted.clear()
+        self._held.clear()
+
+    def _abandon(self, plan: m.EpochPlan) -> None:
+        self.steps.confirm_steps()
+        self._forget_loads()
         if self._lockstep.stop_reached:
             self.replica.checkpoint.keep_buffers()
             self.replica.sync_buffers()
@@ -519,7 +556,7 @@ class GpuWorker:
             return
         with self._recorder.handling(message, self.protocol):
             if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:
-                self._submit(message.plan)
+                self._submit_early(message.plan)
             work = self.protocol.receive(message)
             if isinstance(work, m.Regroup):
                 self._regroup(work)
@@ -575,6 +612,7 @@ class GpuWorker:
             self._run()
         finally:
             self._recorder.ended()
+            self._lockstep.epoch_starts.leave(self.rank)
             self.steps.forget_graphs()  # before another worker may use their stream
 
     def _run(self) -> None:
@@ -633,9 +671,7 @@ class GpuWorker:
             too_large: The error of this rank, if it lacked memory for its piece.
         """
         self._recorder.halted()
-        if self._loader is not None:
-            self._loader.cancel()
-        self._submitted.clear()
+        self._forget_loads()
         self._context.finish()  # a peer may copy from this replica after the report
         if not self.protocol.leaving:
             self.protocol.halt()

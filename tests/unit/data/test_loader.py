@@ -148,7 +148,7 @@ def test_a_system_exit_in_the_data_set_is_raised_for_its_batch():
 
     with Consumer(ThreadLoader, Exits()) as consumer:
         consumer.loader.submit(ALL)
-        with pytest.raises(SystemExit):
+        with pytest.raises(RuntimeError, match=r"the data set raised SystemExit\(3\)"):
             consumer.next()
 
 
