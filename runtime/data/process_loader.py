@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -27,6 +25,7 @@ from runtime.data.batches import (
     Position,
     read_batch,
 )
+from runtime.data.data_set_state import DataSetState, check_picklable
 from runtime.data.dataset import DatasetAdapter, Samples
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
@@ -36,44 +35,6 @@ _EXIT_S = 10.0  # the DataLoader notices a dead process within this time
 TERM_GRACE_S = 5.0
 """How long a loader process that receives SIGTERM still reads: the run may have received it, too,
 and needs its data up to a step boundary."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderProcesses:
-    """Settings of a worker's loader processes.
-
-    Attributes:
-        init_fn: Called in each process with its number, before it reads the first batch and for
-            each new copy of the data set.
-        timeout_s: Seconds within which a batch has to arrive; 0: no bound.
-        batches_ahead: Batches that each process has in work.
-        start_method: Of ``multiprocessing``; ``None``: by ``forkserver`` or else ``spawn``.
-        generator_seed: Keys ``get_worker_info().seed``, beside rank and seed of the run.
-    """
-
-    init_fn: Callable[[int], object] | None = None
-    timeout_s: float = 0.0
-    batches_ahead: int = 2
-    start_method: str | None = None
-    generator_seed: int | None = None
-
-
-class Request(NamedTuple):
-    """One batch, as a loader process is asked for it.
-
-    Attributes:
-        epoch: Its epoch.
-        batch: Its position in the epoch.
-        samples: Its samples.
-        version: The state of the data set that it is read from.
-        adapter: The data set in that state, pickled, where the process may have an older one.
-    """
-
-    epoch: int
-    batch: int
-    samples: npt.NDArray[np.int64]
-    version: int
-    adapter: bytes | None
 
 
 class ProcessLoader(ThreadLoader):
@@ -218,6 +179,44 @@ class ProcessLoader(ThreadLoader):
         return LoadedBatch(data, num_samples, epoch, batch)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderProcesses:
+    """Settings of a worker's loader processes.
+
+    Attributes:
+        init_fn: Called in each process with its number, before it reads the first batch and for
+            each new copy of the data set.
+        timeout_s: Seconds within which a batch has to arrive; 0: no bound.
+        batches_ahead: Batches that each process has in work.
+        start_method: Of ``multiprocessing``; ``None``: by ``forkserver`` or else ``spawn``.
+        generator_seed: Keys ``get_worker_info().seed``, beside rank and seed of the run.
+    """
+
+    init_fn: Callable[[int], object] | None = None
+    timeout_s: float = 0.0
+    batches_ahead: int = 2
+    start_method: str | None = None
+    generator_seed: int | None = None
+
+
+class BatchRequest(NamedTuple):
+    """One batch, as a loader process is asked for it.
+
+    Attributes:
+        epoch: Its epoch.
+        batch: Its position in the epoch.
+        samples: Its samples.
+        version: The state of the data set that it is read from.
+        adapter: The data set in that state, pickled, where the process may have an older one.
+    """
+
+    epoch: int
+    batch: int
+    samples: npt.NDArray[np.int64]
+    version: int
+    adapter: bytes | None
+
+
 class _BatchDataset(Dataset[Any]):
     """The data set in a loader process; each item is a whole batch."""
 
@@ -251,7 +250,7 @@ class _BatchDataset(Dataset[Any]):
         except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(f"worker_init_fn raised {error!r}") from error
 
-    def __getitem__(self, request: Request) -> tuple[int, int, int, bytes]:
+    def __getitem__(self, request: BatchRequest) -> tuple[int, int, int, bytes]:
         try:
             return self._read(request)
         except Exception as error:
@@ -262,7 +261,7 @@ class _BatchDataset(Dataset[Any]):
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
             raise
 
-    def _read(self, request: Request) -> tuple[int, int, int, bytes]:
+    def _read(self, request: BatchRequest) -> tuple[int, int, int, bytes]:
         if request.version != self._version and request.adapter is not None:
             self._adapter = pickle.loads(request.adapter)
             self._version = request.version
@@ -288,64 +287,6 @@ class _BatchDataset(Dataset[Any]):
         return request.epoch, request.batch, len(request.samples), packed
 
 
-class DataSetState:
-    """The state of the data set that a worker's loader processes have.
-
-    Used by one thread at a time.
-
-    Args:
-        adapter: The data set.
-        num_processes: How many have a copy.
-    """
-
-    def __init__(self, adapter: DatasetAdapter, num_processes: int) -> None:
-        self._adapter = adapter
-        self._num_processes = num_processes
-        self.version = 0
-        self._digest = ""
-        self._epoch = -1
-        self._held: list[Tensor] = []  # so that no other tensor gets the address of one of them
-        self._num_left = 0
-
-    def sent(self) -> None:
-        """Each process has the data set as it is now."""
-        self._digest, self._held = digest_of(self._adapter)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Compare the data set to what was sent, once for each epoch.
-
-        Raises:
-            TypeError: It cannot be sent any more.
-        """
-        if epoch == self._epoch:
-            return
-        self._epoch = epoch
-        digest, held = digest_of(self._adapter)
-        if digest != self._digest:
-            self._digest, self.version = digest, self.version + 1
-            self._num_left = self._num_processes
-        self._held = held
-
-    def begin_pass(self) -> None:
-        """The ``DataLoader`` starts over with its first process."""
-        if self._num_left:
-            self._num_left = self._num_processes
-
-    def take(self) -> bytes | None:
-        """The pickled data set for the next request, if its process may have an older state.
-
-        Consecutive requests of a pass go to the processes in turn.
-        """
-        if self._num_left == 0:
-            return None
-        is_first = self._num_left == self._num_processes
-        self._num_left -= 1
-        packed = bytes(ForkingPickler.dumps(self._adapter))
-        if is_first:  # which moves tensors to shared memory
-            self._digest, self._held = digest_of(self._adapter)
-        return packed
-
-
 class _PlanSampler:
     """Sampler of the DataLoader, and its own iterator over one pass.
 
@@ -364,11 +305,11 @@ class _PlanSampler:
         self._state = state
         self._ended = False
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         self._state.begin_pass()
         return _PlanSampler(self._take, self._index, self._state)
 
-    def __next__(self) -> Request:
+    def __next__(self) -> BatchRequest:
         # The DataLoader calls again after the end, but no longer refills its queues.
         position = None if self._ended else self._take()
         if position is None:
@@ -380,7 +321,7 @@ class _PlanSampler:
         state = self._state
         state.begin_epoch(epoch)
         adapter = state.take()
-        return Request(epoch, batch, samples, state.version, adapter)
+        return BatchRequest(epoch, batch, samples, state.version, adapter)
 
 
 def _preload() -> None:
@@ -430,83 +371,3 @@ def _end_with_parent() -> None:
 def _terminate(processes: list[Any]) -> None:
     for process in processes:
         process.kill()
-
-
-class _NullFile:
-    """A file that discards its content."""
-
-    def write(self, data: Any) -> int:
-        return len(memoryview(data))
-
-
-class _DryPickler(pickle.Pickler):
-    """Pickles everything but the contents of tensors and arrays."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            if obj.is_cuda:
-                raise TypeError("it holds a CUDA tensor")
-            return int, ()
-        if isinstance(obj, np.ndarray) and not obj.dtype.hasobject:
-            return int, ()
-        return NotImplemented
-
-
-class _Digest:
-    """A file that keeps a hash of what is written to it."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.sha1(usedforsecurity=False)
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        return len(memoryview(data))
-
-
-class _Digester(_DryPickler):
-    """Pickles tensors, which processes share, by their place, and arrays by their contents."""
-
-    def __init__(self, digest: _Digest) -> None:
-        super().__init__(digest, pickle.HIGHEST_PROTOCOL)
-        self._digest = digest
-        self.tensors: list[Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        found = super().reducer_override(obj)
-        if found is NotImplemented:
-            return found
-        if isinstance(obj, Tensor):
-            self.tensors.append(obj.detach())
-            place = obj.data_ptr() if obj.layout == torch.strided else id(obj)
-            return str, (f"{place} {tuple(obj.shape)} {obj.dtype}",)
-        if isinstance(obj, np.memmap):
-            return str, (f"{obj.filename} {obj.offset} {obj.shape} {obj.dtype} {obj.ctypes.data}",)
-        self._digest.hash.update(np.ascontiguousarray(obj).reshape(-1).view(np.uint8).data)
-        return str, (f"{obj.shape} {obj.dtype}",)
-
-
-def digest_of(source: object) -> tuple[str, list[Tensor]]:
-    """A digest of all that a process gets with ``source``, and the tensors in it.
-
-    Raises:
-        TypeError: It cannot be sent to a process.
-    """
-    digester = _Digester(digest := _Digest())
-    _dump(digester, source)
-    return digest.hash.hexdigest(), digester.tensors
-
-
-def check_picklable(source: object) -> None:
-    """Raise ``TypeError``, with the remedy, if ``source`` cannot be sent to a process."""
-    _dump(_DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL), source)
-
-
-def _dump(pickler: pickle.Pickler, source: object) -> None:
-    try:
-        pickler.dump(source)
-    except Exception as error:
-        raise TypeError(
-            f"loader_workers(n) sends the data set and collate_fn to other processes, and they "
-            f"cannot be pickled: {error}. Define their classes and functions at the top of a "
-            "module, keep data on the CPU and open files in __getitem__, or use loader_workers(0)"
-        ) from error

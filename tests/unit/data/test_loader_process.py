@@ -14,9 +14,10 @@ import torch
 
 from coordinator.messages import EpochPlan
 from runtime.data import process_loader
+from runtime.data.data_set_state import check_picklable
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
-from runtime.data.process_loader import ProcessLoader, check_picklable
+from runtime.data.process_loader import ProcessLoader
 from tests.support.loading import ALL, SIZE, Consumer, Noisy, Troubled, assert_is_plan, draws
 
 
