@@ -351,7 +351,7 @@ def _init_process(process: int) -> None:
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
-    timer = threading.Timer(TERM_GRACE_S, os._exit, [128 + number])
+    timer = threading.Timer(TERM_GRACE_S, os.kill, [os.getpid(), signal.SIGKILL])
     timer.daemon = True
     timer.start()
 
@@ -365,7 +365,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)  # its own threads may wait for the parent
 
 
 def _terminate(processes: list[Any]) -> None:
