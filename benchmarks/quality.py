@@ -644,10 +644,10 @@ def judge(results: Mapping[str, Runs], modes: Sequence[str]) -> dict[str, Any]:
         }
         for model, runs in results.items()
     }
-    return {"models": models, **stats(models)}
+    return {"models": models, **tally(models)}
 
 
-def stats(models: Mapping[str, Any]) -> dict[str, Any]:
+def tally(models: Mapping[str, Any]) -> dict[str, Any]:
     """How many cells were judged against the global batch, and which are worse, by loss."""
     judged = [
         (model, row["mode"], row["measures"]["loss"]["against_global"])

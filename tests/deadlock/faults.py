@@ -49,7 +49,7 @@ class Faults:
     is released and every fault must have fired.
 
     Args:
-        train_fn: What a step does when nothing goes wrong.
+        train_fn: The step without faults.
         model_factory: The same for :meth:`model`.
 
     Attributes:

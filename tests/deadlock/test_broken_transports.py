@@ -31,7 +31,7 @@ class Wire:
         monkeypatch: Of the test.
         kind: The kind that is broken.
         at: The first exchange of a rank that fails; ``None``: by chance.
-        connects: Whether a group can be connected.
+        connects: True if a group can be connected.
 
     Attributes:
         num_cut: Exchanges that failed.

@@ -24,9 +24,9 @@ class Traced(m.Payload):
         base: The batches in the average that the replica started from.
         local: The batches that it trained since, in order.
         squares: Norms that were told with a snapshot of tensors.
-        held: What the tensors of ``base`` must be, where there are any.
+        held: The expected tensors of ``base``, if any.
         places: Where the batches of ``local`` stand in them.
-        brought: What each rank brought to the collective that this comes out of.
+        brought: The contributions of the ranks to the collective that made it.
     """
 
     base: frozenset[Batch] = frozenset()
@@ -88,7 +88,7 @@ class WeightOf:
 
     Args:
         samples_of: The samples of a batch.
-        own: Whether losses come with weights of their own.
+        own: True if losses come with weights of their own.
     """
 
     def __init__(self, samples_of: SamplesOf, own: bool) -> None:

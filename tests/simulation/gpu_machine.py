@@ -79,8 +79,8 @@ class Machine:
         devices: Which there are.
 
     Attributes:
-        violations: What no thread may do.
-        snapshot: What every thread waited for as the first communicator was aborted.
+        violations: Violated invariants.
+        snapshot: The waits of all threads when the first communicator was aborted.
     """
 
     def __init__(self, scheduler, devices):
@@ -103,7 +103,7 @@ class Machine:
         return [stream for gpu in self.gpus.values() for stream in gpu.streams]
 
     def steps(self):
-        """What the devices can do now."""
+        """The operations that the devices can execute now."""
         found = []
         for stream in self.streams():
             if not stream.queue:
@@ -449,7 +449,7 @@ class ModelBackend:
     """One rank's process group over the model of NCCL.
 
     Attributes:
-        stuck: Whether its abort never ends.
+        stuck: True if its abort never ends.
     """
 
     machine: Machine

@@ -103,7 +103,7 @@ class Simulation:
         dead: Ranks that died.
         per_global: Batches in a global batch of ``SYNC``.
         result: The last average.
-        average_pending: Whether an average is being computed.
+        average_pending: True while an average is computed.
         origin: The checkpoint that the run goes on from, if any.
         saved: The checkpoints that it has made.
         choices: The transports that were chosen.

@@ -33,7 +33,7 @@ class Step:
         kind: Of ``KINDS``.
         sizes: Elements of each tensor.
         dtype: Of all of them.
-        waits: Whether each rank allocates, or loads a kernel, in front of each part.
+        waits: True if each rank allocates, or loads a kernel, in front of each part.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Step:
 
 @dataclass
 class Plan:
-    """What happens in a schedule.
+    """The events of a schedule.
 
     Attributes:
-        shared: Whether all ranks are on one GPU.
+        shared: True if all ranks are on one GPU.
         failing: The rank that fails, and before which step; ``None``: none.
-        aborter: Whether another thread aborts at some time.
-        stuck: Whether an abort never ends.
-        closes: Whether a rank that fails closes its end.
+        aborter: True if another thread aborts at some time.
+        stuck: True if an abort never ends.
+        closes: True if a rank that fails closes its end.
         reversed_rank: The rank whose parts come in the reverse order.
         failing_readers: Ranks that cannot load the kernel for late results.
     """
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def is_calm(self):
-        """Whether no rank may see an error."""
+        """True if no rank may see an error."""
         return self.failing is None and not self.aborter
 
 

@@ -60,7 +60,7 @@ def average_effects(
     """The effects of an average, weighted by rank.
 
     Args:
-        parts: What each rank holds.
+        parts: The state of each rank.
         weights: Of what each has trained.
         local: The batches that each has trained since the last average.
         base: That average, the same on all ranks.
@@ -99,9 +99,9 @@ class Meeting(ThreadCollective):
 
     Args:
         rank: The rank's place among those that meet.
-        brought: What each of them brought.
+        brought: The contribution of each.
         error: Why they never met, if they did not.
-        torn: Whether the group breaks before the rank has its result.
+        torn: True if the group breaks before the rank has its result.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Meeting(ThreadCollective):
         assert plan.done
         if plan.fault is not None:
             raise ValueError(plan.fault)
-        self._told = plan.reported
+        self._tallies = plan.tallies
         return plan.total
 
     def _of_peer(self, peer: Brought, mine: Request) -> Request:
@@ -138,7 +138,7 @@ class Meeting(ThreadCollective):
             case "weighted_mean_":
                 return mine._replace(tensors=[t.clone() for t in peer.reals], weight=peer.weight)
             case "tell":
-                return mine._replace(stats=peer.weight)
+                return mine._replace(tally=peer.weight)
             case "broadcast_":
                 return mine._replace(tensors=(peer.others[self._num_broadcasts].clone(),))
         raise AssertionError(f"a round calls {mine.name}")
@@ -219,7 +219,7 @@ class Replica:
 
         Args:
             average: The average.
-            wanted: Whether the user's functions are to see it.
+            wanted: True if the user's functions are to see it.
         """
 
         def meanwhile() -> None:

@@ -58,7 +58,7 @@ class Schedule:
         fault_chance: Chance that a collective over the first transport that has ranks meet
             fails when all have joined.
         unconnected_chance: Chance that a new group over it cannot be connected.
-        late: Whether it is one of :func:`draw_late_schedule`.
+        late: True if it is one of :func:`draw_late_schedule`.
     """
 
     seed: int = 0

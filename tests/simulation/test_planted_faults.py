@@ -41,7 +41,7 @@ def test_a_parked_rank_not_woken_by_a_round_is_found(monkeypatch):
         new_round(self, m.BatchBudget(limit=limit, report_after=budget.report_after))
         if parked:
             self._budget = m.BatchBudget(limit=0)
-            self._settle()
+            self._update_state()
 
     monkeypatch.setattr(WorkerProtocol, "_new_round", asleep)
     assert_is_found(STUCK)

@@ -62,7 +62,7 @@ def test_assigned_batches_not_reopened_after_a_death_are_found(monkeypatch):
 
 
 def test_a_share_kept_for_a_dead_rank_is_found(monkeypatch):
-    monkeypatch.setattr(BatchLedger, "_hand_over", lambda self, epoch, rank, shares: None)
+    monkeypatch.setattr(BatchLedger, "_redistribute_quota", lambda self, epoch, rank, shares: None)
     assert_is_found(STUCK)
 
 

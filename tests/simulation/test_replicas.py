@@ -100,7 +100,7 @@ def test_integers_of_the_first_rank_are_found(monkeypatch):
         for flat in others:
             self.collective.broadcast_(flat, src=0)
 
-    monkeypatch.setattr(ReplicaAverager, "_take_from_heaviest", first)
+    monkeypatch.setattr(ReplicaAverager, "_copy_from_heaviest", first)
     assert_is_found("averaged: counts", draw_rounds, tensors=True)
 
 
@@ -110,7 +110,7 @@ def test_an_average_that_loses_training_since_the_snapshot_is_found(monkeypatch)
         if meanwhile is not None:
             meanwhile()
 
-    monkeypatch.setattr(ReplicaAverager, "take", replacing)
+    monkeypatch.setattr(ReplicaAverager, "apply", replacing)
     assert_is_found("updated: effects in parameters", draw_rounds, tensors=True)
 
 
@@ -144,8 +144,8 @@ def test_samples_in_place_of_weights_are_found(monkeypatch):
 
 
 def test_samples_in_place_of_weights_over_a_collective_are_found(monkeypatch):
-    def weigh(self, weight):
+    def add_weight(self, weight):
         self.weight = self._weight_since = self.samples
 
-    monkeypatch.setattr(WorkerProtocol, "weigh", weigh)
+    monkeypatch.setattr(WorkerProtocol, "add_weight", add_weight)
     assert_is_found("for the batches", draw_rounds, tensors=True)
