@@ -63,7 +63,7 @@ def test_parameters_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
-        for change in self._before:
+        for change in self._params_before:
             change.zero_()
         undo(self)
 
@@ -75,7 +75,7 @@ def test_buffers_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
-        self._before_buffers = ()
+        self._buffers_before = ()
         undo(self)
 
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
@@ -86,7 +86,7 @@ def test_flags_not_undone_are_found(monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
-        for change in self._before_buffers:
+        for change in self._buffers_before:
             if change.dtype is torch.int8:
                 change.zero_()
         undo(self)
