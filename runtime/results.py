@@ -16,7 +16,7 @@ from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import plain, plain_key
 from runtime.core.checks import check_path
 from runtime.core.errors import CheckpointError
-from runtime.replica.flat import FlatState
+from runtime.replica.flat import FlatState, modules_with_extra_state
 
 EXTRA_STATE = "_extra_state"
 """How ``state_dict()`` calls a module's extra state."""
@@ -140,6 +140,18 @@ def assemble_state(
         _keys=tuple(keys),
         _extra=extra,
     )
+
+
+@torch.no_grad()
+def load_trained(module: nn.Module, state: TrainedState) -> None:
+    """Copy the trained values into a module of the same structure, on its devices."""
+    values = {**state.params, **state.buffers}
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        t.copy_(values[plain_key(name)])
+    for name, sub in modules_with_extra_state(module).items():
+        sub.set_extra_state(
+            state._extra[plain_key(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE)]
+        )
 
 
 def _copied(value: Any) -> Any:

@@ -56,9 +56,9 @@ from runtime.device.launch_load import LaunchLoad
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
-from runtime.replica.build import BuildOrder
+from runtime.replica.build import BuildOrder, CopyingFactory
 from runtime.replica.graphs import GraphFallbacks
-from runtime.results import TrainedState, assemble_state
+from runtime.results import TrainedState, assemble_state, load_trained
 from runtime.settings import RunSettings
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
@@ -510,6 +510,7 @@ class Run:
                 if whole is not None:
                     self._machine.outcome.payload = whole
                 state = self._state(errors)
+                self._load_given(state)
         except BaseException as caught:
             error = caught
         try:
@@ -535,6 +536,18 @@ class Run:
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
         lead = next(w for w in self._workers if w is not None)
         return assemble_state(lead.model, lead.flat_state, self._machine.outcome, errors)
+
+    def _load_given(self, state: TrainedState) -> None:
+        """Load the trained state into the module that was passed in place of a factory."""
+        factory = self.config.functions.model_factory
+        if isinstance(factory, CopyingFactory):
+            try:
+                load_trained(factory.module, state)
+            except Exception:
+                logger.exception(
+                    "the trained weights were not loaded into the module that was passed; they "
+                    "are in the state that join() returns"
+                )
 
     def _take_down(self) -> None:
         """Free what the run holds; whoever is stuck keeps only what it has in its hands."""

@@ -59,7 +59,7 @@ class Trainer:
         Args:
             model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
                 a time; every replica starts from rank 0's weights. A module in its place is
-                copied for each worker, and stays as it is.
+                copied for each worker, and receives the trained weights when the run ends.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
             train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
                 weight)``, a :class:`~gpuworker.Weighted`, or what a model returns with a field
@@ -206,12 +206,7 @@ def fit(
         except AttributeError as error:
             raise TypeError(f"fit({name}=...): {error}") from None
         method(value)
-    handle = builder.run()
-    try:
-        return handle.join()
-    finally:
-        if handle.state is not None:
-            model.load_state_dict(handle.state.state_dict())
+    return builder.run().join()
 
 
 class TrainerBuilder:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
-from runtime.replica.flat import FlatState
+from runtime.replica.flat import FlatState, collapsed, is_expanded
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.schedule import Schedule, SchedulerFactories
 
@@ -256,7 +256,10 @@ def copy_template(model: nn.Module, template: Template, rank: int) -> None:
             )
     with torch.no_grad():
         for name, tensor in own.tensors.items():
-            tensor.copy_(template.tensors[name])
+            if not is_expanded(tensor):
+                tensor.copy_(template.tensors[name])
+            else:
+                collapsed(tensor).copy_(collapsed(template.tensors[name]))
 
 
 def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:

@@ -34,6 +34,10 @@ _COPIED_TOGETHER = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
+_AVERAGED = _COPIED_TOGETHER | {
+    *(torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
+}
+"""Dtypes of buffers that ranks average or, of integers, take from one rank."""
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 22
 """Words summed at once."""
@@ -314,19 +318,33 @@ class ParamSubset:
 class FlatBuffers:
     """The buffers of a module, written in place.
 
-    A module may replace a buffer's tensor, so buffers are looked up in each call.
+    A module may replace a buffer's tensor, so buffers are looked up in each call. Of an expanded
+    buffer, elements of the same memory are counted once. Buffers of a dtype or layout that cannot
+    be averaged, such as float8, are constants, which no method but :meth:`constants` returns.
+
+    Attributes:
+        names: Their names.
     """
 
     def __init__(self, module: nn.Module) -> None:
         owners: list[tuple[nn.Module, str, str]] = []
+        self._constants: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
         for prefix, sub in module.named_modules():
             for key, buffer in sub._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    owners.append((sub, key, f"{prefix}.{key}" if prefix else key))
+                    averaged = buffer.dtype in _AVERAGED
+                    averaged = averaged and buffer.layout is torch.strided
+                    (owners if averaged else self._constants).append(
+                        (sub, key, f"{prefix}.{key}" if prefix else key)
+                    )
         self.names = [name for _, _, name in owners]
         self._owners = [(sub, key) for sub, key, _ in owners]
+        whole = [sub._buffers[key] for sub, key in self._owners]
+        self._expanded = {
+            i: b.size() for i, b in enumerate(whole) if b is not None and is_expanded(b)
+        }
         self._shapes = [b.size() for b in self.tensors()]
         floats = [b.is_floating_point() or b.is_complex() for b in self.tensors()]
         self._float_groups = self._pick(floats)
@@ -339,8 +357,16 @@ class FlatBuffers:
 
     def tensors(self) -> list[Tensor]:
         """The current buffers, in order."""
-        found = [sub._buffers[key] for sub, key in self._owners]
-        return [b if b is not None else torch.empty(0) for b in found]
+        found = [sub._buffers.get(key) for sub, key in self._owners]
+        tensors = [b if b is not None else torch.empty(0) for b in found]
+        for i in self._expanded:
+            tensors[i] = collapsed(tensors[i])
+        return tensors
+
+    def constants(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of each buffer that is not averaged."""
+        found = [(name, sub._buffers.get(key)) for sub, key, name in self._constants]
+        return [(name, b) for name, b in found if b is not None]
 
     def __bool__(self) -> bool:
         return bool(self._owners)
@@ -356,6 +382,7 @@ class FlatBuffers:
     def viewer(self) -> Callable[[Payload], dict[int, Tensor]]:
         """A function from a payload to views of its buffers, by index; keeps no buffer alive."""
         groups, shapes = [*self._float_groups, *self._other_groups], self._shapes
+        expanded = self._expanded
 
         def views(payload: Payload) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
@@ -364,6 +391,8 @@ class FlatBuffers:
                 for i in group:
                     numel = shapes[i].numel()
                     found[i] = flat[offset : offset + numel].view(shapes[i])
+                    if i in expanded:
+                        found[i] = found[i].expand(expanded[i])
                     offset += numel
             return found
 
@@ -386,7 +415,7 @@ class FlatBuffers:
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """For each flat tensor, its views in the shapes of the buffers, and the buffers."""
         tensors = self.tensors()
-        self._check_shapes(tensors)
+        self.check_shapes(tensors)
         pieces = []
         groups = [*self._float_groups, *self._other_groups]
         for group, flat in zip(groups, (*floats, *others), strict=True):
@@ -399,15 +428,32 @@ class FlatBuffers:
             pieces.append((views, [tensors[i] for i in group]))
         return pieces
 
-    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+    def check_shapes(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Raise ``RuntimeError`` if a buffer's shape has changed."""
+        tensors = self.tensors() if tensors is None else tensors
         if [t.size() for t in tensors] == self._shapes:
             return
         for name, shape, buffer in zip(self.names, self._shapes, tensors, strict=True):
             if buffer.size() != shape:
                 raise RuntimeError(
                     f"buffer {name!r} changed its shape from {tuple(shape)} to "
-                    f"{tuple(buffer.size())}: buffers that are averaged must keep their shape"
+                    f"{tuple(buffer.size())}, and buffers are averaged in a fixed layout: give it "
+                    "a fixed shape, with a count of the elements in use, or keep it as a plain "
+                    "attribute, which is local to each worker"
                 )
+
+
+def is_expanded(t: Tensor) -> bool:
+    """True if several elements are one in memory, as after ``expand``."""
+    return any(s == 0 and n > 1 for n, s in zip(t.size(), t.stride(), strict=True))
+
+
+def collapsed(t: Tensor) -> Tensor:
+    """The elements of an expanded tensor, each once."""
+    for dim, stride in enumerate(t.stride()):
+        if stride == 0:
+            t = t.narrow(dim, 0, 1)
+    return t
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:

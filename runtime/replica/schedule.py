@@ -83,6 +83,11 @@ class Schedule:
         if self._scale != 1.0:
             self._write([rate * self._scale for rate in self._base])
 
+    @property
+    def num_groups(self) -> int:
+        """Number of parameter groups when the scheduler was made."""
+        return len(self._base)
+
     def _read(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 

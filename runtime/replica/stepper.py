@@ -32,10 +32,10 @@ from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch import GlobalBatch
-from runtime.replica.gradients import check_gradients
 from runtime.replica.non_finite import StepFiniteCheck
 from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
 from runtime.replica.reducer import GradientReducer, PackedGradients
+from runtime.replica.train_fn_checks import TrainFnChecks
 
 TrainFn = Callable[[nn.Module, Any], Any]
 """Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
@@ -64,6 +64,7 @@ class Stepper:
         log: Receives losses; ``None``: a new log.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         parts: The optimizers, if there are several.
+        warns: True on the rank that logs warnings about ``train_fn``.
 
     Attributes:
         log: See above.
@@ -87,6 +88,7 @@ class Stepper:
         log: BatchLog | None = None,
         global_batch: GlobalBatch | None = None,
         parts: Sequence[OptimizerPart] = (),
+        warns: bool = True,
     ) -> None:
         self.log = log or BatchLog(ValueLog())
         self.part_names = tuple(part.name for part in parts)
@@ -103,7 +105,12 @@ class Stepper:
         # The step is the optimizer's alone: with steps of 1 ms each call counts.
         self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
         self._frozen: set[int] = set()  # parameters of parts that the user has frozen, by id
-        self._checked: set[str] = set()  # parts whose first gradients were checked
+        self._checks = {
+            part.name: TrainFnChecks(
+                model, part.params, is_reduced=part.reducer is not None, warns=warns
+            )
+            for part in parts or (self._whole,)
+        }
         self._mask: GradientMask | None = None
         self._weights_on_device = False
         self._has_stepped = False
@@ -327,15 +334,22 @@ class AccumulationWindow:
         num_scalars = log.values.num_scalars
         if global_batch is not None:
             global_batch.next_batch()
+        part = self._part
+        checks = stepper._checks[part.name]
+        scaled = num_samples != self.num_samples or stepper._scaler is not None
+        probes = checks.probe() if scaled else ()
         if stepper._dtype is None:
             result = train_fn(stepper._model, batch)
         else:
             with torch.autocast(stepper._device_type, dtype=stepper._dtype):
                 result = train_fn(stepper._model, batch)
+        if probes:
+            checks.check_untouched(probes, "accumulate(n) and fp16 scale the loss that it returns")
         weight: Weight | None = None
         if not isinstance(result, Tensor):
             result, weight = split_loss(result, stepper._model, batch)
         loss = checked_loss(result, "train_fn")
+        checks.check_graph(loss)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         live: Tensor | bool = True
         if weight is None and self._weights is None:
@@ -362,6 +376,7 @@ class AccumulationWindow:
             is_last = self._num_left == 0
         else:
             is_last = False
+        versions = checks.versions()
         if is_last:
             self._reducing_backward(target, counts)
         elif counts is True:
@@ -370,10 +385,8 @@ class AccumulationWindow:
             self._backward(target, counts)
         if global_batch is not None:
             global_batch.end_batch()
-        part = self._part
-        if part.name not in stepper._checked:
-            stepper._checked.add(part.name)
-            check_gradients(part.params.names, part.params.params, "train_fn")
+        if versions is not None:
+            checks.check_first_backward(versions)
         # Unlike detach(), .data does not release the GIL: with 1 ms steps each hand-over to
         # another worker counts.
         loss = loss.data

@@ -27,6 +27,7 @@ from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
+from runtime.replica.structure import StructureCheck
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
@@ -61,6 +62,7 @@ class WorkerReplica:
         schedule: The learning rates.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         stepper: Makes the steps.
+        structure: Checks that the model's structure is that of the beginning.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
         averager: Averages the replica with its peers.
@@ -119,6 +121,7 @@ class WorkerReplica:
         self.state = replica.state
         self.schedule = replica.schedule
         self._scale_rates(config.lr_scale)
+        self.structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
         params = self.state.params
         context.pin_accumulators(params.params)
         self.capturable: CapturableOptimizer | None = None
@@ -205,6 +208,7 @@ class WorkerReplica:
             log=log,
             global_batch=self.global_batch,
             parts=parts,
+            warns=config.rank == 0,
         )
 
     def _params_of(self, name: str) -> ParamSubset:

@@ -379,6 +379,7 @@ class GpuWorker:
                     self._reporter.report_if_due()
             self.steps.confirm_steps()
             if not plan.more:
+                self.replica.structure.check()
                 self.replica.sync_buffers()
             self._handler.apply_agreed()
         if plan.more:
@@ -397,6 +398,7 @@ class GpuWorker:
             seed_generator(self.generator, self.config.seed, self.rank, epoch)
             if self._functions.epoch_fn is not None:
                 self._functions.epoch_fn(epoch, self)
+            self.replica.structure.check()
             checkpoint.after_epoch_fn(epoch)
             if self._holds and self._is_lockstep:
                 self._lockstep.epoch_starts.begin(self.rank, epoch)

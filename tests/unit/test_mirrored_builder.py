@@ -1,0 +1,380 @@
+"""Changes by user code in a run of the builder: equal to one device, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import gpuworker
+from tests.support.running import ASYNC, CADENCE, SYNC, THREAD, WAIT_S, builder
+
+POLICIES = [SYNC, CADENCE, ASYNC]
+X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = X.sum(1, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def make(change=lambda net: None):
+    def factory(device):
+        net = Net()
+        change(net)
+        return net
+
+    return factory
+
+
+def mse(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.05, momentum=0.9)
+
+
+def run(model=None, train=mse, policy=SYNC, ranks=2, optim=sgd, epochs=2, configure=lambda b: b):
+    b = builder(
+        model=model or make(),
+        optim=optim,
+        train=train,
+        dataset=(X, Y),
+        batch_size=16 // ranks if policy is SYNC else 8,
+        epochs=epochs,
+        ranks=ranks,
+        way=(policy, THREAD),
+    )
+    return configure(b.seed(0)).run().join(WAIT_S)
+
+
+def refusal(words, **kwargs):
+    with pytest.raises(gpuworker.WorkerFailed) as caught:
+        run(**kwargs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# Modes and requires_grad
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_in_eval_mode_stays_in_eval_mode(policy, ranks):
+    modes = []
+
+    def train(model, batch):
+        modes.append((model.training, model.norm.training))
+        return mse(model, batch)
+
+    state = run(
+        make(lambda net: net.norm.eval()),
+        train,
+        policy,
+        ranks,
+        configure=lambda b: b.eval_fn(lambda model, epoch: {"loss": 0.0}),
+    )
+    assert set(modes) == {(True, False)}
+    assert state.buffers["norm.running_mean"].abs().max() == 0
+
+
+def test_a_model_in_eval_mode_is_trained_in_it_with_a_warning(caplog):
+    state = run(make(lambda net: net.eval()))
+    assert state.buffers["norm.running_mean"].abs().max() == 0
+    assert "model.train()" in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modes_and_requires_grad_continue_after_resume(policy, tmp_path):
+    found = []
+
+    def epoch_fn(epoch, worker):
+        if epoch == 0:
+            worker.model.norm.eval()
+            worker.model.body.requires_grad_(False)
+
+    def train(model, batch):
+        found.append((model.norm.training, model.body.weight.requires_grad))
+        return mse(model, batch)
+
+    def configure(b):
+        return b.epoch_fn(epoch_fn).checkpoint_dir(tmp_path)
+
+    run(train=train, policy=policy, epochs=1, configure=configure)
+    found.clear()
+    run(train=train, policy=policy, configure=lambda b: configure(b).resume(tmp_path))
+    assert set(found) == {(False, False)}
+
+
+def test_a_frozen_parameter_of_one_of_several_optimizers_stays_frozen():
+    def epoch_fn(epoch, worker):
+        worker.model.body.bias.requires_grad_(False)
+
+    state = run(
+        optim={"body": sgd, "head": sgd},
+        train={"body": mse, "head": mse},
+        configure=lambda b: b.epoch_fn(epoch_fn),
+    )
+    assert torch.equal(state.params["body.bias"], Net().body.bias.data)
+    assert not torch.equal(state.params["body.weight"], Net().body.weight.data)
+
+
+# Structure
+
+
+def unfreeze(worker):
+    worker.model.body.requires_grad_(True)
+    worker.optimizer.add_param_group({"params": list(worker.model.body.parameters())})
+
+
+def add_group(worker):
+    worker.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def replace(worker):
+    worker.model.head.weight = nn.Parameter(worker.model.head.weight.detach().clone())
+
+
+def tie(worker):
+    worker.model.norm.bias = worker.model.norm.weight
+
+
+def parametrise(worker):
+    nn.utils.parametrizations.weight_norm(worker.model.head)
+
+
+def add_layer(worker):
+    worker.model.extra = nn.Linear(3, 3, dtype=torch.float64)
+
+
+def add_frozen_layer(worker):
+    add_layer(worker)
+    worker.model.extra.requires_grad_(False)
+
+
+def add_buffer(worker):
+    worker.model.register_buffer("count", torch.zeros(1))
+
+
+def grow(worker):
+    worker.model.norm.running_mean = torch.zeros(5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (unfreeze, ("'body.weight'", "unfrozen", "model_factory", "epoch_fn(0)")),
+        (add_group, ("parameter group 1", "optimizer")),
+        (replace, ("'head.weight'", "replaced", "copy_")),
+        (tie, ("'norm.bias'", "replaced")),
+        (parametrise, ("'head.weight'", "parametrizations", "model_factory")),
+        (add_layer, ("'extra.weight'", "added")),
+        (add_frozen_layer, ("'extra.weight'", "added")),
+        (add_buffer, ("'count'", "added", "persistent=False")),
+        (grow, ("'norm.running_mean'", "shape", "fixed")),
+    ],
+)
+def test_a_change_of_structure_is_refused_by_name(policy, change, words):
+    def epoch_fn(epoch, worker):
+        if epoch == 1:
+            change(worker)
+
+    frozen = change is unfreeze
+    refusal(
+        words,
+        model=make(lambda net: net.body.requires_grad_(not frozen)),
+        policy=policy,
+        configure=lambda b: b.epoch_fn(epoch_fn),
+    )
+
+
+def test_a_group_added_with_a_scheduler_requires_a_new_scheduler():
+    def optim(params):
+        return torch.optim.SGD(params[:2], 0.05)
+
+    def epoch_fn(epoch, worker):
+        if epoch == 1:
+            worker.optimizer.add_param_group({"params": [worker.model.head.weight]})
+
+    def scheduled(b):
+        return b.epoch_fn(epoch_fn).scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 5))
+
+    refusal(("scheduler", "set_scheduler"), optim=optim, configure=scheduled)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unfreezing_what_epoch_fn_froze_equals_one_device(policy):
+    def epoch_fn(epoch, worker):
+        worker.model.body.requires_grad_(epoch > 0)
+
+    eval_norm = make(lambda net: net.norm.eval())
+    states = [
+        run(eval_norm, policy=policy, ranks=ranks, configure=lambda b: b.epoch_fn(epoch_fn))
+        for ranks in (1, 2)
+    ]
+    one, two = (state.params["body.weight"] for state in states)
+    assert not torch.equal(two, Net().body.weight.data)
+    if policy is SYNC:
+        torch.testing.assert_close(one, two)
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float8_and_expanded_buffers_are_kept(policy, ranks):
+    def change(net):
+        net.register_buffer("low", torch.randn(3, 3).to(torch.float8_e4m3fn))
+        net.register_buffer("mask", torch.full((1, 4), 2.0).expand(3, 4))
+
+    expected = Net()
+    change(expected)
+    state = run(make(change), policy=policy, ranks=ranks).state_dict()
+    assert torch.equal(state["low"].float(), expected.low.float())
+    assert torch.equal(state["mask"], expected.mask)
+
+
+def test_a_float8_buffer_that_changes_is_refused_by_name():
+    def change(net):
+        net.register_buffer("low", torch.zeros(3).to(torch.float8_e4m3fn))
+
+    def train(model, batch):
+        model.low = torch.ones(3).to(torch.float8_e4m3fn)
+        return mse(model, batch)
+
+    refusal(("'low'", "float8_e4m3fn", "float32"), model=make(change), train=train)
+
+
+# Gradients made by train_fn
+
+
+def backward_of_a_part(model, batch):
+    loss = mse(model, batch)
+    (0.5 * loss).backward(retain_graph=True)
+    return 0.5 * loss
+
+
+def zero_grad(model, batch):
+    model.zero_grad()
+    return mse(model, batch)
+
+
+def zero_grad_in_place(model, batch):
+    model.zero_grad(set_to_none=False)
+    return mse(model, batch)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("train", [backward_of_a_part, zero_grad, zero_grad_in_place])
+def test_gradients_that_train_fn_changes_are_refused_with_accumulation(policy, train):
+    refusal(
+        ("train_fn", "backward()", "zero_grad()", "accumulate"),
+        train=train,
+        policy=policy,
+        configure=lambda b: b.accumulate(2),
+    )
+
+
+@pytest.mark.parametrize("train", [backward_of_a_part, zero_grad])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_train_fn_changes_are_right_without_accumulation(train, policy):
+    ranks = 2 if policy is SYNC else 1  # else batches have no fixed owner
+    got, expected = (run(train=f, policy=policy, ranks=ranks).params for f in (train, mse))
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_later_backward_of_a_part_is_refused_with_accumulation():
+    def train(model, batch):
+        late = gpuworker.current_worker().local_step >= 4
+        return (backward_of_a_part if late else mse)(model, batch)
+
+    refusal(("train_fn", "backward()"), train=train, epochs=8, configure=lambda b: b.accumulate(2))
+
+
+def steps_in_backward(net):
+    for p in net.parameters():
+        optimizer = torch.optim.SGD([p], 0.05)
+
+        def hook(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def no_step(params):
+    return torch.optim.SGD(params, 0.0)
+
+
+def test_an_optimizer_in_backward_is_refused_where_gradients_are_reduced():
+    refusal(("a hook", "optim_factory", "cadence"), model=make(steps_in_backward), optim=no_step)
+
+
+@pytest.mark.parametrize(("policy", "ranks"), [(SYNC, 1), (CADENCE, 2), (ASYNC, 2)])
+def test_an_optimizer_in_backward_trains_elsewhere_with_a_warning(policy, ranks, caplog):
+    state = run(make(steps_in_backward), policy=policy, ranks=ranks, optim=no_step)
+    assert not torch.equal(state.params["head.weight"], Net().head.weight.data)
+    assert sum("checkpoints do not contain" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["module", "tensor"])
+def test_parameters_outside_the_model_are_named_once(policy, kind, caplog):
+    criterion = nn.Linear(1, 1, dtype=torch.float64)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def train(model, batch):
+        out = model(batch[0])
+        out = criterion(out) if kind == "module" else out * scale
+        return nn.functional.mse_loss(out, batch[1])
+
+    run(train=train, policy=policy)
+    said = [r.getMessage() for r in caplog.records if "outside the model" in r.getMessage()]
+    assert len(said) == 1
+    assert "model.criterion = criterion" in said[0]
+
+
+def test_inputs_and_parts_of_the_model_that_require_gradients_are_not_named(caplog):
+    def train(model, batch):
+        x = batch[0].clone().requires_grad_()
+        return nn.functional.mse_loss(model(x), batch[1])
+
+    caplog.set_level(logging.WARNING)
+    run(train=train)
+    assert "outside the model" not in caplog.text
+
+
+# The given module
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_given_module_receives_the_trained_weights(policy):
+    net = Net()
+    state = run(net, policy=policy)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, state.state_dict()[name]), name
+
+
+def test_a_given_module_keeps_its_weights_if_the_run_fails():
+    def train(model, batch):
+        if gpuworker.current_worker().local_step == 2:
+            raise OSError("planted")
+        return mse(model, batch)
+
+    net = Net()
+    refusal(("planted",), model=net, train=train)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, Net().state_dict()[name]), name
