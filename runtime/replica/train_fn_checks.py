@@ -133,7 +133,7 @@ class TrainFnChecks:
 
 
 class _Probe(NamedTuple):
-    index: int
+    number: int
     grad: Tensor | None
     version: int
 
