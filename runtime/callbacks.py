@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from coordinator.metrics import EpochMetrics, StepMetrics
@@ -77,7 +80,13 @@ class Callback:
 
 
 class StoppableRun(Protocol):
-    """What a callback may do to its run."""
+    """The interface of a run to its callbacks.
+
+    Attributes:
+        past_metrics: The metrics of the epochs that closed before a resume.
+    """
+
+    past_metrics: Sequence[EpochMetrics]
 
     def stop(self) -> None:
         """End it at a step boundary and keep its state; returns at once."""
@@ -162,7 +171,7 @@ class EarlyStopping(_MetricCallback):
     """Ends a run whose metric gets no better, or has reached a target.
 
     The run ends as by ``handle.stop()``: the weights are those at the end, not those of the
-    best epoch, which :class:`KeepBest` keeps. Epochs before a resume are not known.
+    best epoch, which :class:`KeepBest` keeps. After a resume, the epochs before it count as well.
 
     Args:
         metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``:
@@ -193,6 +202,7 @@ class EarlyStopping(_MetricCallback):
         check_float("EarlyStopping: min_delta", min_delta, 0.0)
         self._make_tracker = partial(MetricTracker, "EarlyStopping", metric, mode, min_delta)
         self._tracker = self._make_tracker()
+        self._metric = metric
         self._patience = check_int("EarlyStopping: patience", patience, 1)
         self._target = target
         self._num_worse = 0
@@ -202,13 +212,20 @@ class EarlyStopping(_MetricCallback):
         """See :meth:`Callback.begin`."""
         super().begin(run)
         self._tracker, self._num_worse, self.stopped_epoch = self._make_tracker(), 0, None
+        for metrics in run.past_metrics:
+            value = metrics.value(self._metric)
+            if value is not None and not metrics.partial:
+                self._count(value, metrics.epoch)
+
+    def _count(self, value: float, epoch: int) -> None:
+        self._num_worse = 0 if self._tracker.improves(value, epoch) else self._num_worse + 1
 
     def __call__(self, metrics: EpochMetrics) -> bool:
         """``False`` if the run is to end."""
         value = self._tracker.read(metrics)
         if value is None or metrics.partial:
             return True  # an epoch that is cut ends the run by itself, and cannot be compared
-        self._num_worse = 0 if self._tracker.improves(value, metrics.epoch) else self._num_worse + 1
+        self._count(value, metrics.epoch)
         reached = self._target is not None and self._tracker.reaches(value, self._target)
         if not reached and self._num_worse < self._patience:
             return True
@@ -261,8 +278,8 @@ class KeepBest(_MetricCallback):
     a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
     The file is written in the metrics thread, whole or not at all. Until an epoch's metrics are
-    known, one copy of its weights is held in host memory. After a resume the first epoch counts
-    as better than all before.
+    known, one copy of its weights is held in host memory. After a resume the file is replaced by
+    better weights only, if it holds the best epoch of the resumed run.
 
     Args:
         path: The file; its directory is made if needed.
@@ -285,12 +302,13 @@ class KeepBest(_MetricCallback):
     ) -> None:
         super().__init__()
         self.path: Path = check_path("KeepBest", path)
+        self._metric = metric
         self._make_tracker = partial(MetricTracker, "KeepBest", metric, mode)
         self._tracker = self._make_tracker()
         self._weights: dict[int, dict[str, Tensor]] = {}
 
     def begin(self, run: StoppableRun) -> None:
-        """Make the directory.
+        """Make the directory, and find the best epoch before a resume.
 
         Raises:
             OSError: It cannot be made.
@@ -299,6 +317,24 @@ class KeepBest(_MetricCallback):
         self._tracker = self._make_tracker()
         self._weights = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for metrics in run.past_metrics:
+            value = metrics.value(self._metric)
+            if value is not None:
+                self._tracker.improves(value, metrics.epoch)
+        if self.best is None or not self.path.exists():
+            self._tracker = self._make_tracker()
+        elif _read_metadata(self.path).get(_BEST) != self._described():
+            logger.warning(
+                "KeepBest: %s does not hold the weights of epoch %s, the best of the resumed run: "
+                "the next epoch replaces them",
+                self.path,
+                self.best_epoch,
+            )
+            self._tracker = self._make_tracker()
+
+    def _described(self) -> str:
+        """The metric, the best epoch and its value, for the file."""
+        return json.dumps([self._metric, self.best_epoch, self.best])
 
     def weights(self, epoch: int, model: nn.Module) -> None:
         """Copy an epoch's weights, whose metrics come later."""
@@ -313,4 +349,17 @@ class KeepBest(_MetricCallback):
         value = self._tracker.read(metrics)
         if weights is None or value is None or not self._tracker.improves(value, metrics.epoch):
             return
-        save_weights(self.path, weights)
+        save_weights(self.path, weights, {_BEST: self._described()})
+
+
+_BEST = "gpuworker_best"
+"""Key in the metadata of a file of :class:`KeepBest`."""
+
+
+def _read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; empty if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}

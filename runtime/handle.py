@@ -65,6 +65,7 @@ class TrainerHandle:
         self._monitors: list[Monitor] = []
         self.callbacks: list[Callback] = []
         self._attaching = threading.Lock()  # never taken with the condition held
+        self.past_metrics = run.past_metrics
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
         self.total_batches = run.total_batches

@@ -22,7 +22,7 @@ from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochMetrics, StepMetrics
+from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
 from coordinator.service import Service
 from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData, digest
@@ -215,6 +215,12 @@ class Run:
             "sampler": self.config.sampler is not None,
             "stream": self._stream is not None,
         }
+
+    @property
+    def past_metrics(self) -> tuple[EpochMetrics, ...]:
+        """The epochs that closed before the resume, until the workers are built."""
+        saved = () if self.resumed is None else self.resumed.run["metrics"]
+        return tuple(map(metrics_from_state, saved))
 
     def _read_resume(self) -> ResumePoint | None:
         c = self.config

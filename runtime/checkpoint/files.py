@@ -136,7 +136,9 @@ def write_pickle(path: Path, value: Any) -> None:
             ) from error
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+def write_weights(
+    path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write tensors as safetensors, without flushing.
 
     Names that share memory are written once each, so that a bare module loads the file
@@ -161,7 +163,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
-        save_file(ready, path, metadata={"format": "pt"})
+        save_file(ready, path, metadata={"format": "pt", **(metadata or {})})
         path.chmod(mode)
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} could not be written: {error}") from error
@@ -172,7 +174,9 @@ def fits_safetensors(t: Tensor) -> bool:
     return t.dtype in _SAFE_DTYPES and t.layout is torch.strided
 
 
-def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+def save_weights(
+    path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file atomically: afterwards ``path`` is the new one or, after an
     error or a crash, what it was before. Blocks until it is on the disk.
 
@@ -181,7 +185,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        write_weights(temporary, weights)
+        write_weights(temporary, weights, metadata)
         flush_and_digest(temporary)
         os.rename(temporary, path)
     except BaseException:

@@ -111,6 +111,7 @@ class ClusterRun:
         self._closed: list[EpochMetrics] = []
         if resume is not None:
             self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
+        self.past_metrics: tuple[EpochMetrics, ...] = tuple(self._closed)
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
         self._deferred_stops: deque[member.Stop] = deque()

@@ -114,6 +114,71 @@ def test_the_file_holds_the_weights_of_the_best_epoch(tmp_path, way):
     assert not keep._weights  # nothing is held on to
 
 
+def resumed_after(num_epochs, make, directory, values):
+    """Callbacks made by ``make()`` for a run that stops after some epochs, and its resumed rest."""
+    made = []
+    for epochs, resumes in ((num_epochs, False), (len(values), True)):
+        made.append(make())
+        b = builder(epochs=epochs).eval_fn(lambda model, epoch: {"score": values[epoch]})
+        b = b.callbacks(made[-1]).checkpoint_dir(directory / "run")
+        (b.resume(directory / "run") if resumes else b).run().join(WAIT_S)
+    return made
+
+
+@pytest.mark.parametrize("shares_object", [False, True])
+@pytest.mark.parametrize(("values", "best"), [([1.0, 3.0, 2.0], 0), ([2.0, 3.0, 1.0], 2)])
+def test_the_best_weights_outlast_a_resume(tmp_path, values, best, shares_object):
+    keep = KeepBest(tmp_path / "best.safetensors", "eval/score")
+    reads = []
+
+    def make():
+        reads.append(keep.path.read_bytes() if keep.path.exists() else None)
+        return keep if shares_object else KeepBest(keep.path, "eval/score")
+
+    last = resumed_after(1, make, tmp_path, values)[-1]
+    assert (last.best, last.best_epoch) == (values[best], best)
+    assert (keep.path.read_bytes() == reads[1]) is (best == 0)
+
+
+@pytest.mark.parametrize("harm", ["removed", "of another metric", "unreadable"])
+def test_a_file_that_is_not_the_best_of_the_resumed_run_is_replaced(tmp_path, harm, caplog):
+    path = tmp_path / "best.safetensors"
+    made = []
+
+    def make():
+        if made and harm == "unreadable":
+            path.write_bytes(b"no tensors")
+        elif made and harm == "removed":
+            path.unlink()
+        is_other = harm == "of another metric" and not made
+        made.append(KeepBest(path, "avg_loss" if is_other else "eval/score"))
+        return made[-1]
+
+    last = resumed_after(1, make, tmp_path, [1.0, 3.0, 2.0])[-1]
+    assert (last.best, last.best_epoch) == (2.0, 2)
+    assert load_file(path).keys() == {"w"}
+    assert ("does not hold the weights of epoch 0" in caplog.text) is (harm != "removed")
+
+
+def test_a_reused_object_starts_afresh_in_another_run(tmp_path):
+    keep = KeepBest(tmp_path / "best.safetensors", "eval/score")
+    for values in ([1.0], [5.0]):
+        run_with(values, keep)
+        assert keep.best == values[0]
+        content = keep.path.read_bytes()
+    run_with([7.0], keep)
+    assert keep.path.read_bytes() != content
+
+
+def test_epochs_before_a_resume_count_for_early_stopping(tmp_path):
+    def make():
+        return EarlyStopping("eval/score", patience=3)
+
+    values = [1.0, 2.0, 2.0, 2.0, *[2.0] * 200]
+    last = resumed_after(3, make, tmp_path, values)[-1]
+    assert (last.best, last.best_epoch, last.stopped_epoch) == (1.0, 0, 3)
+
+
 def test_the_users_own_checkpoint_function_is_called_as_often_as_it_asked(tmp_path):
     versions = []
     keep = KeepBest(tmp_path / "best.safetensors")
