@@ -153,7 +153,8 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
             synchronisation here.
 
     Raises:
-        RuntimeError: Called outside a worker's thread, or in a data set.
+        RuntimeError: Called outside a worker's thread, in a data set, ``eval_fn`` or
+            ``checkpoint_fn``; ``eval_fn`` returns its values.
         TypeError: The name is not a string, or the value not a number.
         ValueError: A tensor with more than one element.
     """

@@ -236,16 +236,18 @@ class MessageHandler:
         """Run the evaluation and checkpoint functions, while the live state is an average."""
         if evaluate is None and checkpoint is None:
             return
-        f = self._functions
+        f, log = self._functions, self._replica.stepper.log
         # Their random draws must not change those of the worker.
         with worker_context(self._worker()), thread_generator(None):
             if evaluate is not None and f.eval_fn is not None:
-                values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
+                with log.closed("eval_fn"):
+                    values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
                 self._reporter.send(
                     m.EvalReport(rank=self._rank, epoch=evaluate, eval_at=eval_at, values=values)
                 )
             if checkpoint is not None and f.checkpoint_fn is not None:
-                call_checkpoint_fn(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
+                with log.closed("checkpoint_fn"):
+                    call_checkpoint_fn(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
                 self._reporter.send(m.CheckpointDone(rank=self._rank, version=checkpoint))
 
     def _capture_or_propose(self, capture: int) -> None:

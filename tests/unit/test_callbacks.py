@@ -18,6 +18,7 @@ from runtime import (
     TimeLimit,
     TrainerHandle,
     WorkerFailed,
+    current_worker,
     record_scalar,
 )
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
@@ -194,6 +195,27 @@ def test_weights_that_cannot_be_written_end_nothing(tmp_path, caplog):
     state = builder(epochs=2).callbacks(keep).run().join(WAIT_S)
     assert len(state.metrics) == 2
     assert any("KeepBest" in r.getMessage() for r in caplog.records)
+
+
+# Scalars outside of training.
+
+
+@pytest.mark.parametrize("record", [record_scalar, lambda *a: current_worker().record_scalar(*a)])
+@pytest.mark.parametrize("way", [*WAYS, None], ids=lambda w: "one" if w is None else w[0].name)
+def test_a_scalar_recorded_in_an_evaluation_is_refused_with_the_place_to_return_it(way, record):
+    def evaluate(model, epoch):
+        record("accuracy", 0.75)
+        return {}
+
+    b = builder(ranks=1) if way is None else builder(way=way)
+    with pytest.raises(WorkerFailed, match=r"Return \{'accuracy': value\} from eval_fn"):
+        b.eval_fn(evaluate).run().join(WAIT_S)
+
+
+def test_a_scalar_recorded_in_a_checkpoint_function_is_an_error_in_the_log(caplog):
+    b = builder(epochs=2).checkpoint_every(1)
+    b.checkpoint_fn(lambda version, model: record_scalar("size", 1.0)).run().join(WAIT_S)
+    assert "record_scalar('size', ...) in checkpoint_fn" in caplog.text
 
 
 # A limit of time.
