@@ -80,13 +80,11 @@ class Callback:
 
 
 class StoppableRun(Protocol):
-    """The interface of a run to its callbacks.
+    """The interface of a run to its callbacks."""
 
-    Attributes:
-        past_metrics: The metrics of the epochs that closed before a resume.
-    """
-
-    past_metrics: Sequence[EpochMetrics]
+    @property
+    def past_metrics(self) -> Sequence[EpochMetrics]:
+        """The metrics of the epochs that closed before a resume."""
 
     def stop(self) -> None:
         """End it at a step boundary and keep its state; returns at once."""
