@@ -228,7 +228,7 @@ _RANK_STATE = record(
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
     },
-    may={"modes": _FLAGS, "requires_grad": _FLAGS},
+    may={"modes": _FLAGS, "requires_grad": _FLAGS, "train_point": items(of_type(Tensor))},
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +90,49 @@ class Optimizers(torch.optim.Optimizer):
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """The members of several optimizers; of a single one, itself."""
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """True if it has ``train()`` and ``eval()`` modes, as schedule-free optimizers do: gradients
+    are taken at other weights than those to be evaluated."""
+    return any(map(_has_modes, members_of(optimizer)))
+
+
+def _has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@contextmanager
+def at_eval_point(
+    optimizer: torch.optim.Optimizer, flats: Sequence[Tensor]
+) -> Iterator[list[Tensor] | None]:
+    """Move the parameters to the point of evaluation for the duration of the context.
+
+    Args:
+        optimizer: Without modes, nothing is moved.
+        flats: The memory of the parameters; restored bit for bit.
+
+    Yields:
+        A copy of ``flats`` before; ``None`` without modes.
+    """
+    if not has_modes(optimizer):
+        yield None
+        return
+    kept = [flat.clone() for flat in flats]
+    set_mode(optimizer, "eval")
+    try:
+        yield kept
+    finally:
+        set_mode(optimizer, "train")
+        with torch.no_grad():
+            for flat, old in zip(flats, kept, strict=True):
+                flat.copy_(old)
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: Literal["train", "eval"]) -> None:
+    """Call ``train()`` or ``eval()`` of the members that have modes."""
+    for each in filter(_has_modes, members_of(optimizer)):
+        getattr(each, mode)()
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:

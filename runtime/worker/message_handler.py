@@ -238,7 +238,11 @@ class MessageHandler:
             return
         f, log = self._functions, self._replica.stepper.log
         # Their random draws must not change those of the worker.
-        with worker_context(self._worker()), thread_generator(None):
+        with (
+            worker_context(self._worker()),
+            thread_generator(None),
+            self._replica.at_eval_point(),
+        ):
             if evaluate is not None and f.eval_fn is not None:
                 with log.closed("eval_fn"):
                     values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
@@ -296,7 +300,7 @@ class MessageHandler:
         self._confirm_steps()
         is_lockstep, lockstep = self._replica.is_lockstep, self._lockstep
         lockstep.num_captured = capture
-        with self._recorder.capture():
+        with self._recorder.capture(), self._replica.at_eval_point():
             self._finite_check.require_finite()
             report = self._reporter.take_report(wait=True)
             params = not is_lockstep or self._averager.leads
@@ -317,10 +321,12 @@ class MessageHandler:
         """Send the final state, with the samples trained since the last round."""
         is_lockstep, lockstep, protocol = self._replica.is_lockstep, self._lockstep, self._protocol
         fault = self._finite_check.final_fault(self._replica.progress.epoch)
-        payload = self._averager.last_snapshot()
         self._flush_weight()
         shutdown = protocol.shutdown
-        extra = shutdown is not None and shutdown.capture and fault is None
+        saves = shutdown is not None and shutdown.capture and fault is None
+        with self._replica.at_eval_point():
+            payload = self._averager.last_snapshot()
+            extra = self._replica.capture_state() if saves else None
         self._reporter.send(
             m.FinalSnapshot(
                 rank=self._rank,
@@ -329,7 +335,7 @@ class MessageHandler:
                 weight=None if is_lockstep else protocol.weight,
                 step=lockstep.step if is_lockstep or self._replica.is_single else 0,
                 fault=fault,
-                extra=self._replica.capture_state() if extra else None,
+                extra=extra,
             )
         )
 

@@ -45,6 +45,10 @@ class RankCheckpoint:
         log: Numbers the batches.
         lr_scale: The settings' factor of the learning rate.
         is_lockstep: True if each rank has its own buffers between two averagings of them.
+
+    Attributes:
+        train_point: The parameters in training, while those of the replica are moved to the point
+            of evaluation by an optimizer with modes.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class RankCheckpoint:
         averaged = set() if is_lockstep else set(model.state_dict())
         self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
         self._module = ModuleState(model)
+        self.train_point: list[Tensor] | None = None
         self._before_sync: State | None = None
         self._generators: State | None = None
         self._begun_epoch = -1
@@ -106,6 +111,8 @@ class RankCheckpoint:
                 "begun_epoch": begun_epoch,
                 **(self._before_sync or self._buffers()),
             }
+            if self.train_point is not None:
+                state["train_point"] = self.train_point
             kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
             return kept
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
@@ -24,7 +27,13 @@ from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
-from runtime.replica.optimizers import Optimizers
+from runtime.replica.optimizers import (
+    Optimizers,
+    at_eval_point,
+    has_modes,
+    optimizer_kind,
+    set_mode,
+)
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
 from runtime.replica.structure import StructureCheck
@@ -120,6 +129,7 @@ class WorkerReplica:
         self.optimizer = replica.optimizer
         self.state = replica.state
         self.schedule = replica.schedule
+        self._set_train_mode()
         self._scale_rates(config.lr_scale)
         self.structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
         params = self.state.params
@@ -163,7 +173,39 @@ class WorkerReplica:
         if resume is not None:
             saved = resume.rank(config.rank)
             self.checkpoint.restore(saved)
+            self._set_train_mode(saved.get("train_point"))
             progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+
+    def _set_train_mode(self, flats: Sequence[Tensor] | None = None) -> None:
+        """Set an optimizer with modes to training, with its parameters at ``flats`` if given.
+
+        Raises:
+            ValueError: It has modes, and replicas average their weights.
+        """
+        if not has_modes(self.optimizer):
+            return
+        if not (self.is_lockstep or self.is_single):
+            raise ValueError(
+                f"optim_factory: {optimizer_kind(self.optimizer)} has train() and eval() modes, "
+                "and derives the weights from its own state, which replicas under CADENCE and "
+                'ASYNC do not average: use policy("sync")'
+            )
+        with torch.no_grad():
+            set_mode(self.optimizer, "train")
+            own = self.state.params.flats
+            for flat, saved in zip(own, flats or (), strict=bool(flats)):
+                flat.copy_(saved)
+
+    @contextmanager
+    def at_eval_point(self) -> Iterator[None]:
+        """Hold the weights to be evaluated, saved or returned: of an optimizer with modes, those
+        of its ``eval()``; otherwise the live ones."""
+        with at_eval_point(self.optimizer, self.state.params.flats) as kept:
+            self.checkpoint.train_point = kept
+            try:
+                yield
+            finally:
+                self.checkpoint.train_point = None
 
     def _scale_rates(self, scale: float) -> None:
         """Multiply the learning rate; with a scheduler, in every step."""
