@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import socket
 from typing import Any
 
+from runtime.cluster.lighthouse_gate import LighthouseGate
 from runtime.cluster.options import join_host_port
 from runtime.core.checks import check_float, check_int, require_modules
 
@@ -20,8 +22,8 @@ TICK_INTERVAL_MS = 20
 class Lighthouse:
     """A torchft lighthouse in threads of this process, started by the constructor.
 
-    It trusts every client that reaches its port, and serves a page there on which members can be
-    killed: bind it to a private network.
+    It trusts every machine that reaches its port: bind it to a private network. Web pages are
+    refused; see :class:`~runtime.cluster.lighthouse_gate.LighthouseGate`.
 
     Args:
         host: Name or address to listen on, and the only one.
@@ -55,25 +57,44 @@ class Lighthouse:
         torchft = load_torchft("the lighthouse")
         name = host.strip("[]")
         try:
-            *_, (numeric, *_) = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            family, *_, (numeric, *_) = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server((numeric, port), family=family, backlog=1024)
+        except OSError as error:
+            raise OSError(
+                f"the lighthouse cannot listen on {join_host_port(name, port)}: {error}; pass a "
+                "host of this machine and a free port, or port 0"
+            ) from error
+        self.address = join_host_port(name, listener.getsockname()[1])
+        inner = hidden_address()
+        try:
             self._server: Any = torchft.LighthouseServer(
-                bind=join_host_port(str(numeric), port),
+                bind=join_host_port(inner, 0),
                 min_replicas=min_machines,
                 join_timeout_ms=round(join_timeout_s * 1000),
                 quorum_tick_ms=TICK_INTERVAL_MS,
                 heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
             )
         except (OSError, RuntimeError) as error:
-            raise OSError(
-                f"the lighthouse cannot listen on {join_host_port(name, port)}: {error}; pass a "
-                "host of this machine and a free port, or port 0"
-            ) from error
+            listener.close()
+            raise OSError(f"the lighthouse cannot listen on {inner}: {error}") from error
         # The server's own address has the host name, whatever it is bound to.
-        self.address = join_host_port(name, int(self._server.address().rpartition(":")[2]))
+        inner_port = int(self._server.address().rpartition(":")[2])
+        self._gate = LighthouseGate(listener, (inner, inner_port), name)
 
     def close(self) -> None:
-        """Stop accepting connections; open ones end with the process."""
+        """Stop accepting connections, and end open ones."""
+        self._gate.close()
         self._server.shutdown()
+
+
+def hidden_address() -> str:
+    """A random loopback address, which a web page cannot find; 127.0.0.1 if there is only that."""
+    host = ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return "127.0.0.1"
+    return host
 
 
 def load_torchft(feature: str) -> Any:

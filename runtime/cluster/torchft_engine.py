@@ -39,6 +39,7 @@ from runtime.cluster.engine import (
 )
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.machine_group import MachineGroup
+from runtime.cluster.membership import Membership
 from runtime.cluster.options import EngineOptions, join_host_port, split_host_port
 from runtime.cluster.state_server import StateServer, fetch_state
 
@@ -75,6 +76,7 @@ class TorchftEngine(ClusterEngine):
 
     Raises:
         ImportError: torchft is not installed; says how to install it.
+        PeerRefused: The machines of the cluster have another token or version.
         EngineError: The lighthouse's name cannot be resolved, or it does not respond within
             :data:`START_TIMEOUT_S`; or this machine has no such host.
     """
@@ -103,6 +105,8 @@ class TorchftEngine(ClusterEngine):
                 wait_for_lighthouse(
                     options.address, min(START_TIMEOUT_S, options.lighthouse_timeout_s)
                 )
+                self._membership = Membership(options.address, options.machine, options.token)
+                cleanup.callback(self._membership.close)
                 self._states = StateServer(self._host, options.token, options.timeout_s)
                 cleanup.callback(self._states.close)
                 self._manager: Any = torchft.ManagerServer(
@@ -120,6 +124,8 @@ class TorchftEngine(ClusterEngine):
                 self._client: Any = torchft.ManagerClient(
                     self._manager.address(), connect_timeout=self._timeout
                 )
+            except PeerRefused:
+                raise
             except (OSError, RuntimeError, TimeoutError) as error:
                 raise EngineError(
                     f"cluster(): cannot listen on {self._host!r} or reach the lighthouse at "
@@ -205,6 +211,7 @@ class TorchftEngine(ClusterEngine):
     def close(self) -> None:
         """See :meth:`ClusterEngine.close`."""
         self._calls.close()
+        self._membership.close()
         self._states.close()
         self._manager.shutdown()
         self._group = self._retired_group = None

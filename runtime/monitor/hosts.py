@@ -8,7 +8,8 @@ import re
 import socket
 from collections.abc import Iterable
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+from runtime.core.host_names import LOOPBACK, is_address
+
 ANY_HOST = "*"
 BACKLOG = 64
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9._-]*[a-z0-9_])?")
@@ -32,38 +33,12 @@ def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
         if not isinstance(name, str):
             raise TypeError(f"allowed_hosts: {name!r} is not a host name; pass strings")
         found = name.strip("[]").lower()
-        if found != ANY_HOST and not _is_address(found) and not _HOST_NAME.fullmatch(found):
+        if found != ANY_HOST and not is_address(found) and not _HOST_NAME.fullmatch(found):
             raise ValueError(
                 f"allowed_hosts: {name!r} is not a host name; leave out scheme, path and port"
             )
         names.add(found)
     return frozenset(names)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def host_name(header: str) -> str | None:
-    """The name in a ``Host`` header, in lower case and without its port.
-
-    Returns:
-        ``None`` if the header is malformed.
-    """
-    if header.startswith("["):
-        name, closed, port = header[1:].partition("]")
-        if not closed or (port and not port.startswith(":")):
-            return None
-        port = port[1:]
-    else:
-        name, _, port = header.partition(":")
-    if not name or (port and not (port.isascii() and port.isdigit())) or "/" in name:
-        return None
-    return name.lower()
 
 
 def is_loopback(host: str) -> bool:

@@ -13,9 +13,10 @@ from functools import partial
 
 from aiohttp import web
 
+from runtime.core.host_names import host_name
 from runtime.monitor import page
 from runtime.monitor.feed import Feed
-from runtime.monitor.hosts import ANY_HOST, host_name
+from runtime.monitor.hosts import ANY_HOST
 from runtime.monitor.run_reader import RunReader
 from runtime.monitor.run_view import RunView
 from runtime.monitor.viewer import Viewer

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from runtime.cluster import torchft_engine
+from runtime.cluster.engine import PeerRefused
+from runtime.cluster.options import EngineOptions
+from runtime.cluster.torchft_engine import TorchftEngine
 from tests.support.engine_program import contribution
 from tests.support.machines import (
     HEARTBEAT_TIMEOUT_S,
@@ -208,7 +211,7 @@ def test_a_machine_with_another_token_is_refused_and_the_others_continue(cluster
     machines = cluster.machines("ab", token="secret")
     make_round(machines)
     for name, token in (("c", "wrong"), ("d", None)):
-        stranger = cluster.machine(name, token=token)
+        stranger = cluster.machine(name, token=token, checked=False)
         cluster.join(stranger)
         quorums = make_round(machines)
         assert [tuple(q["members"]) for q in quorums] == [("a", "b")] * 2
@@ -218,6 +221,19 @@ def test_a_machine_with_another_token_is_refused_and_the_others_continue(cluster
         assert (caught.value.kind, caught.value.machines) == ("PeerRefused", (name,))
         assert "a, b have" in str(caught.value)
         stranger.kill()
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_a_machine_with_another_token_is_refused_before_it_joins_a_quorum(cluster, token):
+    machines = cluster.machines("ab", token="secret")
+    first = make_round(machines)
+    options = EngineOptions(address=cluster.lighthouse.address, machine="c", token=token)
+    with pytest.raises(PeerRefused, match="a, b have another token") as caught:
+        TorchftEngine(options, pytest.fail)
+    assert caught.value.machines == ("c",)
+    second = make_round(machines)
+    assert [q["refused"] for q in second] == [[], []]
+    assert [q["generation"] for q in second] == [q["generation"] for q in first]
 
 
 @pytest.mark.parametrize(

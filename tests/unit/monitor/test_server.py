@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from runtime import Monitor
+from runtime.core.host_names import host_name
 from runtime.monitor import server as server_module
-from runtime.monitor.hosts import host_name, is_loopback, url_of
+from runtime.monitor.hosts import is_loopback, url_of
 from runtime.monitor.server import THREAD_NAME
 from tests.support.running import WAIT_S
 from tests.support.watching import history_of, open_page, request
