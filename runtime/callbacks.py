@@ -1,4 +1,4 @@
-"""What watches a run and may end it: early stopping, the best weights, a limit of time."""
+"""Callbacks of a run: early stopping, the best weights, a time limit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MODES = ("min", "max")
 class Callback:
     """Watches a run; for :meth:`TrainerBuilder.callbacks <gpuworker.TrainerBuilder.callbacks>`.
 
-    A subclass overrides what it needs. One object serves one run at a time, and may serve
-    another one afterwards. What a method raises once the run goes on is logged.
+    Subclasses override methods. An object serves one run at a time, and can be reused. Once the
+    run has started, exceptions of the methods are logged.
 
     Attributes:
-        takes_weights: Whether :meth:`weights` is called.
+        takes_weights: If True, :meth:`weights` is called.
     """
 
     takes_weights = False
@@ -43,15 +43,15 @@ class Callback:
         self._is_in_use = False
 
     def begin(self, run: StoppableRun) -> None:
-        """The run is about to start; in the thread that starts it.
+        """Called before the run starts, in the thread that starts it.
 
         Raises:
-            RuntimeError: The callback watches another run, which is not over.
+            RuntimeError: The callback serves another run that is not over.
         """
         with self._lock:
             if self._is_in_use:
                 raise RuntimeError(
-                    f"{type(self).__name__} watches a run that is not over: make one for each run"
+                    f"{type(self).__name__} serves a run that is not over: create one for each run"
                 )
             self._is_in_use = True
 
@@ -66,15 +66,15 @@ class Callback:
         return None
 
     def dispatch(self, metrics: EpochMetrics | StepMetrics) -> object:
-        """Hand metrics to the method of their kind; called by the run."""
+        """Call the method for the type of ``metrics``; used by the run."""
         return self.step(metrics) if isinstance(metrics, StepMetrics) else self(metrics)
 
     def weights(self, epoch: int, model: nn.Module) -> None:
-        """Called with the averaged weights of an epoch that closes, before its metrics. It runs in
-        a worker's thread, and that worker waits: copy what you want to keep."""
+        """Called with the averaged weights of a closing epoch, before its metrics. Runs in a
+        worker's thread, which waits; copy tensors to keep them."""
 
     def end(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
         with self._lock:
             self._is_in_use = False
 
@@ -87,21 +87,21 @@ class StoppableRun(Protocol):
         """The metrics of the epochs that closed before a resume."""
 
     def stop(self) -> None:
-        """End it at a step boundary and keep its state; returns at once."""
+        """Stop at a step boundary and keep the state; returns immediately."""
 
 
 class MetricTracker:
-    """A metric of each epoch, and the best one so far.
+    """Tracks a metric and its best value.
 
     Args:
-        owner: Whose it is, for messages.
+        owner: Name of the callback, for messages.
         metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``.
-        mode: Whether less or more is better.
-        min_delta: What a value has to be better by.
+        mode: ``"min"`` or ``"max"``.
+        min_delta: Minimum improvement.
 
     Attributes:
-        best: The best value so far; ``None``: there was none.
-        best_epoch: Its epoch.
+        best: The best value so far, if any.
+        best_epoch: Epoch of the best value.
     """
 
     def __init__(self, owner: str, metric: str, mode: str, min_delta: float = 0.0) -> None:
@@ -118,15 +118,15 @@ class MetricTracker:
         self.best_epoch: int | None = None
 
     def read(self, metrics: EpochMetrics) -> float | None:
-        """The value of an epoch; ``None``, and once an error in the log: it has none. One that
-        ``max_steps`` has cut was not evaluated."""
+        """The value of an epoch; ``None`` if it is missing, which is logged once. An epoch cut
+        short by ``max_steps`` is not evaluated."""
         value = metrics.value(self._metric)
         if value is not None:
             return value
         if not (self._has_warned or metrics.partial):
             self._has_warned = True
             logger.error(
-                "%s: epoch %d has no metric %r; there are avg_loss and %s",
+                "%s: epoch %d has no metric %r; available are avg_loss and %s",
                 self._owner,
                 metrics.epoch,
                 self._metric,
@@ -135,7 +135,7 @@ class MetricTracker:
         return None
 
     def improves(self, value: float, epoch: int) -> bool:
-        """Whether this is better than all before; NaN never is."""
+        """True if ``value`` is the best so far, which is recorded; NaN never is."""
         first = self.best is None and not math.isnan(value)
         if not first and not (
             self.best is not None and self._sign * (self.best - value) > self._min_delta
@@ -145,28 +145,28 @@ class MetricTracker:
         return True
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as this."""
+        """True if ``value`` is at least as good as ``target``."""
         return self._sign * (target - value) >= 0
 
 
 class _MetricCallback(Callback):
-    """A callback that follows a metric."""
+    """A callback that tracks a metric."""
 
     _tracker: MetricTracker
 
     @property
     def best(self) -> float | None:
-        """The best value of the run."""
+        """The best value so far, if any."""
         return self._tracker.best
 
     @property
     def best_epoch(self) -> int | None:
-        """Its epoch."""
+        """Epoch of the best value."""
         return self._tracker.best_epoch
 
 
 class EarlyStopping(_MetricCallback):
-    """Ends a run whose metric gets no better, or has reached a target.
+    """Ends a run whose metric no longer improves, or has reached a target.
 
     The run ends as by ``handle.stop()``: the weights are those at the end, not those of the
     best epoch, which :class:`KeepBest` keeps. After a resume, the epochs before it count as well.
@@ -174,18 +174,18 @@ class EarlyStopping(_MetricCallback):
     Args:
         metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``:
             ``"avg_loss"``, ``"accuracy"`` of ``record_scalar``, ``"eval/loss"`` of ``eval_fn``.
-        patience: Epochs in a row without a better value after which the run ends.
-        mode: ``"min"``: less is better; ``"max"``: more.
-        min_delta: Smallest change that counts as an improvement (it must be exceeded).
-        target: Ends the run as soon as the metric is as good as this.
+        patience: Consecutive epochs without improvement after which the run ends.
+        mode: ``"min"``: lower is better; ``"max"``: higher.
+        min_delta: Minimum improvement, which must be exceeded.
+        target: Value at which the run ends.
 
     Attributes:
-        best: The best value; ``None``: there was none.
-        best_epoch: Its epoch.
-        stopped_epoch: The epoch after which the run was ended; ``None``: it was not.
+        best: The best value, if any.
+        best_epoch: Epoch of the best value.
+        stopped_epoch: The epoch after which the run was ended, if it was.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong type, or out of range.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class EarlyStopping(_MetricCallback):
         self._num_worse = 0 if self._tracker.improves(value, epoch) else self._num_worse + 1
 
     def __call__(self, metrics: EpochMetrics) -> bool:
-        """``False`` if the run is to end."""
+        """Return ``False`` to end the run."""
         value = self._tracker.read(metrics)
         if value is None or metrics.partial:
             return True  # an epoch that is cut ends the run by itself, and cannot be compared
@@ -238,10 +238,10 @@ class TimeLimit(Callback):
     """Ends a run at a step boundary after a time limit, also within an epoch.
 
     Args:
-        limit: Seconds, or a ``timedelta``; a resumed run counts from 0 again.
+        limit: Seconds, or a ``timedelta``; a resumed run starts from 0.
 
     Raises:
-        TypeError, ValueError: No number above 0.
+        TypeError, ValueError: Not a number above 0.
     """
 
     def __init__(self, limit: float | timedelta) -> None:
@@ -251,7 +251,7 @@ class TimeLimit(Callback):
         self._timer: threading.Timer | None = None
 
     def begin(self, run: StoppableRun) -> None:
-        """Start a thread that waits for the time, or for the end of the run."""
+        """Start the timer's thread."""
         super().begin(run)
 
         def stop() -> None:
@@ -263,7 +263,7 @@ class TimeLimit(Callback):
         self._timer.start()
 
     def end(self) -> None:
-        """End the thread."""
+        """Stop the timer's thread."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -272,7 +272,7 @@ class TimeLimit(Callback):
 
 
 class KeepBest(_MetricCallback):
-    """Keeps the averaged weights of the epoch with the best metric in a safetensors file, which
+    """Saves the averaged weights of the epoch with the best metric in a safetensors file, which
     a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
     The file is written in the metrics thread, whole or not at all. Until an epoch's metrics are
@@ -280,17 +280,17 @@ class KeepBest(_MetricCallback):
     better weights only, if it holds the best epoch of the resumed run.
 
     Args:
-        path: The file; its directory is made if needed.
+        path: The file; its directory is created if needed.
         metric: As for :class:`EarlyStopping`.
-        mode: ``"min"``: less is better; ``"max"``: more.
+        mode: ``"min"``: lower is better; ``"max"``: higher.
 
     Attributes:
         path: The file.
-        best: The best value; ``None``: there was none.
-        best_epoch: Its epoch, whose weights the file holds.
+        best: The best value, if any.
+        best_epoch: Epoch of the best value, whose weights are in the file.
 
     Raises:
-        TypeError, ValueError: An argument of the wrong type, or out of range.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
     takes_weights = True
@@ -309,7 +309,7 @@ class KeepBest(_MetricCallback):
         """Make the directory, and find the best epoch before a resume.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The directory cannot be created.
         """
         super().begin(run)
         self._tracker = self._make_tracker()
@@ -335,13 +335,13 @@ class KeepBest(_MetricCallback):
         return json.dumps([self._metric, self.best_epoch, self.best])
 
     def weights(self, epoch: int, model: nn.Module) -> None:
-        """Copy an epoch's weights, whose metrics come later."""
+        """Copy an epoch's weights until its metrics arrive."""
         copies = {k: t.detach().to("cpu", copy=True) for k, t in named_weights(model).items()}
         with self._lock:
             self._weights[epoch] = copies
 
     def __call__(self, metrics: EpochMetrics) -> None:
-        """Write an epoch's weights if it is the best."""
+        """Write the epoch's weights if it is the best."""
         with self._lock:
             weights = self._weights.pop(metrics.epoch, None)
         value = self._tracker.read(metrics)

@@ -1,4 +1,4 @@
-"""From the coordinator's checkpoints to files, and to those who asked for one."""
+"""CheckpointService: writes the coordinator's checkpoints, and answers calls of ``save()``."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from runtime.settings import RunSettings
 logger = logging.getLogger(__name__)
 
 SampledOrders = Callable[[int], dict[int, Tensor]]
-"""Gives the orders of an epoch and those after it that are not to be had again."""
+"""Returns a sampler's orders of an epoch and later ones."""
 
 SamplerState = Callable[[int], dict[str, Any] | None]
 """Gives the state of a sampler's own generator before an epoch or one after it."""
 
 StreamState = Callable[[int, int], dict[str, Any] | None]
-"""Gives the state from which a stream comes to a batch of an epoch."""
+"""Returns the state from which a stream resumes at a batch of an epoch."""
 
 CLOSE_S = 600.0
-"""How long the end of a run waits for a slow disk."""
+"""Seconds that the end of a run waits for a slow disk."""
 
 POLL_S = 0.2
-"""How long it may take until an abort ends that wait."""
+"""Interval at which that wait checks for an abort, in seconds."""
 
 WARN_AFTER_S = 5.0
-"""After how long that wait is told of."""
+"""Seconds after which that wait is logged."""
 
 
 class CheckpointService:
-    """What a run writes. Every method may be called from any thread.
+    """Checkpoints of one run. Thread-safe.
 
     Args:
-        config: Says whether checkpoints go to a directory, and how many stay there; else they go
-            only where a call of ``save()`` says.
-        compatible: The settings that must agree where one is continued.
+        config: The run's settings; without ``checkpoint_dir`` only ``save()`` writes checkpoints.
+        compatible: Settings that must match when resuming.
         orders: See :meth:`EpochIndex.sampled_orders <runtime.data.epoch_index.EpochIndex.drawn>`.
         sampler: See :meth:`EpochIndex.generator_state
             <runtime.data.epoch_index.EpochIndex.generator_state>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
-            ``None``: there is no stream.
+            ``None`` without a stream.
     """
 
     def __init__(
@@ -80,16 +79,16 @@ class CheckpointService:
         self._why: BaseException | None = None
 
     def bind_model(self, model: nn.Module, state: FlatState) -> None:
-        """Rank 0 is built: from here on weights have names."""
+        """Set the model of rank 0, which has the names of the weights."""
         self._layout = WeightLayout(model, state)
 
     def take(self, command: SaveCheckpoint | SaveFailed) -> None:
-        """Hand a checkpoint on; returns at once. On the coordinator's thread."""
+        """Handle a command of the coordinator, on its thread; returns immediately."""
         if isinstance(command, SaveFailed):
             self._fail(command)
             return
         if self._layout is None:
-            return  # nobody was ever built
+            return  # no worker was built
         data = self.data(command)
         if command.scheduled and self._writer is not None:
             self._writer.submit(data)
@@ -101,14 +100,14 @@ class CheckpointService:
     def _answer(
         self, tickets: Sequence[int], data: CheckpointData | None, error: Exception | None = None
     ) -> None:
-        """Under the lock."""
+        """Answer calls of ``save()``; called with the lock held."""
         for number in tickets:
             ticket = self._tickets.pop(number, None)
             if ticket is not None:
                 ticket.give(data, error)
 
     def data(self, command: SaveCheckpoint) -> CheckpointData:
-        """What a checkpoint is written as; its tensors are views of the command's."""
+        """The content of a checkpoint; its tensors are views of the command's."""
         assert self._layout is not None, "a model is built before its state is saved"
         return CheckpointData(
             weights=self._layout.weights(command.payload, command.ranks[0]["frozen"]),
@@ -124,7 +123,7 @@ class CheckpointService:
         )
 
     def _stream_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """From where a stream comes to the first batch that is not trained."""
+        """The stream's state at or before its first untrained batch."""
         if self._stream is None:
             return None
         epoch, batch = run["next_epoch"], 0
@@ -136,18 +135,18 @@ class CheckpointService:
         try:
             return None if state is None else dict(plain(state, "the state of the stream"))
         except CheckpointError as error:
-            logger.warning("%s; a resumed run will read what was trained again", error)
+            logger.warning("%s; a resumed run will read trained items again", error)
             return None
 
     def _fail(self, command: SaveFailed) -> None:
         error = command.error
-        logger.error("no checkpoint could be made: %s; training goes on", error)
+        logger.error("no checkpoint could be taken: %s; training continues", error)
         with self._lock:
             self._error = error
             self._answer(command.tickets, None, error)
 
     def ticket(self) -> tuple[int | None, Ticket]:
-        """A call of ``save()``: its number for the coordinator, unless the run is over."""
+        """Register a call of ``save()``; its number is ``None`` if the run is over."""
         ticket = Ticket()
         with self._lock:
             if self._over:
@@ -158,34 +157,34 @@ class CheckpointService:
             return self._num_tickets, ticket
 
     def claim(self) -> None:
-        """The run begins: keep other runs out of its directory until :meth:`close`.
+        """Lock the directory against other runs until :meth:`close`.
 
         Raises:
-            CheckpointError: Another live run has it, or it cannot be written to.
+            CheckpointError: Another run holds it, or it is not writable.
         """
         if self._writer is not None:
             self._writer.claim()
 
     def release(self) -> None:
-        """The run could not begin: give its directory up."""
+        """Unlock the directory of a run that could not start."""
         if self._writer is not None:
             self._writer.close(0.0)
 
     def abandon(self) -> None:
-        """Let :meth:`close` wait no longer; takes no lock."""
+        """End a wait in :meth:`close`; acquires no lock."""
         self._abandoned = True
 
     def close(
         self, error: BaseException | None, *, forget: bool = True
     ) -> tuple[BaseException, ...]:
-        """The run is over: answer everybody, and wait for what is being written.
+        """End of the run: answer all calls of ``save()`` and wait for the writer.
 
         Args:
-            error: How it ended, if not well.
-            forget: Whether :meth:`data` is not called any more.
+            error: The run's error, if any.
+            forget: Free the weight layout; :meth:`data` must not be called afterwards.
 
         Returns:
-            The last error of making and of writing one, if there was any.
+            The last error of taking and of writing a checkpoint, if any.
         """
         with self._lock:
             self._over, self._why = True, error
@@ -201,67 +200,67 @@ class CheckpointService:
         self._await(writer)
         if not writer.close(0.0):
             late = CheckpointError(
-                f"the end of the run did not wait for the last checkpoint to {writer.directory}"
+                f"the run ended before its last checkpoint was written to {writer.directory}"
             )
             return (*errors, late)
         return errors if writer.last_error is None else (*errors, writer.last_error)
 
     def _await(self, writer: CheckpointWriter) -> None:
-        """Wait for what is being written, until :meth:`abandon` or for :data:`CLOSE_S`."""
-        began, told = time.monotonic(), False
+        """Wait for the writer, until :meth:`abandon` or at most :data:`CLOSE_S`."""
+        began, has_warned = time.monotonic(), False
         while not (writer.wait(POLL_S) or self._abandoned):
             waited = time.monotonic() - began
             if waited > CLOSE_S:
                 return
-            if waited > WARN_AFTER_S and not told:
-                told = True
+            if waited > WARN_AFTER_S and not has_warned:
+                has_warned = True
                 logger.warning(
-                    "the run is over, and its last checkpoint is still being written to %s; the "
-                    "second Ctrl-C no longer waits for it",
+                    "the run is over, and its last checkpoint is still being written to %s; a "
+                    "second Ctrl-C stops waiting",
                     writer.directory,
                 )
 
 
 class Ticket:
-    """One call of ``save()``: waits for the state that it shall write."""
+    """One call of ``save()``, which waits for the state to write."""
 
     def __init__(self) -> None:
-        # Not an Event: Ctrl-C may leave its Python code in the middle, with its lock held.
-        self._waits = threading.Lock()
-        self._waits.acquire()
+        # Not an Event: Ctrl-C may interrupt its Python code while it holds its lock.
+        self._pending = threading.Lock()
+        self._pending.acquire()
         self._data: CheckpointData | None = None
         self._error: BaseException | None = None
 
     def give(self, data: CheckpointData | None, error: BaseException | None = None) -> None:
-        """Answer the call; the first answer counts."""
-        if self._waits.locked():
+        """Answer the call; only the first answer has an effect."""
+        if self._pending.locked():
             self._data, self._error = data, error
-            self._waits.release()
+            self._pending.release()
 
     def wait(self, timeout_s: float) -> CheckpointData:
-        """Block until it is answered.
+        """Block until the call is answered.
 
         Raises:
-            TimeoutError: It was not in time.
-            CheckpointError: The run ended without a state.
+            TimeoutError: No answer in time.
+            CheckpointError: The run ended without a full state.
         """
-        if not self._waits.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+        if not self._pending.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
         if isinstance(self._error, CheckpointError):
             raise self._error
         if self._data is None:
             raise CheckpointError(
-                "the run is over and kept no full state: call save() while it runs, set "
-                "checkpoint_dir(path), or write the weights alone with state.save(path)"
+                "the run is over and kept no full state: call save() during the run, set "
+                "checkpoint_dir(path), or write only the weights with state.save(path)"
             ) from self._error
         return self._data
 
 
 class WeightLayout:
-    """Makes a state dict of flat payloads, without the module.
+    """Builds state dicts from flat payloads, without the module.
 
     Args:
-        model: A replica, built.
+        model: A replica.
         state: Its flat state.
     """
 
@@ -280,7 +279,7 @@ class WeightLayout:
             place = places.get(id(value))
             self._keys.append((key, place))
             if place is None:
-                # Few ever change: one copy serves all checkpoints, none is needed on a CPU.
+                # Frozen parameters rarely change: one copy serves all checkpoints.
                 self._frozen[key] = value.detach().to("cpu")
                 self._frozen_names[key] = names.get(id(value), key)
 
@@ -289,7 +288,7 @@ class WeightLayout:
 
         Args:
             payload: The average.
-            changed: Frozen parameters that are not as they were at first, by name; copies.
+            changed: Copies of frozen parameters that have changed, by name.
         """
         params, buffers = self._params(payload.params), self._buffers(payload)
         found: dict[str, Tensor] = {}
@@ -304,7 +303,7 @@ class WeightLayout:
 
 
 def _warn_of_other_checkpoints(directory: Path, resume: Path | None) -> None:
-    """Warn of checkpoints that are not this run's, and will give way to its own."""
+    """Warn about another run's checkpoints, which retention will remove."""
     if resume is not None and directory in (resume, resume.parent):
         return
     try:
@@ -313,8 +312,8 @@ def _warn_of_other_checkpoints(directory: Path, resume: Path | None) -> None:
         return
     if found:
         logger.warning(
-            "%s holds %d checkpoints of another run, which are removed as those of this one come; "
-            "go on from them with resume(path), or name another directory",
+            "%s contains %d checkpoints of another run, which will be removed as new ones are "
+            "written; resume from them with resume(path), or use another directory",
             directory,
             found,
         )

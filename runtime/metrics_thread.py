@@ -1,7 +1,6 @@
-"""The thread that runs the metrics function and shows progress.
+"""The thread that calls ``metrics_fn`` and shows progress.
 
-It is neither the coordinator's thread nor a worker's: a slow or failing callback holds
-up nobody.
+It is separate from the coordinator and the workers, so a slow or failing function blocks nobody.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.2
 
-ABANDONED_S = 0.1  # for a thread that has nothing left to do
+ABANDONED_S = 0.1  # join timeout of an abandoned thread
 
 
 class MetricsThread:
-    """Hands the metrics of closed epochs and of steps to the user.
+    """Delivers the metrics of closed epochs and of steps to the user.
 
     Args:
-        metrics_fn: ``f(EpochMetrics)``, and ``f(StepMetrics)``; ``False`` asks for a stop. A
-            logger is closed after the last epoch, on this thread, unless another run has it too.
-        on_stop: Called when it returned ``False``.
-        progress: Off a terminal and a notebook, which have a bar unless it is ``False``:
-            ``True``: one line an epoch, in the log or, where none is configured, on stderr;
-            ``None``: that line only in a log that takes INFO.
+        metrics_fn: ``f(EpochMetrics)`` and ``f(StepMetrics)``; ``False`` stops the run. A logger
+            is closed after the last epoch, on this thread, unless another run uses it, too.
+        on_stop: Called when ``metrics_fn`` has returned ``False``.
+        progress: Progress bar on a terminal or in a notebook unless ``False``. Elsewhere, ``True``:
+            one line an epoch in the log, or on stderr if no handler is configured; ``None``: one
+            line if the logger is enabled for INFO.
         total_batches: Batches in the whole run.
-        trained: Gives the batches trained so far, from any thread.
+        trained: Returns the batches trained so far; thread-safe.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class MetricsThread:
         self._on_stop = on_stop
         kind = _bar_kind()
         self._bar_kind = None if progress is False else kind
-        self._asked = progress is True
+        self._is_requested = progress is True
         self._with_lines = kind is None and (
-            self._asked or (progress is None and logger.isEnabledFor(logging.INFO))
+            self._is_requested or (progress is None and logger.isEnabledFor(logging.INFO))
         )
         self._bar: Any = None
         self._total = total_batches
@@ -68,14 +67,14 @@ class MetricsThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, if there is anything for it to do."""
+        """Start the thread, if there is a function or progress to show."""
         if self._metrics_fn is not None or self._bar_kind is not None or self._with_lines:
             thread = threading.Thread(target=in_own_context(self._run), name="metrics", daemon=True)
             if isinstance(self._metrics_fn, RunLogger):
                 self._metrics_fn.begin_run()
             try:
                 if self._bar_kind is not None:
-                    # Here: a notebook shows it below the cell of the thread that makes it.
+                    # In this thread: a notebook shows it below the cell that creates it.
                     self._bar = self._bar_kind(total=self._total, unit="batch", leave=True)
                 thread.start()
             except BaseException:
@@ -84,23 +83,23 @@ class MetricsThread:
             self._thread = thread
 
     def owns(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is the one that runs the metrics function."""
+        """True if ``thread`` is the metrics thread."""
         return thread is self._thread
 
     def put(self, metrics: EpochMetrics | StepMetrics) -> None:
-        """Hand metrics on; returns at once."""
+        """Queue metrics; returns immediately."""
         if self._thread is not None:
             self._queue.put(metrics)
 
     def abandon(self) -> None:
-        """Let :meth:`close` wait no longer; takes no lock."""
+        """End a wait in :meth:`close`; acquires no lock."""
         self._ends.put(False)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every epoch was handed to the user, then end.
+        """Wait until all metrics are delivered, then end the thread.
 
         Args:
-            timeout_s: Wait no longer than this for a function that does not return.
+            timeout_s: Maximum wait for a function that does not return.
         """
         if self._thread is None:
             return
@@ -110,13 +109,13 @@ class MetricsThread:
             ended = self._ends.get(timeout=timeout_s)
         self._thread.join(None if ended else ABANDONED_S)
         if self._thread.is_alive():
-            logger.warning("metrics_fn has not returned; its thread is left to itself")
+            logger.warning("metrics_fn has not returned; its thread is abandoned")
         else:
             self._thread = None
 
     def _run(self) -> None:
         try:
-            self._hand_out()
+            self._deliver()
         finally:
             self._end_logger()
             self._ends.put(True)
@@ -125,10 +124,10 @@ class MetricsThread:
         if isinstance(self._metrics_fn, RunLogger):
             try:
                 self._metrics_fn.end_run()
-            except BaseException:  # the run's result does not depend on it
+            except BaseException:  # does not affect the run's result
                 logger.exception("%r could not be closed", self._metrics_fn)
 
-    def _hand_out(self) -> None:
+    def _deliver(self) -> None:
         bar = self._bar
         try:
             while True:
@@ -159,7 +158,7 @@ class MetricsThread:
                 f"epoch {metrics.epoch}: loss {metrics.avg_loss:.4g}, {metrics.num_samples} "
                 f"samples in {metrics.epoch_s:.2f} s"
             )
-            announce(logger, line, silent=not self._asked)
+            announce(logger, line, silent=not self._is_requested)
 
     def _call(self, metrics: EpochMetrics | StepMetrics) -> None:
         if self._metrics_fn is None:
@@ -167,8 +166,8 @@ class MetricsThread:
         try:
             if self._metrics_fn(metrics) is False:
                 self._on_stop()
-        except BaseException:  # SystemExit would end the thread, and the epochs to come
-            logger.exception("metrics_fn failed for epoch %d; training goes on", metrics.epoch)
+        except BaseException:  # SystemExit would end the thread
+            logger.exception("metrics_fn failed for epoch %d; training continues", metrics.epoch)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -176,7 +175,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 
 def _bar_kind() -> type[Any] | None:
-    """The bar for a terminal or a notebook; ``None`` where neither is there."""
+    """The progress bar's class for a terminal or a notebook; ``None`` elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         return _Bar
     ipython = sys.modules.get("IPython")

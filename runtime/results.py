@@ -1,4 +1,4 @@
-"""What a run leaves."""
+"""Results of a run: TrainedState and WorkerFailure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState, modules_with_extra_state
 
 EXTRA_STATE = "_extra_state"
-"""How ``state_dict()`` calls a module's extra state."""
+"""Key of a module's extra state in ``state_dict()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,13 @@ class TrainedState:
     """The averaged model at the end of a run.
 
     Attributes:
-        params: Every parameter, trained or frozen, on the CPU, under the bare module's
-            names and in its order.
-        buffers: Every buffer, persistent or not, likewise.
+        params: All parameters, trained or frozen, on the CPU, under the bare module's names, in
+            its order.
+        buffers: All buffers, persistent or not, likewise.
         metrics: One entry for each closed epoch.
         failures: Workers that died during the run.
-        stopped: Whether the run was stopped before its end.
-        checkpoint_errors: The last error of writing checkpoints, if any; each was logged
-            when it occurred.
+        stopped: True if the run was stopped before its end.
+        checkpoint_errors: The last error of writing checkpoints, if any; all are logged.
     """
 
     params: dict[str, Tensor]
@@ -50,14 +49,14 @@ class TrainedState:
         """Write the weights as a safetensors file, which a bare module loads:
         ``Net().load_state_dict(safetensors.torch.load_file(path))``.
 
-        Blocks until it is on the disk. If this raises or the process dies, ``path`` keeps its
-        old content. Tied tensors are written once under each of their names. Extra state of
-        modules (``get_extra_state``) is left out: a model that has some loads the file with
+        Blocks until the file is on disk. If this raises or the process dies, ``path`` keeps its
+        old content. Tied tensors are written under each of their names. Extra state of modules
+        (``get_extra_state``) is omitted: a model that has some loads the file with
         ``strict=False``.
 
         Raises:
-            OSError, CheckpointError: It could not be written, or safetensors does not support
-                a tensor's type.
+            OSError, CheckpointError: The file could not be written, or safetensors does not
+                support a tensor's type.
         """
         weights = {k: v for k, v in self.state_dict().items() if k not in self._extra}
         save_weights(check_path("save", path), weights)
@@ -65,7 +64,7 @@ class TrainedState:
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state dict of the bare module, in its order, for ``Net().load_state_dict(...)``.
 
-        Holds tensors, and the extra state of modules that have some.
+        Contains tensors, and the extra state of modules that have some.
         """
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
@@ -73,13 +72,13 @@ class TrainedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailure:
-    """A worker that died.
+    """A worker that failed.
 
     Attributes:
-        rank: Its rank.
-        epoch: Epoch it was in.
-        step: Batches it had trained.
-        error: The exception that ended it.
+        rank: The worker's rank.
+        epoch: Epoch of the failure.
+        step: Batches that the worker had trained.
+        error: Its exception.
     """
 
     rank: int
@@ -94,15 +93,15 @@ def assemble_state(
     outcome: Outcome,
     checkpoint_errors: tuple[BaseException, ...] = (),
 ) -> TrainedState:
-    """Put the final average into the model and copy everything to the CPU.
+    """Load the final average into the model and copy its state to the CPU.
 
     Args:
-        model: A replica whose worker has left.
+        model: A replica whose worker has exited.
         flat: Its flat state.
-        outcome: The end of a run that did not fail.
-        checkpoint_errors: Of writing checkpoints.
+        outcome: The outcome of a run that did not fail.
+        checkpoint_errors: Errors of writing checkpoints.
     """
-    assert outcome.payload is not None, "a run without a failure leaves a state"
+    assert outcome.payload is not None, "a run without a failure has a final state"
     with torch.no_grad():
         flat.load(outcome.payload)
         copies: dict[int, Tensor] = {}
@@ -125,7 +124,7 @@ def assemble_state(
                 continue
             keys.append(key)
             if key not in params and key not in buffers:
-                # A tied tensor's second name: the same values under both.
+                # The second name of a tied tensor.
                 (params if isinstance(value, nn.Parameter) else buffers)[key] = copy(value)
     return TrainedState(
         params=params,
@@ -155,7 +154,7 @@ def load_trained(module: nn.Module, state: TrainedState) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """Extra state on the CPU, in memory of its own where that is known how to be done."""
+    """Extra state, copied to the CPU if its types are supported."""
     try:
         return plain(value, EXTRA_STATE, copy=True)
     except CheckpointError:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: complete or not there, and never code."""
+"""Checkpoints on disk: atomic writes, and reading that executes no code."""

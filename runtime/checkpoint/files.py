@@ -1,7 +1,7 @@
-"""Files and directories that survive a crash, and reading that trusts nothing.
+"""Durable and atomic file operations, and safe reading.
 
-A file is durable once it and the directory that names it are flushed; a rename is atomic,
-but durable only after its directory is flushed (fsync(2), rename(2)).
+A file is durable once it and its directory are flushed. A rename is atomic, but durable only after
+its directory is flushed (fsync(2), rename(2)).
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _SAFE_DTYPES = frozenset(
 
 
 def flush_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Flush a directory, which makes the names in it durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot
+        if error.errno != errno.EINVAL:  # not supported by some network file systems
             raise
     finally:
         os.close(fd)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, each durable; an existing one is left as it is."""
+    """Create a directory and its parents durably; no effect if it exists."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -79,9 +79,9 @@ def make_directory(path: Path) -> None:
 
 
 def flush_and_digest(path: Path) -> tuple[int, str]:
-    """Make a file's content durable; return its size in bytes and its SHA-256.
+    """Flush a file; return its size in bytes and its SHA-256.
 
-    Hashing runs while the system writes what :meth:`os.fsync` then waits for.
+    Hashing overlaps with the system's writing, which :meth:`os.fsync` then waits for.
     """
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -90,7 +90,7 @@ def flush_and_digest(path: Path) -> tuple[int, str]:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Create a file with this content on the disk."""
+    """Create a file with this content and flush it."""
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
@@ -98,7 +98,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 class _Output:
-    """A file that remembers why it could not be written, which ``torch.save`` hides."""
+    """A file that records its write error, which ``torch.save`` hides."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -119,8 +119,8 @@ def write_pickle(path: Path, value: Any) -> None:
     """Write a value with ``torch.save``, without flushing it to the disk.
 
     Raises:
-        OSError: It could not be written.
-        CheckpointError: It cannot be pickled.
+        OSError: The file could not be written.
+        CheckpointError: The value cannot be pickled.
     """
     with open(path, "xb") as file:
         output = _Output(file)
@@ -141,8 +141,8 @@ def write_weights(
 ) -> None:
     """Write tensors as safetensors, without flushing.
 
-    Names that share memory are written once each, so that a bare module loads the file
-    strictly.
+    Tensors that share memory are written under each of their names, so that a bare module loads
+    the file strictly.
 
     Raises:
         CheckpointError: The format does not support a tensor's type, or the file could
@@ -152,11 +152,11 @@ def write_weights(
     for name, t in weights.items():
         if not fits_safetensors(t):
             raise CheckpointError(f"safetensors cannot hold {name!r} of {t.dtype} and {t.layout}")
-        # What a file gets are the bytes in memory, without a view's conjugation or sign.
+        # The file stores bytes in memory, without lazy conjugation or negation.
         ready[name] = t.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     end = 0
     for name, t in sorted(ready.items(), key=lambda item: item[1].data_ptr()):
-        if t.data_ptr() < end:  # memory under two names would be refused
+        if t.data_ptr() < end:  # safetensors refuses shared memory
             ready[name] = t.clone()
         end = max(end, t.data_ptr() + t.nbytes)
     # The library writes a file that only its owner can read, and puts it in the place of this one.
@@ -170,7 +170,7 @@ def write_weights(
 
 
 def fits_safetensors(t: Tensor) -> bool:
-    """Whether a safetensors file can hold it."""
+    """True if safetensors supports the tensor's dtype and layout."""
     return t.dtype in _SAFE_DTYPES and t.layout is torch.strided
 
 
@@ -181,7 +181,7 @@ def save_weights(
     error or a crash, what it was before. Blocks until it is on the disk.
 
     Raises:
-        OSError, CheckpointError: It could not be written.
+        OSError, CheckpointError: The file could not be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -195,10 +195,10 @@ def save_weights(
 
 
 def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
-    """Return the content of a regular file; a pipe or device in its place does not block.
+    """Return the content of a regular file. Does not block on a pipe or device.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
         CheckpointError: A link, not a regular file, or longer than ``limit_bytes``.
     """
     try:
@@ -212,15 +212,15 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError("not a regular file")
         if limit_bytes is not None and status.st_size > limit_bytes:
-            raise CheckpointError(f"{status.st_size} bytes where at most {limit_bytes} belong")
+            raise CheckpointError(f"{status.st_size} bytes instead of at most {limit_bytes}")
         return file.read()
 
 
 @contextmanager
 def claimed_directory(name: Callable[[], Path]) -> Iterator[Path]:
-    """A new directory that :func:`remove_leftovers` of other processes does not remove.
+    """A new directory that :func:`remove_leftovers` in other processes does not remove.
 
-    It carries a lock that the system releases when the process ends, however it ends.
+    Holds a lock on it, which the system releases when the process ends, also after a crash.
 
     Args:
         name: Returns a path that does not exist.
@@ -228,7 +228,7 @@ def claimed_directory(name: Callable[[], Path]) -> Iterator[Path]:
     while True:
         path = name()
         path.mkdir()
-        # Until it is locked a cleaner may take it for a leftover and remove it.
+        # Until it is locked, another process may remove it as a leftover.
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -251,17 +251,17 @@ def _is_still(path: Path, fd: int) -> bool:
 
 
 class DirectoryLock:
-    """A live run's exclusive claim to a directory; the system releases it with the process.
+    """Exclusive lock of a running run on a directory, released by the system with the process.
 
-    It is an advisory lock of the directory itself (flock(2)) and leaves no file behind. It has
-    no effect on a file system without such locks, such as some network file systems.
+    An advisory lock on the directory itself (flock(2)), without a lock file. Has no effect on file
+    systems that do not support it, such as some network file systems.
 
     Args:
-        path: The directory, which is made if needed.
+        path: The directory, created if needed.
 
     Raises:
-        CheckpointError: Another live run holds it, in this process or another.
-        OSError: The directory cannot be made or opened.
+        CheckpointError: Another run holds it, in this process or another.
+        OSError: The directory cannot be created or opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -273,14 +273,14 @@ class DirectoryLock:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 os.close(fd)
                 raise CheckpointError(
-                    f"{path} is the checkpoint_dir of another run that is still going on, in this "
-                    "process or another: each would remove the other's checkpoints. Name another "
-                    "directory, or wait for the end of that run"
+                    f"{path} is the checkpoint_dir of another run that is still active, in this "
+                    "process or another: each would remove the other's checkpoints. Use another "
+                    "directory, or wait for that run to end"
                 ) from None
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
-        # Frees it also where the run that has it is garbage before it has begun.
+        # Also releases it if the run is garbage-collected before it starts.
         self._release = weakref.finalize(self, _unlock, fd)
 
     def release(self) -> None:
@@ -290,7 +290,7 @@ class DirectoryLock:
 
 def _unlock(fd: int) -> None:
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have a copy of the descriptor
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
     os.close(fd)
 
 
@@ -305,8 +305,8 @@ def _lock(fd: int, *, wait: bool) -> bool:
 
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
-    """Remove directories with this prefix whose process has ended; on a file system without
-    locks, none. What cannot be removed stays."""
+    """Remove directories with this prefix whose process has ended; none on a file system without
+    locks. Errors are ignored."""
     with suppress(OSError):
         for path in list(directory.iterdir()):
             if path.name.startswith(prefix):

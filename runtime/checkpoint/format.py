@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files, written last and checked first."""
+"""Format of a checkpoint: its content, manifest and plain values."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from runtime.core.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointData:
-    """The whole state of a run between two steps.
+    """The state of a run between two steps.
 
-    Nobody may write to it or to its tensors once it is handed over: it is written from
-    another thread, later.
+    Must not be modified after it was submitted, since another thread writes it later.
 
     Attributes:
         weights: Full state dict of the bare module on the CPU, in the module's order. Tied
-            tensors stand under each of their names and may share memory.
-        ranks: One state for each rank: optimizer, schedule, scaler, generators, own
-            buffers, counters; values as :func:`plain` gives them.
+            tensors appear under each of their names and may share memory.
+        ranks: State of each rank: optimizer, schedule, scaler, generators, own buffers,
+            counters; values as returned by :func:`plain`.
         run: The coordinator's state, likewise.
-        compatible: What must agree for the run to be continued, likewise.
-        epoch: Closed epochs, for names and logs.
+        compatible: Settings that must match when resuming, likewise.
+        epoch: Number of closed epochs, for names and logs.
         global_step: Batches trained by all ranks together.
-        within: Whether it was made in the middle of an epoch.
-        orders: Of a sampler, by epoch: the samples of each that is under way, in order.
-        sampler: Of a sampler with a generator of its own: an epoch, and the generator's state
-            before it was drawn.
-        stream: Of a stream that can be set to a state: an item that is not yet trained, or one
-            before, its state there, and that of its generator.
+        within: True if it was taken within an epoch.
+        orders: A sampler's order of each open epoch.
+        sampler: Epoch and generator state, before its draws, of a sampler with its own generator.
+        stream: Saved state of a stream at or before its first untrained item, with the item's
+            index and the generator's state.
     """
 
     weights: dict[str, Tensor]
@@ -56,27 +54,26 @@ class CheckpointData:
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:
-    """The value in types that ``torch.load(weights_only=True)`` gives back unchanged.
+    """Convert a value to types that ``torch.load(weights_only=True)`` restores unchanged.
 
-    Containers are rebuilt, so that later changes do not show; numbers and strings of
-    other types (NumPy's scalars) become Python's own. Blocks while tensors are copied from
-    a device.
+    Containers are copied; numbers and strings of other types (NumPy's scalars) become Python's.
+    Blocks while tensors are copied from a device.
 
     Args:
         value: Tensors, numbers, strings, bytes, ``None``, lists, tuples, sets and mappings of
             them.
-        where: What it is, for the error.
-        copy: Copy tensors to new CPU memory; otherwise they are taken as they are.
-        drop: Leave out of mappings what a checkpoint cannot hold.
+        where: Path of the value, for errors.
+        copy: Copy tensors to new CPU memory; otherwise they are detached only.
+        drop: Omit unsupported values of mappings.
 
     Raises:
-        CheckpointError: Something else is in it; names the place.
+        CheckpointError: Contains an unsupported type; the message has its path.
     """
     if value is None or isinstance(value, (bool, torch.dtype, torch.device, torch.Size)):
         return value
     if type(value) in (bytes, complex):
         return value
-    if isinstance(value, Tensor) and _comes_back(value):
+    if isinstance(value, Tensor) and _is_loadable(value):
         return value.detach().to("cpu", copy=True) if copy else value.detach()
     if isinstance(value, str):
         return str(value)
@@ -88,7 +85,7 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
         return float(value)
     if isinstance(value, Mapping):
         kept: dict[Any, Any] = {}
-        if isinstance(value, (Counter, OrderedDict)):  # schedulers rely on them
+        if isinstance(value, (Counter, OrderedDict)):  # required by schedulers
             kept = Counter() if isinstance(value, Counter) else OrderedDict()
         for key, item in value.items():
             with suppress(CheckpointError) if drop else nullcontext():
@@ -101,28 +98,28 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
     if type(value) is set:
         return {plain(item, f"an item of {where}", copy=copy) for item in value}
     raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold: keep tensors, "
-        "numbers, strings, lists, tuples and dicts in state dicts"
+        f"{where} is of type {type(value).__name__}, which checkpoints do not support: use "
+        "tensors, numbers, strings, lists, tuples and dicts in state dicts"
     )
 
 
-def _comes_back(t: Tensor) -> bool:
-    """Whether the safe reader knows the tensor's type: a subclass only if it was told of it."""
+def _is_loadable(t: Tensor) -> bool:
+    """True if the safe reader accepts the type; subclasses must be registered with PyTorch."""
     kind = type(t)
     return kind in (Tensor, nn.Parameter) or kind in torch.serialization.get_safe_globals()
 
 
 def plain_key(key: str) -> str:
-    """A key of a state dict as the bare module has it, where parts were compiled."""
+    """The key of a state dict without the prefixes of compiled submodules."""
     return key.replace("_orig_mod.", "")
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers under the keys of ``state_dict()``, in its order,
-    as modules have them that are not compiled.
+    """Parameters and persistent buffers under the keys of ``state_dict()``, in its order, without
+    the prefixes of compiled submodules.
 
-    Of a state dict that hooks have changed, what they made anew is left out; a parameter
-    that they took away stands under its own name.
+    Tensors that state-dict hooks create are omitted; parameters that they remove appear under
+    their own names.
     """
     own = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
     state = model.state_dict(keep_vars=True)
@@ -133,7 +130,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(model: nn.Module) -> str:
-    """The names, shapes and dtypes of a model's weights, as a hash."""
+    """SHA-256 of the names, shapes and dtypes of a model's weights."""
     described = [
         [key, list(value.shape), str(value.dtype)] for key, value in named_weights(model).items()
     ]
@@ -151,19 +148,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of one rank's state."""
+    """File name of a rank's state."""
     return f"ranks-{rank:05d}.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What belongs to a checkpoint.
+    """The files of a checkpoint; written last and read first.
 
     Attributes:
-        epoch: Closed epochs.
+        epoch: Number of closed epochs.
         global_step: Batches trained by all ranks together.
         files: Size in bytes and SHA-256 of each file but the manifest.
-        about: Where it comes from, for people.
+        about: Origin of the checkpoint, for humans.
     """
 
     epoch: int
@@ -173,11 +170,11 @@ class Manifest:
 
     @property
     def world_size(self) -> int:
-        """How many ranks' states it holds."""
+        """Number of ranks in the checkpoint."""
         return sum(_RANK.fullmatch(name) is not None for name in self.files)
 
     def to_bytes(self) -> bytes:
-        """The file's content, which carries the SHA-256 of itself."""
+        """Serialise, with a SHA-256 of the content."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -190,10 +187,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read a file's content; every byte must be as it was written.
+        """Parse a file's content.
 
         Raises:
-            CheckpointError: It is altered, or of another version.
+            CheckpointError: It was altered, or has another version.
         """
         try:
             body = json.loads(content)
@@ -201,15 +198,15 @@ class Manifest:
                 raise CheckpointError(f"its format is {body['format']!r}, not {FORMAT!r}")
             if body["version"] != VERSION:
                 raise CheckpointError(
-                    f"its format version is {body['version']}, this program reads {VERSION}; "
-                    "resume with the version of the program that wrote it"
+                    f"its format version is {body['version']}, this version reads {VERSION}; "
+                    "resume with the version that wrote it"
                 )
             digest = body.pop("sha256")
             if (
                 hashlib.sha256(_dump(body)).hexdigest() != digest
                 or _dump({**body, "sha256": digest}) != content
             ):
-                raise CheckpointError("its SHA-256 does not agree")
+                raise CheckpointError("its SHA-256 does not match")
             files = {n: (_count(f["bytes"]), str(f["sha256"])) for n, f in body["files"].items()}
             found = cls(
                 epoch=_count(body["epoch"]),
@@ -230,18 +227,18 @@ class Manifest:
         return found
 
     def _check_names(self) -> None:
-        """No other names, so that nothing outside the directory is read."""
+        """Allow only expected names, so that nothing outside the directory is read."""
         expected = {WEIGHTS, STATE, *map(rank_file, range(self.world_size))}
         if set(self.files) != expected or self.world_size == 0:
             raise CheckpointError(f"it lists {sorted(self.files)}, not {sorted(expected)}")
         for name, (size, digest) in self.files.items():
             if size < 0 or not _SHA256.fullmatch(digest):
-                raise CheckpointError(f"its entry of {name} is no size and SHA-256")
+                raise CheckpointError(f"its entry for {name} is not a size and a SHA-256")
 
 
 def _count(value: Any) -> int:
     if type(value) is not int:
-        raise ValueError(f"{value!r:.80} in place of a whole number")
+        raise ValueError(f"{value!r:.80} instead of an integer")
     return value
 
 
@@ -250,7 +247,7 @@ def _dump(body: dict[str, Any]) -> bytes:
 
 
 def numpy_state(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What NumPy takes, of the state of its global generator in a checkpoint."""
+    """The state of NumPy's global generator from a checkpoint, for ``set_state``."""
     numbers: dict[str, Any] = _unpacked(saved)
     if numbers["bit_generator"] == "MT19937":
         numbers["state"]["key"] = numbers["state"]["key"].astype(np.uint32)
@@ -258,7 +255,7 @@ def numpy_state(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packed_arrays(value: Any) -> Any:
-    """The state of a NumPy generator, of whichever kind, with tensors in place of arrays."""
+    """The state of a NumPy generator with tensors in place of arrays."""
     if isinstance(value, dict):
         return {name: packed_arrays(item) for name, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what is read, what must agree, what each rank is given."""
+"""Resuming from a checkpoint: reading, validation, and the state of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_WHAT = {
+_SETTING_NAMES = {
     "batch_size": "batch_size",
     "num_samples": "length of the data set",
     "drop_last": "drop_last",
@@ -47,15 +47,15 @@ _COMPATIBLE = record(
 _TENSORS = mapping(of_type(str), of_type(Tensor))
 
 _MAX = 1 << 53
-"""Above every count of a run."""
+"""Upper limit of all counts."""
 
 
 class ResumePoint:
-    """A checkpoint that a run goes on from. Read by all threads, written by none.
+    """A checkpoint from which a run resumes. Immutable, read by all threads.
 
     Args:
         data: The checkpoint.
-        name: What it is called in errors.
+        name: Its name in errors.
     """
 
     def __init__(self, data: CheckpointData, name: str) -> None:
@@ -66,28 +66,28 @@ class ResumePoint:
     def read(
         cls, path: Path, compatible: Mapping[str, Any], num_epochs: int, *, missing_ok: bool
     ) -> ResumePoint | None:
-        """Read the newest checkpoint that is whole; blocks.
+        """Read the newest complete checkpoint; blocks.
 
         Args:
             path: A checkpoint, or a directory of them.
-            compatible: What must agree, as :class:`CheckpointData` holds it.
+            compatible: Settings that must match; see :class:`CheckpointData`.
             num_epochs: Epochs of the run.
-            missing_ok: Start afresh if there is none.
+            missing_ok: Return ``None`` if there is no checkpoint.
 
         Returns:
-            ``None``: the run starts afresh.
+            ``None`` if the run starts from the beginning.
 
         Raises:
-            CheckpointError: There is none that is whole, or it belongs to another run.
+            CheckpointError: There is no complete checkpoint, or it does not match the run.
         """
         loaded = load_newest(path, missing_ok=missing_ok, check=check_content)
         if loaded is None:
-            logger.info("no checkpoint in %s: the run starts afresh", path)
+            logger.info("no checkpoint in %s: the run starts from the beginning", path)
             return None
         point = cls(loaded.data, str(loaded.path))
         point.check(compatible, num_epochs)
         logger.info(
-            "going on from %s: %d epochs closed, %d batches trained",
+            "resuming from %s: %d epochs closed, %d batches trained",
             loaded.path,
             loaded.data.epoch,
             loaded.data.global_step,
@@ -95,25 +95,25 @@ class ResumePoint:
         return point
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
-        """Raise ``CheckpointError`` unless the run goes with the checkpoint."""
+        """Raise ``CheckpointError`` unless the run matches the checkpoint."""
         saved = {"sampler": False, "stream": False, **self._data.compatible}
         for name, value in compatible.items():
             if saved.get(name) != value:
                 raise CheckpointError(
-                    f"{self._name} was written with {_WHAT[name]} {saved.get(name)!r}, this run "
-                    f"has {value!r}: give the same, or start afresh without resume(path)"
+                    f"{self._name} was written with {_SETTING_NAMES[name]} {saved.get(name)!r}, "
+                    f"this run has {value!r}: use the same, or start over without resume(path)"
                 )
-        begun = [e["epoch"] + 1 for e in self._data.run["epochs"] if e["consumed"]]
-        done = max([len(self._data.run["metrics"]), *begun])
+        started = [e["epoch"] + 1 for e in self._data.run["epochs"] if e["consumed"]]
+        done = max([len(self._data.run["metrics"]), *started])
         if num_epochs < done:
             raise CheckpointError(
                 f"{self._name} is in its epoch number {done}, this run has num_epochs("
-                f"{num_epochs}): give at least {done}"
+                f"{num_epochs}): set at least {done}"
             )
         per_epoch = count_batches(
             compatible["num_samples"], compatible["batch_size"], drop_last=compatible["drop_last"]
         )
-        assert self._data.global_step <= per_epoch * num_epochs  # check_content saw to it
+        assert self._data.global_step <= per_epoch * num_epochs  # ensured by check_content
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -122,41 +122,41 @@ class ResumePoint:
 
     @property
     def sampler(self) -> Mapping[str, Any] | None:
-        """The state of a sampler's own generator before one of the epochs that follow."""
+        """The state of a sampler's own generator, before the draws of a later epoch."""
         return self._data.sampler
 
     @property
     def stream(self) -> Mapping[str, Any] | None:
-        """Where a stream stood, if it can go on from there."""
+        """The saved state of a stream, if any."""
         return self._data.stream
 
     @property
     def orders(self) -> Mapping[int, Tensor]:
-        """What a sampler gave for the epochs that were under way."""
+        """A sampler's orders of the open epochs."""
         return self._data.orders
 
     def rank(self, rank: int) -> Mapping[str, Any]:
-        """A rank's own state; at another world size that of ``rank mod`` the saved one.
+        """A rank's own state; with another world size, that of rank ``rank % saved_world_size``.
 
-        A rank that was not there draws random numbers of its own, not those of another.
+        The state of an additional rank has no generators, so that its random numbers differ.
         """
         saved = self._data.ranks
         state = saved[rank % len(saved)]
         return state if rank < len(saved) else {**state, "generators": None}
 
     def load_weights(self, model: nn.Module) -> None:
-        """Give a model the checkpoint's weights.
+        """Load the checkpoint's weights into a model.
 
         Raises:
-            CheckpointError: It is another model; names the first difference.
+            CheckpointError: The model differs; the message has the first difference.
         """
         saved = {plain_key(key): tensor for key, tensor in self._data.weights.items()}
         own = named_weights(model)
         difference = _first_difference(saved, own)
         if difference is not None:
             raise CheckpointError(
-                f"{self._name} holds another model than model_factory builds: {difference}; "
-                "build the same architecture, or start afresh without resume(path)"
+                f"{self._name} contains another model than model_factory builds: {difference}; "
+                "build the same architecture, or start over without resume(path)"
             )
         with torch.no_grad():
             for name, tensor in own.items():
@@ -167,16 +167,19 @@ def _first_difference(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     for name, theirs in saved.items():
         mine = own.get(name)
         if mine is None:
-            return f"the checkpoint has {name!r}, the model has not"
+            return f"the checkpoint has {name!r}, the model does not"
         if mine.shape != theirs.shape:
             return (
                 f"the shape of {name!r} is {tuple(theirs.shape)} in the checkpoint and "
                 f"{tuple(mine.shape)} in the model"
             )
         if mine.dtype != theirs.dtype:
-            return f"the dtype of {name!r} is {theirs.dtype} there and {mine.dtype} in the model"
+            return (
+                f"the dtype of {name!r} is {theirs.dtype} in the checkpoint and {mine.dtype} in "
+                "the model"
+            )
     extra = next((name for name in own if name not in saved), None)
-    return None if extra is None else f"the model has {extra!r}, the checkpoint has not"
+    return None if extra is None else f"the model has {extra!r}, the checkpoint does not"
 
 
 def _factor(value: Any, where: str) -> None:
@@ -204,7 +207,7 @@ _RANK_STATE = record(
     {
         "optimizer": lambda value, where: _check_optimizer(value, where),
         "kind": of_type(str),
-        # Empty: it was switched off.
+        # Empty: disabled.
         "scaler": lambda value, where: (
             None if value in (None, {}) else record(_SCALER)(value, where)
         ),
@@ -221,7 +224,9 @@ _RANK_STATE = record(
         "generators": lambda value, where: _check_generators(value, where),
         "version": whole(high=_MAX),
         "local_step": whole(high=_MAX),
-        "epoch": whole(-1, _MAX),  # a rank may have a plan of one that the run has not begun
+        "epoch": whole(
+            -1, _MAX
+        ),  # a rank may have the plan of an epoch that the run has not started
         "begun_epoch": whole(-1, _MAX),
         "buffers": _TENSORS,
         "together": items(whole(high=_MAX), 3),
@@ -233,24 +238,24 @@ _RANK_STATE = record(
 
 
 def _check_optimizer(value: Any, where: str) -> None:
-    """Whether each parameter is in one group and each state is that of a parameter.
+    """Raise unless each parameter is in one group and each state belongs to a parameter.
 
-    What belongs into a group and a state only the optimizer knows, which loads them.
+    The contents of groups and states are validated by the optimizer that loads them.
     """
     record({"state": of_type(dict), "param_groups": items(record({"params": items(whole())}))})(
         value, where
     )
     named = [i for group in value["param_groups"] for i in group["params"]]
     if not named or sorted(named) != list(range(len(named))):
-        refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 up once")
+        refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 once")
     for i, state in value["state"].items():
-        if type(i) is int:  # others are the optimizer's own
+        if type(i) is int:  # other keys are the optimizer's own
             whole(high=len(named) - 1)(i, f"a key of {where}['state']")
             mapping(of_type(str), _anything)(state, f"{where}['state'][{i}]")
 
 
 def _check_generators(value: Any, where: str) -> None:
-    """Whether each generator takes its state back; tried on others of its kind."""
+    """Raise unless each generator's state can be loaded, tried on new generators of its type."""
     tries: dict[str, Callable[[Any], object]] = {
         "torch": lambda state: torch.Generator().set_state(state),
         "python": lambda state: random.Random().setstate(state),
@@ -259,21 +264,21 @@ def _check_generators(value: Any, where: str) -> None:
     fields = {**dict.fromkeys(tries, _anything), "worker": _bytes}
     record(fields, may={"device": _bytes})(value, where)
     record({"bit_generator": of_type(str)})(value["numpy"], f"{where}['numpy']")
-    if value["worker"].shape == torch.Generator().get_state().shape:  # else of a GPU
+    if value["worker"].shape == torch.Generator().get_state().shape:  # else a GPU's generator
         tries["worker"] = tries["torch"]
     if value["numpy"]["bit_generator"] != "MT19937":
-        del tries["numpy"]  # the process had another one, which this one may not have
+        del tries["numpy"]  # another bit generator, which may not be available here
     for name, set_state in tries.items():
         try:
             set_state(value[name])
-        except Exception as error:  # they raise many kinds
-            raise ValueError(f"{where}[{name!r}] is no state of a generator: {error}") from error
+        except Exception as error:  # of various types
+            raise ValueError(f"{where}[{name!r}] is not a generator's state: {error}") from error
 
 
 def _bytes(value: Any, where: str) -> None:
     of_type(Tensor)(value, where)
     if value.dtype != torch.uint8 or value.dim() != 1:
-        raise ValueError(f"{where} is a tensor of {value.dtype} where bytes belong")
+        raise ValueError(f"{where} is a tensor of {value.dtype} instead of bytes")
 
 
 def _anything(value: Any, where: str) -> None:
@@ -285,7 +290,7 @@ def _generator(value: Any, where: str) -> None:
     try:
         torch.Generator().set_state(value)
     except RuntimeError as error:
-        raise ValueError(f"{where} is no state of a generator: {error}") from error
+        raise ValueError(f"{where} is not a generator's state: {error}") from error
 
 
 _SAMPLER = record({"epoch": whole(high=_MAX), "state": _generator})
@@ -293,10 +298,10 @@ _STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _
 
 
 def check_content(data: CheckpointData) -> None:
-    """Refuse a checkpoint that no run can have written, though every byte is as it was written.
+    """Validate the content of an intact checkpoint.
 
     Raises:
-        ValueError: Names the field.
+        ValueError: A field has a value that no run writes; the message has its name.
     """
     _COMPATIBLE(data.compatible, "compatible")
     c = data.compatible
@@ -310,14 +315,14 @@ def check_content(data: CheckpointData) -> None:
     mapping(whole(), of_type(Tensor))(data.orders, "orders")
     for epoch, order in data.orders.items():
         if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
-            raise ValueError(f"orders[{epoch}] is no list of {c['num_samples']} samples")
+            raise ValueError(f"orders[{epoch}] is not a list of {c['num_samples']} samples")
     either(_SAMPLER)(data.sampler, "sampler")
     either(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"
         _RANK_STATE(state, where)
-        standing, first = state["together"][:2], data.ranks[0]["together"][:2]
-        if c["sync"] and standing != first:  # ranks in lockstep would wait for each other
+        position, first = state["together"][:2], data.ranks[0]["together"][:2]
+        if c["sync"] and position != first:  # ranks in lockstep would deadlock
             refuse(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
     if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: written beside the training, the last ones kept, the newest read."""
+"""A directory of checkpoints: background writing, retention, and reading the newest."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ from runtime.core.threads import LiveRegistry
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{1,18})-(?:(epoch|within)-(\d{1,18})-)?(\d{1,18})")
-"""Earlier versions named no epoch, and wrote where one ended alone."""
+"""Earlier versions had no epoch in the name, and wrote only at the end of an epoch."""
 _TEMPORARY = ".unfinished-"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointEntry:
-    """A checkpoint's directory; a newer one compares as larger.
+    """A checkpoint's directory; newer ones compare as larger.
 
     Attributes:
-        serial: Grows by one with each checkpoint in the directory, whatever its step.
+        serial: Number of the checkpoint in the directory.
         step: Batches trained by all ranks together.
         path: The directory.
-        within: Whether it was made in the middle of an epoch.
+        within: True if it was taken within an epoch.
     """
 
     serial: int
@@ -73,12 +73,12 @@ class CheckpointEntry:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether this is a valid name for a checkpoint's directory."""
+    """True if ``name`` is a valid name of a checkpoint's directory."""
     return _NAME.fullmatch(name) is not None
 
 
 def entries(directory: Path) -> list[CheckpointEntry]:
-    """Checkpoints in a directory, complete or not, the newest first.
+    """Checkpoints in a directory, complete or not, newest first.
 
     Raises:
         OSError: The directory cannot be read.
@@ -93,24 +93,24 @@ def entries(directory: Path) -> list[CheckpointEntry]:
 
 
 def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
-    """Write a checkpoint into a directory, which is made if needed.
+    """Write a checkpoint into a directory, which is created if needed.
 
     Files are written under a temporary name, flushed and then renamed, so a directory with a
-    checkpoint's name is always complete, even after a crash. Blocks until it is on the disk.
-    Several threads and processes may write into one directory.
+    checkpoint's name is always complete, even after a crash. Blocks until it is on disk. Several
+    threads and processes may write into one directory.
 
     Returns:
         The checkpoint's own directory, ``step-<batches>-epoch-<closed epochs>-<serial>``; one
-        made in the middle of an epoch has ``within`` instead of ``epoch``.
+        taken within an epoch has ``within`` instead of ``epoch``.
 
     Raises:
         OSError, CheckpointError: It could not be written, its content is not supported, or
-            ``directory`` is a checkpoint itself; no incomplete checkpoint is left.
+            ``directory`` is itself a checkpoint; no incomplete checkpoint is left.
     """
     make_directory(directory)
     if (directory / MANIFEST).exists():
         raise CheckpointError(
-            f"{directory} is a checkpoint itself; name a directory to put checkpoints into"
+            f"{directory} is itself a checkpoint; pass a directory for checkpoints"
         )
     remove_leftovers(directory, _TEMPORARY)
     with claimed_directory(lambda: directory / f"{_TEMPORARY}{os.urandom(8).hex()}") as temporary:
@@ -158,8 +158,8 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
 
 
 def _compact(value: Any) -> Any:
-    """The same with each tensor on the CPU and in memory of its own size, since a view would
-    be written with all that it is a view of."""
+    """Copy tensors to the CPU, and views to their own memory, since a view would be written with
+    its whole storage."""
     if isinstance(value, Tensor):
         t = value.detach().to("cpu")
         if t.layout is torch.strided and t.untyped_storage().nbytes() > t.nbytes:
@@ -187,7 +187,7 @@ def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
         try:
             os.rename(temporary, path)
         except OSError:
-            # Another process was faster: a directory that is not empty is never replaced.
+            # Another process was faster: a non-empty directory is never replaced.
             if not path.exists():
                 raise
             continue
@@ -195,8 +195,7 @@ def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint's files exist with the sizes in its manifest; their content is not
-    read."""
+    """True if a checkpoint's files exist with the sizes in its manifest; reads no content."""
     try:
         manifest = Manifest.from_bytes(read_regular(path / MANIFEST, MAX_MANIFEST_BYTES))
         return all((path / n).stat().st_size == size for n, (size, _) in manifest.files.items())
@@ -207,9 +206,9 @@ def is_complete(path: Path) -> bool:
 def remove_old_checkpoints(directory: Path, keep: int) -> None:
     """Remove all checkpoints older than the newest ``keep`` complete ones.
 
-    Those made in the middle of an epoch and those made at its end are counted separately. A
-    checkpoint is renamed before its files are removed, so none is ever seen incomplete. What
-    cannot be removed is logged and stays.
+    Those taken within an epoch and at its end are counted separately. A checkpoint is renamed
+    before its files are removed, so that it is never visible incomplete. Failed removals are
+    logged.
     """
     num_kept = {False: 0, True: 0}
     for entry in entries(directory):
@@ -222,7 +221,7 @@ def remove_old_checkpoints(directory: Path, keep: int) -> None:
 
 def _remove(directory: Path, path: Path) -> None:
     doomed = directory / f"{_TEMPORARY}{path.name}-{os.urandom(4).hex()}"
-    with suppress(FileNotFoundError):  # another process removes it too
+    with suppress(FileNotFoundError):  # removed by another process
         try:
             os.rename(path, doomed)
             shutil.rmtree(doomed)
@@ -240,9 +239,9 @@ class LoadedCheckpoint:
     """A checkpoint that was read.
 
     Attributes:
-        data: Its content, in memory of its own.
+        data: Its content, in its own memory.
         path: Its directory.
-        refused: Newer ones that were incomplete or altered, each with its file and the reason.
+        refused: Newer checkpoints that were refused, each with its file and the reason.
     """
 
     data: CheckpointData
@@ -264,18 +263,18 @@ def load_newest(
     """Read the newest complete checkpoint. Blocks; needs memory for it and for a second copy
     of its largest file.
 
-    A checkpoint that is incomplete or altered, or whose content ``check`` refuses, is skipped
-    with a warning that names the file, and the one before it is tried. A file is parsed only
-    after its SHA-256 matched, and pickles only with ``weights_only=True``: no code in them is
-    ever called. Links in the directory are not followed; ``path`` itself may be one.
+    A checkpoint that is incomplete or altered, or that ``check`` refuses, is skipped with a
+    warning that names the file, and the previous one is tried. A file is parsed only after its
+    SHA-256 matched, and pickles only with ``weights_only=True``, which executes no code. Links in
+    the directory are not followed; ``path`` itself may be one.
 
     Args:
-        path: A directory of checkpoints, or one checkpoint's own.
+        path: A directory of checkpoints, or a checkpoint's own directory.
         missing_ok: Return ``None`` if there is no checkpoint at all, complete or not.
         check: Raises ``ValueError`` if a run cannot resume from the content.
 
     Raises:
-        CheckpointError: There is none, or every one was refused; each is named.
+        CheckpointError: There is none, or all were refused; the message lists them.
     """
     directory = Path(path).absolute()
     refused: dict[str, str] = {}
@@ -292,7 +291,7 @@ def load_newest(
                     check(data)
             except (CheckpointError, ValueError) as error:
                 if candidate is not directory and not os.path.lexists(candidate):
-                    continue  # another process has removed it, and written a newer one
+                    continue  # removed by another process, which has written a newer one
                 reason = str(error)
                 if not isinstance(error, CheckpointError):
                     reason = f"{candidate}: {error}"
@@ -306,12 +305,12 @@ def load_newest(
         if missing_ok:
             return None
         raise CheckpointError(
-            f"there is no checkpoint in {directory}; name another directory, or start afresh "
-            "with resume(path, missing_ok=True)"
+            f"there is no checkpoint in {directory}; pass another directory, or start from the "
+            "beginning with resume(path, missing_ok=True)"
         )
     raise CheckpointError(
         f"every checkpoint in {directory} was refused: {'; '.join(refused.values())}. Restore one "
-        "of them from a copy, or name another directory"
+        "of them from a copy, or pass another directory"
     )
 
 
@@ -329,9 +328,9 @@ def _candidates(directory: Path) -> list[Path]:
 
 
 def _read(path: Path) -> CheckpointData:
-    """Read one checkpoint; errors begin with the file's path."""
+    """Read one checkpoint; error messages start with the file's path."""
     manifest = _manifest(path)
-    for name, (size, _) in manifest.files.items():  # the cheap test of all files first
+    for name, (size, _) in manifest.files.items():  # the cheap check first
         _check_size(path / name, size)
     files = manifest.files
     state = _unpickle(path / STATE, *files[STATE])
@@ -341,10 +340,10 @@ def _read(path: Path) -> CheckpointData:
     weights = _weights(path / WEIGHTS, *files[WEIGHTS])
     try:
         if (state["epoch"], state["global_step"]) != (manifest.epoch, manifest.global_step):
-            raise CheckpointError(f"{path / STATE}: its step is not the manifest's")
+            raise CheckpointError(f"{path / STATE}: its step differs from the manifest's")
         every = {**weights, **state["others"]}
         if not all(isinstance(t, Tensor) for t in every.values()):
-            raise TypeError("a weight is no tensor")
+            raise TypeError("a weight is not a tensor")
         return CheckpointData(
             weights={name: every.pop(name) for name in state["names"]},
             ranks=ranks,
@@ -357,7 +356,7 @@ def _read(path: Path) -> CheckpointData:
             stream=state.get("stream"),
         )
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE}: {error!r} in what it holds") from error
+        raise CheckpointError(f"{path / STATE}: invalid content: {error!r}") from error
 
 
 def _manifest(path: Path) -> Manifest:
@@ -378,24 +377,24 @@ def _check_size(file: Path, size_bytes: int) -> None:
     except OSError as error:
         raise CheckpointError(f"{file}: {_reason(error)}") from error
     if found != size_bytes:
-        raise CheckpointError(f"{file}: {found} bytes where {size_bytes} belong")
+        raise CheckpointError(f"{file}: {found} bytes instead of {size_bytes}")
 
 
 def _content(file: Path, size_bytes: int, digest: str) -> bytes:
-    """A file's bytes, read once, so that what was checked is what is used."""
+    """A file's bytes, read once, so that the verified bytes are those used."""
     try:
         content = read_regular(file, size_bytes)
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{file}: {_reason(error)}") from error
     if len(content) != size_bytes or hashlib.sha256(content).hexdigest() != digest:
-        raise CheckpointError(f"{file}: its SHA-256 does not agree")
+        raise CheckpointError(f"{file}: its SHA-256 does not match")
     return content
 
 
 def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(_content(file, size_bytes, digest))
-    except Exception as error:  # it raises many kinds on what it does not know
+    except Exception as error:  # of various types
         raise CheckpointError(f"{file}: not readable: {error}") from error
 
 
@@ -403,29 +402,29 @@ def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
     content = _content(file, size_bytes, digest)
     try:
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
-    except Exception as error:  # the safe reader raises many kinds on what it does not know
+    except Exception as error:  # of various types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: refused by the safe reader: {reason}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds a {type(value).__name__}, not a dict")
+        raise CheckpointError(f"{file}: contains a {type(value).__name__}, not a dict")
     return value
 
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} in place of a dict")
+        raise TypeError(f"{type(value).__name__} instead of a dict")
     return value
 
 
 EXIT_GRACE_S = 10.0
-"""How long an interpreter that ends waits for checkpoints that are being written."""
+"""Seconds that interpreter exit waits for checkpoints being written."""
 
 
 def save_once(path: str | Path, data: CheckpointData) -> Path:
-    """Write one checkpoint into the directory ``path``, and remove none. Blocks.
+    """Write one checkpoint into the directory ``path``; removes no other. Blocks.
 
     Returns:
-        The checkpoint's own directory in it.
+        The checkpoint's own directory.
 
     Raises:
         OSError, CheckpointError: It could not be written; no incomplete checkpoint is left.
@@ -434,23 +433,21 @@ def save_once(path: str | Path, data: CheckpointData) -> Path:
 
 
 class CheckpointWriter:
-    """Writes checkpoints one at a time, in a thread that lives as long as there is something
-    to write.
+    """Writes checkpoints one at a time in a thread, which ends when none is waiting.
 
-    Every method may be called from any thread. A failure is logged and counted; later
-    checkpoints are written all the same.
+    Thread-safe. A failure is logged and counted, and does not affect later checkpoints.
 
     Args:
-        directory: Where checkpoints go; made with the first.
-        keep: How many complete ones stay.
+        directory: Directory of the checkpoints, created with the first.
+        keep: Number of complete checkpoints kept.
 
     Attributes:
-        directory: Where checkpoints go.
-        num_written: Checkpoints on the disk.
+        directory: Directory of the checkpoints.
+        num_written: Checkpoints written.
         num_failed: Checkpoints that could not be written.
-        num_superseded: Checkpoints that a newer one replaced while they waited.
+        num_superseded: Checkpoints replaced by a newer one while they waited.
         last_error: The last failure, if any.
-        newest: Directory of the last one written.
+        newest: Directory of the last checkpoint written.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
@@ -458,7 +455,7 @@ class CheckpointWriter:
         self._lock: DirectoryLock | None = None
         self._keep = keep
         self._condition = threading.Condition()
-        self._waiting: dict[bool, CheckpointData] = {}  # by whether it is within an epoch
+        self._waiting: dict[bool, CheckpointData] = {}  # by ``within``
         self._busy = False
         self._closed = False
         self.num_written = 0
@@ -469,10 +466,10 @@ class CheckpointWriter:
         _LIVE.add(self)
 
     def claim(self) -> None:
-        """Keep other runs out of the directory until this writer is closed and done.
+        """Lock the directory against other runs until this writer is closed and done.
 
         Raises:
-            CheckpointError: Another live run holds it, or it cannot be written to.
+            CheckpointError: Another run holds it, or it is not writable.
         """
         try:
             self._lock = DirectoryLock(self.directory)
@@ -480,26 +477,26 @@ class CheckpointWriter:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.directory))
         except OSError as error:
             raise CheckpointError(
-                f"no checkpoint can be written to {self.directory}: {error}; name a directory that "
-                "this process can make and write to"
+                f"no checkpoint can be written to {self.directory}: {error}; pass a directory that "
+                "this process can create and write to"
             ) from error
 
     def submit(self, data: CheckpointData) -> None:
-        """Queue this checkpoint behind the one being written. Returns at once.
+        """Queue a checkpoint. Returns immediately.
 
-        It replaces a waiting checkpoint of the same kind (within an epoch, or at its end).
-        After :meth:`close` it counts as failed.
+        Replaces a waiting checkpoint of the same kind (within an epoch, or at its end). After
+        :meth:`close` it counts as failed.
         """
         with self._condition:
             if self._closed:
                 self._failed(data, RuntimeError("the run is over"))
                 return
-            overtaken = self._waiting.pop(data.within, None)
-            if overtaken is not None:
+            superseded = self._waiting.pop(data.within, None)
+            if superseded is not None:
                 self.num_superseded += 1
                 logger.warning(
-                    "checkpoint of step %d is left out: the disk is slower than checkpoints come",
-                    overtaken.global_step,
+                    "checkpoint of step %d is skipped: the disk is too slow for the interval",
+                    superseded.global_step,
                 )
             self._waiting[data.within] = data
             if self._busy:
@@ -542,12 +539,12 @@ class CheckpointWriter:
         try:
             remove_old_checkpoints(self.directory, self._keep)
         except OSError as error:
-            logger.warning("old checkpoints in %s stay: %s", self.directory, error)
+            logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
 
     def _failed(self, data: CheckpointData, error: BaseException) -> None:
         self.num_failed += 1
         logger.error(
-            "checkpoint of step %d could not be written to %s: %s: %s; training goes on",
+            "checkpoint of step %d could not be written to %s: %s: %s; training continues",
             data.global_step,
             self.directory,
             type(error).__name__,
@@ -557,20 +554,20 @@ class CheckpointWriter:
         self.last_error = without_tracebacks(error)
 
     def _unlock_if_over(self) -> None:
-        """Give the directory up, once nothing is written to it any more."""
+        """Unlock the directory once the writer is closed and idle."""
         if self._closed and not self._busy and self._lock is not None:
             self._lock.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything submitted is written or has failed; ``False``: not in time."""
+        """Wait until all checkpoints are written or have failed; ``False`` on timeout."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._busy, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Accept no more checkpoints, and wait for those submitted. Idempotent.
+        """Accept no more checkpoints, and wait for those queued. Idempotent.
 
         Returns:
-            ``False`` if they were not written in time: the thread ends when they are.
+            ``False`` on timeout; the thread then ends by itself.
         """
         with self._condition:
             self._closed = True
@@ -585,7 +582,7 @@ _LIVE: LiveRegistry[CheckpointWriter] = LiveRegistry()
 
 
 def _wait_at_exit() -> None:
-    # The thread is a daemon, so that a dead disk cannot hold the interpreter for ever.
+    # The thread is a daemon, so that a dead disk cannot block the interpreter forever.
     deadline = time.monotonic() + EXIT_GRACE_S
     for writer in _LIVE.all():
         writer.wait(max(0.0, deadline - time.monotonic()))

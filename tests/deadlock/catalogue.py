@@ -43,9 +43,7 @@ ELSEWHERE = {
     "D9": [
         "tests/unit/test_step_path_cuda.py::test_the_step_path_neither_syncs_a_device_nor_frees_its_memory"
     ],
-    "D31": [
-        "tests/unit/data/test_loader.py::test_an_epoch_abandoned_half_way_leaves_nothing_behind"
-    ],
+    "D31": ["tests/unit/data/test_loader.py::test_a_cancelled_epoch_leaves_no_batch_behind"],
     "D34": ["tests/unit/replica/test_schedule.py::test_the_scale_multiplies_every_rate"],
     "S1": [
         "tests/simulation/test_unequal_speeds.py::test_no_rank_leads_by_more_than_max_batch_diff"
@@ -62,8 +60,8 @@ ELSEWHERE = {
         "tests/unit/device/test_cuda_device.py::test_a_snapshot_holds_the_state_of_its_step_and_completes_later"
     ],
     "S7": [
-        "tests/unit/data/test_slots.py::test_no_slot_is_used_too_early_whatever_the_delays",
-        "tests/unit/data/test_slots.py::test_the_checker_finds_every_wait_that_is_left_out",
+        "tests/unit/data/test_slots.py::test_no_slot_is_used_too_early_under_any_delays",
+        "tests/unit/data/test_slots.py::test_the_checker_detects_every_missing_wait",
     ],
     "S8": [
         "tests/unit/replica/test_averaging_runtime.py::test_training_during_the_computation_of_an_average_is_kept"
@@ -80,7 +78,7 @@ ELSEWHERE = {
     ],
     "S15": ["tests/unit/test_exactly_once.py::test_every_epoch_trains_every_index_exactly_once"],
     "S17": [
-        "tests/unit/data/test_resident.py::test_a_sample_counts_with_all_its_columns_and_its_dtype"
+        "tests/unit/data/test_resident.py::test_the_size_includes_all_columns_with_their_dtypes"
     ],
     "S18": ["tests/unit/loop/test_gradients.py::test_steps_equal_one_device_whatever_the_ratios"],
     "S19": [
@@ -90,7 +88,7 @@ ELSEWHERE = {
         "tests/unit/coordinator/test_metrics.py::test_throughput_divides_by_the_sum_of_compute_time"
     ],
     "S21": [
-        "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been"
+        "tests/unit/checkpoint/test_resume_sync.py::test_a_run_stopped_at_any_step_equals_an_uninterrupted_one"
     ],
     "S24": ["tests/unit/timeline/test_runs.py::test_the_causes_of_each_rank_sum_to_the_wall_time"],
     "S27": [

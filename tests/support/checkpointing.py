@@ -1,4 +1,4 @@
-"""What the tests of files share: small checkpoints, and a comparison of two."""
+"""Checkpoint tests: small checkpoints, and their comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.checkpoint.format import CheckpointData
 
 
 def make(step=10, *, ranks=2, size=16, epoch=1):
-    """A checkpoint with a tensor of each kind; its numbers follow from ``step``."""
+    """A checkpoint with a tensor of each dtype; its values depend on ``step``."""
     tied = torch.full((4, 3), float(step))
     weights = {
         "z.weight": torch.arange(size, dtype=torch.float32) + step,
@@ -44,7 +44,7 @@ def make(step=10, *, ranks=2, size=16, epoch=1):
 
 
 def same(a, b):
-    """Whether two values are the same, bit for bit and in types, order included."""
+    """True if two values are bitwise equal, with equal types and order."""
     if isinstance(a, CheckpointData):
         fields = ("weights", "ranks", "run", "compatible", "epoch", "global_step")
         return all(same(getattr(a, name), getattr(b, name)) for name in fields)
@@ -67,5 +67,5 @@ def same(a, b):
 
 
 def names(directory):
-    """Everything in a directory, hidden names too."""
+    """All names in a directory, including hidden ones."""
     return sorted(path.name for path in directory.iterdir())

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints of whole runs share."""
+"""Tests of checkpoints of whole runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPOCHS = 3
 
 
 class Marks(nn.Module):
-    """A number for each sample of each epoch: above 0 once its effect is in the weights."""
+    """One number for each sample of each epoch, above 0 once the sample was trained."""
 
     def __init__(self, num_epochs, num_samples):
         super().__init__()
@@ -24,7 +24,7 @@ class Marks(nn.Module):
 
 
 class MarkingRun:
-    """Trains marks: which samples were trained by whom, and which are in which weights."""
+    """Trains marks, which show the samples in the weights; records which rank trained them."""
 
     def __init__(self, n=60, batch_size=2, ranks=2, way=(CADENCE, OVER_CPU), epochs=EPOCHS):
         self.n, self.batch_size, self.epochs = n, batch_size, epochs
@@ -56,12 +56,12 @@ class MarkingRun:
 
 
 def marked(weights):
-    """Samples whose effect is in the weights."""
+    """Samples trained into the weights."""
     return set(map(tuple, weights["w"].nonzero().tolist()))
 
 
 def consumed(data, n, batch_size):
-    """Samples that a checkpoint says are in it."""
+    """Samples that a checkpoint records as consumed."""
     found = {(m["epoch"], i) for m in data.run["metrics"] for i in range(n)}
     for epoch in data.run["epochs"]:
         order = permutation(n, epoch["epoch"], SEED).tolist()
@@ -72,7 +72,7 @@ def consumed(data, n, batch_size):
 
 
 def capture_often(handle, most=40):
-    """Take the state again and again, as ``handle.save`` does; gives it, oldest first."""
+    """Take the state repeatedly, as ``handle.save`` does; returns the states, oldest first."""
     taken = []
     while handle.state is None and len(taken) < most:
         try:

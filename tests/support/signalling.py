@@ -1,4 +1,4 @@
-"""What the tests of signals share: a wait that can be acted in, a run held in a step."""
+"""Signal tests: actions during a wait, and a run blocked in a step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.support.running import Gate, builder
 
 FOREVER = 100_000
 SOON_S = 3.0
-"""Less than the grace of a run that fails."""
+"""Shorter than the grace period of a failed run."""
 
 
 def dispositions():
-    """What SIGINT and SIGTERM do at present."""
+    """The current handlers of SIGINT and SIGTERM."""
     return [signal.getsignal(signum) for signum in (SIGINT, SIGTERM)]
 
 
 @contextmanager
 def as_found():
-    """Fail if the handlers are others afterwards, or a run is still known."""
+    """Check that handlers are restored and no run is registered afterwards."""
     before = dispositions()
     yield
     after = dispositions()
@@ -33,12 +33,12 @@ def as_found():
 
 
 def raising(signum):
-    """Raises a signal in the thread that calls it."""
+    """A function that raises a signal in the calling thread."""
     return lambda: signal.raise_signal(signum)
 
 
 def held_run(**kwargs):
-    """A run without end that is in a step until its gate is opened; gives both."""
+    """An endless run blocked in a step, and the gate that releases it."""
     gate = Gate()
     handle = builder(train=gate, dataset=FOREVER, **kwargs).run()
     gate.await_entry()
@@ -46,7 +46,7 @@ def held_run(**kwargs):
 
 
 class Waits:
-    """Acts in the main thread each time it is about to wait, with the handle's lock held.
+    """Runs actions in the main thread before each of its waits, with the handle's lock held.
 
     Attributes:
         actions: For each wait to come, functions to call.
@@ -73,15 +73,15 @@ class Waits:
 
 
 class Probe:
-    """A run that only notes what is asked of it."""
+    """A run that records calls of ``stop`` and ``abort``."""
 
     def __init__(self):
         self.stopped, self.aborted = threading.Event(), threading.Event()
         self.stop, self.abort = self.stopped.set, self.aborted.set
 
 
-class Noted:
-    """A user's handler that notes its calls, and what was installed meanwhile."""
+class RecordedHandler:
+    """A user's handler that records its calls and the installed handlers."""
 
     def __init__(self):
         self.calls = []

@@ -90,7 +90,7 @@ def test_a_metric_that_is_not_there_is_named_once_and_ends_nothing(caplog):
     assert not run_with([1.0] * 4, stop).stopped
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert told == [
-        "EarlyStopping: epoch 0 has no metric 'eval/loss'; there are avg_loss and eval/score"
+        "EarlyStopping: epoch 0 has no metric 'eval/loss'; available are avg_loss and eval/score"
     ]
 
 
@@ -301,7 +301,7 @@ def test_a_callback_serves_one_run_at_a_time():
         return count_up(model, batch)
 
     handle = builder(train=train).callbacks(note).run()
-    with pytest.raises(RuntimeError, match="make one for each run"):
+    with pytest.raises(RuntimeError, match="create one for each run"):
         builder().callbacks(note).run()
     held.set()
     handle.join(WAIT_S)

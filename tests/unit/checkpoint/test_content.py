@@ -1,4 +1,4 @@
-"""Checkpoints whose every byte is as it was written, and which no run can have written."""
+"""Validation of intact checkpoints whose content no run writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS = {"sync": (SYNC, THREAD), "cadence": (CADENCE, OVER_CPU)}
 
 
 def cut_run(way):
-    """A run that was stopped in its second epoch, and its checkpoint."""
+    """A run stopped in its second epoch, and its checkpoint."""
     run = MarkingRun(n=60, way=WAYS[way])
     return run, run.builder().max_steps(41)
 
@@ -73,7 +73,7 @@ def put(value, *keys):
 
 
 def copied(value):
-    """What ``places`` names is another object; tensors and long lists are the same."""
+    """A copy of nested containers; tensors and long lists are shared."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and len(value) < 100:
@@ -82,7 +82,7 @@ def copied(value):
 
 
 def altered(data, edit):
-    """A copy of a checkpoint with one thing changed."""
+    """A copy of a checkpoint with one change."""
     parts = {
         "run": copied(data.run),
         "ranks": list(copied(data.ranks)),
@@ -122,7 +122,7 @@ FAULTS = {
     "no optimizer": (drop("ranks", 0, "optimizer"), r"rank 0 has no 'optimizer'"),
     "a generator of lead": (
         put(torch.zeros(3, dtype=torch.uint8), "ranks", 0, "generators", "torch"),
-        r"\['torch'\] is no state",
+        r"\['torch'\] is not a generator's state",
     ),
     "a rank that stands nowhere": (put([1, 2], "ranks", 1, "together"), r"\['together'\] has 2"),
     "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
@@ -130,7 +130,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_content_that_no_run_can_have_written_is_refused_by_its_name(fault, written, tmp_path):
+def test_invalid_content_is_refused_with_the_fields_name(fault, written, tmp_path):
     way, _, data = written
     edit, message = FAULTS[fault]
     save_once(tmp_path, altered(data, edit))
@@ -139,19 +139,19 @@ def test_a_content_that_no_run_can_have_written_is_refused_by_its_name(fault, wr
 
 
 @pytest.mark.parametrize("order", [torch.zeros(60), torch.zeros(59, dtype=torch.int64)])
-def test_an_order_of_another_kind_or_length_is_refused(order, written):
+def test_an_order_of_the_wrong_dtype_or_length_is_refused(order, written):
     _, _, data = written
     check_content(replace(data, orders={1: torch.zeros(60, dtype=torch.int64)}))
-    with pytest.raises(ValueError, match=r"orders\[1\] is no list of 60 samples"):
+    with pytest.raises(ValueError, match=r"orders\[1\] is not a list of 60 samples"):
         check_content(replace(data, orders={1: order}))
 
 
-def test_an_epoch_without_a_sample_that_counted_is_taken(written):
+def test_an_epoch_without_counted_samples_is_valid(written):
     _, _, data = written
     check_content(altered(data, put(0, "run", "metrics", 0, "num_samples")))
 
 
-def test_the_one_before_a_refused_one_is_taken(written, tmp_path, caplog):
+def test_the_checkpoint_before_a_refused_one_is_used(written, tmp_path, caplog):
     way, run, data = written
     save_once(tmp_path, data)
     save_once(tmp_path, altered(data, drop("run", "epochs")))
@@ -161,7 +161,7 @@ def test_the_one_before_a_refused_one_is_taken(written, tmp_path, caplog):
 
 
 def places(value, at=()):
-    """Every place in nested dictionaries and lists."""
+    """The path of every value in nested dictionaries and lists."""
     yield at
     if isinstance(value, dict):
         for key, item in value.items():
@@ -174,11 +174,11 @@ def places(value, at=()):
 WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], {"a": 1}, torch.zeros(2)]
 
 
-def test_whatever_stands_in_a_field_is_refused_or_restored_without_another_error(written):
-    """Each field of the machine's state is deleted, and replaced by values of every kind."""
+def test_any_value_of_a_field_is_refused_or_restored(written):
+    """Deletes each field of the coordinator's state, and replaces it by values of every type."""
     way, run, data = written
     _, b = cut_run(way)
-    config = b._config  # as a run has it, without one
+    config = b._config  # the settings of a run
     assert check_content(data) is None
     num_refused = num_taken = 0
     for place in places(data.run):
@@ -200,13 +200,13 @@ def test_whatever_stands_in_a_field_is_refused_or_restored_without_another_error
 
 
 def restore(config, run, data):
-    """What passes the check has to be something that a machine goes on from."""
+    """Check that valid content can be restored by the coordinator."""
     cpu = torch.device("cpu")
     made = config.for_run([cpu, cpu], run.n, AverageBackend.THREAD, 1.0)
     Coordinator(made.coordinator, data.run)
 
 
-# -- what ranks and the manifest hold --------------------------------------------------------
+# -- ranks and manifest ----------------------------------------------------------------------
 
 
 class One(torch.nn.Module):
@@ -237,7 +237,7 @@ def adam(request, tmp_path_factory):
 
 
 def outcome_of(way, path):
-    """``None`` where it was refused by name; else the finished state."""
+    """The finished state; ``None`` if the checkpoint was refused."""
     try:
         return adam_run(way).resume(path).run().join(WAIT_S)
     except CheckpointError:
@@ -249,8 +249,8 @@ def outcome_of(way, path):
 
 
 @pytest.mark.timeout(240)
-def test_whatever_stands_in_a_rank_is_refused_or_harmless(adam, tmp_path, monkeypatch):
-    """Each field of a rank's own state is deleted, and replaced by values of every kind.
+def test_any_value_in_a_ranks_state_is_refused_or_harmless(adam, tmp_path, monkeypatch):
+    """Deletes each field of a rank's own state, and replaces it by values of every type.
 
     Where it is the same code that takes them, the values take turns.
     """
@@ -289,8 +289,8 @@ def test_whatever_stands_in_a_rank_is_refused_or_harmless(adam, tmp_path, monkey
 JSON_WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], True, 1.5]
 
 
-def test_whatever_stands_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
-    """The same for the list of files, whose own digest is made anew."""
+def test_any_value_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
+    """Likewise for the manifest, whose digest is recomputed."""
     _, data = adam
     file = save_once(tmp_path, data) / "manifest.json"
     body = json.loads(file.read_bytes())
@@ -330,7 +330,7 @@ def test_links_out_of_the_directory_are_not_followed(written, tmp_path):
     weights.symlink_to(good / "weights.safetensors")
     with pytest.raises(CheckpointError, match=r"weights\.safetensors: "):
         resumed(way, inside)
-    # The name that the user gives may itself be one.
+    # The user's path may itself be a link.
     (tmp_path / "link").symlink_to(outside)
     assert marked(resumed(way, tmp_path / "link").state_dict()) == run.all_samples()
 
@@ -339,7 +339,7 @@ def test_links_out_of_the_directory_are_not_followed(written, tmp_path):
 
 
 def held_back():
-    """A run that stands in its first step, and what lets it go on."""
+    """A run blocked in its first step, and the event that releases it."""
     stands, may_go = threading.Event(), threading.Event()
 
     def train(model, batch):
@@ -350,7 +350,7 @@ def held_back():
     return train, stands, may_go
 
 
-def test_a_second_live_run_in_a_directory_is_refused_before_any_thread_starts(tmp_path):
+def test_a_second_active_run_in_a_directory_is_refused_before_any_thread_starts(tmp_path):
     train, stands, may_go = held_back()
     first = builder(train=train).checkpoint_dir(tmp_path).run()
     try:
@@ -368,7 +368,7 @@ def test_a_second_live_run_in_a_directory_is_refused_before_any_thread_starts(tm
 
 
 @pytest.mark.parametrize("end", ["well", "failed", "stopped", "aborted", "never begun"])
-def test_a_run_gives_its_directory_up_however_it_ends(end, tmp_path, monkeypatch):
+def test_a_run_unlocks_its_directory_however_it_ends(end, tmp_path, monkeypatch):
     train, stands, may_go = held_back()
     if end == "never begun":
         with monkeypatch.context() as patch:
@@ -417,7 +417,7 @@ Trainer.builder(
 """
 
 
-def test_another_process_holds_its_directory_until_it_is_killed(tmp_path):
+def test_another_process_locks_its_directory_until_it_is_killed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with programs.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, env=environment

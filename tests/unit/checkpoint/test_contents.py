@@ -1,4 +1,4 @@
-"""What a checkpoint may hold."""
+"""Types that checkpoints support."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Colour(enum.IntEnum):
     RED = 3
 
 
-def test_what_is_plain_comes_back_from_the_safe_reader_unchanged():
+def test_plain_values_are_restored_unchanged_by_the_safe_reader():
     value = {
         "numbers": [1, 2.5, 2**90, -0.0, float("inf"), True, None],
         "tuple": (1, ("a",)),
@@ -39,13 +39,13 @@ def test_what_is_plain_comes_back_from_the_safe_reader_unchanged():
     assert same(torch.load(file, weights_only=True), value)
 
 
-def test_numbers_of_numpy_and_enums_become_pythons_own():
+def test_numpy_scalars_and_enums_become_python_numbers():
     value = {"a": np.float64(0.5), "b": np.int64(3), "c": np.bool_(True), "d": Colour.RED}
     found = plain({**value, "e": np.str_("x"), "f": defaultdict(list, {1: []})}, "state")
     assert same(found, {"a": 0.5, "b": 3, "c": True, "d": 3, "e": "x", "f": {1: []}})
 
 
-def test_later_changes_do_not_show():
+def test_plain_copies_containers():
     weight = torch.zeros(2)
     value = {"list": [1], "tensor": weight}
     found = plain(value, "state", copy=True)
@@ -59,6 +59,6 @@ def test_later_changes_do_not_show():
     [lambda: 0, object(), np.zeros(2), frozenset({1}), io.BytesIO()],
     ids=lambda b: type(b).__name__,
 )
-def test_anything_else_is_refused_with_its_place(bad):
+def test_other_types_are_refused_with_their_path(bad):
     with pytest.raises(CheckpointError, match=r"rank 1\['schedule'\]\['lambdas'\]\[1\] is of type"):
         plain({"schedule": {"lambdas": [None, bad]}}, "rank 1")

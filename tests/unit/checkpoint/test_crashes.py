@@ -1,4 +1,4 @@
-"""A process that dies at any call while it writes leaves whole checkpoints only."""
+"""A process killed at any system call while writing leaves only complete checkpoints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 
-# A child is forked for each call that changes the disk, and kills itself before it.
+# A child is forked for each call that changes the disk, and kills itself before that call.
 SCRIPT = """
 import logging, os, shutil, signal, sys
 from pathlib import Path
 import torch
-torch.set_num_threads(1)  # no threads, which a fork would lose
+torch.set_num_threads(1)  # no threads, which fork would not copy
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.store import remove_old_checkpoints, write_checkpoint
 from tests.support import programs
@@ -63,10 +63,10 @@ for number in range(1, len(counting.seen) + 1):
     found = load_newest(directory)
     step = found.data.global_step
     assert found.refused == () and step in (2, 3) and same(found.data, make(step)), number
-    assert step >= 2 + bool(new), "once it is there, it stays"
+    assert step >= 2 + bool(new), "a complete checkpoint is never lost"
     new += step == 3
     num_left += any(name.startswith(".") for name in names(directory))
-    # The next process removes what is left, and goes on.
+    # The next process removes leftovers and continues.
     write_checkpoint(directory, make(4))
     remove_old_checkpoints(directory, 2)
     kept = [int(name.split("-")[1]) for name in sorted(names(directory), key=lambda n: n[-6:])]
@@ -76,7 +76,7 @@ print(len(counting.seen), num_left, new, *sorted(set(counting.seen)))
 """
 
 
-def test_whenever_it_is_killed_the_newest_whole_one_is_found(tmp_path):
+def test_the_newest_complete_checkpoint_is_found_whenever_the_writer_was_killed(tmp_path):
     done = programs.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         cwd=ROOT,
@@ -88,6 +88,6 @@ def test_whenever_it_is_killed_the_newest_whole_one_is_found(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     num_calls, num_left, num_new, *kinds = done.stdout.split()
     assert int(num_calls) >= 30
-    assert 20 <= int(num_left) < int(num_calls)  # the deaths were in the middle of writing
+    assert 20 <= int(num_left) < int(num_calls)  # children were killed during writing
     assert 1 <= int(num_new) < int(num_calls) // 2
     assert {"mkdir", "fsync", "rename", "serialize_file", "unlink", "rmdir"} <= set(kinds)

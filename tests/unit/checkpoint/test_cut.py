@@ -1,4 +1,4 @@
-"""What a checkpoint says is in it, and nothing else, is in its weights."""
+"""A checkpoint's weights contain exactly the samples that it records as consumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYNC_WAYS = [way for way in LOCAL_WAYS if way[0] is SYNC]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
-def test_the_weights_of_every_checkpoint_hold_what_it_says_is_consumed(way, ranks):
+def test_the_weights_of_every_checkpoint_contain_its_consumed_samples(way, ranks):
     run = MarkingRun(n=90, ranks=ranks, way=way)
     saved = capture_often(run.builder().run())
     assert len(saved) > 2
@@ -26,7 +26,7 @@ def test_the_weights_of_every_checkpoint_hold_what_it_says_is_consumed(way, rank
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
-def test_the_rest_after_any_checkpoint_is_trained_exactly_once(way, tmp_path):
+def test_a_run_resumed_from_any_checkpoint_trains_the_rest_exactly_once(way, tmp_path):
     run = MarkingRun(n=120, way=way)
     saved = capture_often(run.builder().run())
     for data in saved[:: max(1, len(saved) // 4)]:
@@ -41,7 +41,7 @@ def test_the_rest_after_any_checkpoint_is_trained_exactly_once(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", SYNC_WAYS, ids=lambda way: "-".join(w.value for w in way))
-def test_under_sync_a_checkpoint_is_taken_between_two_steps_and_not_at_the_end_of_an_epoch(way):
+def test_under_sync_a_checkpoint_is_taken_between_two_steps(way):
     run = MarkingRun(n=60, way=way)  # 15 steps of each rank in an epoch
     begun, saved = threading.Event(), threading.Event()
 
@@ -62,7 +62,7 @@ def test_under_sync_a_checkpoint_is_taken_between_two_steps_and_not_at_the_end_o
     assert marked(data.weights) == consumed(data, run.n, run.batch_size)
 
 
-def test_checkpoints_come_every_so_many_epochs_and_at_the_end(tmp_path):
+def test_checkpoints_are_written_every_n_epochs_and_at_the_end(tmp_path):
     run = MarkingRun(epochs=5)
     run.builder().checkpoint_dir(tmp_path, every=2, keep=10).run().join(WAIT_S)
     newest = load_newest(tmp_path).data

@@ -1,4 +1,4 @@
-"""Whole runs whose disk is full, closed, slow or holds torn checkpoints."""
+"""Runs with a full, read-only or slow disk, or with damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def trained_whole(state, epochs):
 
 @both_ways
 @pytest.mark.parametrize("path", ["/dev/null/checkpoints", "/proc/checkpoints"])
-def test_a_path_that_cannot_be_written_to_is_refused_before_any_thread_starts(way, path):
+def test_a_path_that_is_not_writable_is_refused_before_any_thread_starts(way, path):
     before = set(threading.enumerate())
-    with pytest.raises(CheckpointError, match=rf"written to {path}.*name a directory"):
+    with pytest.raises(CheckpointError, match=rf"written to {path}.*pass a directory"):
         builder(epochs=3, way=way).checkpoint_dir(path).run()
     assert set(threading.enumerate()) == before
 
 
-def test_a_directory_that_others_own_is_refused(tmp_path, monkeypatch):
-    """The superuser may write to any, so the system's answer is planted."""
+def test_a_directory_without_write_permission_is_refused(tmp_path, monkeypatch):
+    """Root may write anywhere, so the system's answer is planted."""
     monkeypatch.setattr(store.os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(CheckpointError, match=r"Permission denied.*name a directory"):
+    with pytest.raises(CheckpointError, match=r"Permission denied.*pass a directory"):
         builder().checkpoint_dir(tmp_path).run()
     monkeypatch.undo()
-    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)  # the lock was given up
+    builder().checkpoint_dir(tmp_path).run().join(WAIT_S)  # the lock was released
 
 
 @both_ways
-def test_a_disk_that_is_full_for_a_while_stops_no_training(way, tmp_path, monkeypatch, caplog):
+def test_a_temporarily_full_disk_does_not_stop_training(way, tmp_path, monkeypatch, caplog):
     real, failed = files.os.fsync, []
 
     def fsync(fd):
@@ -57,8 +57,8 @@ def test_a_disk_that_is_full_for_a_while_stops_no_training(way, tmp_path, monkey
     state = builder(epochs=3, way=way).checkpoint_dir(tmp_path, keep=9).run().join(WAIT_S)
     assert trained_whole(state, 3)
     assert [e.errno for e in state.checkpoint_errors] == [errno.ENOSPC]
-    assert "planted; training goes on" in caplog.text
-    # What was written later is whole, and nothing of the other is left.
+    assert "planted; training continues" in caplog.text
+    # Later checkpoints are complete, and nothing is left of the failed one.
     assert all(name.startswith("step-") for name in names(tmp_path))
     found = load_newest(tmp_path)
     assert (found.data.epoch, found.refused) == (3, ())
@@ -66,7 +66,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_training(way, tmp_path, monkey
 
 
 @both_ways
-def test_a_slow_disk_holds_no_training(way, tmp_path, monkeypatch):
+def test_a_slow_disk_does_not_delay_training(way, tmp_path, monkeypatch):
     """All epochs close while the first checkpoint is being written."""
     disk = SlowDisk(monkeypatch)
     handle = builder(epochs=4, way=way).checkpoint_dir(tmp_path, keep=9).run()
@@ -78,10 +78,10 @@ def test_a_slow_disk_holds_no_training(way, tmp_path, monkeypatch):
     state = handle.join(WAIT_S)
     assert state.checkpoint_errors == ()
     assert load_newest(tmp_path).data.epoch == 4
-    assert len(names(tmp_path)) <= 3  # others were overtaken while they waited
+    assert len(names(tmp_path)) <= 3  # others were superseded while they waited
 
 
-def test_join_waits_for_what_is_being_written(tmp_path, monkeypatch):
+def test_join_waits_for_the_checkpoint_being_written(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     handle = builder().checkpoint_dir(tmp_path).run()
     disk.await_begin(1)
@@ -93,10 +93,10 @@ def test_join_waits_for_what_is_being_written(tmp_path, monkeypatch):
 
 
 @both_ways
-def test_a_torn_checkpoint_is_left_and_the_one_before_is_gone_on_from(way, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_skipped_and_the_previous_one_resumed(way, tmp_path, caplog):
     handle = builder(epochs=2, way=way).checkpoint_dir(tmp_path, keep=9).run()
     handle.join(WAIT_S)
-    handle.save(tmp_path)  # another, so that there are two at the least
+    handle.save(tmp_path)  # so that there are at least two
     torn = entries(tmp_path)[0].path
     os.truncate(torn / "weights.safetensors", 20)
     state = builder(epochs=3, way=way).resume(tmp_path).run().join(WAIT_S)
@@ -104,7 +104,7 @@ def test_a_torn_checkpoint_is_left_and_the_one_before_is_gone_on_from(way, tmp_p
     assert f"checkpoint refused: {torn / 'weights.safetensors'}" in caplog.text
 
 
-def test_where_every_checkpoint_is_torn_run_says_so_before_any_thread_starts(tmp_path):
+def test_run_raises_before_any_thread_starts_if_every_checkpoint_is_damaged(tmp_path):
     builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
     for entry in entries(tmp_path):
         (entry.path / "state.pt").unlink()
@@ -113,12 +113,12 @@ def test_where_every_checkpoint_is_torn_run_says_so_before_any_thread_starts(tmp
 
 
 @both_ways
-def test_save_raises_what_kept_it_from_writing_and_the_run_goes_on(way, tmp_path):
+def test_save_raises_its_error_and_the_run_continues(way, tmp_path):
     handle = builder(epochs=2, dataset=20, way=way).checkpoint_dir(tmp_path / "own").run()
     with pytest.raises(NotADirectoryError):
         handle.save("/dev/null/here")
     assert trained_whole(handle.join(WAIT_S), 2)
-    path = handle.save(tmp_path / "after")  # after the end: the last state
+    path = handle.save(tmp_path / "after")  # after the end: the final state
     assert same(load_newest(path).data.weights["w"], handle.state.params["w"])
 
 
@@ -135,7 +135,7 @@ def test_the_weights_of_a_run_load_into_a_bare_module(way, tmp_path):
         assert torch.equal(model.w.detach(), state.params["w"])
 
 
-def test_a_failed_write_in_the_writer_is_not_hidden_by_a_later_success(tmp_path, monkeypatch):
+def test_a_failed_write_is_not_hidden_by_a_later_success(tmp_path, monkeypatch):
     """The error stays on the state although the last checkpoint was written."""
     real, calls = store.write_checkpoint, []
 

@@ -1,4 +1,4 @@
-"""A run that is killed again and again goes on from whole checkpoints, and loses no more."""
+"""A run that is killed repeatedly resumes from complete checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUND_S = 110
 
 
 @pytest.mark.parametrize(("policy", "count"), [("sync", 5), ("cadence", 3)])
-def test_every_life_after_a_kill_goes_on_from_a_whole_checkpoint(tmp_path, policy, count):
+def test_every_restart_after_a_kill_resumes_from_a_complete_checkpoint(tmp_path, policy, count):
     result = tmp_path / "result.json"
     done = programs.run(
         [

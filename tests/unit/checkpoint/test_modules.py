@@ -1,4 +1,4 @@
-"""What a module holds besides trained parameters: frozen ones, extra state, odd tensors."""
+"""Frozen parameters, extra state and unusual tensors of modules in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
 
 
 def start(model, train, *, stop_at=None, configure=lambda b: b):
-    """Train two epochs; the first rank asks for the end after so many of its steps."""
+    """Train two epochs; the first rank stops the run after ``stop_at`` of its steps."""
     handles, started = [], threading.Event()
 
     def train_fn(module, batch):
@@ -48,7 +48,7 @@ def start(model, train, *, stop_at=None, configure=lambda b: b):
 
 
 def in_two_parts(model, train, path, *, stop_at=2):
-    """Gives the states of a run that was not stopped, of one that was, and of its rest."""
+    """States of an uninterrupted run, of a stopped run, and of its resumed rest."""
     straight = start(model, train).join(WAIT_S)
     stopped = start(model, train, stop_at=stop_at, configure=lambda b: b.checkpoint_dir(path))
     half = stopped.join(WAIT_S)
@@ -67,7 +67,7 @@ def assert_same(one, other):
 # -- frozen parameters -----------------------------------------------------------------
 
 
-class Taught(nn.Module):
+class StudentTeacher(nn.Module):
     """A student, and a teacher that follows it."""
 
     def __init__(self):
@@ -81,7 +81,7 @@ def follow(teacher, student):
 
 
 def follow_by_data(teacher, student):
-    teacher.data.mul_(0.75).add_(student.data, alpha=0.25)  # no version counter tells
+    teacher.data.mul_(0.75).add_(student.data, alpha=0.25)  # does not bump the version counter
 
 
 def follow_by_replacement(teacher, student):
@@ -89,7 +89,7 @@ def follow_by_replacement(teacher, student):
 
 
 @pytest.mark.parametrize("follow", [follow, follow_by_data, follow_by_replacement])
-def test_a_teacher_of_frozen_parameters_goes_on_where_it_was(follow, tmp_path):
+def test_frozen_parameters_changed_in_training_are_resumed(follow, tmp_path):
     def train(model, x):
         loss = (model.student(x) - model.teacher(x) - 1).square().mean()
         with torch.no_grad():
@@ -99,29 +99,29 @@ def test_a_teacher_of_frozen_parameters_goes_on_where_it_was(follow, tmp_path):
                 follow(teacher, student)
         return loss
 
-    straight, half, rest = in_two_parts(lambda device: Taught(), train, tmp_path / "ck")
+    straight, half, rest = in_two_parts(lambda device: StudentTeacher(), train, tmp_path / "ck")
     assert not torch.equal(half.params["teacher.weight"], rest.params["teacher.weight"])
     assert_same(straight, rest)
     found = load_newest(tmp_path / "ck").data
     assert torch.equal(found.weights["teacher.weight"], rest.params["teacher.weight"])
 
 
-def test_frozen_parameters_that_do_not_change_are_written_once(tmp_path):
+def test_unchanged_frozen_parameters_are_copied_once(tmp_path):
     def train(model, x):
         return (model.student(x) - model.teacher(x)).square().mean()
 
-    start(lambda device: Taught(), train, configure=lambda b: b.checkpoint_dir(tmp_path)).join(
-        WAIT_S
-    )
+    start(
+        lambda device: StudentTeacher(), train, configure=lambda b: b.checkpoint_dir(tmp_path)
+    ).join(WAIT_S)
     data = load_newest(tmp_path).data
     assert [rank["frozen"] for rank in data.ranks] == [{}, {}]
-    assert list(data.weights) == list(Taught().state_dict())
+    assert list(data.weights) == list(StudentTeacher().state_dict())
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex128]
 )
-def test_a_checksum_changes_with_the_smallest_change(dtype, monkeypatch):
+def test_a_checksum_detects_the_smallest_change(dtype, monkeypatch):
     monkeypatch.setattr(flat_file, "_CHUNK_WORDS", 64)
     whole = torch.ones(3, 1000, dtype=torch.float32).to(dtype)
     t = whole.t()
@@ -129,7 +129,9 @@ def test_a_checksum_changes_with_the_smallest_change(dtype, monkeypatch):
     assert torch.equal(checksum(t.clone()), before)
     whole.view(torch.uint8)[2, 5] ^= 1
     assert not torch.equal(checksum(t), before)
-    odd = torch.ones(7, dtype=torch.float32).to(dtype)[1:]  # neither aligned nor whole words
+    odd = torch.ones(7, dtype=torch.float32).to(dtype)[
+        1:
+    ]  # neither aligned nor a multiple of the word size
     before = checksum(odd)
     odd.view(torch.uint8)[-1] ^= 1
     assert not torch.equal(checksum(odd), before)
@@ -139,8 +141,8 @@ def test_a_checksum_changes_with_the_smallest_change(dtype, monkeypatch):
 # -- extra state -----------------------------------------------------------------------
 
 
-class Told(nn.Module):
-    """A module whose loss depends on what it was told."""
+class WithExtraState(nn.Module):
+    """A module whose loss depends on its extra state."""
 
     def __init__(self):
         super().__init__()
@@ -160,26 +162,26 @@ class Told(nn.Module):
         return self.inner(x) * self.scale - self.seen
 
 
-def train_told(model, x):
+def train_extra_state(model, x):
     return model(x).square().mean()
 
 
-def test_extra_state_of_modules_goes_on_where_it_was(tmp_path):
+def test_extra_state_of_modules_is_resumed(tmp_path):
     straight, half, rest = in_two_parts(
-        lambda device: nn.Sequential(Told()), train_told, tmp_path / "ck"
+        lambda device: nn.Sequential(WithExtraState()), train_extra_state, tmp_path / "ck"
     )
     assert 0 < half.state_dict()["0._extra_state"]["seen"] < 8
     assert rest.state_dict()["0._extra_state"]["seen"] == 8
     assert_same(straight, rest)
-    bare = nn.Sequential(Told())
+    bare = nn.Sequential(WithExtraState())
     bare.load_state_dict(rest.state_dict())  # strict
     assert bare[0].seen == 8
     rest.save(tmp_path / "weights")
     assert set(safetensors.torch.load_file(tmp_path / "weights")) == set(rest.params)
 
 
-class Opaque(Told):
-    """Keeps its state as no checkpoint can."""
+class Opaque(WithExtraState):
+    """Has extra state of an unsupported type."""
 
     def get_extra_state(self):
         return io.BytesIO(b"opaque")
@@ -188,11 +190,11 @@ class Opaque(Told):
         raise AssertionError("nothing was saved")
 
 
-def test_extra_state_that_no_file_can_hold_is_told_with_its_module(tmp_path, caplog):
+def test_unsupported_extra_state_is_logged_with_its_module(tmp_path, caplog):
     def make(device):
         return nn.Sequential(Opaque())
 
-    _, half, rest = in_two_parts(make, train_told, tmp_path)
+    _, half, rest = in_two_parts(make, train_extra_state, tmp_path)
     assert half.checkpoint_errors == rest.checkpoint_errors == ()
     assert len(rest.metrics) == 2
     text = caplog.text
@@ -200,7 +202,7 @@ def test_extra_state_that_no_file_can_hold_is_told_with_its_module(tmp_path, cap
     assert "the extra state of module '0' is not in the checkpoint" in text
 
 
-def test_what_hooks_do_to_a_state_dict_loses_no_weight():
+def test_state_dict_hooks_lose_no_weight():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def hook(module, state, prefix, metadata):
@@ -215,7 +217,7 @@ def test_what_hooks_do_to_a_state_dict_loses_no_weight():
     assert found["1.bias"] is model[1].bias
 
 
-# -- tensors of every kind ---------------------------------------------------------------
+# -- tensors of every dtype --------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -246,20 +248,20 @@ class Mixed(nn.Module):
         return y + self.rounded.sum() + self.conv.weight.sum() * self.none.sum()
 
 
-def test_tensors_of_every_kind_go_on_where_they_were(tmp_path):
-    straight, _, rest = in_two_parts(lambda device: Mixed(), train_told, tmp_path)
+def test_tensors_of_every_dtype_are_resumed(tmp_path):
+    straight, _, rest = in_two_parts(lambda device: Mixed(), train_extra_state, tmp_path)
     assert_same(straight, rest)
     newest = load_newest(tmp_path)
     weights = safetensors.torch.load_file(newest.path / "weights.safetensors")
     state = rest.state_dict()
-    assert set(state) - set(weights) == {"wide"}  # complex128 stands in another file
+    assert set(state) - set(weights) == {"wide"}  # complex128 is in another file
     for name, tensor in newest.data.weights.items():
         assert torch.equal(tensor, state[name]), name
     assert torch.equal(weights["frozen"].imag, torch.tensor([-2.0, 1.0]))
     assert torch.equal(weights["tied.weight"], weights["first.weight"])
 
 
-def test_a_conjugated_view_is_written_as_what_it_shows(tmp_path):
+def test_a_conjugated_view_is_written_with_its_values(tmp_path):
     turned = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64).conj()
     save_weights(tmp_path / "file", {"turned": turned, "sign": turned.imag})
     found = safetensors.torch.load_file(tmp_path / "file")

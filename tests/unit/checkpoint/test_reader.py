@@ -1,4 +1,4 @@
-"""Torn, altered and hostile checkpoints are refused by name, and nothing is executed."""
+"""Damaged, altered and malicious checkpoints are refused, and no code is executed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FILES = ["manifest.json", "ranks-00000.pt", "ranks-00001.pt", "state.pt", "weigh
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two checkpoints; gives the newer one's directory."""
+    """Writes two checkpoints; the newer one's directory."""
     write_checkpoint(tmp_path, make(1))
     return write_checkpoint(tmp_path, make(2))
 
 
 def check_refused(newer, file, caplog):
-    """The newer one is refused with the file's name, and the older one is taken."""
+    """Check that the newer one is refused with the file's name, and the older one is used."""
     caplog.clear()
     found = load_newest(newer.parent)
     assert same(found.data, make(1))
@@ -48,7 +48,7 @@ def flip(file, position, mask=0xFF):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_refused_wherever_it_is(pair, caplog, name):
+def test_a_flipped_bit_in_any_place_is_refused(pair, caplog, name):
     size = (pair / name).stat().st_size
     stride = 1 if name == MANIFEST else max(1, size // 40)
     for position in {*range(0, size, stride), size - 1}:
@@ -71,11 +71,11 @@ def test_a_damaged_file_is_refused(pair, caplog, name, damage):
     if damage == "a directory":
         file.mkdir()
     if damage == "a pipe":
-        os.mkfifo(file)  # reading it would wait for ever
+        os.mkfifo(file)  # reading it would block forever
     check_refused(pair, name, caplog)
 
 
-def test_files_that_do_not_belong_are_not_read(pair):
+def test_unexpected_files_are_not_read(pair):
     (pair / "ranks-00002.pt").write_bytes(b"junk")
     (pair / "notes.txt").write_text("a note")
     assert same(load_newest(pair.parent).data, make(2))
@@ -87,22 +87,22 @@ def test_an_empty_directory_under_a_checkpoints_name_is_refused(pair, caplog):
     check_refused(pair, MANIFEST, caplog)
 
 
-def test_files_of_two_checkpoints_do_not_mix(pair, caplog):
+def test_files_of_two_checkpoints_cannot_be_mixed(pair, caplog):
     older = next(p for p in pair.parent.iterdir() if p != pair)
     shutil.copy(older / "weights.safetensors", pair)
     check_refused(pair, "weights.safetensors", caplog)
 
 
-def test_where_all_are_refused_each_is_named(pair):
+def test_if_all_are_refused_the_error_lists_each(pair):
     for path in pair.parent.iterdir():
         os.truncate(path / "state.pt", 10)
     with pytest.raises(CheckpointError) as caught:
-        load_newest(pair.parent, missing_ok=True)  # what is torn is not missing
+        load_newest(pair.parent, missing_ok=True)  # a damaged checkpoint is not a missing one
     for path in pair.parent.iterdir():
         assert str(path / "state.pt") in str(caught.value)
 
 
-def test_one_that_is_named_itself_has_none_before_it(pair):
+def test_a_checkpoints_own_path_has_no_fallback(pair):
     flip(pair / "state.pt", 100)
     with pytest.raises(CheckpointError, match=r"state\.pt: its SHA-256"):
         load_newest(pair)
@@ -116,10 +116,10 @@ def test_a_later_format_is_refused_with_its_version(pair, caplog, monkeypatch):
     write_checkpoint(pair.parent, make(3))
     monkeypatch.undo()
     assert same(load_newest(pair.parent).data, make(2))
-    assert "format version is 2, this program reads 1" in caplog.text
+    assert "format version is 2, this version reads 1" in caplog.text
 
 
-def test_checkpoints_removed_while_they_are_looked_for_are_no_error(pair, monkeypatch):
+def test_checkpoints_removed_during_the_search_are_no_error(pair, monkeypatch):
     """Another process writes a third one and removes the two that were listed."""
     real = store.entries
 
@@ -145,7 +145,7 @@ def executed(*arguments):
 
 
 class Code:
-    """Runs code when a plain unpickler reads it."""
+    """Executes code when a plain unpickler reads it."""
 
     def __reduce__(self):
         return executed, (1,)
@@ -158,7 +158,7 @@ def as_zip():
 
 
 def as_zip_with(content):
-    """A file of torch.save whose pickle is replaced."""
+    """A file of torch.save with a replaced pickle."""
     file, out = io.BytesIO(), io.BytesIO()
     torch.save({}, file)
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(out, "w") as new:
@@ -178,7 +178,7 @@ HOSTILE = {
 
 
 def reseal(directory):
-    """Make the manifest agree with the files, as whoever alters a checkpoint can."""
+    """Update the manifest to match altered files."""
     manifest = Manifest.from_bytes((directory / MANIFEST).read_bytes())
     files = {}
     for name in manifest.files:
@@ -190,7 +190,7 @@ def reseal(directory):
 @pytest.mark.parametrize("sealed", [False, True], ids=["altered", "sealed anew"])
 @pytest.mark.parametrize("name", ["ranks-00001.pt", "state.pt", "weights.safetensors"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_pickle_that_would_run_code_is_refused(pair, caplog, monkeypatch, kind, name, sealed):
+def test_a_pickle_that_would_execute_code_is_refused(pair, caplog, monkeypatch, kind, name, sealed):
     monkeypatch.chdir(pair.parent.parent)
     content = HOSTILE[kind]()
     (pair / name).write_bytes(content)
@@ -201,8 +201,8 @@ def test_a_pickle_that_would_run_code_is_refused(pair, caplog, monkeypatch, kind
     assert not (pair.parent.parent / "executed").exists()
 
 
-def test_the_hostile_pickles_do_run_code_in_a_plain_unpickler():
-    """Else the test above would show nothing."""
+def test_the_malicious_pickles_execute_code_in_a_plain_unpickler():
+    """Shows that the test above can fail."""
     pickle.loads(HOSTILE["bare pickle"]())
     assert EXECUTED == [(1,)]
     EXECUTED.clear()
@@ -211,7 +211,7 @@ def test_the_hostile_pickles_do_run_code_in_a_plain_unpickler():
     EXECUTED.clear()
 
 
-def test_nothing_is_parsed_before_its_digest_agrees(pair, monkeypatch, caplog):
+def test_files_are_parsed_only_after_their_digest_matched(pair, monkeypatch, caplog):
     parsed = []
     monkeypatch.setattr(store.torch, "load", lambda *a, **k: parsed.append(a))
     monkeypatch.setattr(store.safetensors.torch, "load", lambda *a: parsed.append(a))
@@ -251,7 +251,7 @@ def test_nothing_is_parsed_before_its_digest_agrees(pair, monkeypatch, caplog):
         "no run",
     ],
 )
-def test_a_sealed_state_of_another_shape_is_refused(pair, caplog, state):
+def test_an_altered_state_with_a_valid_digest_is_refused(pair, caplog, state):
     torch.save(state, pair / "state.pt")
     reseal(pair)
     check_refused(pair, "state.pt", caplog)

@@ -1,4 +1,4 @@
-"""The edges of checkpoints and of going on: what users change, hold and run into."""
+"""Edge cases of checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.checkpoint.test_writer import SlowDisk
 # -- settings ----------------------------------------------------------------------------
 
 
-def test_an_epoch_that_was_only_opened_ahead_is_not_trained_where_num_epochs_is_lower(tmp_path):
+def test_an_epoch_opened_ahead_is_not_trained_if_num_epochs_is_lower(tmp_path):
     run, rest = MarkingRun(n=20), MarkingRun(n=20)
     run.builder().num_epochs(2).max_steps(11).checkpoint_dir(tmp_path).run().join(WAIT_S)
     data = load_newest(tmp_path).data
@@ -56,52 +56,52 @@ def lrs(optimizer):
 
 @pytest.mark.parametrize("scheduler", [None, lrs])
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "warning"),
     [
         ({}, None),
         ({"lr": 0.5}, "lr=0.25 is used in group 0 of the optimizer, not 0.5"),
         ({"momentum": 0.9}, "momentum=0.5 is used in group 0 of the optimizer, not 0.9"),
-        ({"nesterov": True}, None),  # how it computes stays as built
+        ({"nesterov": True}, None),  # the algorithm is as built
     ],
 )
-def test_numbers_of_an_optimizer_that_were_changed_in_vain_are_told(
-    tmp_path, settings, told, scheduler, caplog
+def test_changed_optimizer_settings_without_effect_are_logged(
+    tmp_path, settings, warning, scheduler, caplog
 ):
-    def made(**more):
+    def make_optimizer(**more):
         b = builder(optim=lambda p: torch.optim.SGD(p, **{"lr": 0.25, "momentum": 0.5, **more}))
         return b if scheduler is None else b.scheduler(scheduler)
 
-    made().checkpoint_dir(tmp_path).run().join(WAIT_S)
+    make_optimizer().checkpoint_dir(tmp_path).run().join(WAIT_S)
     caplog.clear()
-    made(**settings).num_epochs(2).resume(tmp_path).run().join(WAIT_S)
+    make_optimizer(**settings).num_epochs(2).resume(tmp_path).run().join(WAIT_S)
     found = [r.getMessage() for r in caplog.records if "is used in group" in r.getMessage()]
-    assert len(found) == (told is not None)
-    assert all(told in message for message in found)
+    assert len(found) == (warning is not None)
+    assert all(warning in message for message in found)
 
 
-def test_a_learning_rate_that_follows_the_number_of_workers_was_not_changed(tmp_path, caplog):
+def test_a_learning_rate_scaled_by_the_number_of_workers_is_not_logged(tmp_path, caplog):
     for ranks in (1, 3):
         b = builder(ranks=ranks, epochs=ranks).lr_scale_ratio(1.0)
         b.resume(tmp_path, True).checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert not [r for r in caplog.records if "is used in group" in r.getMessage()]
 
 
-def test_an_optimizer_of_another_class_is_refused_by_its_name(tmp_path):
+def test_an_optimizer_of_another_class_is_refused(tmp_path):
     builder(optim=lambda p: torch.optim.SGD(p, 1.0)).checkpoint_dir(tmp_path).run().join(WAIT_S)
     b = builder(optim=lambda p: torch.optim.AdamW(p), epochs=2)
     with pytest.raises(CheckpointError, match="holds the state of SGD, not of AdamW"):
         b.resume(tmp_path).run().join(WAIT_S)
 
 
-def test_checkpoints_of_another_run_in_the_directory_are_told_of(tmp_path, caplog):
+def test_checkpoints_of_another_run_in_the_directory_are_logged(tmp_path, caplog):
     builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
     builder(epochs=2).checkpoint_dir(tmp_path).resume(tmp_path).run().join(WAIT_S)
     assert "of another run" not in caplog.text
     builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
-    assert "checkpoints of another run, which are removed" in caplog.text
+    assert "checkpoints of another run, which will be removed" in caplog.text
 
 
-# -- what the user's code holds ------------------------------------------------------------
+# -- user state ------------------------------------------------------------------------------
 
 
 class Failing(torch.optim.SGD):
@@ -110,22 +110,22 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
-def test_an_optimizer_whose_state_dict_fails_stops_no_training(way, tmp_path, caplog):
+def test_a_failing_state_dict_does_not_stop_training(way, tmp_path, caplog):
     b = builder(optim=lambda p: Failing(p, 1.0), epochs=3, way=way)
     state = b.checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert len(state.metrics) == 3
     assert "was not captured: KeyError: 'planted'" in str(state.checkpoint_errors[0])
     assert "its state could not be captured" in caplog.text
-    # A traceback would keep the replicas' memory as long as the user keeps the state.
+    # A traceback would keep the replicas alive as long as the state.
     assert state.checkpoint_errors[0].__traceback__ is None
     assert state.checkpoint_errors[0].__cause__.__traceback__ is None
 
 
 class Marked(torch.Tensor):
-    """A subclass of which the safe reader does not know."""
+    """A tensor subclass that the safe reader refuses."""
 
 
-def test_a_tensor_that_the_safe_reader_would_refuse_is_not_written():
+def test_a_tensor_that_the_safe_reader_refuses_is_not_written():
     t = torch.zeros(2).as_subclass(Marked)
     with pytest.raises(CheckpointError, match="state is of type Marked"):
         plain(t, "state")
@@ -134,7 +134,7 @@ def test_a_tensor_that_the_safe_reader_would_refuse_is_not_written():
     assert type(plain(nn.Parameter(torch.zeros(2)), "state")) is torch.Tensor
 
 
-def test_numpys_generator_comes_back_whichever_it_is(alone_context, caplog):
+def test_any_numpy_bit_generator_is_restored(alone_context, caplog):
     before = np.random.get_bit_generator()
     try:
         for kind in (np.random.PCG64, np.random.SFC64, np.random.Philox, np.random.MT19937):
@@ -158,7 +158,7 @@ def alone_context():
 # -- files -----------------------------------------------------------------------------
 
 
-def test_directories_made_for_a_checkpoint_are_durable_too(tmp_path, monkeypatch):
+def test_directories_created_for_a_checkpoint_are_flushed(tmp_path, monkeypatch):
     flushed, real = [], files.flush_directory
 
     def flush(path):
@@ -173,7 +173,7 @@ def test_directories_made_for_a_checkpoint_are_durable_too(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", ["Infinity", "1e400", "-1", "[]"])
-def test_a_sealed_manifest_with_an_odd_number_is_refused(tmp_path, number):
+def test_a_manifest_with_an_invalid_number_is_refused(tmp_path, number):
     path = write_checkpoint(tmp_path, make())
     body = json.loads((path / MANIFEST).read_bytes().replace(b'"epoch": 1', b'"epoch": 17171717'))
     del body["sha256"]
@@ -189,19 +189,19 @@ def test_a_sealed_manifest_with_an_odd_number_is_refused(tmp_path, number):
         Manifest.from_bytes(sealed.encode())
 
 
-def test_a_process_that_maps_what_it_loads_reads_checkpoints_too(tmp_path):
+def test_checkpoints_are_read_with_mmap_enabled_by_default(tmp_path):
     path = write_checkpoint(tmp_path, make())
     with config.patch("load.mmap", True):
         assert same(load_newest(path).data, make())
 
 
-def test_a_state_is_saved_below_the_home_directory_by_its_short_name(tmp_path, monkeypatch):
+def test_a_tilde_in_a_path_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     builder().run().join(WAIT_S).save("~/weights.safetensors")
     assert (tmp_path / "weights.safetensors").is_file()
 
 
-def test_a_failure_to_write_keeps_no_memory(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_no_memory(tmp_path, monkeypatch):
     def fsync(fd):
         raise OSError(errno.ENOSPC, "planted")
 
@@ -217,20 +217,20 @@ def test_a_failure_to_write_keeps_no_memory(tmp_path, monkeypatch):
     assert weight() is None
 
 
-# -- a disk that does not answer ---------------------------------------------------------
+# -- a hanging disk ----------------------------------------------------------------------
 
 
-def test_the_second_signal_no_longer_waits_for_a_dead_disk(tmp_path, monkeypatch):
-    disk, told, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
+def test_the_second_signal_stops_waiting_for_a_hanging_disk(tmp_path, monkeypatch):
+    disk, warned, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
     waits = Waits(monkeypatch)
     monkeypatch.setattr(checkpoint_service, "WARN_AFTER_S", 0.0)
-    monkeypatch.setattr(checkpoint_service.logger, "warning", lambda *args: told.set())
+    monkeypatch.setattr(checkpoint_service.logger, "warning", lambda *args: warned.set())
     handle = builder().checkpoint_dir(tmp_path).run()
     disk.await_begin(1)
 
     def interrupt():
         assert waits.entered.wait(WAIT_S)
-        assert told.wait(WAIT_S)
+        assert warned.wait(WAIT_S)
         for answered in (probe.stopped, probe.aborted):
             os.kill(os.getpid(), signal.SIGINT)
             assert answered.wait(WAIT_S)
@@ -248,5 +248,5 @@ def test_the_second_signal_no_longer_waits_for_a_dead_disk(tmp_path, monkeypatch
             disk.allow(9)
     assert len(handle.state.metrics) == 1
     (error,) = handle.state.checkpoint_errors
-    assert f"did not wait for the last checkpoint to {tmp_path}" in str(error)
+    assert f"the run ended before its last checkpoint was written to {tmp_path}" in str(error)
     assert handle._run._saves._writer.wait(WAIT_S)

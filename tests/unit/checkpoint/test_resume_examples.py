@@ -1,4 +1,4 @@
-"""Ctrl-C in an example, then the same command with ``--resume``: as if nothing had happened."""
+"""An example interrupted by Ctrl-C and continued with ``--resume`` equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(*arguments, record=None):
 
 
 def interrupt(*arguments, after, record=None):
-    """Run an example, send it Ctrl-C once it has printed an epoch; gives what it printed."""
+    """Run an example, send Ctrl-C once it has printed an epoch, and return its output."""
     process = programs.Popen(
         command(*arguments, record=record),
         stdout=subprocess.PIPE,
@@ -76,13 +76,13 @@ def epochs_in(output):
 
 
 def steps_in(record):
-    """What was recorded of each step, by step and rank."""
+    """The recorded steps, by step and rank."""
     steps = map(json.loads, record.read_text().splitlines())
     return {(step["step"], step["rank"]): step for step in steps}
 
 
 def first_difference(parts, whole):
-    """The first step of ``parts`` that was made otherwise in ``whole``, and in what."""
+    """The first step that differs between ``parts`` and ``whole``, with the difference."""
     for at in sorted(parts):
         one, other = parts[at], whole.get(at, {})
         names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
@@ -93,7 +93,7 @@ def first_difference(parts, whole):
 
 
 def account(outputs, records, stopped, saving):
-    """All that tells which of three runs went astray, and where.
+    """Describe which of three runs differs, and where.
 
     Args:
         outputs: What each of them printed, by name: interrupted, resumed, straight.
@@ -101,15 +101,15 @@ def account(outputs, records, stopped, saving):
         stopped: A copy of the checkpoints as they were when the first had stopped.
         saving: The arguments that the first and the second were given before a directory.
     """
-    told, rest, straight = (steps_in(record) for record in records)
+    interrupted, rest, straight = (steps_in(record) for record in records)
     lines = []
-    for (name, output), made in zip(outputs.items(), (told, rest, straight), strict=True):
+    for (name, output), made in zip(outputs.items(), (interrupted, rest, straight), strict=True):
         lines += [f"-- {name}: (step, rank) from {sorted(made)[:1]}, {len(made)} of them"]
         lines += [output.strip()]
         lines += [f"first difference to straight: {first_difference(made, straight)}"]
-    lines += [f"-- made twice: {sorted(told.keys() & rest.keys())}"]
+    lines += [f"-- trained twice: {sorted(interrupted.keys() & rest.keys())}"]
     lines += [f"-- checkpoints when it had stopped: {sorted(p.name for p in stopped.iterdir())}"]
-    print("\n".join(lines))  # at once: what follows may take too long
+    print("\n".join(lines))  # before later checks time out
     policy, directory = saving[:-1], saving[-1]
     copy = shutil.copytree(stopped, stopped.with_name("copy"))
     lines += ["-- resumed once more", run(*policy, directory, copy, "--resume").strip()]
@@ -119,16 +119,16 @@ def account(outputs, records, stopped, saving):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
+def test_an_interrupted_example_resumes_where_it_stopped(policy, tmp_path):
     directory, stopped = tmp_path / "checkpoints", tmp_path / "stopped"
     records = [tmp_path / name for name in ("interrupted", "resumed", "straight")]
     chosen = ("--policy", policy, "--checkpoint-dir")
-    told = interrupt(*chosen, directory, after=0, record=records[0])
-    assert "goes on with --resume" in told
-    assert len(epochs_in(told)) < 4, "it was over before the signal came"
+    output = interrupt(*chosen, directory, after=0, record=records[0])
+    assert "goes on with --resume" in output
+    assert len(epochs_in(output)) < 4, "it was over before the signal came"
     shutil.copytree(directory, stopped)
     rest = run(*chosen, directory, "--resume", record=records[1])
-    parts = [*epochs_in(told), *epochs_in(rest)]
+    parts = [*epochs_in(output), *epochs_in(rest)]
     assert [int(epoch) for epoch, _, _ in parts] == [0, 1, 2, 3]
     if policy == "sync":
         straight = run("--policy", policy, record=records[2])
@@ -136,7 +136,7 @@ def test_an_example_that_was_interrupted_goes_on_where_it_was(policy, tmp_path):
         assert re.search(rf"\d+ {end}", rest)[0] == re.search(rf"\d+ {end}", straight)[0]
         made, whole = steps_in(records[0]) | steps_in(records[1]), steps_in(records[2])
         if (parts, made) != (epochs_in(straight), whole):
-            outputs = {"interrupted": told, "resumed": rest, "straight": straight}
+            outputs = {"interrupted": output, "resumed": rest, "straight": straight}
             pytest.fail(account(outputs, records, stopped, chosen))
 
 

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: every policy, other world sizes, what is refused."""
+"""Resumed runs: every policy, other world sizes, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N = 60
 
 
 def stop_after(run, num_steps):
-    """Have the first rank that has made so many steps ask for the end."""
+    """Stop the run when the first rank has trained ``num_steps`` steps."""
     started, handles = threading.Event(), []
 
     def on_step(worker):
@@ -45,7 +45,7 @@ def stop_after(run, num_steps):
 
 
 def in_two_halves(path, *, first, second, num_steps=11):
-    """Stop one run, let another one go on; gives the second's state."""
+    """Stop a run and resume it; returns the resumed run's state."""
     state = stop_after(first, num_steps)(first.builder().checkpoint_dir(path).run()).join(WAIT_S)
     assert state.stopped
     data = load_newest(path).data
@@ -68,13 +68,13 @@ def test_every_sample_is_trained_once_over_the_two_halves(way, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("ways", [((CADENCE, OVER_CPU), (ASYNC, THREAD)), ((ASYNC, THREAD),) * 2])
-def test_policy_and_backend_may_be_others_where_replicas_are_averaged(ways, tmp_path):
+def test_policy_and_backend_may_change_between_averaging_policies(ways, tmp_path):
     first, second = (MarkingRun(n=N, way=way) for way in ways)
     in_two_halves(tmp_path, first=first, second=second, num_steps=20)
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_a_checkpoint_after_a_death_holds_what_the_survivors_have(way, tmp_path):
+def test_a_checkpoint_after_a_failure_contains_the_survivors_state(way, tmp_path):
     first, second = (MarkingRun(n=N, ranks=3, way=way) for _ in range(2))
     start = stop_after(first, 12)
     stop = first.on_step
@@ -92,7 +92,7 @@ def test_a_checkpoint_after_a_death_holds_what_the_survivors_have(way, tmp_path)
     first.on_step = die
     b = first.builder().on_worker_failure("continue").checkpoint_dir(tmp_path)
     if way[0] is not SYNC:
-        b.partition_ratios([1, 1, 1])  # or the others, who wait for its death, had it all
+        b.partition_ratios([1, 1, 1])  # else the other ranks would train everything
     state = start(b.run()).join(WAIT_S)
     assert [f.rank for f in state.failures] == [2]
     data = load_newest(tmp_path).data
@@ -127,7 +127,7 @@ def test_num_epochs_may_be_raised(tmp_path):
     assert [m.epoch for m in state.metrics] == [0, 1, 2]
 
 
-# -- what is refused, before any thread starts unless it takes the model -----------------
+# -- refusals: before any thread starts, unless the model is needed ------------------------
 
 
 def changed(**settings):
@@ -148,10 +148,10 @@ def changed(**settings):
         (changed(drop_last=True), "drop_last False"),
         (changed(accumulate=2), "accumulate 1"),
         (changed(policy=SYNC), "policy SYNC False"),
-        (changed(num_epochs=2), r"give at least 3"),
+        (changed(num_epochs=2), r"set at least 3"),
     ],
 )
-def test_settings_that_do_not_go_with_the_checkpoint_are_refused(change, message, tmp_path):
+def test_settings_that_do_not_match_the_checkpoint_are_refused(change, message, tmp_path):
     run = MarkingRun(n=N)
     run.builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
     with pytest.raises(CheckpointError, match=message):
@@ -180,11 +180,11 @@ class Single(nn.Module):
     ("model", "message"),
     [
         (Wide, r"shape of 'w' is \(1,\) in the checkpoint and \(2,\)"),
-        (Extra, "the model has 'more', the checkpoint has not"),
-        (Single, "dtype of 'w' is torch.float64 there"),
+        (Extra, "the model has 'more', the checkpoint does not"),
+        (Single, "dtype of 'w' is torch.float64 in the checkpoint"),
     ],
 )
-def test_another_model_is_refused_by_its_first_difference(model, message, tmp_path):
+def test_another_model_is_refused_with_its_first_difference(model, message, tmp_path):
     builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
     handle = builder(model=lambda device: model(), epochs=2).resume(tmp_path).run()
     with pytest.raises(CheckpointError, match=message):
@@ -202,17 +202,17 @@ def test_another_optimizer_is_refused(tmp_path):
         handle.join(WAIT_S)
 
 
-def test_a_directory_without_a_checkpoint_is_refused_unless_it_may_be_empty(tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused_without_missing_ok(tmp_path):
     with pytest.raises(CheckpointError):
         builder().resume(tmp_path / "absent").run()
     state = builder().resume(tmp_path / "absent", missing_ok=True).run().join(WAIT_S)
     assert [m.epoch for m in state.metrics] == [0]
 
 
-# -- save() and what cannot be written ---------------------------------------------------
+# -- save() and unsupported state --------------------------------------------------------
 
 
-def test_save_in_a_workers_thread_says_that_it_would_wait_for_itself():
+def test_save_in_a_workers_thread_raises_instead_of_deadlocking():
     run, caught, handles, started = MarkingRun(n=N), [], [], threading.Event()
 
     def save(worker):
@@ -228,7 +228,7 @@ def test_save_in_a_workers_thread_says_that_it_would_wait_for_itself():
     assert caught
 
 
-def test_save_after_the_end_writes_the_last_state_where_it_was_kept(tmp_path):
+def test_save_after_the_end_writes_the_final_state_if_it_was_kept(tmp_path):
     run = MarkingRun(n=N)
     handle = run.builder().checkpoint_dir(tmp_path / "own").run()
     state = handle.join(WAIT_S)
@@ -257,14 +257,14 @@ def test_save_from_metrics_fn_works(tmp_path):
 
 
 class Odd(torch.optim.SGD):
-    """An optimizer whose state holds what no file can."""
+    """An optimizer with state of an unsupported type."""
 
     def state_dict(self):
         return {**super().state_dict(), "odd": object()}
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_a_state_that_cannot_be_saved_is_reported_and_stops_nothing(way, tmp_path, caplog):
+def test_unsupported_state_is_reported_and_does_not_stop_training(way, tmp_path, caplog):
     b = builder(optim=lambda p: Odd(p, 1.0), dataset=40, epochs=3, way=way)
     handle = b.checkpoint_dir(tmp_path / "own").run()
     with pytest.raises(CheckpointError, match=r"optimizer.*odd"):

@@ -1,4 +1,4 @@
-"""A ``SYNC`` run that was stopped anywhere and resumed ends as if it had not been."""
+"""A ``SYNC`` run stopped at any step and resumed is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA = (X, X.sum(1, keepdim=True))
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run whose every bit follows from its settings."""
+    """A run that is bitwise reproducible from its settings."""
 
     ranks: int = 2
     accumulate: int = 1
@@ -49,7 +49,7 @@ class Recipe:
                 assert started.wait(WAIT_S)
                 handles[0].stop()
             noise = torch.randn(x.shape, generator=worker.generator) * 0.1
-            if self.dropout and self.ranks == 1:  # else these are drawn from in any order
+            if self.dropout and self.ranks == 1:  # else they are drawn in any order
                 noise = noise + random.random() * 0.1 + np.random.rand() * 0.1
             record_scalar("mean", x.mean())
             loss = ((model(x + noise) - y) ** 2).mean()
@@ -82,7 +82,7 @@ class Recipe:
         return self.start().join(WAIT_S)
 
     def resumed(self, path, **kwargs):
-        seed_process(2)  # whatever the process draws before, the run draws what it would have
+        seed_process(2)  # the run must not depend on the process's generators
         return self.start(configure=lambda b: b.resume(path).checkpoint_dir(path), **kwargs)
 
 
@@ -101,7 +101,7 @@ def assert_same(one, other):
 
 
 def figures(m):
-    """What of an epoch's metrics is not a time."""
+    """The metrics of an epoch except times."""
     ranks = [(r.rank, r.num_batches, r.num_samples, r.avg_loss) for r in m.per_rank]
     return m.epoch, m.avg_loss, m.scalars, m.num_samples, m.num_averagings, ranks
 
@@ -119,10 +119,10 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(recipe, tmp_path):
+def test_a_run_stopped_at_any_step_equals_an_uninterrupted_one(recipe, tmp_path):
     straight = recipe.straight()
     stops = set()
-    # Two epochs' steps of the first rank, each of them in the plainest recipe.
+    # The steps of two epochs; all of them in the simplest recipe.
     num_steps = 2 * N // (2 * recipe.ranks)
     for step in range(0, num_steps, 1 if recipe == Recipe() else num_steps // 4):
         path = tmp_path / str(step)
@@ -134,7 +134,7 @@ def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(recipe, tmp_path):
     assert len(stops) > 1
 
 
-def test_a_run_stopped_twice_ends_as_if_it_had_not_been(tmp_path):
+def test_a_run_stopped_twice_equals_an_uninterrupted_one(tmp_path):
     recipe = RECIPES["three ranks, windows of two"]
     straight = recipe.straight()
     for first, second in ((0, 4), (2, 4), (4, 8)):
@@ -148,8 +148,8 @@ def test_a_run_stopped_twice_ends_as_if_it_had_not_been(tmp_path):
 @pytest.mark.parametrize(
     "name", ["plain", "fixed ratios", "one rank with dropout", "three ranks with dropout"]
 )
-def test_a_checkpoint_taken_on_the_way_leads_to_the_same_end(name, tmp_path):
-    """Neither taking it nor going on from it changes a bit."""
+def test_resuming_from_an_intermediate_checkpoint_gives_the_same_result(name, tmp_path):
+    """Neither taking the checkpoint nor resuming from it changes a bit."""
     recipe = RECIPES[name]
     straight = recipe.straight()
     seed_process(1)
@@ -163,7 +163,7 @@ def test_a_checkpoint_taken_on_the_way_leads_to_the_same_end(name, tmp_path):
         assert_same(end, straight)
 
 
-def test_checkpoints_at_the_edges_of_epochs_lead_to_the_same_end(tmp_path):
+def test_checkpoints_at_epoch_boundaries_give_the_same_result(tmp_path):
     recipe = RECIPES["plain"]
     straight = recipe.straight()
     whole = recipe.start(configure=lambda b: b.checkpoint_dir(tmp_path, keep=10)).join(WAIT_S)
@@ -175,7 +175,7 @@ def test_checkpoints_at_the_edges_of_epochs_lead_to_the_same_end(tmp_path):
         assert_same(end, straight)
 
 
-def test_a_finished_run_gives_its_state_again_and_yields_nothing(tmp_path):
+def test_resuming_a_finished_run_returns_its_state_without_metrics(tmp_path):
     recipe = RECIPES["plain"]
     whole = recipe.start(configure=lambda b: b.checkpoint_dir(tmp_path)).join(WAIT_S)
     handle = recipe.resumed(tmp_path)
@@ -183,11 +183,11 @@ def test_a_finished_run_gives_its_state_again_and_yields_nothing(tmp_path):
     assert_same(handle.join(WAIT_S), whole)
 
 
-def test_a_resumed_run_yields_the_epochs_that_were_not_told(tmp_path):
+def test_a_resumed_run_yields_the_epochs_not_yet_yielded(tmp_path):
     recipe = RECIPES["plain"]
     handle = recipe.start(stop_at=8, configure=lambda b: b.checkpoint_dir(tmp_path))
-    told = [m.epoch for m in handle.metrics()]
+    epochs = [m.epoch for m in handle.metrics()]
     handle = recipe.resumed(tmp_path)
-    told += [m.epoch for m in handle.metrics()]
-    assert told == [0, 1, 2]
+    epochs += [m.epoch for m in handle.metrics()]
+    assert epochs == [0, 1, 2]
     assert [m.epoch for m in handle.join(WAIT_S).metrics] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: what is written is what is read, and the last ones stay."""
+"""Writing, reading and retention of checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def steps(directory):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_written_is_read(tmp_path, ranks):
+def test_a_checkpoint_is_read_as_written(tmp_path, ranks):
     data = make(ranks=ranks)
     path = write_checkpoint(tmp_path / "new" / "place", data)
     found = load_newest(tmp_path / "new" / "place")
@@ -62,10 +62,10 @@ def test_what_is_written_is_read(tmp_path, ranks):
         (),
     )
     assert all(t.is_contiguous() for t in found.data.weights.values())
-    found.data.weights["z.weight"].add_(1)  # its own memory, and writable
+    found.data.weights["z.weight"].add_(1)  # in its own, writable memory
 
 
-def test_a_checkpoints_own_directory_can_be_named(tmp_path):
+def test_a_checkpoints_own_directory_can_be_passed(tmp_path):
     first = write_checkpoint(tmp_path, make(1))
     write_checkpoint(tmp_path, make(2))
     assert load_newest(str(first)).data.global_step == 1
@@ -84,9 +84,9 @@ def test_a_bare_module_loads_the_weights_strictly(tmp_path):
     assert list(load_newest(path).data.weights) == list(model.state_dict())
 
 
-# PyTorch 2.11 says it of every sparse tensor that is read.
+# PyTorch 2.11 warns about every sparse tensor that is loaded.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_views_are_written_without_what_they_are_views_of(tmp_path):
+def test_views_are_written_without_their_whole_storage(tmp_path):
     whole = torch.arange(1_000_000, dtype=torch.float32)
     data = make()
     data.weights.update(view=whole[10:13], transposed=whole[:6].view(2, 3).T, overlap=whole[11:15])
@@ -97,7 +97,7 @@ def test_views_are_written_without_what_they_are_views_of(tmp_path):
     assert same(load_newest(tmp_path).data, data)
 
 
-def test_the_newest_is_the_last_written_whatever_its_step(tmp_path):
+def test_the_newest_checkpoint_is_the_last_written_whatever_its_step(tmp_path):
     for step in (100, 7, 7):
         write_checkpoint(tmp_path, make(step, epoch=step))
     assert names(tmp_path) == [
@@ -108,7 +108,7 @@ def test_the_newest_is_the_last_written_whatever_its_step(tmp_path):
     assert load_newest(tmp_path).name == "step-0000000007-epoch-0007-000003"
 
 
-def test_the_manifest_can_be_read_by_people(tmp_path):
+def test_the_manifest_is_human_readable(tmp_path):
     path = write_checkpoint(tmp_path, make(ranks=2))
     body = json.loads((path / "manifest.json").read_text())
     assert (body["epoch"], body["global_step"]) == (1, 10)
@@ -117,7 +117,7 @@ def test_the_manifest_can_be_read_by_people(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "other files"])
-def test_no_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path, kind):
+def test_a_missing_checkpoint_is_an_error_without_missing_ok(tmp_path, kind):
     directory = tmp_path / "checkpoints"
     if kind != "missing":
         directory.mkdir()
@@ -130,7 +130,7 @@ def test_no_checkpoint_is_an_error_unless_it_may_be_missing(tmp_path, kind):
     assert load_newest(directory, missing_ok=True) is None
 
 
-def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -139,13 +139,13 @@ def test_a_file_in_place_of_the_directory_is_named(tmp_path):
         write_checkpoint(file, make())
 
 
-def test_no_checkpoint_goes_into_a_checkpoint(tmp_path):
+def test_a_checkpoint_is_not_written_into_a_checkpoint(tmp_path):
     path = write_checkpoint(tmp_path, make())
-    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+    with pytest.raises(CheckpointError, match="is itself a checkpoint"):
         save_once(path, make())
 
 
-def test_what_cannot_be_held_is_an_error_and_leaves_nothing(tmp_path):
+def test_unsupported_content_is_an_error_and_leaves_no_file(tmp_path):
     data = make()
     data.run["fn"] = threading.Lock()
     with pytest.raises(CheckpointError, match=r"state\.pt could not .* pickle"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_held_is_an_error_and_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
     log = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -184,7 +184,7 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
 # -- retention -----------------------------------------------------------------------
 
 
-def test_the_last_ones_stay(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     for step in range(5):
         write_checkpoint(tmp_path, make(step))
         remove_old_checkpoints(tmp_path, 2)
@@ -192,13 +192,13 @@ def test_the_last_ones_stay(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["manifest", "missing", "cut"])
-def test_a_torn_one_takes_no_place_of_those_that_stay(tmp_path, damage):
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, damage):
     for step in (1, 2, 3):
         path = write_checkpoint(tmp_path, make(step))
     file = path / ("manifest.json" if damage == "manifest" else "state.pt")
     file.unlink() if damage == "missing" else os.truncate(file, 5)
     remove_old_checkpoints(tmp_path, 1)
-    assert steps(tmp_path) == [2, 3]  # the torn one stays to be looked at
+    assert steps(tmp_path) == [2, 3]  # the damaged one is kept for inspection
     write_checkpoint(tmp_path, make(4))
     remove_old_checkpoints(tmp_path, 1)
     assert steps(tmp_path) == [4]
@@ -213,7 +213,7 @@ def test_other_files_are_never_removed(tmp_path):
     assert names(tmp_path) == ["notes.txt", "step-0000000002-epoch-0001-000003", "step-best"]
 
 
-def test_what_cannot_be_removed_stays_and_is_logged(tmp_path, monkeypatch, caplog):
+def test_failed_removals_are_logged(tmp_path, monkeypatch, caplog):
     for step in range(2):
         write_checkpoint(tmp_path, make(step))
 
@@ -254,7 +254,7 @@ def start(script, *arguments):
     )
 
 
-def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_are_not(tmp_path):
+def test_leftovers_of_dead_processes_only_are_removed(tmp_path):
     with start(BUSY, tmp_path) as dead, start(BUSY, tmp_path) as living:
         try:
             left, busy = dead.stdout.readline().strip(), living.stdout.readline().strip()
@@ -285,7 +285,7 @@ for step in range(20):
 """
 
 
-def test_two_processes_in_one_directory_leave_whole_checkpoints(tmp_path):
+def test_two_processes_in_one_directory_leave_complete_checkpoints(tmp_path):
     with start(MANY, tmp_path) as one, start(MANY, tmp_path) as two:
         try:
             for process in (one, two):
@@ -294,19 +294,19 @@ def test_two_processes_in_one_directory_leave_whole_checkpoints(tmp_path):
                 process.stdin.write("\n")
                 process.stdin.flush()
             while one.poll() is None or two.poll() is None:
-                # Read while they write and remove: always a whole one.
+                # Read while they write and remove: always a complete one.
                 found = load_newest(tmp_path, missing_ok=True)
                 assert found is None or same(found.data, make(found.data.global_step))
         finally:
             one.kill()
             two.kill()
     assert (one.returncode, two.returncode) == (0, 0)
-    assert 2 <= len(names(tmp_path)) <= 3  # each may spare one that the other has just written
+    assert 2 <= len(names(tmp_path)) <= 3  # each may keep one that the other has just written
     assert all(same(load_newest(tmp_path / n).data, make(19)) for n in names(tmp_path)[-1:])
 
 
-def test_a_reader_bears_any_number_of_removals_under_it(tmp_path, monkeypatch):
-    """Each of the first twenty that it opens is replaced by a newer one at that moment."""
+def test_a_reader_tolerates_any_number_of_concurrent_removals(tmp_path, monkeypatch):
+    """Each of the first twenty checkpoints is replaced by a newer one when it is opened."""
     write_checkpoint(tmp_path, make(0))
     read, opened = store._read, count(1)
 
@@ -323,7 +323,7 @@ def test_a_reader_bears_any_number_of_removals_under_it(tmp_path, monkeypatch):
     assert found.refused == ()
 
 
-def test_threads_that_write_at_once_get_names_of_their_own(tmp_path):
+def test_threads_writing_concurrently_get_distinct_names(tmp_path):
     threads = [
         threading.Thread(target=write_checkpoint, args=(tmp_path, make(3))) for _ in range(4)
     ]
@@ -335,10 +335,8 @@ def test_threads_that_write_at_once_get_names_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["open", "lock"])
-def test_a_directory_removed_before_its_writer_has_locked_it_is_replaced(
-    tmp_path, monkeypatch, moment
-):
-    """A cleaner that comes between mkdir and the lock: the writer takes another directory."""
+def test_a_directory_removed_before_it_was_locked_is_replaced(tmp_path, monkeypatch, moment):
+    """Another process removes the directory between mkdir and the lock."""
     real_open, real_lock, removed = os.open, files._lock, []
 
     def clean():
@@ -367,7 +365,9 @@ def test_a_directory_removed_before_its_writer_has_locked_it_is_replaced(
     assert len(names(tmp_path)) == 1
 
 
-def test_without_locks_checkpoints_are_written_and_no_leftover_is_removed(tmp_path, monkeypatch):
+def test_without_file_locks_checkpoints_are_written_and_no_leftover_is_removed(
+    tmp_path, monkeypatch
+):
     def flock(fd, how):
         raise OSError(errno.ENOLCK, "planted")
 
@@ -388,9 +388,9 @@ def trained(model):
     )
 
 
-def test_a_trained_state_saves_what_a_bare_module_loads(tmp_path):
+def test_a_saved_state_is_loaded_by_a_bare_module(tmp_path):
     model, path = Tied(), tmp_path / "model.safetensors"
-    for _ in range(2):  # the second time over the first
+    for _ in range(2):  # the second time overwrites the first
         nn.init.normal_(model.one.weight)
         trained(model).save(str(path))
         other = Tied()
@@ -399,7 +399,7 @@ def test_a_trained_state_saves_what_a_bare_module_loads(tmp_path):
     assert names(tmp_path) == ["model.safetensors"]
 
 
-def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     trained(Tied()).save(path)
     before = path.read_bytes()
@@ -414,7 +414,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert names(tmp_path) == ["model.safetensors"]
 
 
-def test_a_manifest_names_only_files_of_its_own():
+def test_a_manifest_lists_only_expected_files():
     entry = (3, "0" * 64)
     for listed in (
         {},

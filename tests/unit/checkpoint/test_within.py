@@ -1,4 +1,4 @@
-"""Checkpoints in the middle of an epoch: by time, by batches, and after a kill."""
+"""Checkpoints within an epoch: by time, by batches, and after a kill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AUTO = AverageBackend.AUTO
     ids=lambda way: f"{way[0].name}-{way[1].name}",
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_is_written_every_so_many_batches(tmp_path, way, ranks):
+def test_a_checkpoint_is_written_every_n_batches(tmp_path, way, ranks):
     run = MarkingRun(n=240, ranks=ranks, way=way, epochs=1)
     run.on_step = lambda worker: time.sleep(0.01)
     b = run.builder().checkpoint_dir(tmp_path, keep=100, every_steps=25)
@@ -55,12 +55,12 @@ def test_a_checkpoint_is_written_every_so_many_batches(tmp_path, way, ranks):
         data = load_newest(entry.path).data
         held = marked(data.weights)
         assert held == consumed(data, run.n, run.batch_size)
-        assert 0 < len(held) <= run.n  # all: it came late, in the last round of the epoch
+        assert 0 < len(held) <= run.n  # all if it was taken late, in the last round of the epoch
         assert data.global_step == entry.step
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["sync", "cadence"])
-def test_going_on_from_the_middle_trains_the_rest_once(tmp_path, way):
+def test_resuming_within_an_epoch_trains_the_rest_once(tmp_path, way):
     first = MarkingRun(n=240, way=way, epochs=1)
     first.on_step = lambda worker: time.sleep(0.01)
     first.builder().checkpoint_dir(tmp_path, keep=100, every_steps=25).run().join(WAIT_S)
@@ -72,7 +72,7 @@ def test_going_on_from_the_middle_trains_the_rest_once(tmp_path, way):
     assert marked(state.params) == again.all_samples()
 
 
-def test_both_sorts_are_counted_apart(tmp_path):
+def test_checkpoints_within_and_at_the_end_of_epochs_are_counted_separately(tmp_path):
     for step in range(1, 8):
         write_checkpoint(tmp_path, replace(make(step), within=step % 3 != 0))
     remove_old_checkpoints(tmp_path, 2)
@@ -86,7 +86,7 @@ def test_both_sorts_are_counted_apart(tmp_path):
     assert load_newest(tmp_path).data.global_step == 7
 
 
-def test_a_name_of_an_earlier_version_is_one_of_an_epochs_end(tmp_path):
+def test_a_name_of_an_earlier_version_means_the_end_of_an_epoch(tmp_path):
     path = write_checkpoint(tmp_path, make(4))
     path.rename(tmp_path / "step-0000000004-000001")
     assert [(e.step, e.serial, e.within) for e in entries(tmp_path)] == [(4, 1, False)]
@@ -94,8 +94,8 @@ def test_a_name_of_an_earlier_version_is_one_of_an_epochs_end(tmp_path):
     assert write_checkpoint(tmp_path, make(5)).name.endswith("-000002")
 
 
-def test_one_within_an_epoch_replaces_none_of_an_end(tmp_path, monkeypatch):
-    """While the disk is busy, each sort waits for itself."""
+def test_a_checkpoint_within_an_epoch_supersedes_none_at_its_end(tmp_path, monkeypatch):
+    """While the disk is busy, one of each kind waits."""
     writer = CheckpointWriter(tmp_path, keep=5)
     writer._busy = True
     for step, within in ((1, False), (2, True), (3, True)):
@@ -115,15 +115,15 @@ def test_one_within_an_epoch_replaces_none_of_an_end(tmp_path, monkeypatch):
         ({"every_steps": 1.5}, "every_steps"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path, setting, message):
+def test_invalid_settings_are_refused(tmp_path, setting, message):
     b = Trainer.builder(lambda d: None, lambda p: None, lambda m, b: None)
     with pytest.raises((TypeError, ValueError), match=message):
         b.checkpoint_dir(tmp_path, **setting)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_in_simulated_runs_they_are_whole_and_in_time(seed):
-    """The checks of the simulation look at each of them; see ``SaveChecks``."""
+def test_checkpoints_of_simulated_runs_are_complete_and_in_time(seed):
+    """The simulation validates each of them; see ``SaveChecks``."""
     schedule = draw_schedule(seed)
     c: CoordinatorConfig = schedule.config
     batch_s = schedule.batch_s(0, 0.0)
@@ -158,7 +158,7 @@ while True:
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_killed_run_of_one_epoch_loses_two_seconds_at_most(tmp_path, policy):
+def test_a_killed_run_of_one_epoch_loses_at_most_two_seconds(tmp_path, policy):
     script = SCRIPT.format(
         root=str(ROOT), policy=policy, directory=str(tmp_path), backend="WAYS[0][1].AUTO"
     )
@@ -168,21 +168,21 @@ def test_a_killed_run_of_one_epoch_loses_two_seconds_at_most(tmp_path, policy):
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "begun\n"
-        told = []
+        printed = []
         while len(entries(tmp_path)) < 3:
-            told.append(process.stdout.readline().split())
-        deadline = time.monotonic() + 0.5  # somewhere between two of them
+            printed.append(process.stdout.readline().split())
+        deadline = time.monotonic() + 0.5  # between two checkpoints
         while time.monotonic() < deadline:
-            told.append(process.stdout.readline().split())
+            printed.append(process.stdout.readline().split())
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
     assert not any(name.startswith("step-") and "-epoch-" in name for name in names(tmp_path))
     data = load_newest(tmp_path).data
-    killed_at, reached = float(told[-1][0]), int(told[-1][1])
-    # What it had reached two seconds before it died is in the checkpoint.
-    before = [int(step) for at, step in told if float(at) <= killed_at - 2.0]
+    killed_at, reached = float(printed[-1][0]), int(printed[-1][1])
+    # The progress of two seconds before the kill is in the checkpoint.
+    before = [int(step) for at, step in printed if float(at) <= killed_at - 2.0]
     assert before, "it was killed too early to say anything"
     assert before[-1] <= data.global_step <= reached + 1000
     held = marked(data.weights)

@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints: it holds nobody up, and its failures stop nothing."""
+"""CheckpointWriter: does not block submitters, and survives failed writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class SlowDisk:
-    """Each checkpoint waits until the test lets it through."""
+    """Blocks each write until the test allows it."""
 
     def __init__(self, monkeypatch):
         self.begun = []
@@ -57,7 +57,7 @@ def writers():
     return [t for t in threading.enumerate() if t.name == "checkpoint-writer"]
 
 
-def test_what_is_submitted_is_on_the_disk_once_it_is_closed(tmp_path):
+def test_submitted_checkpoints_are_on_disk_after_close(tmp_path):
     w = CheckpointWriter(tmp_path, keep=2)
     for step in range(4):
         w.submit(make(step))
@@ -75,7 +75,7 @@ def test_what_is_submitted_is_on_the_disk_once_it_is_closed(tmp_path):
     assert writers() == []
 
 
-def test_on_a_slow_disk_submit_returns_and_the_newest_one_is_written_next(
+def test_on_a_slow_disk_submit_returns_and_the_newest_checkpoint_is_written_next(
     tmp_path, monkeypatch, caplog
 ):
     disk = SlowDisk(monkeypatch)
@@ -84,18 +84,18 @@ def test_on_a_slow_disk_submit_returns_and_the_newest_one_is_written_next(
     disk.await_begin(1)
     assert [t.daemon for t in writers()] == [True]
     for step in (1, 2, 3):
-        w.submit(make(step))  # returns although the first is not written
+        w.submit(make(step))  # returns before the first is written
     assert counts(w) == (0, 0, 2)
     assert names(tmp_path) == []
     disk.allow(2)
     assert w.close(WAIT_S)
     assert disk.begun == [0, 3]
     assert counts(w) == (2, 0, 2)
-    assert "step 1 is left out" in caplog.text
-    assert "step 2 is left out" in caplog.text
+    assert "step 1 is skipped" in caplog.text
+    assert "step 2 is skipped" in caplog.text
 
 
-def test_close_waits_no_longer_than_it_may_and_the_thread_ends_with_its_work(
+def test_close_waits_at_most_its_timeout_and_the_thread_finishes_its_work(
     tmp_path, monkeypatch, caplog
 ):
     disk = SlowDisk(monkeypatch)
@@ -111,7 +111,7 @@ def test_close_waits_no_longer_than_it_may_and_the_thread_ends_with_its_work(
     assert counts(w) == (1, 0, 0)
 
 
-def test_after_the_close_nothing_is_taken(tmp_path, caplog):
+def test_submissions_after_close_fail(tmp_path, caplog):
     w = CheckpointWriter(tmp_path, keep=1)
     assert w.close(WAIT_S)
     w.submit(make(1))
@@ -122,7 +122,7 @@ def test_after_the_close_nothing_is_taken(tmp_path, caplog):
 
 @pytest.mark.parametrize("function", ["mkdir", "fsync", "rename", "urandom"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_a_failure_is_counted_and_the_next_one_is_written(
+def test_a_failure_is_counted_and_the_next_checkpoint_is_written(
     tmp_path, monkeypatch, caplog, function, code
 ):
     w = CheckpointWriter(tmp_path, keep=3)
@@ -141,7 +141,7 @@ def test_a_failure_is_counted_and_the_next_one_is_written(
     assert "checkpoint of step 2 could not be written" in caplog.text
     assert "planted; training goes on" in caplog.text
     assert same(load_newest(tmp_path).data, make(1))
-    assert names(tmp_path) == ["step-0000000001-epoch-0001-000001"]  # nothing is left of the second
+    assert names(tmp_path) == ["step-0000000001-epoch-0001-000001"]  # the second left no file
     w.submit(make(3))
     assert w.close(WAIT_S)
     assert counts(w) == (2, 1, 0)
@@ -149,7 +149,7 @@ def test_a_failure_is_counted_and_the_next_one_is_written(
 
 
 @pytest.mark.parametrize("path", ["/dev/null/checkpoints", "/proc/checkpoints"])
-def test_a_path_that_cannot_be_written_to_is_a_failure_like_any_other(path):
+def test_a_path_that_is_not_writable_counts_as_a_failure(path):
     w = CheckpointWriter(path, keep=1)
     w.submit(make())
     assert w.close(WAIT_S)
@@ -157,7 +157,7 @@ def test_a_path_that_cannot_be_written_to_is_a_failure_like_any_other(path):
     assert isinstance(w.last_error, OSError)
 
 
-def test_what_a_checkpoint_cannot_hold_is_a_failure_like_any_other(tmp_path):
+def test_unsupported_content_counts_as_a_failure(tmp_path):
     data = make()
     data.run["lock"] = threading.Lock()
     w = CheckpointWriter(tmp_path, keep=1)
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_cannot_hold_is_a_failure_like_any_other(tmp_path):
     assert isinstance(w.last_error, CheckpointError)
 
 
-def test_where_no_thread_can_be_started_it_is_counted(tmp_path, monkeypatch):
+def test_a_thread_that_cannot_be_started_counts_as_a_failure(tmp_path, monkeypatch):
     w = CheckpointWriter(tmp_path, keep=1)
 
     def refuse(thread):
@@ -195,7 +195,7 @@ def test_many_threads_may_submit(tmp_path):
     assert len(names(tmp_path)) == min(2, w.num_written)
 
 
-def test_the_state_is_let_go_once_it_is_written(tmp_path):
+def test_the_state_is_freed_once_written(tmp_path):
     import gc
     import weakref
 
@@ -209,7 +209,7 @@ def test_the_state_is_let_go_once_it_is_written(tmp_path):
     assert weight() is None
 
 
-# -- in processes of their own ---------------------------------------------------------
+# -- in separate processes --------------------------------------------------------------
 
 LIMITED = """
 import resource, sys
@@ -239,8 +239,8 @@ def run(script, *arguments):
     )
 
 
-def test_when_the_system_takes_no_more_bytes_nothing_torn_is_left(tmp_path):
-    """A limit on file sizes, which stands for a full disk: the n-th byte is refused."""
+def test_a_full_disk_leaves_no_incomplete_checkpoint(tmp_path):
+    """A file size limit simulates a full disk: the n-th byte is refused."""
     lines = run(LIMITED, tmp_path).stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [["1", "0"], ["1", "1"], ["1", "2"], ["2", "2"]]
     assert "File too large" in lines[1]
@@ -254,7 +254,7 @@ def test_when_the_system_takes_no_more_bytes_nothing_torn_is_left(tmp_path):
     assert found.data.global_step == 3
 
 
-def test_an_interpreter_that_ends_finishes_what_is_being_written(tmp_path):
+def test_interpreter_exit_waits_for_the_checkpoint_being_written(tmp_path):
     script = """
 import sys, threading
 from runtime.checkpoint import store
@@ -266,13 +266,13 @@ w = store.CheckpointWriter(sys.argv[1], keep=3)
 w.submit(make(1))
 w.submit(make(2))
 import atexit
-atexit.register(ending.set)  # runs before the hook that was registered earlier
+atexit.register(ending.set)  # runs before hooks registered earlier
 """
     run(script, tmp_path)
     assert load_newest(tmp_path).data.global_step == 2
 
 
-def test_an_interpreter_that_ends_is_not_held_by_a_dead_disk(tmp_path):
+def test_interpreter_exit_is_not_blocked_by_a_hanging_disk(tmp_path):
     script = """
 import sys, threading
 from runtime.checkpoint import store

@@ -1,4 +1,4 @@
-"""The handlers of SIGINT and SIGTERM: when they are there, and what acts after them."""
+"""Handlers of SIGINT and SIGTERM: when they are installed, and which handlers run afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 
 from runtime.core.signals import INTERRUPTS
 from tests.support.running import WAIT_S, Gate, builder
-from tests.support.signalling import Noted, Waits, as_found, dispositions, held_run, raising
+from tests.support.signalling import (
+    RecordedHandler,
+    Waits,
+    as_found,
+    dispositions,
+    held_run,
+    raising,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +33,17 @@ def waits(monkeypatch):
 
 @pytest.fixture
 def noted():
-    """A handler of the test's own; whatever it sets is undone."""
+    """The test's own handler; restored afterwards."""
     before = dispositions()
-    yield Noted()
+    yield RecordedHandler()
     for signum, handler in zip((SIGINT, SIGTERM), before, strict=True):
         signal.signal(signum, handler)
 
 
-# -- the handlers ------------------------------------------------------------------
+# -- handlers ----------------------------------------------------------------------
 
 
-def test_handlers_are_there_while_the_main_thread_waits_and_restored_after_it(waits):
+def test_handlers_are_installed_while_the_main_thread_waits_and_restored_afterwards(waits):
     before = dispositions()
     gate = Gate()
     handle = builder(train=gate).run()
@@ -52,13 +59,13 @@ def test_handlers_are_there_while_the_main_thread_waits_and_restored_after_it(wa
         assert not set(during) & set(before)
 
 
-def test_a_body_between_two_epochs_has_the_users_handlers():
+def test_the_users_handlers_are_active_between_two_epochs():
     before = dispositions()
     for _ in builder(epochs=3).run().metrics():
         assert dispositions() == before
 
 
-def test_nested_waits_restore_the_handlers_when_the_last_is_left():
+def test_nested_waits_restore_the_handlers_at_the_outermost_end():
     before = dispositions()
     with INTERRUPTS.waiting():
         during = dispositions()
@@ -68,7 +75,7 @@ def test_nested_waits_restore_the_handlers_when_the_last_is_left():
     assert dispositions() == before != during
 
 
-def test_a_run_that_is_waited_for_inside_the_wait_for_another_counts_alike(noted, waits):
+def test_signals_reach_the_run_of_a_nested_wait(noted, waits):
     (outer_gate, outer), (inner_gate, inner) = held_run(), held_run()
     signal.signal(SIGTERM, noted)
     seen = []
@@ -84,11 +91,11 @@ def test_a_run_that_is_waited_for_inside_the_wait_for_another_counts_alike(noted
         outer.join()
     assert inner.state.stopped
     assert outer.state.stopped
-    assert seen == [[]]  # the handler found before acts when the last wait is left
+    assert seen == [[]]  # the previous handler runs when the outermost wait ends
     assert noted.calls == [(SIGTERM, None)]
 
 
-def test_a_handler_that_somebody_else_put_in_meanwhile_stays(noted, waits):
+def test_a_handler_installed_during_the_wait_is_kept(noted, waits):
     gate = Gate()
     handle = builder(train=gate).run()
     waits.actions = [[lambda: signal.signal(SIGINT, noted), gate.opened.set]]
@@ -96,7 +103,7 @@ def test_a_handler_that_somebody_else_put_in_meanwhile_stays(noted, waits):
     assert signal.getsignal(SIGINT) is noted
 
 
-def test_a_handler_kept_by_somebody_else_raises_when_nobody_waits(noted):
+def test_a_handler_called_outside_a_wait_raises_keyboard_interrupt(noted):
     with INTERRUPTS.waiting():
         kept = signal.getsignal(SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -126,7 +133,7 @@ def test_the_users_handler_is_called_once_the_run_is_over(noted, waits, signum):
     assert handle.state.stopped
 
 
-def test_what_the_users_handler_raises_comes_out_of_the_wait(noted, waits):
+def test_an_exception_of_the_users_handler_is_raised_by_the_wait(noted, waits):
     def leave(signum, frame):
         raise SystemExit(3)
 
@@ -138,7 +145,7 @@ def test_what_the_users_handler_raises_comes_out_of_the_wait(noted, waits):
     assert handle.state.stopped
 
 
-def test_a_wait_in_another_thread_installs_nothing_and_is_not_interrupted(waits):
+def test_a_wait_in_another_thread_installs_no_handler_and_is_not_interrupted(waits):
     before = dispositions()
     gate, handle = held_run()
     found = []
@@ -156,7 +163,7 @@ def test_a_wait_in_another_thread_installs_nothing_and_is_not_interrupted(waits)
 # -- the registry ----------------------------------------------------------------------
 
 
-def test_a_run_that_cannot_start_is_not_kept(monkeypatch):
+def test_a_run_that_cannot_start_is_unregistered(monkeypatch):
     def refuse(self):
         raise OSError("no more threads")
 
@@ -166,7 +173,7 @@ def test_a_run_that_cannot_start_is_not_kept(monkeypatch):
     assert INTERRUPTS._runs == ()
 
 
-def test_a_run_that_failed_is_not_kept():
+def test_a_failed_run_is_unregistered():
     def broken(model, batch):
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in processes of their own: how they end."""
+"""Ctrl-C and SIGTERM in separate processes: exit status and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.running import WAIT_S
 ROOT = Path(__file__).parents[3]
 GRACE_S = 0.2
 
-# The first step waits until join() has its handlers in place, then for a byte from outside.
+# The first step waits until join() has installed its handlers, then for a byte from the parent.
 SCRIPT = f"""
 import os, signal, time
 import runtime.run
@@ -77,7 +77,7 @@ def send(process, signum, answer):
     assert process.stdout.readline() == answer
 
 
-def test_sigterm_ends_the_process_by_the_signal_once_the_run_is_over():
+def test_sigterm_terminates_the_process_once_the_run_is_over():
     with script_in_a_step() as process:
         send(process, signal.SIGTERM, b"asked to stop\n")
         out, err = process.communicate(b".", WAIT_S)
@@ -86,7 +86,7 @@ def test_sigterm_ends_the_process_by_the_signal_once_the_run_is_over():
     assert process.returncode == -signal.SIGTERM
 
 
-def test_ctrl_c_ends_a_script_as_it_does_any_python_script():
+def test_ctrl_c_ends_a_script_with_a_keyboard_interrupt():
     with script_in_a_step() as process:
         send(process, signal.SIGINT, b"asked to stop\n")
         out, err = process.communicate(b".", WAIT_S)
@@ -96,11 +96,11 @@ def test_ctrl_c_ends_a_script_as_it_does_any_python_script():
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_second_ctrl_c_ends_a_script_that_is_stuck_in_a_step():
+def test_a_second_ctrl_c_ends_a_script_stuck_in_a_step():
     with script_in_a_step() as process:
         send(process, signal.SIGINT, b"asked to stop\n")
         send(process, signal.SIGINT, b"asked to abort\n")
-        process.wait(WAIT_S)  # no step is ever let go on
+        process.wait(WAIT_S)  # the step never continues
         out = process.stdout.read()
     assert out.splitlines() == [b"KeyboardInterrupt, no state", b"RunAborted, no state"]
     assert process.returncode == -signal.SIGINT

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while runs are waited for: what the first, second and third do."""
+"""Ctrl-C and SIGTERM during a wait: effects of the first, second and third signal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WAYS_TO_WAIT = {
 ways_to_wait = pytest.mark.parametrize("wait", WAYS_TO_WAIT.values(), ids=WAYS_TO_WAIT.keys())
 
 
-# -- what one, two and three signals do -----------------------------------------
+# -- one, two and three signals --------------------------------------------------
 
 
 @ways_to_wait
@@ -65,7 +65,7 @@ def test_the_first_signal_stops_the_run_and_keeps_its_state(wait, waits):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
-def test_a_signal_from_outside_reaches_a_wait_without_a_timeout(way, waits, probe):
+def test_a_signal_from_another_process_interrupts_a_wait_without_timeout(way, waits, probe):
     gate, handle = held_run(way=way)
 
     def interrupt():
@@ -84,7 +84,7 @@ def test_a_signal_from_outside_reaches_a_wait_without_a_timeout(way, waits, prob
 
 
 @ways_to_wait
-def test_the_second_signal_ends_a_run_that_is_stuck_in_user_code(wait, waits, monkeypatch):
+def test_the_second_signal_aborts_a_run_stuck_in_user_code(wait, waits, monkeypatch):
     monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
     gate, handle = held_run()
     waits.actions = [[raising(SIGINT), raising(SIGINT)]]
@@ -99,7 +99,7 @@ def test_the_second_signal_ends_a_run_that_is_stuck_in_user_code(wait, waits, mo
     gate.opened.set()
 
 
-def test_the_third_signal_no_longer_waits(waits, probe):
+def test_the_third_signal_stops_waiting(waits, probe):
     gate, handle = held_run()
 
     def interrupt():
@@ -122,7 +122,7 @@ def test_the_third_signal_no_longer_waits(waits, probe):
         handle.join(WAIT_S)
 
 
-def test_after_the_third_signal_the_end_of_the_block_does_not_wait_either(waits):
+def test_after_the_third_signal_leaving_the_block_does_not_wait(waits):
     gate, handle = held_run()
     waits.actions = [[raising(SIGINT)] * 3]
 
@@ -140,7 +140,7 @@ def test_after_the_third_signal_the_end_of_the_block_does_not_wait_either(waits)
 
 def test_an_interrupted_wait_outlasts_its_timeout(waits):
     gate, handle = held_run()
-    waits.actions = [[raising(SIGINT)], [gate.opened.set]]  # the second wait: 0.01 s are over
+    waits.actions = [[raising(SIGINT)], [gate.opened.set]]  # in the second wait, after 0.01 s
     with pytest.raises(KeyboardInterrupt):
         handle.join(0.01)
     assert waits.actions == []
@@ -156,13 +156,13 @@ def test_an_interrupted_wait_for_an_epoch_lasts_until_the_run_is_over(waits):
     assert handle.poll_metrics() == ["an epoch"]
 
 
-def test_the_main_thread_looks_for_signals_that_did_not_end_its_wait():
+def test_the_main_thread_polls_for_signals_that_did_not_end_its_wait():
     bounds = []
     condition = SimpleNamespace(wait=bounds.append)
     with INTERRUPTS.waiting() as period:
         for timeout_s in (None, WAIT_S, 0.01):
             period.wait(condition, timeout_s)
-    InterruptibleWait().wait(condition, None)  # in another thread, where no signal is seen
+    InterruptibleWait().wait(condition, None)  # in another thread, which receives no signals
     assert bounds == [POLL_S, POLL_S, 0.01, None]
 
 
@@ -176,7 +176,7 @@ def test_a_signal_stops_every_run_of_the_process(waits):
     assert other.join(WAIT_S).stopped
 
 
-def test_a_signal_that_comes_when_the_run_is_over_is_not_lost(waits):
+def test_a_signal_received_when_the_run_is_over_is_not_lost(waits):
     handle = builder().run()
     handle.join(WAIT_S)
 
@@ -191,7 +191,7 @@ def test_a_signal_that_comes_when_the_run_is_over_is_not_lost(waits):
 
 
 @pytest.mark.leaks_thread("metrics")
-def test_the_second_signal_leaves_a_metrics_fn_that_does_not_return(waits, monkeypatch, caplog):
+def test_the_second_signal_abandons_a_metrics_fn_that_does_not_return(waits, monkeypatch, caplog):
     release, closing = threading.Event(), threading.Event()
     real_close = MetricsThread.close
 
@@ -215,7 +215,7 @@ def test_the_second_signal_leaves_a_metrics_fn_that_does_not_return(waits, monke
 # -- other interrupts ----------------------------------------------------------------
 
 
-def test_an_interrupt_that_is_no_signal_of_ours_stops_the_run_too(waits):
+def test_a_keyboard_interrupt_from_user_code_stops_the_run(waits):
     def interrupt():
         raise KeyboardInterrupt("mine")
 
@@ -226,7 +226,7 @@ def test_an_interrupt_that_is_no_signal_of_ours_stops_the_run_too(waits):
     assert handle.state.stopped
 
 
-def test_an_interrupt_in_a_block_stops_the_run_and_goes_on():
+def test_an_interrupt_in_a_block_stops_the_run_and_propagates():
     gate, handle = held_run()
 
     def block():
@@ -239,7 +239,7 @@ def test_an_interrupt_in_a_block_stops_the_run_and_goes_on():
     assert handle.state.stopped
 
 
-def test_signals_count_while_a_block_that_failed_waits_for_its_run(waits):
+def test_signals_count_while_a_failed_block_waits_for_its_run(waits):
     gate, handle = held_run()
     waits.actions = [[raising(SIGINT), gate.opened.set]]
 
@@ -253,7 +253,7 @@ def test_signals_count_while_a_block_that_failed_waits_for_its_run(waits):
     assert handle.state.stopped
 
 
-def test_after_ctrl_c_in_a_block_the_next_is_the_second(waits, monkeypatch):
+def test_after_ctrl_c_in_a_block_the_next_signal_is_the_second(waits, monkeypatch):
     monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
     gate, handle = held_run()
     waits.actions = [[raising(SIGINT)]]

@@ -1,4 +1,4 @@
-"""Draws on the CPU come from the generator of the thread that makes them."""
+"""Random numbers on the CPU come from the calling thread's generator."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WAYS = {
 
 
 def layer(kind, *args, **kwargs):
-    """A module whose weights are always the same."""
+    """A module with deterministic weights."""
     made = kind(*args, **kwargs)
     with torch.no_grad():
         for p in made.parameters():
@@ -81,8 +81,8 @@ def own(seed=3):
 
 
 @pytest.mark.parametrize("draw", WAYS.values(), ids=WAYS)
-def test_what_draws_on_the_cpu_draws_from_the_threads_generator(draw):
-    draw()  # may make weights, which draws as well
+def test_random_operations_use_the_threads_generator(draw):
+    draw()  # may create weights, which draws as well
     before = torch.default_generator.get_state()
     results = []
     for seed in (3, 3, 4):
@@ -93,24 +93,24 @@ def test_what_draws_on_the_cpu_draws_from_the_threads_generator(draw):
     assert not torch.equal(results[0], results[2])
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        assert torch.equal(draw(), results[0])  # the same numbers as PyTorch's own
+        assert torch.equal(draw(), results[0])  # the same numbers as PyTorch's
 
 
-def test_every_kernel_that_draws_is_replaced():
+def test_every_random_kernel_is_replaced():
     found = set()
     for schema in torch._C._jit_get_all_schemas():
         name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         if name.startswith("aten::") and any(a.name == "generator" for a in schema.arguments):
             try:
                 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
-            except RuntimeError:  # it is no operator of the dispatcher
+            except RuntimeError:  # not an operator of the dispatcher
                 continue
             if has_kernel:
                 found.add(name.removeprefix("aten::"))
     assert found == set(RANDOM_KERNELS)
 
 
-def test_a_generator_that_is_given_is_used():
+def test_an_explicit_generator_is_used():
     wanted = torch.rand(4, generator=own(9))
     counts = torch.binomial(ONES * 9, ONES / 2, generator=own(9))
     mine = own()
@@ -121,7 +121,7 @@ def test_a_generator_that_is_given_is_used():
     assert torch.equal(mine.get_state(), state)
 
 
-def test_threads_do_not_see_each_others_generators():
+def test_threads_do_not_share_generators():
     in_turn = threading.Barrier(2)
     found = {}
 
@@ -145,7 +145,7 @@ def test_threads_do_not_see_each_others_generators():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_part_is_computed_again_with_the_same_draws(reentrant):
+def test_activation_checkpointing_repeats_the_random_numbers(reentrant):
     net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6), nn.Dropout())
 
     def gradients(forward):
@@ -153,7 +153,7 @@ def test_a_checkpointed_part_is_computed_again_with_the_same_draws(reentrant):
         x = ONES.clone().requires_grad_()
         with thread_generator(own()):
             forward(x).sum().backward()
-            after = torch.rand(1)  # what is computed again draws nothing of what comes next
+            after = torch.rand(1)  # recomputation does not consume later random numbers
         return [p.grad.clone() for p in net.parameters()] + [x.grad, after]
 
     wanted = gradients(net)
@@ -163,7 +163,7 @@ def test_a_checkpointed_part_is_computed_again_with_the_same_draws(reentrant):
     assert torch.equal(torch.default_generator.get_state(), before)
 
 
-def test_the_functions_for_the_generators_state_act_on_the_threads_own():
+def test_rng_state_functions_act_on_the_threads_generator():
     before = torch.default_generator.get_state()
     with thread_generator(own()):
         state = torch.get_rng_state()
@@ -179,7 +179,7 @@ def test_the_functions_for_the_generators_state_act_on_the_threads_own():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_models_draw_from_it_too(backend):
+def test_compiled_models_use_the_threads_generator(backend):
     torch._dynamo.reset()
     model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), backend=backend)
     model(ONES)
@@ -216,7 +216,7 @@ def test_other_global_generators_are_seeded_and_restored():
         assert random.getstate() == states[0]
 
 
-def test_a_kernel_that_a_version_lacks_is_told_of(monkeypatch, caplog):
+def test_kernels_missing_in_a_pytorch_version_are_logged(monkeypatch, caplog):
     monkeypatch.setattr(rng, "RANDOM_KERNELS", ("uniform_.nothing", "no_such_kernel"))
     monkeypatch.setattr(rng, "_installed", [])
     monkeypatch.setattr(torch.random, "default_generator", torch.random.default_generator)

@@ -1,4 +1,4 @@
-"""Threads that compute with PyTorch."""
+"""PyTorch in several threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def enter():
     for _ in range(3):
         with FakeTensorMode():
             assert torch.empty(3).sum().shape == ()
-        kept.append([torch.empty(64) for _ in range(100)])  # into what threads have freed
+        kept.append([torch.empty(64) for _ in range(100)])  # reuses memory that threads have freed
 
 prepare_threads()
 kept = []
@@ -29,6 +29,6 @@ assert len(kept) == 15
 
 
 def test_a_thread_that_compiled_may_end_before_the_next_one_compiles():
-    # With CUDA in the build and no GPU, PyTorch 2.11 alone ends this process by SIGSEGV.
+    # In a CUDA build without a GPU, plain PyTorch 2.11 crashes here with SIGSEGV.
     run = [sys.executable, "-W", "ignore", "-c", FAKE_TENSORS_IN_THREADS_THAT_END]
     assert subprocess.run(run, timeout=100, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Rank, epoch and step in the records of ``logging``."""
+"""Rank, epoch and step in log records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.running import WAIT_S, builder, count_up
 FORMAT = "%(levelname)s %(worker)s%(message)s"
 
 
-class Keeping(logging.Handler):
-    """Keeps the records, each as text too."""
+class RecordingHandler(logging.Handler):
+    """Stores records, and their formatted text."""
 
     def __init__(self):
         super().__init__()
@@ -32,14 +32,14 @@ class Keeping(logging.Handler):
 
 @pytest.fixture
 def log():
-    logger, handler = logging.getLogger("tests.worker_log"), Keeping()
+    logger, handler = logging.getLogger("tests.worker_log"), RecordingHandler()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield logger, handler
     logger.removeHandler(handler)
 
 
-def test_records_of_workers_say_where_they_come_from(log):
+def test_records_of_workers_have_rank_epoch_and_step(log):
     logger, handler = log
 
     def fit(model, batch):
@@ -58,7 +58,7 @@ def test_records_of_workers_say_where_they_come_from(log):
     assert line == f"INFO [rank 1 epoch {first.epoch} step 0] batch of gpu-worker-1"
 
 
-def test_records_of_other_threads_are_left_as_they_are(log):
+def test_records_of_other_threads_have_no_rank(log):
     logger, handler = log
     logger.info("hello")
     (record,) = handler.records
@@ -66,13 +66,13 @@ def test_records_of_other_threads_are_left_as_they_are(log):
     assert handler.lines == ["INFO hello"]
 
 
-def test_what_a_record_says_itself_stays(log):
+def test_attributes_set_by_the_record_are_kept(log):
     logger, handler = log
     logger.info("hello", extra={"rank": 7})
     assert handler.records[0].rank == 7
 
 
-def test_a_loader_process_knows_the_rank_alone(log):
+def test_records_of_loader_processes_have_the_rank_only(log):
     logger, handler = log
     with worker_context(LoaderView(3, torch.Generator())):
         logger.info("loading")
@@ -81,13 +81,13 @@ def test_a_loader_process_knows_the_rank_alone(log):
     assert (handler.records[0].rank, handler.records[0].step) == (3, None)
 
 
-def test_records_can_be_sent_to_another_process(log):
+def test_records_can_be_pickled(log):
     logger, handler = log
     builder(train=lambda m, b: logger.info("x") or count_up(m, b)).run().join(WAIT_S)
     assert pickle.loads(pickle.dumps(handler.records[0])).rank == handler.records[0].rank
 
 
-def test_the_current_worker_has_what_its_protocol_promises():
+def test_the_current_worker_implements_its_protocol():
     promised = {*vars(CurrentWorker), *CurrentWorker.__annotations__}
     promised = {name for name in promised if not name.startswith("_")}
     missing = []
