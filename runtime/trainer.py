@@ -602,7 +602,7 @@ class TrainerBuilder:
     def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
         """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
         :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. If it raises,
-        that is logged and training goes on. Loggers
+        that is logged and training continues. Loggers
         (:class:`~gpuworker.TensorBoardLogger`, :class:`~gpuworker.CsvLogger`,
         :class:`~gpuworker.CombinedLogger` and their subclasses) are closed when the run ends and
         can be reused; no other object is closed."""
@@ -710,7 +710,7 @@ class TrainerBuilder:
 
         Training waits only while the state is copied in memory. A thread writes the files, and
         skips a checkpoint when a newer one is ready. A failed write is logged and counted, and
-        training goes on. Each checkpoint is a directory
+        training continues. Each checkpoint is a directory
         ``step-<batches>-epoch-<closed epochs>-<serial>``, with ``within`` for ``epoch`` in the
         middle of one, and has the weights in ``weights.safetensors``, which a bare module
         loads. A checkpoint is complete or not there, even after a crash.

@@ -139,7 +139,7 @@ def test_a_failure_is_counted_and_the_next_checkpoint_is_written(
     assert counts(w) == (1, 1, 0)
     assert w.last_error.errno == code
     assert "checkpoint of step 2 could not be written" in caplog.text
-    assert "planted; training goes on" in caplog.text
+    assert "planted; training continues" in caplog.text
     assert same(load_newest(tmp_path).data, make(1))
     assert names(tmp_path) == ["step-0000000001-epoch-0001-000001"]  # the second left no file
     w.submit(make(3))

@@ -181,7 +181,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
 
 @any_order
 def test_a_snapshot_holds_the_state_of_its_step_and_completes_later(fake, order):
-    """S6: it is behind the step before it, and training goes on before it has arrived."""
+    """S6: it is behind the step before it, and training continues before it has arrived."""
     model = Model()
     averager = averager_on(fake, model)
     device = averager._device
