@@ -38,6 +38,7 @@ from runtime.replica.build import (
     OptimFactory,
     ParamGroups,
 )
+from runtime.replica.drift import ON_DRIFT
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
@@ -538,6 +539,19 @@ class TrainerBuilder:
         if mode not in ON_NON_FINITE:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
         return self._set(on_non_finite=mode)
+
+    def on_drift(self, mode: str) -> TrainerBuilder:
+        """Reaction to replicas that differ under ``SYNC`` (default ``"raise"``).
+
+        Replicas are equal by construction, unless user code depends on the rank. Their parameters
+        and optimizer states are compared at the end of each epoch and every 1000 steps.
+        ``"raise"`` ends the run with :class:`~gpuworker.ReplicaMismatch`, which names the first
+        tensor that differs, the ranks and the last step after which they were equal. ``"repair"``
+        copies the state of the lowest rank to the others and logs a warning.
+        """
+        if mode not in ON_DRIFT:
+            raise ValueError(f"on_drift({mode!r}): pass one of {', '.join(ON_DRIFT)}")
+        return self._set(on_drift=mode)
 
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None

@@ -233,7 +233,12 @@ _RANK_STATE = record(
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
     },
-    may={"modes": _FLAGS, "requires_grad": _FLAGS, "train_point": items(of_type(Tensor))},
+    may={
+        "modes": _FLAGS,
+        "requires_grad": _FLAGS,
+        "groups": items(items(of_type(str))),
+        "train_point": items(of_type(Tensor)),
+    },
 )
 
 

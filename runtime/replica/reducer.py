@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -98,8 +98,9 @@ class GradientReducer:
         self.skip_flag = torch.zeros((), dtype=torch.float32, device=device)
         self._late_result: LateResult | None = None
         self._arrange(None)
+        self._hooks: list[Any] = []
         if bucket_bytes is not None:
-            _register_hooks(self, self._params)
+            self._hooks = _register_hooks(self, self._params)
 
     def _arrange(self, order: Sequence[int] | None) -> None:
         """Allocate the flat tensors, with the gradients in this order."""
@@ -180,6 +181,17 @@ class GradientReducer:
         self._own_order, self._order = [], None
         self._aborted_flats = []
         self.skip_flag.zero_()  # a graph of the step reads it over any collective
+
+    def run_hooks_last(self) -> None:
+        """Let the hooks that send buckets run after those that user code has added meanwhile."""
+        added = [
+            next(reversed(p._post_accumulate_grad_hooks)) != hook.id
+            for p, hook in zip(self._params, self._hooks, strict=False)
+        ]
+        if any(added):
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = _register_hooks(self, self._params)
 
     @property
     def has_buckets(self) -> bool:
@@ -518,8 +530,8 @@ def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: 
         view.zero_() if grad is None else view.copy_(grad)
 
 
-def _register_hooks(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> None:
-    """Call the reducer for each gradient, through a weak reference."""
+def _register_hooks(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> list[Any]:
+    """Call the reducer for each gradient, through a weak reference; returns the hooks' handles."""
     reference = weakref.ref(reducer)
 
     def hook(index: int) -> Callable[[Tensor], None]:
@@ -529,5 +541,5 @@ def _register_hooks(reducer: GradientReducer, params: Sequence[nn.Parameter]) ->
 
         return arrived
 
-    for i, p in enumerate(params):
-        p.register_post_accumulate_grad_hook(hook(i))  # type: ignore[no-untyped-call]
+    register = [p.register_post_accumulate_grad_hook for p in params]
+    return [each(hook(i)) for i, each in enumerate(register)]  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ class LockstepProgress:
         buffer_samples: Samples of this rank since the last averaging of buffers.
         num_captured: Number of the last checkpoint capture of this rank.
         num_deltas: Number of the last delta applied by this rank.
+        equal_step: The last step after which the replicas were compared and equal.
     """
 
     def __init__(self, agreement: LockstepAgreement | None = None) -> None:
@@ -27,6 +28,7 @@ class LockstepProgress:
         self.buffer_samples = 0
         self.num_captured = 0
         self.num_deltas = 0
+        self.equal_step = 0
 
     @property
     def epoch_starts(self) -> EpochStarts:
@@ -37,6 +39,11 @@ class LockstepProgress:
     def position(self) -> tuple[int, int]:
         """Comparable progress of a rank."""
         return self.step, self.num_syncs
+
+    @property
+    def num_uncompared(self) -> int:
+        """Steps since the replicas were last compared."""
+        return self.step - self.equal_step
 
     def stepped(self, num_samples: int) -> None:
         """Count a step made with the peers."""
@@ -52,6 +59,11 @@ class LockstepProgress:
         """Count an averaging of the buffers."""
         self.num_syncs += 1
         self.buffer_samples = 0
+
+    def compared(self) -> None:
+        """Count a comparison of equal replicas, as an averaging: a peer without it is behind."""
+        self.equal_step = self.step
+        self.num_syncs += 1
 
     def propose_stop(self) -> None:
         """Propose that all ranks stop after the next step."""
@@ -92,6 +104,7 @@ class LockstepProgress:
         self.step, self.num_syncs = other.step, other.num_syncs
         self.buffer_samples = other.buffer_samples
         self.num_deltas = other.num_deltas
+        self.equal_step = other.equal_step
 
 
 class LockstepAgreement:

@@ -35,6 +35,7 @@ class RankCheckpoint:
     Args:
         rank: The rank.
         model: The replica's model.
+        optimizer: Its optimizer.
         state: Its flat state.
         stepper: The owner of the optimizer and the gradient scaler.
         schedule: The learning rates.
@@ -56,6 +57,7 @@ class RankCheckpoint:
         *,
         rank: int,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         state: FlatState,
         stepper: Stepper,
         schedule: Schedule,
@@ -68,6 +70,8 @@ class RankCheckpoint:
         is_lockstep: bool,
     ) -> None:
         self._rank = rank
+        self._model = model
+        self._optimizer = optimizer
         self._state = state
         self._stepper = stepper
         self._schedule = schedule
@@ -102,6 +106,7 @@ class RankCheckpoint:
             state = {
                 **self._stepper.state_dict(),
                 **self._module.state_dict(),
+                "groups": self._group_names(),
                 "schedule": self._schedule.state_dict(),
                 "lr_scale": self._lr_scale,
                 "generators": _generators(self._generator, self._context),
@@ -147,6 +152,7 @@ class RankCheckpoint:
         """
         built = self._stepper.state_dict()["optimizer"]["param_groups"]
         try:
+            self._add_groups(saved.get("groups", []))
             self._stepper.load_state_dict(saved)
             self._schedule.load_state_dict(saved["schedule"])
             self._module.load_state_dict(saved)
@@ -163,16 +169,30 @@ class RankCheckpoint:
         self._restore_buffers(saved["buffers"])
         lockstep = self._lockstep
         lockstep.step, lockstep.num_syncs, lockstep.buffer_samples = saved["together"]
+        lockstep.equal_step = lockstep.step
         self._averager.version = int(saved["version"])
         self._log.start_at(int(saved["local_step"]))
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
 
+    def _group_names(self) -> list[list[str]]:
+        """Names of the parameters of each group of the optimizer."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        groups = self._optimizer.param_groups
+        return [[names.get(id(p), "") for p in group["params"]] for group in groups]
+
+    def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
+        """Add the groups that a callback of the earlier run added; settings are loaded later."""
+        params = dict(self._model.named_parameters())
+        for names in saved[len(self._optimizer.param_groups) :]:
+            self._optimizer.add_param_group({"params": [params[name] for name in names]})
+
     def _warn_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
         """Warn of settings of the built optimizer that the checkpoint replaces."""
         theirs = saved["optimizer"]["param_groups"]
         scales = {"lr": self._lr_scale / float(saved["lr_scale"])}
-        for number, (group, held) in enumerate(zip(built, theirs, strict=True)):
+        # Groups that a callback has added follow those that were built.
+        for number, (group, held) in enumerate(zip(built, theirs, strict=False)):
             # A scheduler changes the rate and keeps the initial one.
             rate = "initial_lr" if {"initial_lr"} <= {*group} & {*held} else "lr"
             for name in (rate, *(n for n in group if n not in ("lr", "initial_lr", "params"))):

@@ -15,7 +15,12 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
-from runtime.core.errors import CheckpointError, CollectiveAborted, without_tracebacks
+from runtime.core.errors import (
+    CheckpointError,
+    CollectiveAborted,
+    ReplicaMismatch,
+    without_tracebacks,
+)
 from runtime.device.base import Device
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
@@ -24,6 +29,7 @@ from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.capturable import CapturableOptimizer
+from runtime.replica.drift import Drift, DriftCheck
 from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.global_batch import GlobalBatch
 from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
@@ -71,7 +77,6 @@ class WorkerReplica:
         schedule: The learning rates.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         stepper: Makes the steps.
-        structure: Checks that the model's structure is that of the beginning.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
         averager: Averages the replica with its peers.
@@ -131,7 +136,9 @@ class WorkerReplica:
         self.schedule = replica.schedule
         self._set_train_mode()
         self._scale_rates(config.lr_scale)
-        self.structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
+        self._structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
+        self._drift = DriftCheck(self.model, self.state, self.optimizer)
+        self._repairs_drift = config.on_drift == "repair"
         params = self.state.params
         context.pin_accumulators(params.params)
         self.capturable: CapturableOptimizer | None = None
@@ -159,6 +166,7 @@ class WorkerReplica:
         self.checkpoint = RankCheckpoint(
             rank=config.rank,
             model=self.model,
+            optimizer=self.optimizer,
             state=self.state,
             stepper=self.stepper,
             schedule=self.schedule,
@@ -321,6 +329,12 @@ class WorkerReplica:
         without_tracebacks(failure)
         return failure
 
+    def check_structure(self) -> None:
+        """Check the model after user code may have changed it; see :class:`StructureCheck`."""
+        self._structure.check()
+        for reducer in self._reducers:
+            reducer.run_hooks_last()
+
     def sync_buffers(self) -> None:
         """In lockstep, average the buffers; every rank calls it between the same two steps."""
         if self.is_lockstep:
@@ -329,6 +343,66 @@ class WorkerReplica:
                     self.global_batch.share_statistics()
                 self.averager.sync_buffers(self.lockstep.buffer_samples)
                 self.lockstep.synced()
+
+    def check_drift(self, peers: RunPeers | None, *, frozen: bool = False) -> bool:
+        """In lockstep, compare the replicas; every rank calls it between the same two steps.
+
+        Args:
+            peers: The replicas of the run, to repair one that differs.
+            frozen: Compare frozen parameters too.
+
+        Returns:
+            True if replicas differed and this one was repaired.
+
+        Raises:
+            ReplicaMismatch: Replicas differ.
+        """
+        collective = self.averager.collective
+        if not self.is_lockstep or collective is None:
+            return False
+        if collective.world_size == 1:
+            self.lockstep.compared()
+            return False
+        with self._recorder.averaging(), self.context.comm():
+            drift = self._drift.compare(collective, frozen=frozen)
+            if drift is None:
+                self.lockstep.compared()
+                return False
+            ranks = [int(rank) for rank in collective.tell(self.rank)]
+        message = self._describe_drift(drift, ranks)
+        donor = None if peers is None else peers.replicas.get(ranks[0])
+        if not self._repairs_drift or donor is None:
+            raise ReplicaMismatch(
+                f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
+                "act alike on every rank, or call on_drift('repair')"
+            )
+        if donor is self:
+            logger.warning("%s; all ranks take the state of rank %d", message, ranks[0])
+            self.context.finish()
+        collective.barrier()  # the donor's state is complete, and it does not train meanwhile
+        if donor is not self:
+            self.copy_from(donor)
+            self._copy_frozen_from(donor)
+            self.context.finish()
+        collective.barrier()
+        self.lockstep.compared()
+        return True
+
+    def _describe_drift(self, drift: Drift, ranks: Sequence[int]) -> str:
+        differing = ", ".join(str(ranks[i]) for i in drift.ranks)
+        distance = "" if drift.distance is None else f" (relative distance {drift.distance:.2g})"
+        return (
+            f"replicas differ at step {self.lockstep.step} of SYNC: {drift.tensor} of rank "
+            f"{differing} differs from that of rank {ranks[0]}{distance}; they were last equal "
+            f"at step {self.lockstep.equal_step}"
+        )
+
+    @torch.no_grad()
+    def _copy_frozen_from(self, donor: WorkerReplica) -> None:
+        pairs = zip(self.model.parameters(), donor.model.parameters(), strict=True)
+        for own, other in pairs:
+            if not own.requires_grad:
+                own.copy_(other)
 
     def join(self, collective: Collective) -> None:
         """Use another collective from now on, and close the earlier one."""

@@ -31,6 +31,7 @@ from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
+from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import GraphFallbacks
 from runtime.replica.schedule import SchedulerFactories
@@ -369,6 +370,8 @@ class GpuWorker:
                 if not self._may_step():
                     self._abandon(plan)
                     return self.protocol.leaving
+                if self._is_lockstep and self._lockstep.num_uncompared >= DRIFT_INTERVAL:
+                    self._check_drift()
                 position = plan_steps.position(index) if plan.shares else None
                 if not self.steps.run(sizes, position, train_fn):
                     self._abandon(plan)
@@ -379,7 +382,8 @@ class GpuWorker:
                     self._reporter.report_if_due()
             self.steps.confirm_steps()
             if not plan.more:
-                self.replica.structure.check()
+                self.replica.check_structure()
+                self._check_drift(frozen=True)
                 self.replica.sync_buffers()
             self._handler.apply_agreed()
         if plan.more:
@@ -388,6 +392,12 @@ class GpuWorker:
         else:
             self._end_plan(plan)
         return False
+
+    def _check_drift(self, *, frozen: bool = False) -> None:
+        """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""
+        self.steps.confirm_steps()
+        if self.replica.check_drift(self._peers, frozen=frozen):
+            self.steps.check_graphs()
 
     def _begin_epoch(self, epoch: int) -> None:
         self._progress.epoch = self._reporter.epoch = epoch
@@ -398,7 +408,7 @@ class GpuWorker:
             seed_generator(self.generator, self.config.seed, self.rank, epoch)
             if self._functions.epoch_fn is not None:
                 self._functions.epoch_fn(epoch, self)
-            self.replica.structure.check()
+            self.replica.check_structure()
             checkpoint.after_epoch_fn(epoch)
             if self._holds and self._is_lockstep:
                 self._lockstep.epoch_starts.begin(self.rank, epoch)
@@ -505,6 +515,7 @@ class GpuWorker:
         self.steps.confirm_steps()
         self._forget_loads()
         if self._lockstep.stop_reached:
+            self._check_drift(frozen=True)
             self.replica.checkpoint.keep_buffers()
             self.replica.sync_buffers()
             self.protocol.drop_plans()

@@ -37,6 +37,7 @@ class WorkerConfig:
         max_grad_norm: Maximum norm, to which gradients are clipped.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        on_drift: ``"raise"`` or ``"repair"``.
         lr_scale: Multiplies the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
@@ -66,6 +67,7 @@ class WorkerConfig:
     max_grad_norm: float | None = None
     precision: str = "fp32"
     on_non_finite: str = "raise"
+    on_drift: str = "raise"
     lr_scale: float = 1.0
     total_steps: int | None = None
     schedule_every: int = 1

@@ -378,3 +378,54 @@ def test_a_given_module_keeps_its_weights_if_the_run_fails():
     refusal(("planted",), model=net, train=train)
     for name, value in net.state_dict().items():
         assert torch.equal(value, Net().state_dict()[name]), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_group_added_in_an_epoch_is_there_after_resume(policy, tmp_path):
+    def optim(params):
+        return torch.optim.SGD(params[-2:], 0.05, momentum=0.9)
+
+    def epoch_fn(epoch, worker):
+        if epoch == 1:
+            group = {"params": list(worker.model.body.parameters()), "lr": 0.01}
+            worker.optimizer.add_param_group(group)
+        groups.append([g["lr"] for g in worker.optimizer.param_groups])
+
+    groups: list[list[float]] = []
+
+    def configure(path):
+        return lambda b: b.epoch_fn(epoch_fn).checkpoint_dir(tmp_path / path)
+
+    ranks = 2 if policy is SYNC else 1  # else batches have no fixed owner
+    runs = {"policy": policy, "ranks": ranks, "optim": optim}
+    whole = run(epochs=4, configure=configure("whole"), **runs)
+    run(epochs=2, configure=configure("part"), **runs)
+    groups.clear()
+    resumed = run(
+        epochs=4, configure=lambda b: configure("part")(b).resume(tmp_path / "part"), **runs
+    )
+    assert groups == [[0.05, 0.01]] * (2 * ranks)
+    torch.testing.assert_close(resumed.params, whole.params)
+
+
+@pytest.mark.parametrize("bucket_mb", [None, 0.0001])
+def test_a_hook_added_in_an_epoch_acts_before_the_reduction(bucket_mb):
+    def double(p):
+        p.grad.mul_(2)
+
+    def epoch_fn(epoch, worker):
+        if epoch == 1:
+            for p in worker.model.parameters():
+                p.register_post_accumulate_grad_hook(double)
+
+    eval_norm = make(lambda net: net.norm.eval())
+    one, two = (
+        run(
+            eval_norm,
+            ranks=ranks,
+            epochs=3,
+            configure=lambda b: b.epoch_fn(epoch_fn).bucket_cap_mb(bucket_mb),
+        ).params
+        for ranks in (1, 2)
+    )
+    torch.testing.assert_close(one, two)

@@ -1,0 +1,158 @@
+"""Comparison of the replicas of a lockstep run, which are equal by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.collective import Collective
+from runtime.replica.flat import FlatState, checksum
+
+ON_DRIFT = ("raise", "repair")
+INTERVAL = 1000
+"""Steps between two comparisons within an epoch."""
+_TOLERANCE_EPS = 8.0
+"""Relative difference of a tensor that counts as rounding, in units of its dtype's precision."""
+_MIXED_TOLERANCE = 0.02
+"""The same between devices of different kinds, whose kernels round differently."""
+_MASK = (1 << 52) - 1  # exact as a float, which is what ranks exchange on the host
+
+
+class Drift(NamedTuple):
+    """A difference between replicas.
+
+    Attributes:
+        tensor: Description of the first tensor that differs.
+        ranks: Ranks in the collective that differ from its first.
+        distance: Largest relative distance; ``None``: not measured.
+    """
+
+    tensor: str
+    ranks: tuple[int, ...]
+    distance: float | None
+
+
+class DriftCheck:
+    """Compares parameters and optimizer state with those of the other ranks.
+
+    Args:
+        model: The replica's model.
+        state: Its flat state.
+        optimizer: Its optimizer.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: FlatState, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._state = state
+        self._optimizer = optimizer
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+
+    @torch.no_grad()
+    def compare(self, collective: Collective, *, frozen: bool) -> Drift | None:
+        """Compare the replicas. Collective: every rank calls it between the same two steps.
+
+        Waits for the device, once if the replicas are equal.
+
+        Args:
+            collective: The collective of the ranks.
+            frozen: Compare frozen parameters too.
+
+        Returns:
+            The first difference that is more than rounding; the same on every rank.
+        """
+        digests = collective.tell(self._digest(frozen=frozen))
+        if len(set(digests)) == 1:
+            return None
+        return self._first_difference(collective)
+
+    def _digest(self, *, frozen: bool) -> float:
+        """A checksum of the parameters, and of the norms of all other tensors."""
+        device = self._state.params.flats[0].device
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for flat in self._state.params.flats:
+            total = total * 31 + checksum(flat)
+        tensors = [t for _, t in self._optimizer_state() if isinstance(t, Tensor)]
+        if frozen:
+            tensors += [p for _, p in self._frozen]
+        for kind in {t.device for t in tensors}:
+            floats = [t for t in tensors if t.device == kind and t.is_floating_point()]
+            floats = [t for t in floats if t.dtype.itemsize > 1 and t.numel()]
+            if floats:
+                norms = torch.stack([n.double() for n in torch._foreach_norm(floats)])
+                # Bits rather than values: NaN differs from itself.
+                words = norms.view(torch.int64)
+                factors = torch.arange(1, 2 * len(floats), 2, device=kind)
+                total = total * 31 + (words * factors).sum().to(device)
+        numbers = [v for _, v in self._optimizer_state() if not isinstance(v, Tensor)]
+        return _mixed(int(total), *numbers)
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of each tensor and number of the optimizer's state."""
+        state = self._optimizer.state
+        for name, p in zip(self._state.params.names, self._state.params.params, strict=True):
+            for key, value in state.get(p, {}).items():
+                if type(value) is Tensor or type(value) in (int, float, bool):
+                    yield f"{key!r} of the optimizer's state of {name!r}", value
+
+    def _tensors(self) -> list[tuple[str, Any]]:
+        params = zip(self._state.params.names, self._state.params.params, strict=True)
+        return [
+            *((f"parameter {name!r}", p) for name, p in params),
+            *self._optimizer_state(),
+            *((f"frozen parameter {name!r}", p) for name, p in self._frozen),
+        ]
+
+    def _first_difference(self, collective: Collective) -> Drift | None:
+        """Compare tensor by tensor. Collective."""
+        tensors = self._tensors()
+        counts = collective.tell(len(tensors))
+        if len(set(counts)) > 1:
+            return Drift("the number of tensors of the optimizer's state", _unlike(counts), None)
+        kinds = collective.tell(_mixed(self._device_kind()))
+        is_mixed = len(set(kinds)) > 1
+        for name, value in tensors:
+            ranks = _unlike(collective.tell(_fingerprint(value)))
+            if not ranks:
+                continue
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return Drift(name, ranks, None)
+            distance = max(collective.tell(self._distance(collective, value)))
+            rounding = _MIXED_TOLERANCE if is_mixed else _TOLERANCE_EPS * _eps(value.dtype)
+            if not distance <= rounding:
+                return Drift(name, ranks, distance)
+        return None
+
+    def _device_kind(self) -> str:
+        device = self._state.params.flats[0].device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    def _distance(self, collective: Collective, value: Tensor) -> float:
+        """Relative distance from the first rank's tensor."""
+        device = self._state.params.flats[0].device
+        own = value.detach().to(device, torch.float64, copy=True).reshape(-1)
+        first = own.clone()
+        collective.broadcast_(first, src=0)
+        norm = float(torch.linalg.vector_norm(first))
+        return float(torch.linalg.vector_norm(own - first)) / (norm or 1.0)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _unlike(values: Sequence[float]) -> tuple[int, ...]:
+    """Indices of the values that differ from the first."""
+    return tuple(i for i, value in enumerate(values) if value != values[0])
+
+
+def _fingerprint(value: Any) -> float:
+    return _mixed(int(checksum(value)) if isinstance(value, Tensor) else value)
+
+
+def _mixed(*values: Any) -> float:
+    """A hash of which all bits depend on all bits of the values, such as exponents of floats."""
+    return float(hash(values) & _MASK)

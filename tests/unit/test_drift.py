@@ -1,0 +1,172 @@
+"""Replicas that differ under SYNC: named with tensor, ranks and step, or repaired."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gpuworker
+from runtime.replica.drift import DriftCheck
+from runtime.worker import worker as worker_file
+from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+
+X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.teacher = nn.Linear(3, 1).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def train(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def adam(params):
+    return torch.optim.AdamW(params, 0.01)
+
+
+def run(change, at=1, epochs=3, ranks=2, configure=lambda b: b, way=(SYNC, THREAD), train=train):
+    def epoch_fn(epoch, worker):
+        if epoch == at and worker.rank == ranks - 1:
+            change(worker)
+
+    b = builder(
+        model=lambda device: Net(),
+        optim=adam,
+        train=train,
+        dataset=(X,),
+        batch_size=4,
+        epochs=epochs,
+        ranks=ranks,
+        way=way,
+    )
+    return configure(b.epoch_fn(epoch_fn)).run().join(WAIT_S)
+
+
+@torch.no_grad()
+def negated(worker):
+    worker.model.head.weight.data.neg_()
+
+
+@torch.no_grad()
+def one_element(worker):
+    worker.model.head.bias += 1e-4
+
+
+def state(worker):
+    worker.optimizer.state[worker.model.body.weight]["exp_avg_sq"].mul_(2)
+
+
+def step_count(worker):
+    worker.optimizer.state[worker.model.body.weight]["step"] += 1
+
+
+def learning_rate(worker):
+    worker.set_lr(0.1)
+
+
+@torch.no_grad()
+def teacher(worker):
+    worker.model.teacher.weight.mul_(2)
+
+
+CHANGES = [
+    (negated, "'body.weight'"),  # its gradient depends on the head
+    (one_element, "'body"),
+    (state, "'body.weight'"),
+    (step_count, "'body.weight'"),
+    (learning_rate, "'body.weight'"),
+    (teacher, "frozen parameter 'teacher.weight'"),
+]
+
+
+@pytest.mark.parametrize("backend", [THREAD, GLOO])
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+def test_a_change_on_one_rank_is_named_at_the_end_of_its_epoch(change, name, backend):
+    with pytest.raises(gpuworker.ReplicaMismatch) as caught:
+        run(change, ranks=3 if backend is THREAD else 2, way=(SYNC, backend))
+    message = str(caught.value)
+    last = 2 if backend is THREAD else 1
+    assert f"of rank {last} differs from that of rank 0" in message
+    assert "on_drift('repair')" in message
+    steps = -(-16 // (4 * (last + 1)))
+    assert f"at step {2 * steps} of SYNC" in message
+    assert f"last equal at step {steps}" in message
+    assert name in message or "'head" in message
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+def test_repair_takes_the_state_of_rank_0(change, name, caplog):
+    expected = run(lambda worker: None, epochs=4)
+    once = run(change, epochs=4, configure=lambda b: b.on_drift("repair"))
+    said = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
+    assert len(said) == 1
+    assert "all ranks take the state of rank 0" in said[0]
+    assert once.params.keys() == expected.params.keys()
+    assert all(torch.isfinite(p).all() for p in once.params.values())
+
+
+def test_a_change_in_the_last_epoch_is_noticed():
+    with pytest.raises(gpuworker.ReplicaMismatch):
+        run(negated, at=2)
+
+
+def test_a_change_within_a_long_epoch_is_noticed_before_its_end(monkeypatch):
+    monkeypatch.setattr(worker_file, "DRIFT_INTERVAL", 1)
+
+    def drifting(model, batch):
+        worker = gpuworker.current_worker()
+        if worker.rank == 1 and worker.local_step == 0:
+            model.head.weight.data.mul_(2)
+        return train(model, batch)
+
+    with pytest.raises(gpuworker.ReplicaMismatch, match=r"at step 1 .*last equal at step 0"):
+        run(lambda worker: None, train=drifting)
+
+
+def test_parameters_that_differ_are_averaged_under_cadence():
+    run(negated, way=(CADENCE, OVER_CPU))
+
+
+def test_an_optimizer_that_steps_on_local_gradients_is_noticed():
+    def steps_itself(model, batch):
+        loss = train(model, batch)
+        with torch.no_grad():
+            for p, g in zip(
+                model.head.parameters(),
+                torch.autograd.grad(loss, model.head.parameters(), retain_graph=True),
+                strict=False,
+            ):
+                p -= 0.1 * g
+        return train(model, batch)
+
+    with pytest.raises(gpuworker.ReplicaMismatch):
+        run(lambda worker: None, train=steps_itself)
+
+
+def test_equal_replicas_cost_one_exchange_for_each_comparison(monkeypatch):
+    found = []
+    compare = DriftCheck.compare
+
+    def counted(self, collective, *, frozen):
+        drift = compare(self, collective, frozen=frozen)
+        found.append(drift)
+        return drift
+
+    monkeypatch.setattr(DriftCheck, "compare", counted)
+    monkeypatch.setattr(DriftCheck, "_first_difference", None)  # not called
+    run(lambda worker: None)
+    assert found == [None] * 6
+
+
+def test_an_unknown_reaction_is_refused():
+    with pytest.raises(ValueError, match="pass one of raise, repair"):
+        builder().on_drift("ignore")
