@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import current_worker, record_scalar
+from runtime import Weighted, current_worker, record_scalar
 from runtime.checkpoint.store import load_newest, save_once
 from tests.support.resuming import capture_often
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
@@ -53,7 +53,7 @@ class Recipe:
                 noise = noise + random.random() * 0.1 + np.random.rand() * 0.1
             record_scalar("mean", x.mean())
             loss = ((model(x + noise) - y) ** 2).mean()
-            return (loss, x.abs().sum() / 3) if self.weighted else loss
+            return Weighted(loss, x.abs().sum() / 3) if self.weighted else loss
 
         b = builder(
             model=self.model,
