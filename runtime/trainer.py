@@ -105,6 +105,8 @@ class Trainer:
         model_or_factory: Any,
         optim_factory: OptimFactory,
         devices: Sequence[torch.device | str] | None = None,
+        *,
+        param_groups: ParamGroups | None = None,
     ) -> ReplicatedModule:
         """Prepare a model for a loop of your own, on one device or many.
 
@@ -113,25 +115,34 @@ class Trainer:
         device, however it is shared out. Blocks until all replicas are built.
 
         Args:
-            model_or_factory: A module, which is moved to the first device and keeps its
-                weights, with copies on the other devices; or ``f(device) -> nn.Module``,
-                called once for each device, rank 0 first, all with rank 0's weights; or an
-                object whose ``.module`` is a module (a task head), or a factory of such, whose
+            model_or_factory: A module, which is moved to the first device, keeps its weights
+                and is trained, while copies of it compute for the other ranks; or
+                ``f(device) -> nn.Module``, called once, and once more for each device if its
+                module cannot be copied; or an object whose ``.module`` is a module (a task head), or a factory of such, whose
                 ``.module`` becomes what this returns.
-            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters, called
-                once for each device.
+            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
             devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
                 than once. Several CPU devices share PyTorch's intra-op threads with the calling
                 thread, which has as many as each of them until it closes the model.
+            param_groups: ``f(model) -> list of groups`` for ``optim_factory`` in place of the
+                parameters: for weight decay by name or by module.
 
         Returns:
-            A module in train mode whose ``state_dict`` has the model's own keys.
+            A module in train mode (modes set on a part of the model before stay) whose ``state_dict`` has the model's own keys.
 
         Raises:
             TypeError, ValueError: An argument that cannot work, or what a factory gave.
             ReplicaMismatch: A factory gave different models.
         """
-        return set_up(model_or_factory, optim_factory, devices, DdpConfig(), use_el_che=None)
+        config = DdpConfig()
+        return set_up(
+            model_or_factory,
+            optim_factory,
+            devices,
+            config,
+            use_el_che=None,
+            param_groups=param_groups,
+        )
 
     @staticmethod
     def setup_with(
@@ -140,6 +151,7 @@ class Trainer:
         devices: Sequence[torch.device | str] | None = None,
         *,
         config: DdpConfig,
+        param_groups: ParamGroups | None = None,
     ) -> ReplicatedModule:
         """As :meth:`setup`, with settings.
 
@@ -148,7 +160,14 @@ class Trainer:
         device trains between two reductions, where the loop supplies several with
         ``model.accumulate(...)``.
         """
-        return set_up(model_or_factory, optim_factory, devices, config, use_el_che=True)
+        return set_up(
+            model_or_factory,
+            optim_factory,
+            devices,
+            config,
+            use_el_che=True,
+            param_groups=param_groups,
+        )
 
 
 def fit(

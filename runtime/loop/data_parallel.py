@@ -24,9 +24,9 @@ from runtime.loop.balance import unequal_devices
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.loop_replica import LoopReplica, Options
-from runtime.loop.loop_setup import RankModelFactory, build_replicas
-from runtime.loop.mirror import ReplicaMirror
+from runtime.loop.old_build import RankModelFactory, build_replicas
 from runtime.loop.rank_threads import TaskOutcome
+from runtime.loop.replica_mirror import ReplicaMirror
 from runtime.loop.runner import Runner
 from runtime.loop.shard_loss import Seconds, ShardLoss, ShardLossFn, read_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples

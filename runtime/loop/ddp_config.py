@@ -39,6 +39,11 @@ class DdpConfig:
             of keyword ones; with both, a dict under the names of ``forward``'s parameters.
             Called in the replica's thread, on its device. See
             :class:`~gpuworker.ReplicatedModule` for the weights without it.
+        batch_dim: The dimension of inputs and outputs that counts the samples; 1 for models
+            that take sequences first. Tensors without it have the samples in dimension 0.
+        whole: Inputs that belong to no sample (a memory bank, a mask for all), by name or
+            position in ``forward``; every device gets all of them. ``None``: not stated; then
+            the first batch is checked, see :class:`~gpuworker.ReplicatedModule`.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -52,11 +57,18 @@ class DdpConfig:
     max_grad_norm: float | None = None
     timeline: Timeline | None = None
     loss_weight: LossWeightFn | None = None
+    batch_dim: int = 0
+    whole: Sequence[str | int] | None = None
 
     def __post_init__(self) -> None:
         if self.speed_hint is not None:
             object.__setattr__(self, "speed_hint", _checked_hint(self.speed_hint))
         check_flag("balance", self.balance)
+        check_int("batch_dim", self.batch_dim, 0)
+        if self.whole is not None and (
+            isinstance(self.whole, str) or not all(isinstance(i, (str, int)) for i in self.whole)
+        ):
+            raise TypeError(f'whole={self.whole!r}: pass names of inputs, whole=["bank"]')
         if self.loss_weight is not None:
             check_callable("loss_weight", self.loss_weight, "f(inputs, output) -> weight")
         if self.overhead_target is not None:

@@ -34,6 +34,7 @@ class OutputGather:
         shards: The replicas' outputs, in order of samples.
         device: The device of the gathered output.
         backward: Runs the shards' backward.
+        params: The parameters whose gradients ``backward`` returns.
 
     Attributes:
         gathered: Each tensor of the output.
@@ -49,9 +50,11 @@ class OutputGather:
         scatter: Scatter,
         shards: Sequence[ShardOutput],
         device: torch.device,
-        backward: Backward,
+        backward: Backward | None,
+        params: Sequence[Tensor] = (),
     ) -> None:
         self._shards = shards
+        self._params = params
         self._run = backward
         self._scatter = scatter
         first = shards[0].spec
@@ -63,16 +66,25 @@ class OutputGather:
                 )
         columns = list(zip(*(shard.outputs or [] for shard in shards), strict=True))
         sizes = [shard.stop - shard.start for shard in shards]
-        coupled = [parts for parts in columns if _couples_samples(parts, sizes)]
+        batch_dim = scatter.batch_dim
+        coupled = [parts for parts in columns if _couples_samples(parts, sizes, batch_dim)]
         self.may_couple_samples = bool(coupled)
         if coupled and len(set(sizes)) > 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in coupled[0])
             raise ValueError(COUPLED_OUTPUT.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
         weight_index = shards[0].weight_index
         self.gathered = [
-            GatheredTensor(parts, shards, device, is_weight=index == weight_index)
+            GatheredTensor(parts, shards, device, batch_dim, is_weight=index == weight_index)
             for index, parts in enumerate(columns)
         ]
+
+    def wanted_params(self, ctx: Any) -> list[bool] | None:
+        """The parameters whose gradients the running backward pass computes; ``None``: all."""
+        nodes = [node for node, _ in ctx.next_functions]
+        if _will_run(nodes[0]):  # the anchor, which nobody asks for
+            return None
+        first = len(nodes) - len(self._params)
+        return [node is not None and _will_run(node) for node in nodes[first:]]
 
     def output(self) -> Any:
         """The output of the call, with a graph if the replicas' outputs have one."""
@@ -80,15 +92,28 @@ class OutputGather:
         if any(tensor.requires_grad for tensor in self.gathered):
             # Without an input that requires a gradient, autograd would skip the function.
             anchor = torch.zeros((), requires_grad=True)
-            values = list(_GatherFunction.apply(self, anchor, *self._scatter.tensors))  # type: ignore[no-untyped-call]
+            values = list(
+                _GatherFunction.apply(self, anchor, *self._scatter.tensors, *self._params)
+            )  # type: ignore[no-untyped-call]
         for tensor in self.gathered:
             del tensor.value  # only the caller keeps a reference
         return self._shards[0].spec.build(iter(values))
 
     def backward(
-        self, grads: Sequence[Tensor | None], *, param_grads: bool, retain_graph: bool
+        self,
+        grads: Sequence[Tensor | None],
+        *,
+        wanted: Sequence[bool] | None,
+        retain_graph: bool,
     ) -> list[Tensor | None]:
-        """The gradients of the inputs from those of the outputs."""
+        """The gradients of the inputs and parameters from those of the outputs.
+
+        Args:
+            grads: Each output's gradient.
+            wanted: The parameters that get one; ``None``: all, and every other leaf of the
+                shards' graphs.
+            retain_graph: Whether to keep the shards' graphs.
+        """
         if any(shard.outputs is None for shard in self._shards):
             raise RuntimeError(
                 "backward ran through this output before, and the graph was freed: pass "
@@ -96,12 +121,16 @@ class OutputGather:
             )
         columns = [tensor.split(grad) for tensor, grad in zip(self.gathered, grads, strict=True)]
         parts = [list(row) for row in zip(*columns, strict=True)]
-        found = self._run(self._shards, parts, param_grads=param_grads, retain_graph=retain_graph)
+        assert self._run is not None, "only without gradients"
+        found, params = self._run(
+            self._shards, parts, wanted=wanted, params=self._params, retain_graph=retain_graph
+        )
         ranges = [(shard.start, shard.stop) for shard in self._shards]
-        return [
+        inputs = [
             self._scatter.merge_gradients(index, shard_grads, ranges)
             for index, shard_grads in enumerate(zip(*found, strict=True))
         ]
+        return [*inputs, *params]
 
 
 class _GatherFunction(torch.autograd.Function):
@@ -126,18 +155,26 @@ class _GatherFunction(torch.autograd.Function):
                 "create_graph=True: gradients of gradients do not pass through replicas; compute "
                 "such a term with model.module(...), which runs on the first device only"
             )
-        found = ctx.gather.backward(
-            grads, param_grads=_wants_param_grads(ctx), retain_graph=_retains_graph()
+        return (
+            None,
+            None,
+            *ctx.gather.backward(
+                grads, wanted=ctx.gather.wanted_params(ctx), retain_graph=_retains_graph()
+            ),
         )
-        return (None, None, *found)
 
 
 # Properties of the running backward pass, by private functions of PyTorch; without these the
 # result is that of a plain loss.backward().
-def _wants_param_grads(ctx: Any) -> bool:
-    """True if leaves get gradients, unlike in ``torch.autograd.grad(output, inputs)``."""
+def _will_run(node: Any) -> bool:
+    """True if the running backward pass computes the gradient of a leaf's node."""
     query: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
-    return query is None or query(ctx.next_functions[0][0])
+    if query is None:
+        return True
+    try:
+        return query(node)
+    except RuntimeError:  # raised for leaves among the inputs of torch.autograd.grad
+        return True
 
 
 def _retains_graph() -> bool:
@@ -160,6 +197,7 @@ class GatheredTensor:
         parts: Each shard's part.
         shards: The shards.
         device: The device of the combined tensor.
+        batch_dim: The dimension that counts the samples, in parts that have it.
         is_weight: Whether the parts are the shards' weights.
 
     Attributes:
@@ -176,6 +214,7 @@ class GatheredTensor:
         parts: Sequence[Tensor],
         shards: Sequence[ShardOutput],
         device: torch.device,
+        batch_dim: int = 0,
         *,
         is_weight: bool = False,
     ) -> None:
@@ -183,6 +222,7 @@ class GatheredTensor:
         self.requires_grad = any(part.requires_grad for part in parts)
         self._weights: Sequence[float | Tensor] = []
         self._rows: list[int] = []
+        self._dim = 0
         values = [to_device(part.detach(), device) for part in parts]
         known = [shard.weight for shard in shards if shard.weight is not None]
         if is_weight:
@@ -200,16 +240,16 @@ class GatheredTensor:
             scaled = [v * w for v, w in zip(values, samples, strict=True)]
             self.value = torch.stack(scaled).sum(0)
         else:
-            _check_rows(parts, shards)
-            self._rows = [part.size(0) for part in parts]
-            self.value = torch.cat(values)
+            self._dim = _sample_dim(parts, shards, batch_dim)
+            self._rows = [part.size(self._dim) for part in parts]
+            self.value = torch.cat(values, self._dim)
 
     def split(self, grad: Tensor | None) -> list[Tensor | None]:
         """Each part's gradient from the gradient of the combined tensor."""
         if grad is None:
             return [None] * len(self._weights or self._rows)
         if self._rows:
-            return list(torch.split(grad, self._rows))
+            return list(torch.split(grad, self._rows, self._dim))
         found: list[Tensor | None] = []
         for w in self._weights:
             if isinstance(w, Tensor):
@@ -249,33 +289,36 @@ def _sample_fractions(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) ->
     return [(shard.stop - shard.start) / total for shard in shards]
 
 
-def _has_rows_per_sample(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """True if dimension 0 has the same number of rows for each sample."""
-    rows = [part.size(0) if part.dim() else 0 for part in parts]
-    per_sample = rows[0] // sizes[0]
-    return rows == [per_sample * size for size in sizes]
+def _has_rows_per_sample(parts: Sequence[Tensor], sizes: Sequence[int], dim: int = 0) -> bool:
+    """True if a dimension has the same number of rows for each sample."""
+    rows = [part.size(dim) if part.dim() > dim else 0 for part in parts]
+    per_sample = rows[0] // max(1, sizes[0])
+    return rows == [per_sample * size for size in sizes] and (not dim or per_sample == 1)
 
 
-def _check_rows(parts: Sequence[Tensor], shards: Sequence[ShardOutput]) -> None:
+def _sample_dim(parts: Sequence[Tensor], shards: Sequence[ShardOutput], batch_dim: int) -> int:
+    """The dimension along which parts are concatenated."""
     sizes = [shard.stop - shard.start for shard in shards]
-    if not _has_rows_per_sample(parts, sizes):
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise ValueError(
-            f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
-            "on the replicas, which cannot be concatenated: put the batch first in each output"
-        )
+    for dim in dict.fromkeys((batch_dim, 0)):
+        if _has_rows_per_sample(parts, sizes, dim):
+            return dim
+    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+    raise ValueError(
+        f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
+        "on the replicas, which cannot be concatenated: put the batch first in each output, or "
+        "name its dimension, DdpConfig(batch_dim=1)"
+    )
 
 
-def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    """True if a dimension other than the first is as long as each shard."""
-    if (
-        len(parts) < 2
-        or min(part.dim() for part in parts) < 2
-        or not _has_rows_per_sample(parts, sizes)
-    ):
+def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int], batch_dim: int = 0) -> bool:
+    """True if a dimension besides that of the samples is as long as each shard."""
+    if len(parts) < 2 or min(part.dim() for part in parts) < 2:
         return False
-    shapes = [part.shape[1:] for part in parts]
-    return any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False))
+    for dim in dict.fromkeys((batch_dim, 0)):
+        if _has_rows_per_sample(parts, sizes, dim):
+            shapes = [[*part.shape[:dim], *part.shape[dim + 1 :]] for part in parts]
+            return any(list(lengths) == list(sizes) for lengths in zip(*shapes, strict=False))
+    return False
 
 
 class ShardOutput:
@@ -289,10 +332,12 @@ class ShardOutput:
         outputs: The output's tensors; ``None`` once the graph was freed.
         weight: The count that scalar losses are means over; ``None``: unknown.
         weight_index: Index of that weight in the outputs; ``None``: not among them.
+        leaves: The rank's leaves, one per parameter of the model.
     """
 
     weight: Weight | None = None
     weight_index: int | None = None
+    leaves: Sequence[Tensor] = ()
 
     def __init__(
         self, rank: int, start: int, stop: int, shard_input: ShardInput, spec: NestedSpec
@@ -304,13 +349,19 @@ class ShardOutput:
         self._shard_input: ShardInput | None = shard_input
 
     def backward(
-        self, grads: Sequence[Tensor | None], *, param_grads: bool, retain_graph: bool
+        self,
+        grads: Sequence[Tensor | None],
+        *,
+        wanted: Sequence[bool] | None,
+        retain_graph: bool,
     ) -> list[Tensor | None]:
         """Run backward in the replica's thread.
 
+        The leaves hold the parameters' gradients afterwards.
+
         Args:
             grads: Each output's gradient, on the replica's device.
-            param_grads: Whether parameters get gradients too, not only inputs.
+            wanted: The parameters that get a gradient; ``None``: all.
             retain_graph: Whether to keep the graph.
 
         Returns:
@@ -322,11 +373,12 @@ class ShardOutput:
         required = [leaf for leaf in leaves if leaf is not None]
         pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
-        if pairs and (param_grads or required):
+        chosen = None
+        if wanted is not None:
+            chosen = [*required, *(p for p, w in zip(self.leaves, wanted, strict=True) if w)]
+        if pairs and (chosen is None or chosen):
             outputs, given = zip(*pairs, strict=True)
-            torch.autograd.backward(
-                outputs, given, retain_graph=retain_graph, inputs=None if param_grads else required
-            )
+            torch.autograd.backward(outputs, given, retain_graph=retain_graph, inputs=chosen)
         found = [None if leaf is None else leaf.grad for leaf in leaves]
         for leaf in required:
             leaf.grad = None
@@ -343,7 +395,8 @@ class Backward(Protocol):
         shards: Sequence[ShardOutput],
         grads: Sequence[Sequence[Tensor | None]],
         *,
-        param_grads: bool,
+        wanted: Sequence[bool] | None,
+        params: Sequence[Tensor],
         retain_graph: bool,
-    ) -> list[list[Tensor | None]]:
-        """Return the gradients of each shard's inputs from those of its outputs."""
+    ) -> tuple[list[list[Tensor | None]], Sequence[Tensor | None]]:
+        """Return the gradients of each shard's inputs, and of the parameters, summed."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.loop_replica import LossFn
+from runtime.loop.replica import LossFn
 
 
 class LoopEngine(Protocol):
@@ -21,16 +25,20 @@ class LoopEngine(Protocol):
         """The devices, in order of rank."""
 
     @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+
+    @property
     def models(self) -> tuple[nn.Module, ...]:
         """Each device's model; rank 0's is the user's."""
 
     @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Each device's optimizer."""
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The model's optimizer."""
 
     @property
     def rate(self) -> LearningRate:
-        """The learning rate of all optimizers."""
+        """The learning rate of the optimizer."""
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -47,7 +55,7 @@ class LoopEngine(Protocol):
         """Add up the gradients of several batches, each trained on one device."""
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
-        """Reduce the gradients, step every optimizer and clear the gradients."""
+        """Step the optimizer with the gradients of the whole batch, and clear them."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole batch; returns their norm before."""
@@ -56,21 +64,69 @@ class LoopEngine(Protocol):
         """Clear all gradients since the last step."""
 
     def sync_params(self) -> None:
-        """Copy rank 0's parameters and buffers to all replicas."""
+        """Copy the model's parameters and buffers to all devices now."""
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state on every rank."""
-
-    def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of every replica."""
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to every replica."""
+    def check_caller(self) -> None:
+        """Refuse a change of the model by a rank's thread, during a pass."""
 
     def close(self) -> None:
         """End the threads, if there are any, and the recording."""
 
 
+class DirectSteps:
+    """Observes steps of an optimizer that the caller makes, directly or by a ``GradScaler``.
+
+    An optimizer that does not initialise its base class has no hooks, and is not observed.
+
+    Args:
+        optimizer: The optimizer; it may outlive the engine.
+        before: A method of the engine, called before such a step; may refuse it.
+        after: A method of the engine, called after it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._is_expected = False
+        self._handles: list[RemovableHandle] = []
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return
+        this = weakref.ref(self)
+        self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
+        self._handles = [
+            optimizer.register_step_pre_hook(partial(_call, this, "_before")),
+            optimizer.register_step_post_hook(partial(_call, this, "_after")),
+        ]
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """A step of the engine."""
+        self._is_expected = True
+        try:
+            yield
+        finally:
+            self._is_expected = False
+
+    def close(self) -> None:
+        """Observe no more steps. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _call(steps: weakref.ref[DirectSteps], name: str, *args: object) -> None:
+    if (this := steps()) is None or this._is_expected:
+        return
+    if (method := getattr(this, name)()) is not None:
+        method()
+
+
+STEPPED_OUTSIDE = (
+    "each device keeps its own gradients until model.step() reduces them, after accumulate(...) "
+    "and with max_anchor: call model.step() instead of optimizer.step()"
+)
 MIXED_GRADIENTS = (
     "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "
     "differently; call model.step() or model.zero_grad() in between"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from runtime.core.nested import flatten
-from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.rank_threads import TaskOutcome
 from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind
 from runtime.timeline.rank_lane import RankLane
@@ -18,6 +17,18 @@ from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 
 _TRAINING = {"forward", "backward", "accumulate", "step"}
+
+
+class ReducingRank(Protocol):
+    """A rank that takes part in reductions."""
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+
+    @property
+    def exchange_span_s(self) -> tuple[float, float]:
+        """Start and end of its last reduction, on the host."""
 
 
 class LoopRecorder:
@@ -78,42 +89,26 @@ class LoopRecorder:
             self._timeline.finish(stopped=False, error=error)
             self._timeline = None
 
-    def record_tasks(
-        self, operation: str, outcomes: Sequence[TaskOutcome], replicas: Sequence[LoopReplica] = ()
-    ) -> None:
-        """Record one task per rank, and the reduction inside it of ``replicas`` that made one."""
+    def record_tasks(self, operation: str, outcomes: Sequence[TaskOutcome]) -> None:
+        """Record one task per rank."""
         if self._timeline is None or operation not in _TRAINING:
             return
         spans = {r: o for r, o in enumerate(outcomes) if o.end_s and o.error is None}
         if not spans:
             return
         last_s = max(outcome.end_s for outcome in spans.values())
-        reduced = {
-            replica.rank: replica.exchange_span_s
-            for replica in replicas
-            if replica.rank in spans and replica.exchange_span_s[0] >= spans[replica.rank].start_s
-        }
-        last_arrival_s = max((start_s for start_s, _ in reduced.values()), default=0.0)
         for rank, outcome in spans.items():
             self._enter(rank, COMPUTE, outcome.start_s)
-            if rank in reduced:
-                start_s, end_s = reduced[rank]
-                self._enter(rank, SYNC, start_s)
-                self._enter(rank, AVERAGING, min(last_arrival_s, end_s))
-                self._enter(rank, COMPUTE, end_s)
-                self._lanes[rank].record(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
             self._enter(rank, SYNC, outcome.end_s)
             self._enter(rank, IDLE, last_s)
             self._lanes[rank].record(
                 Kind.PHASE, outcome.start_s, self.step, operation, end=outcome.end_s
             )
-        if reduced:
-            self._timeline.count_averaging()
         if operation == "step":
             self._end_step(spans)
 
-    def record_reductions(self, replicas: Sequence[LoopReplica]) -> None:
-        """Record a reduction made by the caller's thread while the replicas were idle."""
+    def record_reductions(self, replicas: Sequence[ReducingRank]) -> None:
+        """Record a reduction between two tasks."""
         if self._timeline is None:
             return
         for replica in replicas:
@@ -134,6 +129,14 @@ class LoopRecorder:
         """Record work of the only device, in the caller's thread."""
         if self._timeline is not None:
             self.record_tasks(operation, [TaskOutcome(start_s=start_s, end_s=time.monotonic())])
+
+    def record_step(self, num_ranks: int, start_s: float | None) -> None:
+        """Record an optimizer step of all ranks, made by the caller's thread."""
+        if self._timeline is not None:
+            end_s = time.monotonic()
+            outcome = TaskOutcome(start_s=end_s if start_s is None else start_s, end_s=end_s)
+            self.record_tasks("step", [outcome] * num_ranks)
+        self.step += 1
 
     def watch_backward(self, output: Any) -> None:
         """Record the backward pass of the only device's ``output``."""

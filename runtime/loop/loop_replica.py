@@ -30,9 +30,9 @@ from runtime.core.nested import flatten
 from runtime.device.base import Device
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import ShardOutput
-from runtime.loop.scatter import ShardInput, nested_to_device, to_device, to_replica
+from runtime.loop.scatter import ShardInput, nested_to_device, to_device
 from runtime.replica.build import OptimFactory, build_optimizer
-from runtime.replica.flat import FlatBuffers, FlatParams, FlatState, reals
+from runtime.replica.flat import FlatParams, FlatState, reals
 from runtime.replica.gradients import refuse_sparse, scale_for_mean_
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -277,18 +277,6 @@ class LoopReplica:
                     old.copy_(value)
                 else:
                     group[key] = value
-
-    def set_attribute(self, name: str, value: object) -> None:
-        """Set an attribute of the model, with tensors copied to its device except on rank 0."""
-        setattr(self.model, name, to_replica(value, self.device, copy=self.rank > 0))
-        if name in self.model._buffers:  # its shape may have changed
-            self.state.buffers = FlatBuffers(self.model)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        """Add a buffer to the model, on its device."""
-        own = to_replica(tensor, self.device, copy=self.rank > 0)
-        self.model.register_buffer(name, own, persistent)
-        self.state.buffers = FlatBuffers(self.model)
 
     def set_groups(self, members: Sequence[Sequence[int]], options: Options) -> None:
         """Regroup the optimizer's parameters.

@@ -1,330 +1,727 @@
-"""Copies changes of rank 0's model and optimizer to the other replicas."""
+"""Copies of the user's model for the ranks, which follow every change of the model."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
-from operator import is_not
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from runtime.loop.loop_replica import LoopReplica, Options
-from runtime.loop.rank_threads import Task
-from runtime.loop.runner import Runner
+from runtime.replica.build import Template, copy_template
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+_OPAQUE = (*_PLAIN, type, ModuleType, BuiltinFunctionType)
+_NOT_INSPECTED = {*sys.stdlib_module_names, "torch", "numpy"} - {"types", "argparse"}
+"""Packages whose objects are copied, but not inspected for changes in place."""
+SMALL_BUFFER_BYTES = 1 << 16
+"""Buffers of up to this size together are copied at each forward, changed or not."""
+_ALIGNMENT_BYTES = 64
+UNCOPYABLE = (
+    "the model cannot be copied for the other devices ({reason}); pass a factory "
+    "f(device) -> nn.Module that makes one for each device, or train on one device"
+)
+UNFOLLOWED = (
+    "the model was changed between two steps (a module, hook, buffer or other object was added or "
+    "replaced), and the models of the other devices, made by the factory because this model "
+    "cannot be copied, do not follow: make the change in the factory, or train on one device"
+)
+ModelMaker = Callable[[torch.device], nn.Module]
 
 
-class ReplicaMirror:
-    """Copies the caller's changes of rank 0's model and optimizer to the other replicas.
+def can_share_memory(devices: Sequence[torch.device]) -> bool:
+    """True if the ranks can use the model's own memory."""
+    return len(set(devices)) == 1
 
-    Compared before the replicas compute: train and eval mode of each module, frozen and unfrozen
-    parameters, weights changed in place, buffers changed or replaced, and the optimizer's groups
-    and state. Changes in place are detected by tensors' version counters, which do not count
-    changes through ``.data``.
 
-    Not thread-safe; used while no task runs.
+class ModelMirror:
+    """The user's model, run by rank 0, and a copy of it for each other rank.
+
+    The model alone is trained. The ranks compute with *leaves*, one per parameter: tensors that
+    share the parameter's memory if all ranks are on one device, else copies of it on the rank's
+    device. So gradients of a rank never reach the parameters directly, and hooks of parameters
+    run once, on the sum.
+
+    :meth:`follow` brings the copies up to date: modules, hooks, attributes, modes, frozen
+    parameters, weights and buffers. A number, string or flag that has changed is set on the
+    copies; any other change replaces the copies, which hold no state. Not seen are tensors that
+    are neither parameters nor buffers and change in place, and objects implemented in C. Large
+    buffers, and parameters on other devices between two steps, are compared by version counters,
+    which do not count writes through ``.data``.
+
+    Not thread-safe; used while no task runs, except for :meth:`computing`.
 
     Args:
-        replicas: Identical, in order of rank; rank 0's model and optimizer are the user's.
-        runner: Runs tasks in the replicas' threads.
+        model: On ``devices[0]``.
+        devices: One per rank.
+        make: Makes a model on a device; used if the model cannot be copied.
 
     Attributes:
-        is_inconsistent: True if a step failed midway, so that rank 0's state must be copied.
-        buffers_may_differ: True if replicas may have updated their buffers independently.
-        groups: The optimizers' parameter groups.
-        optimizer_loaded: True if a state was loaded into rank 0's optimizer only.
+        models: Each rank's model; rank 0's is the user's.
+        params: The model's parameters, frozen ones too.
+        leaves: Each rank's leaves, in order of ``params``.
+
+    Raises:
+        ValueError: The model cannot be copied, and there is no factory.
     """
 
-    def __init__(self, replicas: Sequence[LoopReplica], runner: Runner) -> None:
-        self._first, *self._others = replicas
-        self._runner = runner
-        self.groups = ParamGroupMirror(replicas)
-        self.is_inconsistent = False
-        self.buffers_may_differ = False
-        self.optimizer_loaded = False
-        mirror = weakref.ref(self)  # the hook must not keep the threads alive
+    def __init__(
+        self, model: nn.Module, devices: Sequence[torch.device], make: ModelMaker | None = None
+    ) -> None:
+        self._model = model
+        self._devices = devices
+        self._memory = SharedMemory() if can_share_memory(devices) else CopiedMemory(devices)
+        self._make = make
+        self._made: list[nn.Module | None] = []
+        self.params: list[Tensor] = []
+        self.leaves: list[list[Tensor]] = [[] for _ in devices]
+        self.models: list[nn.Module] = []
+        self._build()
 
-        def on_load(optimizer: torch.optim.Optimizer) -> None:
-            if (self := mirror()) is not None:
-                self.optimizer_loaded = True
-
-        self._first.optimizer.register_load_state_dict_post_hook(on_load)
-        self._modes = self._read_modes()
-        self._trainable = self._read_trainable()
-        self._trained = list(self._trainable)
-        self._slots = [
-            (f"{prefix}.{key}" if prefix else key, slots, key)
-            for prefix, module in self._first.model.named_modules()
-            for slots in (module._parameters, module._modules)
-            for key in slots
-        ]
-        self._parts = self._read_parts()
-        self.mark_synced()
-
-    def prepare(self) -> None:
-        """Copy all changes of rank 0 to the others, before the replicas compute.
+    def follow(self) -> None:
+        """Bring all copies up to date with the model.
 
         Raises:
-            RuntimeError, ValueError: A change cannot be copied.
-            ReplicaFailed: A replica failed to copy it.
+            RuntimeError: The model cannot be copied, and has changed in a way that needs a copy.
         """
-        self.check()
-        self.groups.propagate()
-        modes_changed = self.sync_flags()
-        buffers_changed = self._buffers_changed()
-        if self.optimizer_loaded or self.is_inconsistent or self._state_was_cleared():
-            self.copy("copy_optimizer")
-            self.optimizer_loaded = False
-        if self.is_inconsistent or self._weights_changed():
-            self.sync()
-            self.is_inconsistent = False
-        elif buffers_changed or (
-            self.buffers_may_differ and (modes_changed or not self._first.model.training)
-        ):
-            self.copy("copy_buffers")
-            self._record_buffers()
-            self.buffers_may_differ = False
+        if self._structure.is_current() or self._set_plain_changes():
+            flags = [p.requires_grad for p in self.params]
+            if self._memory.is_in_place(self.params):
+                if flags != self._flags:
+                    self._set_flags(flags)
+                self._memory.refresh()
+                self._buffers.refresh()
+                return
+        self._build()
 
-    def _state_was_cleared(self) -> bool:
-        num_kept = len(self._first.optimizer.state)
-        return any(len(replica.optimizer.state) != num_kept for replica in self._others)
+    def adopt(self) -> None:
+        """Record changes that rank 0's own pass made; the other ranks' copies made them too."""
+        if not self._structure.is_current() and not self._structure.adopt():
+            self._structure = Structure(self._model)
+            self._slots = SlotSwap(self._structure, self.params, self.leaves[0])
+
+    def mark_stepped(self) -> None:
+        """Record that all parameters may have changed."""
+        self._memory.is_current = False
 
     @contextmanager
-    def watching_buffers(self, *, prepared: bool) -> Iterator[None]:
-        """Attribute buffer changes during forward and backward tasks to the replicas.
+    def computing(self, rank: int) -> Iterator[nn.Module]:
+        """A rank's model, with the rank's leaves in place of parameters. In the rank's thread."""
+        if self.models[rank] is not self._model:
+            yield self.models[rank]
+        elif self._made and self._made[0] is not None:
+            yield self._made[0]
+        else:
+            self._slots.put_leaves()
+            try:
+                yield self._model
+            finally:
+                self._slots.put_params()
 
-        Without this, rank 0's own updates would count as changes of the caller.
+    @property
+    def uses_batch_statistics(self) -> bool:
+        """True if a module computes statistics of its batch."""
+        return any(m.training or m.running_mean is None for m in self._batch_norms)
 
-        Args:
-            prepared: Whether :meth:`prepare` ran just before; otherwise changes of the caller may
-                be pending, which stay pending.
-        """
-        if self._first.state.buffers and any(m.training for m in self._first.modules):
-            self.buffers_may_differ = True
-        pending = not prepared and self._buffers_changed()
+    def new_copy(self) -> nn.Module | None:
+        """A copy on rank 0's device with buffers of its own; ``None`` if it cannot be copied."""
+        if self._made:
+            return None
+        return self._copied(self._devices[0], self._memory.homes(0), self.leaves[0])
+
+    def _build(self) -> None:
+        """Build the copies."""
+        model = self._model
+        self._structure = Structure(model)
+        params: list[Tensor] = list(model.parameters())
+        known = set(map(id, params))
+        previous = self.params
+        self.params = [*params, *(p for p in self._structure.params if id(p) not in known)]
+        self._memory.place(self.params)
+        self.leaves = [
+            self._leaves(rank, dict(zip(map(id, previous), leaves, strict=True)))
+            for rank, leaves in enumerate(self.leaves)
+        ]
+        self._flags = [p.requires_grad for p in self.params]
+        self._batch_norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        self._slots = SlotSwap(self._structure, self.params, self.leaves[0])
+        if self._made:
+            raise RuntimeError(UNFOLLOWED)
         try:
-            yield
-        finally:
-            if not pending:
-                if self._buffers_written():
-                    self.buffers_may_differ = True  # by a forward in eval mode
-                self._record_buffers()
+            copies = [
+                self._copied(device, self._memory.homes(rank), self.leaves[rank])
+                for rank, device in enumerate(self._devices)
+                if rank
+            ]
+        except Exception as error:
+            if self._make is None:
+                raise ValueError(UNCOPYABLE.format(reason=error)) from error
+            copies = self._make_all(self._make)
+        self.models = [model, *copies]
+        self._buffers = BufferMirror(
+            [[m._buffers for m in each.modules()] for each in self.models],
+            self._devices,
+            [self._memory.homes(rank) for rank in range(len(self._devices))],
+        )
 
-    def sync(self) -> None:
-        """Copy rank 0's parameters and buffers to all replicas."""
-        self.check()
-        self._buffers_changed()  # raises if shapes differ
-        self.copy("copy_weights")
-        self.mark_synced()
+    def _leaves(self, rank: int, known: Mapping[int, Tensor]) -> list[Tensor]:
+        """A rank's leaves; those of parameters that stay are kept, as graphs refer to them."""
+        found = []
+        for index, p in enumerate(self.params):
+            data = self._memory.data(rank, index)
+            leaf = known.get(id(p))
+            if leaf is None or leaf.dtype != p.dtype:
+                leaf = _new_leaf(p, data)
+            elif leaf.data_ptr() != data.data_ptr() or leaf.shape != data.shape:
+                leaf.data = data
+            leaf.requires_grad_(p.requires_grad)
+            leaf.__dict__.update(p.__dict__)
+            found.append(leaf)
+        return found
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state on every rank."""
-        self.groups.propagate()
-        load = partial(self._first.optimizer.load_state_dict, state)
-        idle: list[Task | None] = [None] * len(self._others)
-        self._runner.run([load, *idle], "load")
-        self.copy("copy_optimizer")
-        self.optimizer_loaded = False
+    def _copied(self, device: torch.device, homes: Homes, leaves: Sequence[Tensor]) -> nn.Module:
+        """A copy of the model with these leaves as its parameters."""
+        structure, model = self._structure, self._model
+        scripted = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise TypeError(f"it contains a {type(scripted[0]).__name__}, made by torch.jit")
+        tensors = [t for t in structure.tensors if not isinstance(t, nn.Parameter)]
+        memo: dict[int, Any] = {id(p): leaf for p, leaf in zip(self.params, leaves, strict=True)}
+        memo.update(zip(map(id, tensors), copy_tensors(tensors, device, homes)[0], strict=True))
+        functions = [f for f in structure.functions if structure.is_closed_over(f)]
+        for function in functions:
+            memo[id(function)] = _with_new_cells(function)
+        copied = copy.deepcopy(model, memo)
+        for function in functions:
+            cells = zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True)
+            for cell, old in cells:
+                cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
+        expected = [memo[id(p)] for p in model.parameters()]
+        found = list(copied.parameters())
+        if len(found) != len(expected) or not all(map(is_, found, expected)):
+            raise TypeError(f"a copy of {type(model).__name__} has other parameters")
+        self._structure.add_copy(memo, leaves)
+        return copied
 
-    def copy(self, method: str, operation: str | None = None, *, changes: bool = False) -> None:
-        """Call a copying method of every other replica with rank 0's replica.
+    def _make_all(self, make: ModelMaker) -> list[nn.Module]:
+        """Models from the factory, with leaves in place of their parameters' memory."""
+        swaps = not any(isinstance(m, torch.jit.ScriptModule) for m in self._model.modules())
+        template = Template.of(self._model)
+        self._structure.forget_copies()
+        for rank, device in enumerate(self._devices):
+            if rank == 0 and swaps:
+                self._made.append(None)
+                continue
+            made = make(device)
+            copy_template(made, template, rank)
+            made.train(self._model.training)
+            for mine, theirs in zip(self._model.modules(), made.modules(), strict=True):
+                theirs.training = mine.training
+            own = dict(made.named_parameters())
+            names = dict(self._model.named_parameters())
+            self.leaves[rank] = [own[name] for name in names]
+            for index, leaf in enumerate(self.leaves[rank]):
+                leaf.data = self._memory.data(rank, index)
+                leaf.requires_grad_(self.params[index].requires_grad)
+            if rank == 0:
+                for name, buffer in self._model.named_buffers():
+                    dict(made.named_buffers())[name].data = buffer.data
+            self._structure.add_made(self._model, made, self.leaves[rank])
+            self._made.append(made)
+        return [made for made in self._made[1:] if made is not None]
 
-        Args:
-            method: Name of a method of :class:`LoopReplica`.
-            operation: Name of the tasks in errors; ``None``: ``method``.
-            changes: See :meth:`Runner.run`.
-        """
-        tasks = [partial(getattr(replica, method), self._first) for replica in self._others]
-        self._runner.run([None, *tasks], operation or method, changes=changes)
-
-    def check(self) -> None:
-        """Check that no parameter or module of rank 0's model was replaced.
-
-        Raises:
-            RuntimeError: A parameter or a module was replaced.
-        """
-        parts = self._read_parts()
-        if any(map(is_not, parts, self._parts)):
-            changed = [new is not old for new, old in zip(parts, self._parts, strict=True)]
-            raise RuntimeError(
-                f"{self._slots[changed.index(True)][0]!r} of the primary was replaced, and the "
-                "optimizers and the other replicas hold the original: put it back and "
-                "change weights in place (load_state_dict without assign, p.copy_()), or build "
-                "the whole model before"
-            )
-
-    def sync_flags(self, *, always: bool = False) -> bool:
-        """Copy train modes and ``requires_grad`` to the others; returns whether a mode changed.
-
-        Args:
-            always: Copy even without a change, since the others may have changed.
-
-        Raises:
-            RuntimeError: A parameter requires a gradient that was frozen at set-up.
-        """
-        modes = self._read_modes()
-        changed = modes != self._modes
-        if changed or always:
-            self._modes = modes
-            for replica in self._others:
-                for module, mode in zip(replica.modules, modes, strict=True):
-                    if module.training is not mode:
-                        module.training = mode
-        trainable = self._read_trainable()
-        if always or trainable != self._trainable:
-            self._check_unfrozen(trainable)
-            self._trainable = trainable
-            for replica in self._others:
-                for p, flag in zip(replica.tensors, trainable, strict=True):
-                    if p.requires_grad is not flag:
-                        p.requires_grad_(flag)
-        return changed
-
-    def _check_unfrozen(self, trainable: Sequence[bool]) -> None:
-        if not any(now and not then for now, then in zip(trainable, self._trained, strict=True)):
-            return
-        names = [name for name, _ in self._first.model.named_parameters()]
-        for name, now, then in zip(names, trainable, self._trained, strict=True):
-            if now and not then:
-                raise RuntimeError(
-                    f"parameter {name!r} was frozen when the replicas were built, so no optimizer "
-                    "holds it and no gradient of it is exchanged: leave it trainable in "
-                    "Trainer.setup or in model_factory, freeze it afterwards, and unfreeze it "
-                    "later"
-                )
-
-    def _weights_changed(self) -> bool:
-        return _versions(self._first.tensors) != self._versions
-
-    def _buffers_changed(self) -> bool:
-        """True if rank 0's buffers were changed or replaced since :meth:`_record_buffers`.
-
-        Raises:
-            RuntimeError: A buffer was replaced by one of another shape or dtype.
-        """
-        now = self._first.state.buffers.tensors()
-        if not any(map(is_not, now, self._buffers)):
-            return _versions(now) != self._buffer_versions
-        names = self._first.state.buffers.names
-        for replica in self._others:
-            for name, new, old in zip(names, now, replica.state.buffers.tensors(), strict=True):
-                if (new.shape, new.dtype) != (old.shape, old.dtype):
-                    raise RuntimeError(
-                        f"buffer {name!r} was replaced by one of shape {tuple(new.shape)} and "
-                        f"{new.dtype}, the other replicas have {tuple(old.shape)} and {old.dtype}: "
-                        "keep both, or register such a buffer before Trainer.setup"
-                    )
+    def _set_plain_changes(self) -> bool:
+        """Set changed numbers, strings and flags on the copies; returns False if more changed."""
+        changes = self._structure.plain_changes()
+        if changes is None:
+            return False
+        for twins in self._structure.copies:
+            for index, key, value in changes:
+                twin = twins.get(index)
+                if twin is None:
+                    return False
+                twin[key] = value
+        self._structure.record()
         return True
 
-    def has_changed(self) -> bool:
-        """True if weights or buffers were changed or replaced since :meth:`mark_synced`."""
-        now = self._first.state.buffers.tensors()
-        if self._weights_changed() or any(map(is_not, now, self._buffers)):
-            return True
-        return _versions(now) != self._buffer_versions
-
-    def mark_synced(self) -> None:
-        """Record that all replicas have rank 0's weights and buffers."""
-        self._versions = _versions(self._first.tensors)
-        self._record_buffers()
-        self.buffers_may_differ = False
-
-    def _buffers_written(self) -> bool:
-        """True if any of rank 0's recorded buffers was written to in place."""
-        now = self._first.state.buffers.tensors()
-        pairs = zip(now, self._buffers, _versions(now), self._buffer_versions, strict=True)
-        return any(new is old and v != before for new, old, v, before in pairs)
-
-    def _record_buffers(self) -> None:
-        self._buffers = self._first.state.buffers.tensors()
-        self._buffer_versions = _versions(self._buffers)
-
-    def _read_parts(self) -> list[object]:
-        return [slots.get(key) for _, slots, key in self._slots]
-
-    def _read_modes(self) -> list[bool]:
-        return [module.training for module in self._first.modules]
-
-    def _read_trainable(self) -> list[bool]:
-        return [p.requires_grad for p in self._first.tensors]
+    def _set_flags(self, flags: list[bool]) -> None:
+        self._flags = flags
+        for leaves in self.leaves:
+            for leaf, flag in zip(leaves, flags, strict=True):
+                leaf.requires_grad_(flag)
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Version counters; inference tensors have none."""
-    return [-1 if t.is_inference() else t._version for t in tensors]
+def _new_leaf(p: Tensor, data: Tensor) -> Tensor:
+    if type(p) is Tensor:
+        return data.detach()
+    return torch.Tensor._make_subclass(type(p), data, p.requires_grad)
 
 
-class ParamGroupMirror:
-    """Copies changes of rank 0's parameter groups to the other optimizers.
+def _with_new_cells(function: FunctionType) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    twin = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(function.__dict__)
+    return twin
 
-    Parameters of different replicas are matched by their index in the model.
+
+class Structure:
+    """A snapshot of all that a model's modules refer to, in order to detect changes.
+
+    Compares the identity of every value in the modules' dictionaries (attributes, parameters,
+    buffers, submodules and hooks), and in the lists, dictionaries, sets and plain objects among
+    the attributes.
 
     Args:
-        replicas: Identical, in order of rank.
+        model: The model.
+
+    Attributes:
+        params: Parameters, and other leaves that require a gradient.
+        tensors: All other tensors.
+        functions: Functions and hooks.
+        copies: For each copy of the model, its dictionaries by index into :attr:`dicts`.
     """
 
-    def __init__(self, replicas: Sequence[LoopReplica]) -> None:
-        self._first, *self._others = replicas
-        self._indices = {id(p): i for i, p in enumerate(self._first.state.params.params)}
-        self._members = self._read()
+    def __init__(self, model: nn.Module) -> None:
+        self.dicts: list[dict[Any, Any]] = []
+        self.lists: list[Any] = []
+        self.params: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.functions: list[FunctionType] = []
+        self.copies: list[dict[int, dict[Any, Any]]] = []
+        self._owners: list[Any] = []
+        self._seen: dict[int, Any] = {}
+        pending: list[Any] = [model]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, _OPAQUE) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            pending.extend(self._inspect(value))
+        self.record()
 
-    def propagate(self) -> None:
-        """Regroup the other optimizers like rank 0's.
+    def _inspect(self, value: Any) -> Any:
+        """Record a value; returns those that it refers to."""
+        if isinstance(value, Tensor):
+            is_param = isinstance(value, nn.Parameter)
+            if is_param or (value.is_leaf and value.requires_grad):
+                self.params.append(value)
+                self._add(value.__dict__, value)
+            else:
+                self.tensors.append(value)
+            return ()
+        if isinstance(value, torch.jit.ScriptModule):
+            return ()
+        if isinstance(value, nn.Module):
+            return self._add(value.__dict__, value)
+        if isinstance(value, dict):
+            return self._add(value, value)
+        if isinstance(value, (list, set, deque)):
+            self.lists.append(value)
+            return list(value)
+        if isinstance(value, (tuple, frozenset)):
+            return list(value)
+        if isinstance(value, FunctionType):
+            self.functions.append(value)
+            return ()
+        if isinstance(value, MethodType):
+            return (value.__self__,)
+        if isinstance(value, partial):
+            return (value.func, *value.args, value.keywords)
+        if type(value).__module__.partition(".")[0] not in _NOT_INSPECTED:
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                return self._add(attributes, value)
+        return ()
 
-        Raises:
-            ValueError: Rank 0's optimizer received an untrained parameter, which is removed.
-        """
-        members = self._read()
-        if members == self._members:
-            return
-        if any(p not in self._indices for group in members for p in group):
-            self._remove_untrained()
-            raise ValueError(
-                "the optimizer was given a parameter that the model does not train; it was removed "
-                "again: only parameters that required a gradient in Trainer.setup are exchanged "
-                "between the replicas; freeze parameters after it, and add them to the optimizer "
-                "later"
-            )
-        indices = [[self._indices[p] for p in group] for group in members]
-        for replica in self._others:
-            replica.set_groups(indices, self.options())
-        self._members = members
+    def _add(self, attributes: dict[Any, Any], owner: Any) -> Any:
+        self.dicts.append(attributes)
+        self._owners.append(owner)
+        return list(attributes.values())
 
-    def check(self) -> None:
-        """Check that rank 0's groups are unchanged.
+    def record(self) -> None:
+        """Take the current state as unchanged."""
+        self._values = self._read()
+        self._lengths = list(map(len, (*self.dicts, *self.lists)))
 
-        Raises:
-            RuntimeError: They changed.
-        """
-        if self._read() != self._members:
-            raise RuntimeError(
-                "the first optimizer has other parameter groups than the others: build all "
-                "groups in optim_factory"
-            )
+    def is_current(self) -> bool:
+        """True if nothing has changed since :meth:`record`."""
+        now = self._read()
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
 
-    def options(self) -> Options:
-        """A copy of the current settings of rank 0's groups."""
-        return [
-            {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in self._first.optimizer.param_groups
+    def adopt(self) -> bool:
+        """Record a change that replaced tensors and plain values only; else return False."""
+        if list(map(len, (*self.dicts, *self.lists))) != self._lengths:
+            return False
+        now = self._read()
+        leaf = (Tensor, *_PLAIN)
+        if not all(
+            new is old or (isinstance(new, leaf) and isinstance(old, leaf))
+            for new, old in zip(now, self._values, strict=True)
+        ):
+            return False
+        self._values = now
+        return True
+
+    def plain_changes(self) -> list[tuple[int, Any, Any]] | None:
+        """Index of the dictionary, key and value of each change; ``None`` if others changed too."""
+        if list(map(len, (*self.dicts, *self.lists))) != self._lengths:
+            return None
+        found = []
+        position = 0
+        for index, attributes in enumerate(self.dicts):
+            for key, value in attributes.items():
+                old = self._values[position]
+                position += 1
+                if value is old:
+                    continue
+                if not isinstance(value, _PLAIN) or not isinstance(old, _PLAIN):
+                    return None
+                found.append((index, key, value))
+        rest = chain.from_iterable(self.lists)
+        return found if all(map(is_, rest, self._values[position:])) else None
+
+    def add_copy(self, memo: Mapping[int, Any], leaves: Sequence[Tensor]) -> None:
+        """Record a copy, made with this ``memo`` of ``copy.deepcopy``."""
+        twins = {}
+        for index, owner in enumerate(self._owners):
+            twin = memo.get(id(owner))
+            if twin is not None:
+                twins[index] = twin if isinstance(owner, dict) else vars(twin)
+        self.copies.append(twins)
+
+    def add_made(self, model: nn.Module, made: nn.Module, leaves: Sequence[Tensor]) -> None:
+        """Record a model of the same structure that was made by a factory."""
+        memo: dict[int, Any] = {}
+        for mine, theirs in zip(model.modules(), made.modules(), strict=True):
+            memo[id(mine)] = theirs
+        self.add_copy(memo, leaves)
+
+    def forget_copies(self) -> None:
+        self.copies = []
+
+    def is_closed_over(self, function: FunctionType) -> bool:
+        """True if a function's closure refers to a part of the model."""
+        return any(_content(cell) in self._seen for cell in function.__closure__ or ())
+
+    def _read(self) -> tuple[Any, ...]:
+        values = chain.from_iterable(map(dict.values, self.dicts))
+        return tuple(chain(values, chain.from_iterable(self.lists)))
+
+
+def _content(cell: CellType) -> int:
+    try:
+        return id(cell.cell_contents)
+    except ValueError:  # empty
+        return 0
+
+
+class SlotSwap:
+    """Replaces parameters by leaves wherever a model refers to them, and back.
+
+    Args:
+        structure: Of the model.
+        params: The model's parameters.
+        leaves: The leaf of each.
+    """
+
+    def __init__(
+        self, structure: Structure, params: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> None:
+        leaf_of = dict(zip(map(id, params), leaves, strict=True))
+        self._dicts = []
+        for slots in structure.dicts:
+            own = {key: value for key, value in slots.items() if id(value) in leaf_of}
+            if own:
+                self._dicts.append((slots, {k: leaf_of[id(p)] for k, p in own.items()}, own))
+        self._items = [
+            (items, index, leaf_of[id(p)], p)
+            for items in structure.lists
+            if isinstance(items, list)
+            for index, p in enumerate(items)
+            if id(p) in leaf_of
+        ]
+        self._cells = [
+            (cell, leaf_of[_content(cell)], cell.cell_contents)
+            for function in structure.functions
+            for cell in function.__closure__ or ()
+            if _content(cell) in leaf_of
         ]
 
-    def _remove_untrained(self) -> None:
-        kept = []
-        for group in self._first.optimizer.param_groups:
-            known = [p for p in group["params"] if id(p) in self._indices]
-            if known or not group["params"]:
-                group["params"] = known
-                kept.append(group)
-        self._first.optimizer.param_groups[:] = kept
+    def put_leaves(self) -> None:
+        """Put the leaves in place."""
+        for slots, leaves, _ in self._dicts:
+            slots.update(leaves)
+        for items, index, leaf, _ in self._items:
+            items[index] = leaf
+        for cell, leaf, _ in self._cells:
+            cell.cell_contents = leaf
 
-    def _read(self) -> list[list[int]]:
-        # The model outlives this object, so no id is reused.
-        return [list(map(id, group["params"])) for group in self._first.optimizer.param_groups]
+    def put_params(self) -> None:
+        """Put the parameters back, except where the model's own pass set something else."""
+        for slots, leaves, params in self._dicts:
+            for key, leaf in leaves.items():
+                if slots.get(key) is leaf:
+                    slots[key] = params[key]
+        for items, index, leaf, param in self._items:
+            if index < len(items) and items[index] is leaf:
+                items[index] = param
+        for cell, leaf, param in self._cells:
+            if cell.cell_contents is leaf:
+                cell.cell_contents = param
+
+
+Homes = dict[int, tuple[torch.UntypedStorage, int]]
+"""Memory on another device, or the same, by the address of the storage that it stands for: a
+storage, and the offset in bytes."""
+
+
+class SharedMemory:
+    """Leaves that share the memory of the parameters; all ranks are on one device."""
+
+    is_current = True
+
+    def place(self, params: Sequence[Tensor]) -> None:
+        """Set the parameters."""
+        self._params = params
+        self._places = _places(params)
+
+    def is_in_place(self, params: Sequence[Tensor]) -> bool:
+        """True if no parameter was moved or changed its shape since :meth:`place`."""
+        return _places(params) == self._places
+
+    def data(self, rank: int, index: int) -> Tensor:
+        """Memory of a rank's leaf."""
+        return self._params[index].detach()  # detach() shares the version counter
+
+    def homes(self, rank: int) -> Homes:
+        """Memory of all parameters on the rank's device."""
+        storages = [p.untyped_storage() for p in self._params if _has_storage(p)]
+        return {storage.data_ptr(): (storage, 0) for storage in storages}
+
+    def refresh(self) -> None:
+        """No effect: the memory is that of the parameters."""
+
+
+class CopiedMemory:
+    """Leaves on other devices, in one flat tensor per rank.
+
+    Args:
+        devices: One per rank.
+
+    Attributes:
+        is_current: Whether no step was made since :meth:`refresh`.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self.is_current = False
+
+    def place(self, params: Sequence[Tensor]) -> None:
+        """Allocate memory for these parameters, and copy them."""
+        self._params = params
+        self._places = _places(params)
+        self._sources: list[Tensor] = []
+        offsets: dict[int, int] = {}
+        size = 0
+        for p in params:
+            pointer = p.untyped_storage().data_ptr()
+            if pointer not in offsets:
+                source = bytes_of(p)
+                self._sources.append(source)
+                offsets[pointer] = size
+                size += -(-source.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._offsets = offsets
+        self._flats = [torch.zeros(size, dtype=torch.uint8, device=d) for d in self._devices]
+        ends = [start + s.numel() for start, s in zip(offsets.values(), self._sources, strict=True)]
+        starts = zip(offsets.values(), ends, strict=True)
+        self._pieces = [self._flats[0][start:end] for start, end in starts]
+        self.is_current = False
+        self.refresh()
+
+    def is_in_place(self, params: Sequence[Tensor]) -> bool:
+        """True if no parameter was moved or changed its shape since :meth:`place`."""
+        return _places(params) == self._places
+
+    def data(self, rank: int, index: int) -> Tensor:
+        """Memory of a rank's leaf."""
+        p = self._params[index]
+        if rank == 0:
+            return p.detach()
+        return _viewed(p, self._devices[rank], self.homes(rank))
+
+    def homes(self, rank: int) -> Homes:
+        """Memory of all parameters on the rank's device."""
+        if rank == 0:
+            return {p.untyped_storage().data_ptr(): (p.untyped_storage(), 0) for p in self._params}
+        storage = self._flats[rank].untyped_storage()
+        return {pointer: (storage, start) for pointer, start in self._offsets.items()}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the parameters to the other devices if they may have changed."""
+        versions = list(map(version_of, self._params))
+        if self.is_current and versions == self._versions:
+            return
+        self._versions = versions
+        torch._foreach_copy_(self._pieces, self._sources)
+        for flat in self._flats[1:]:
+            flat.copy_(self._flats[0], non_blocking=flat.device.type == "cuda")
+        self.is_current = True
+
+
+class BufferMirror:
+    """Buffers of the copies, refreshed from the model's.
+
+    Args:
+        slots: For each model the dictionaries of its modules' buffers; the first is the source.
+        devices: One per model.
+        homes: For each model, memory of its parameters, which buffers may share.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Sequence[dict[str, Tensor | None]]],
+        devices: Sequence[torch.device],
+        homes: Sequence[Homes],
+    ) -> None:
+        self._slots = slots
+        self._devices = devices
+        self._homes = homes
+        self._copy_all()
+
+    def refresh(self) -> None:
+        """Copy the model's buffers to all copies, if they may differ."""
+        if not self._tensors[0]:
+            if any(map(len, self._slots[0])):
+                self._copy_all()
+            return
+        for slots, tensors in zip(self._slots, self._tensors, strict=True):
+            now = list(chain.from_iterable(map(dict.values, slots)))
+            if len(now) != len(tensors) or not all(map(is_, now, tensors)):
+                self._copy_all()
+                return
+        if self._small:
+            _copy_(self._small)
+        if self._large:
+            versions = self._large_versions()
+            if versions != self._versions:
+                _copy_([pair for _, pair in self._large])
+                self._versions = versions
+
+    def _copy_all(self) -> None:
+        source = self._slots[0]
+        named = [
+            (index, key, buffer)
+            for index, slots in enumerate(source)
+            for key, buffer in slots.items()
+            if buffer is not None
+        ]
+        buffers = [buffer for _, _, buffer in named]
+        self._small: list[tuple[Tensor, Tensor]] = []
+        self._large: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+        num_bytes = 0
+        for slots, device, homes in zip(
+            self._slots[1:], self._devices[1:], self._homes[1:], strict=True
+        ):
+            copies, pairs = copy_tensors(buffers, device, homes)
+            for (index, key, _), twin in zip(named, copies, strict=True):
+                slots[index][key] = twin
+            for target, origin, owner in pairs:
+                num_bytes += origin.nbytes
+                if num_bytes <= SMALL_BUFFER_BYTES:
+                    self._small.append((target, origin))
+                else:
+                    self._large.append((buffers[owner], (target, origin)))
+                    self._large.append((copies[owner], (target, origin)))
+        self._tensors = [
+            list(chain.from_iterable(map(dict.values, slots))) for slots in self._slots
+        ]
+        self._versions = self._large_versions()
+
+    def _large_versions(self) -> list[int]:
+        return [version_of(tensor) for tensor, _ in self._large]
+
+
+def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad(), torch.inference_mode(False):
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def copy_tensors(
+    tensors: Sequence[Tensor], device: torch.device, homes: Homes
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, int]]]:
+    """Copies on a device that share memory with each other as the originals do.
+
+    Args:
+        tensors: The originals; a tensor with a graph is copied without it.
+        device: The device.
+        homes: Memory that stands for storages of parameters; not copied.
+
+    Returns:
+        The copies, and pairs of target and source by which they are copied again, each with
+        the index of a tensor in it.
+    """
+    homes = dict(homes)
+    found: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor, int]] = []
+    with torch.no_grad(), torch.inference_mode(False):
+        for index, tensor in enumerate(tensors):
+            if not _has_storage(tensor):
+                twin = tensor.detach().to(device, copy=True)
+                pairs.append((twin, tensor.detach(), index))
+            else:
+                pointer = tensor.untyped_storage().data_ptr()
+                if pointer not in homes:
+                    source = bytes_of(tensor)
+                    target = source.to(device, copy=True)
+                    homes[pointer] = (target.untyped_storage(), 0)
+                    pairs.append((target, source, index))
+                twin = _viewed(tensor, device, homes)
+            twin.__dict__.update(tensor.__dict__)
+            found.append(twin)
+    return found, pairs
+
+
+def _viewed(tensor: Tensor, device: torch.device, homes: Homes) -> Tensor:
+    """The tensor that takes the place of ``tensor`` in the memory that stands for its storage."""
+    storage, start = homes[tensor.untyped_storage().data_ptr()]
+    offset = start // tensor.element_size() + tensor.storage_offset()
+    view = torch.empty(0, dtype=tensor.dtype, device=device)
+    return view.set_(storage, offset, tensor.size(), tensor.stride())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's whole storage, of shape ``(num bytes,)`` and ``uint8``; shares the memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """True for a strided tensor of no special kind, in memory of its own device."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().data_ptr() != 0
+    )
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.Size]]:
+    return [(tensor.data_ptr(), tensor.shape) for tensor in tensors]

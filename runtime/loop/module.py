@@ -14,8 +14,9 @@ from runtime.core.loss_weights import check_weight
 from runtime.core.threads import Closeable
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
-from runtime.loop.loop_replica import LossFn
 from runtime.loop.one_device import SingleDeviceEngine
+from runtime.loop.replica import LossFn
+from runtime.loop.scatter import to_replica
 from runtime.replica.schedule import SchedulerFactory
 
 
@@ -234,7 +235,7 @@ class ReplicatedModule(Closeable, nn.Module):
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load an optimizer's state on every device."""
-        self._engine.load_optimizer(state)
+        self.optimizer.load_state_dict(state)
 
     def sync_params(self) -> None:
         """Copy rank 0's parameters and buffers to every replica now."""
@@ -243,7 +244,7 @@ class ReplicatedModule(Closeable, nn.Module):
     @property
     def module(self) -> nn.Module:
         """The model of rank 0: the one that was passed, or the factory's first."""
-        return self._engine.models[0]
+        return self._engine.model
 
     @property
     def head(self) -> Any:
@@ -267,12 +268,12 @@ class ReplicatedModule(Closeable, nn.Module):
 
         Its ``step()`` raises ``RuntimeError`` outside :meth:`step`, until :meth:`close`.
         """
-        return self._engine.optimizers[0]
+        return self._engine.optimizer
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizer of each device, read-only."""
-        return self._engine.optimizers
+        return (self._engine.optimizer,) * self.world_size
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -361,7 +362,7 @@ class ReplicatedModule(Closeable, nn.Module):
             TypeError: The value is not a tensor.
             ValueError: The tensor requires a gradient.
         """
-        self._engine.register_buffer(name, tensor, persistent)
+        self.module.register_buffer(name, self._on_device(tensor), persistent)
 
     def train(self, mode: bool = True) -> ReplicatedModule:
         """Set train or eval mode on every replica."""
@@ -373,41 +374,39 @@ class ReplicatedModule(Closeable, nn.Module):
         engine = self.__dict__.get("_engine")
         if engine is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(engine.models[0], name)
+        return getattr(engine.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
             object.__setattr__(self, name, value)
-        elif isinstance(value, (nn.Module, nn.Parameter)):
-            self._refuse_new(name)
         else:
-            self._engine.set_attribute(name, value)
+            self._engine.check_caller()
+            if not isinstance(value, (nn.Module, nn.Parameter)):
+                value = self._on_device(value)
+            setattr(self.module, name, value)
+
+    def _on_device(self, value: Any) -> Any:
+        return to_replica(value, self.devices[0])
 
     def _is_own(self, name: str) -> bool:
         """True if an attribute belongs to this wrapper, not to the model."""
         if "_engine" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             return True
-        return name.startswith("_") and not hasattr(self._engine.models[0], name)
+        return name.startswith("_") and not hasattr(self._engine.model, name)
 
-    def _refuse_new(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            f"{name!r} would be missing in the replicas and their optimizers: build the whole "
-            "model before Trainer.setup"
-        )
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter to the model; add it to :attr:`optimizer` too, as on one device."""
+        self.module.register_parameter(name, param)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
-        """Not supported: build the whole model before ``Trainer.setup``."""
-        self._refuse_new(name)
-
-    def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
-        """Not supported: build the whole model before ``Trainer.setup``."""
-        self._refuse_new(name)
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a submodule to the model; add its parameters to :attr:`optimizer` too."""
+        self.module.add_module(name, module)
 
     register_module = add_module
 
-    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> NoReturn:
-        """Not supported: build the whole model before ``Trainer.setup``."""
-        self._refuse_new(target)
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        """Set a submodule of the model; add its parameters to :attr:`optimizer` too."""
+        self.module.set_submodule(target, module, strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError(

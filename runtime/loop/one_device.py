@@ -14,18 +14,23 @@ from torch.utils.hooks import RemovableHandle
 
 from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS, WEIGHTED_TWICE, total_weight
+from runtime.loop.loop_engine import (
+    LOCAL_GRADIENTS,
+    MIXED_GRADIENTS,
+    STEPPED_OUTSIDE,
+    WEIGHTED_TWICE,
+    DirectSteps,
+    total_weight,
+)
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.loop_replica import (
+from runtime.loop.replica import (
     LossFn,
-    StepGuard,
-    average_accumulated_,
+    clip_and_scale_,
     divide_grads_,
     read_loss,
     weighted_backward,
 )
-from runtime.loop.scatter import nested_to_device, to_replica
-from runtime.replica.build import OptimFactory, build_optimizer
+from runtime.loop.scatter import nested_to_device
 
 
 class SingleDeviceEngine:
@@ -34,29 +39,27 @@ class SingleDeviceEngine:
     Args:
         model: On the device.
         device: The model's device.
-        optim_factory: Makes the optimizer.
+        optimizer: The model's optimizer.
         max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
         recorder: Records the work on a timeline.
 
     Attributes:
-        devices, models, optimizers, rate: See :class:`LoopEngine`.
+        devices, model, models, optimizer, rate: See :class:`LoopEngine`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        optim_factory: OptimFactory,
+        optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
         recorder: LoopRecorder,
     ) -> None:
-        model.train()
-        model.zero_grad(set_to_none=True)
-        self._model = model
+        self.model = model
         self._device = device
         self._params = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = build_optimizer(optim_factory, model, self._params, None)
-        self._step_guard = StepGuard(self._optimizer)
+        self.optimizer = optimizer
+        self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
         self._max_grad_norm = max_grad_norm
         self._recorder = recorder
         self._num_accumulated = 0
@@ -67,14 +70,13 @@ class SingleDeviceEngine:
         ] = {}  # autograd nodes of parameters, by index; the hooks are on them
         self.devices = (device,)
         self.models = (model,)
-        self.optimizers = (self._optimizer,)
-        self.rate = LearningRate(self._optimizer)
+        self.rate = LearningRate(optimizer)
 
     @property
     def plain_forward(self) -> Callable[..., Any]:
         """The callable that runs a batch with the least overhead."""
         plain = self._device.type == "cpu" and not self._recorder.enabled
-        return self._model if plain else self.forward
+        return self.model if plain else self.forward
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -91,7 +93,7 @@ class SingleDeviceEngine:
         start_s = time.monotonic()
         if self._device.type != "cpu":
             args, kwargs = nested_to_device((args, kwargs), self._device)
-        output = self._model(*args, **kwargs)
+        output = self.model(*args, **kwargs)
         self._recorder.record("forward", start_s)
         if torch.is_grad_enabled() and self._recorder.enabled:
             self._recorder.watch_backward(output)
@@ -108,9 +110,7 @@ class SingleDeviceEngine:
         self._remove_guards()
         try:
             for batch in batches:
-                loss, weight = read_loss(
-                    loss_fn(self._model, nested_to_device(batch, self._device))
-                )
+                loss, weight = read_loss(loss_fn(self.model, nested_to_device(batch, self._device)))
                 losses.append(weighted_backward(loss, weight, self._params))
                 self._num_accumulated += 1
                 self._weights.append(weight)
@@ -138,19 +138,31 @@ class SingleDeviceEngine:
             divide_grads_(self._params, weight, max(1, self._num_accumulated))
             empty = isinstance(weight, float) and weight == 0
         if self._num_accumulated:
-            average_accumulated_(self._params, self._num_accumulated, self._max_grad_norm)
+            grads = [p.grad for p in self._params if p.grad is not None]
+            clip_and_scale_(grads, self._max_grad_norm, 1.0, 1.0 / self._num_accumulated)
             self._num_accumulated = 0
             self._weights = []
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
         self._remove_guards()
         if not empty:
-            with self._step_guard.stepping():
-                self._optimizer.step()
-        self._model.zero_grad(set_to_none=True)
+            with self._steps.expected():
+                self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        self._after_step(start_s)
+
+    def _before_direct_step(self) -> None:
+        """Prepare a step of the optimizer that the caller makes."""
+        self._detect_zero_grad()
+        if self._num_accumulated:
+            raise RuntimeError(STEPPED_OUTSIDE)
+        self.rate.check()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+
+    def _after_step(self, start_s: float | None = None) -> None:
         self.rate.advance()
-        self._recorder.record("step", start_s)
-        self._recorder.step += 1
+        self._recorder.record_step(1, start_s)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         if self._num_accumulated:
@@ -161,24 +173,17 @@ class SingleDeviceEngine:
         self._num_accumulated = 0
         self._weights = []
         self._remove_guards()
-        self._model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def sync_params(self) -> None:
         """No effect: there is one replica."""
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state)
-
-    def set_attribute(self, name: str, value: object) -> None:
-        setattr(self._model, name, to_replica(value, self._device, copy=False))
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        own = to_replica(tensor, self._device, copy=False)
-        self._model.register_buffer(name, own, persistent)
+    def check_caller(self) -> None:
+        """No effect: there are no threads."""
 
     def close(self) -> None:
-        """End the recording; the optimizer may be stepped directly from then on."""
-        self._step_guard.close()
+        """End the recording."""
+        self._steps.close()
         self._recorder.finish()
 
     def _detect_zero_grad(self) -> None:

@@ -20,7 +20,6 @@ from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.collective_group import CollectiveGroup
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.loop_replica import LoopReplica
 from runtime.loop.rank_threads import (
     Job,
     RankThreads,
@@ -143,7 +142,6 @@ class Runner:
         tasks: Sequence[Task | None],
         operation: str,
         tensors: Sequence[Tensor] = (),
-        reducing: Sequence[LoopReplica] = (),
         *,
         changes: bool = False,
     ) -> list[TaskOutcome]:
@@ -153,7 +151,6 @@ class Runner:
             tasks: One per rank; ``None``: no task.
             operation: Name of the tasks in errors and on the timeline.
             tensors: The caller's tensors that the tasks read; their streams are waited for.
-            reducing: Replicas that may exchange gradients in their tasks, for the timeline.
             changes: Whether a failed task leaves the replicas permanently different.
 
         Raises:
@@ -169,7 +166,7 @@ class Runner:
         outcomes = self.execute(tasks, changes=changes)
         if events:
             self._join_streams(outcomes, tensors)
-        self._recorder.record_tasks(operation, outcomes, reducing)
+        self._recorder.record_tasks(operation, outcomes)
         raise_replica_failure(outcomes, self._devices, operation)
         return outcomes
 

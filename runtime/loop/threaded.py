@@ -1,9 +1,10 @@
-"""Engine of several devices: one thread per replica."""
+"""Engine of several devices: one thread per rank."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -11,31 +12,49 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coordinator.splitting import split_by_ratio
 from runtime.collective import Collective
-from runtime.core.errors import ReplicaFailed
-from runtime.core.loss_weights import Weight
+from runtime.core.loss_weights import Weight, fractions_of, inverse_of
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes
+from runtime.loop.cut_check import check_cut, needs_check
 from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.loop_engine import LOCAL_GRADIENTS, MIXED_GRADIENTS, WEIGHTED_TWICE, total_weight
+from runtime.loop.loop_engine import (
+    LOCAL_GRADIENTS,
+    MIXED_GRADIENTS,
+    STEPPED_OUTSIDE,
+    WEIGHTED_TWICE,
+    DirectSteps,
+    total_weight,
+)
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.loop_replica import LoopReplica, LossFn, Options
-from runtime.loop.mirror import ReplicaMirror
+from runtime.loop.mirror import ModelMirror
 from runtime.loop.rank_threads import Task
+from runtime.loop.replica import (
+    LossFn,
+    RankReplica,
+    Row,
+    add_parts,
+    add_rows,
+    clip_and_scale_,
+    divide_grads_,
+    divided_rows,
+    take_grads,
+)
 from runtime.loop.runner import STOP_TIMEOUT_S, Runner
-from runtime.loop.scatter import Scatter
+from runtime.loop.scatter import InputRules, Scatter
+from runtime.replica.gradients import refuse_sparse
 
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_ELEMENTS = 1 << 20
-"""Up to this many elements over all ranks, one thread exchanges gradients faster than the ranks'
-threads do, which have to meet at a barrier."""
+"""Up to this many elements over all ranks, the calling thread adds gradients up; more are divided
+among the ranks' threads."""
 UNREDUCED_AT_CLOSE = (
     "the gradients of the last %d steps were never reduced, so their batches had no effect: "
     "with max_anchor, call step(reduce=True) for the last batch"
@@ -49,35 +68,43 @@ LOSS_WEIGHT_GUESSED = (
 
 
 class ThreadedEngine:
-    """Trains one replica per device, each in its own thread, and keeps the replicas identical.
+    """Trains one model on several devices; each rank computes in its own thread.
+
+    The ranks run copies of the model (:class:`ModelMirror`). Their gradients are summed, and reach
+    the model's parameters as the gradients of the gathered output, so hooks, optimizers and
+    gradients of the model behave as on one device.
 
     Calls are serialized. Autograd calls ``backward`` in a thread of its choice.
 
     Args:
-        replicas: In order of rank; rank 0's model is the user's.
-        runner: Runs tasks in the replicas' threads.
+        mirror: The model and its copies.
+        optimizer: The model's optimizer.
+        replicas: In order of rank.
+        runner: Runs tasks in the ranks' threads.
         balancer: Divides batches among devices.
         accumulation: Number of batches of each rank between two reductions.
         recorder: Records the work on a timeline.
         max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
-        devices_differ: Whether devices compute different bits from the same gradients; then
-            rank 0's parameters are copied after each step.
+        rules: How inputs are cut.
 
     Attributes:
-        devices, models, optimizers, rate: See :class:`LoopEngine`.
+        devices, models, optimizer, rate: See :class:`LoopEngine`.
     """
 
     def __init__(
         self,
-        replicas: Sequence[LoopReplica],
+        mirror: ModelMirror,
+        optimizer: torch.optim.Optimizer,
+        replicas: Sequence[RankReplica],
         runner: Runner,
         balancer: Balancer,
         accumulation: AccumulationSchedule,
         recorder: LoopRecorder,
         max_grad_norm: float | None,
-        *,
-        devices_differ: bool = False,
+        rules: InputRules | None = None,
     ) -> None:
+        self._mirror = mirror
+        self.optimizer = optimizer
         self._replicas = replicas
         self._first = replicas[0]
         self._runner = runner
@@ -85,10 +112,11 @@ class ThreadedEngine:
         self._accumulation = accumulation
         self._recorder = recorder
         self._max_grad_norm = max_grad_norm
-        self._devices_differ = devices_differ
-        self._mirror = ReplicaMirror(replicas, runner)
+        self._rules = rules or InputRules()
         self._exclusive = ReentrancyGuard(runner.check_not_replica_thread)
         self._source = GradientSource.EMPTY
+        self._local = [RankGradients() for _ in replicas]
+        self._stashed = [RankGradients() for _ in replicas]
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
         self._stashed_weights: list[Weight | None] = []  # of steps not yet reduced
@@ -97,14 +125,22 @@ class ThreadedEngine:
         self._coupling = SampleCoupling.UNKNOWN
         self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
-        self.models = tuple(replica.model for replica in replicas)
-        self.optimizers = tuple(replica.optimizer for replica in replicas)
-        self.rate = LearningRate(self._first.optimizer)
+        self.rate = LearningRate(optimizer)
         self._spans_steps = accumulation.spans_steps
-        self._on_cpu = all(device.type == "cpu" for device in self.devices)
-        self._inline = (
-            InlineExchange(replicas, max_grad_norm) if InlineExchange.supports(replicas) else None
-        )
+        self._on_one_device = len(set(self.devices)) == 1
+        self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._mirror.models[0]
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """Each rank's model, up to date."""
+        if not self._runner.closed and not self._exclusive.is_held:
+            with self._exclusive():
+                self._prepare()
+        return tuple(self._mirror.models)
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:
@@ -116,13 +152,15 @@ class ThreadedEngine:
         return self._accumulation.batch_counts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Scatter a batch, run the replicas and gather their outputs."""
+        """Scatter a batch, run the ranks and gather their outputs."""
         self._runner.check_caller()
-        scatter = Scatter(args, kwargs)
+        scatter = Scatter(args, kwargs, self._rules, self.model)
         modes = CallerModes.capture()
         with self._exclusive():
             self._prepare()
             sizes = self._sizes(scatter.num_samples)
+            if not self._rules.is_checked and sum(map(bool, sizes)) > 1:
+                self._check_cut(scatter)
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
@@ -135,10 +173,11 @@ class ThreadedEngine:
                 if size and torch.is_grad_enabled():
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
-            with self._mirror.watching_buffers(prepared=True):
-                outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+            outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+            self._mirror.adopt()
+            params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
-        gather = OutputGather(scatter, shards, self.devices[0], self.backward)
+        gather = OutputGather(scatter, shards, self.devices[0], self.backward, params)
         if self._coupling is not SampleCoupling.NO and len(shards) > 1:
             self._coupling = (
                 SampleCoupling.MAYBE if gather.may_couple_samples else SampleCoupling.NO
@@ -151,69 +190,147 @@ class ThreadedEngine:
     def _sizes(self, num_samples: int) -> Sequence[int]:
         """Shard sizes by throughput; unequal ones if outputs may couple samples, to find out."""
         sizes = self._balancer.sizes(num_samples)
+        if self._mirror.uses_batch_statistics:
+            if not torch.is_grad_enabled():
+                # As update_bn() does: the statistics of the whole batch.
+                return (num_samples, *[0] * (len(sizes) - 1))
+            if 1 in sizes and num_samples > 1:
+                return _without_ones(num_samples, self._balancer.chunk_ratios)
         if self._coupling is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
+
+    def _check_cut(self, scatter: Scatter) -> None:
+        """Compare the output for some samples with those for two parts of them, once."""
+        if not needs_check(scatter):
+            return
+        self._rules.is_checked = True
+        trial = self._mirror.new_copy()
+        if trial is not None:
+            task = partial(check_cut, trial, scatter, self._rules, self.devices[0])
+            outcome = self._runner.execute([task, *self._idle])[0]
+            if outcome.error is not None:
+                self._rules.is_checked = False
+                raise outcome.error
 
     def backward(
         self,
         shards: Sequence[ShardOutput],
         grads: Sequence[Sequence[Tensor | None]],
         *,
-        param_grads: bool,
+        wanted: Sequence[bool] | None,
+        params: Sequence[Tensor],
         retain_graph: bool,
-    ) -> list[list[Tensor | None]]:
+    ) -> tuple[list[list[Tensor | None]], Sequence[Tensor | None]]:
         """Run the shards' backward, and add up parameters' gradients if there are any."""
         with self._exclusive():
             self._recover()
-            if param_grads:
+            with_params = wanted is None or any(wanted)
+            if with_params:
                 self._detect_caller_gradients()
-                self._set_source(GradientSource.BACKWARD)
-            work = {shard.rank: (shard, g) for shard, g in zip(shards, grads, strict=True)}
-            reduces = param_grads and not self._spans_steps
-            inline = self._inline if reduces else None
-            is_collective = reduces and inline is None
-            collectives = (
-                self._runner.collectives() if is_collective else [None] * len(self._replicas)
-            )
-            tasks = [
-                partial(
-                    self._backward, replica, work.get(rank), collective, param_grads, retain_graph
+                if self._spans_steps and wanted is not None:
+                    raise RuntimeError(LOCAL_GRADIENTS)
+                if wanted is None:
+                    self._set_source(GradientSource.BACKWARD)
+            tasks: list[Task | None] = [None] * len(self._replicas)
+            for shard, given in zip(shards, grads, strict=True):
+                replica = self._replicas[shard.rank]
+                tasks[shard.rank] = partial(
+                    replica.backward, shard, given, wanted=wanted, retain_graph=retain_graph
                 )
-                for rank, (replica, collective) in enumerate(
-                    zip(self._replicas, collectives, strict=True)
+            tensors = [g for row in grads for g in row if g is not None]
+            with self._clearing_on_error():
+                try:
+                    outcomes = self._runner.run(tasks, "backward", tensors)
+                finally:
+                    # A closure may have led one rank's graph to another rank's leaves.
+                    rows = [take_grads(shard.leaves) for shard in shards]
+                self._mirror.adopt()
+                total: Sequence[Tensor | None] = [None] * len(params)
+                if with_params and self._spans_steps:
+                    for shard, row in zip(shards, rows, strict=True):
+                        if shard.rank:
+                            self._local[shard.rank].add(params, row)
+                        else:
+                            total = row
+                elif with_params:
+                    by_rank: list[Row] = [total] * len(self._replicas)
+                    for shard, row in zip(shards, rows, strict=True):
+                        by_rank[shard.rank] = row
+                    rows = []
+                    total = self._sum(by_rank, params)
+            return [outcomes[shard.rank].value for shard in shards], total
+
+    def _sum(self, rows: Sequence[Row], params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The sum of all ranks' gradients, on the first device."""
+        has_grad = [any(g is not None for g in column) for column in zip(*rows, strict=True)]
+        if not any(has_grad):
+            return [None] * len(params)
+        if not self._on_one_device:
+            names = self._names(params)
+            tasks = [
+                partial(self._all_reduce, replica, collective, row, has_grad, names)
+                for replica, collective, row in zip(
+                    self._replicas, self._runner.collectives(), rows, strict=True
                 )
             ]
-            tensors = [g for row in grads for g in row if g is not None]
-            with self._clearing_on_error(), self._mirror.watching_buffers(prepared=False):
-                outcomes = self._runner.run(
-                    tasks, "backward", tensors, self._recorded_replicas(reduces)
-                )
-                if inline is not None:
-                    inline.reduce_to_first()
-            if inline is not None:
-                self._recorder.record_reductions(self._replicas)
-            return [outcomes[shard.rank].value for shard in shards]
+            reduced = self._runner.run(tasks, "reduce")
+            self._recorder.record_reductions(self._replicas)
+            found: list[Tensor | None] = reduced[0].value
+            return found
+        start_s = time.monotonic()
+        with self._timing_reduction():
+            total = list(rows[0])
+            num_elements = sum(p.numel() for p in params) * len(rows)
+            is_dense = all(g is None or g.layout is torch.strided for row in rows for g in row)
+            if num_elements > MAX_INLINE_ELEMENTS and is_dense:
+                others = []
+                for row in rows[1:]:
+                    others.append(
+                        [None if mine is None else g for mine, g in zip(total, row, strict=True)]
+                    )
+                    add_rows(
+                        total,
+                        [g if mine is None else None for mine, g in zip(total, row, strict=True)],
+                    )
+                parts = divided_rows([total, *others], len(rows))
+                self._runner.run([partial(add_parts, part) for part in parts], "sum")
+            else:
+                for row in rows[1:]:
+                    add_rows(total, row)
+        for replica in self._replicas:
+            replica.exchange_span_s = (start_s, time.monotonic())
+        self._recorder.record_reductions(self._replicas)
+        return total
 
-    def _backward(
+    def _all_reduce(
         self,
-        replica: LoopReplica,
-        work: tuple[ShardOutput, Sequence[Tensor | None]] | None,
-        collective: Collective | None,
-        param_grads: bool,
-        retain_graph: bool,
+        replica: RankReplica,
+        collective: Collective,
+        row: Row,
+        has_grad: Sequence[bool],
+        names: Sequence[str],
     ) -> list[Tensor | None]:
-        """Run in a replica's thread; one without a shard only joins the reduction."""
+        """Run in a rank's thread."""
         with self._runner.aborting_on_error():
-            found: list[Tensor | None] = []
-            if work is not None:
-                found = replica.backward(*work, param_grads=param_grads, retain_graph=retain_graph)
-            if collective is not None:
-                replica.reduce_to_first(collective)
+            collective.barrier()  # keeps the wait for the slowest rank out of the timing
+            replica.sync_timer.start()
+            found = replica.all_reduce(collective, row, has_grad, names)
+            replica.sync_timer.stop(1)
             return found
 
+    @contextmanager
+    def _timing_reduction(self) -> Iterator[None]:
+        self._first.sync_timer.start()
+        yield
+        self._first.sync_timer.stop(1)
+
+    def _names(self, params: Sequence[Tensor]) -> list[str]:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names.get(id(p), "a tensor") for p in params]
+
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
-        """Distribute batches; each replica trains its own sequentially."""
+        """Distribute batches; each rank trains its own sequentially."""
         self._runner.check_caller()
         modes = CallerModes.capture()
         tensors: list[Tensor] = []
@@ -231,19 +348,35 @@ class ThreadedEngine:
                 tasks.append(partial(_accumulate, replica, modes, loss_fn, own) if own else None)
                 self._recorder.record_batches(replica.rank, own)
                 start += size
-            with self._clearing_on_error(), self._mirror.watching_buffers(prepared=True):
-                outcomes = self._runner.run(tasks, "accumulate", tensors)
-                for outcome, own in zip(outcomes, self._weights, strict=True):
-                    own += [] if outcome.value is None else outcome.value[1]
+            with self._clearing_on_error():
+                try:
+                    outcomes = self._runner.run(tasks, "accumulate", tensors)
+                finally:
+                    rows = [take_grads(replica.leaves) for replica in self._replicas]
+                self._mirror.adopt()
+                self._add_local(rows)
+                for outcome, weights in zip(outcomes, self._weights, strict=True):
+                    weights += [] if outcome.value is None else outcome.value[1]
                 total_weight([weight for own in self._weights for weight in own])
             self._counts = [a + b for a, b in zip(self._counts, sizes, strict=True)]
         losses = [o.value[0].to(self.devices[0]) for o in outcomes if o.value is not None]
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
+    def _add_local(self, rows: Sequence[Row]) -> None:
+        """Keep gradients by rank until the step; rank 0's are those of the model."""
+        params = self._mirror.params
+        mine = [p.grad for p in params]
+        add_rows(mine, rows[0])
+        for p, grad in zip(params, mine, strict=True):
+            p.grad = grad
+        for local, row in zip(self._local[1:], rows[1:], strict=True):
+            local.add(params, row)
+
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
-        """Reduce the gradients, step every optimizer and clear the gradients."""
+        """Step the optimizer with the gradients of the whole batch, and clear them."""
         with self._exclusive():
-            self._prepare()
+            start_s = time.monotonic()
+            self._recover()
             self.rate.check()
             self._detect_caller_gradients()
             num_stashed, reduces = 0, True
@@ -252,149 +385,131 @@ class ThreadedEngine:
                 num_stashed = len(self._stashed_weights)
                 reduces = num_stashed >= min(self.batch_counts) if reduce is None else reduce
                 if reduces:
-                    self._update(self._reduce_stashed())
+                    with self._clearing_on_error():
+                        weight = self._reduce_stashed()
+                        divide_grads_(self._mirror.params, weight)
+                        self._step(empty=False)
             else:
-                self._update(weight)
-            self._update_shares(num_stashed, reduces=reduces)
-            self._reset_source()
-            self.rate.advance()
-            self._recorder.step += 1
+                with self._clearing_on_error():
+                    empty = self._reduce_accumulated(weight)
+                    self._step(empty=empty)
+            self._clear_model()
+            self._after_step(num_stashed, reduces=reduces, start_s=start_s)
 
-    def _update(self, weight: Weight | None) -> None:
-        """Step every optimizer with the reduced gradients."""
-        weights = self._apply_weight(weight)
-        options = self._mirror.groups.options()
-        tasks = [
-            partial(self._step, rank, collective, options if rank else None, weights)
-            for rank, collective in enumerate(self._runner.collectives())
-        ]
-        try:
-            if self._inline and self._source is GradientSource.BACKWARD:
-                with self._timing_reduction(self._first, 1):
-                    self._inline.broadcast_from_first()
-            self._runner.run(tasks, "step", (), self._recorded_replicas(True))
-            if self._devices_differ:
-                self._mirror.copy("copy_params")
-            self._mirror.mark_synced()
-        except BaseException:
-            self._mirror.is_inconsistent = True
-            if not self._runner.interrupted:
-                self._clear_gradients()
-            raise
+    def _step(self, *, empty: bool) -> None:
+        """Clip the model's gradients, and step its optimizer unless the weight is 0."""
+        self._mirror.mark_stepped()
+        if empty:
+            return
+        if self._max_grad_norm is not None and self._source is not GradientSource.ACCUMULATED:
+            nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
+        with self._steps.expected():
+            self.optimizer.step()
 
     def _stash_step(self, weight: Weight | None) -> None:
         """Stash the gradients of a step until the reduction of several steps."""
         total_weight([*self._stashed_weights, weight])
+        params = self._mirror.params
         with self._clearing_on_error():
-            self._run_on_each("step", [replica.stash for replica in self._replicas])
+            for name, p in self.model.named_parameters():
+                if p.grad is not None:
+                    refuse_sparse(name, p.grad)
+            self._stashed[0].add(params, [p.grad for p in params])
+            for stashed, local in zip(self._stashed[1:], self._local[1:], strict=True):
+                stashed.add(params, local.row(params))
         self._stashed_weights.append(weight)
 
     def _reduce_stashed(self) -> Weight:
-        """Sum all stashed gradients on rank 0; returns the divisor of their mean."""
+        """Sum all stashed gradients in the model; returns the divisor of their mean."""
         weight = total_weight(self._stashed_weights)
         divisor = float(len(self._stashed_weights)) if weight is None else weight
-        self._stashed_weights = []
+        params = self._mirror.params
+        rows = [stashed.row(params) for stashed in self._stashed]
+        self._clear_stashed()
         self._source = GradientSource.BACKWARD
-        with self._clearing_on_error():
-            self._run_on_each("step", [replica.unstash for replica in self._replicas])
-            if self._inline:
-                with self._timing_reduction(self._first, 0):
-                    self._inline.reduce_to_first()
-                self._recorder.record_reductions(self._replicas)
-            else:
-                pairs = zip(self._replicas, self._runner.collectives(), strict=True)
-                tasks = [
-                    partial(self._reduce_stash, replica, collective)
-                    for replica, collective in pairs
-                ]
-                self._runner.run(tasks, "step", (), self._recorded_replicas(True))
+        for p, grad in zip(params, self._sum(rows, params), strict=True):
+            p.grad = grad
         return divisor
 
-    def _reduce_stash(self, replica: LoopReplica, collective: Collective) -> None:
-        """Run in a replica's thread."""
-        with self._runner.aborting_on_error():
-            collective.barrier()  # keeps the wait for the slowest rank out of the timing
-            with self._timing_reduction(replica, 0):
-                replica.reduce_to_first(collective)
+    def _reduce_accumulated(self, weight: Weight | None) -> bool:
+        """Average gradients of :meth:`accumulate` in the model, or divide those of backward.
 
-    @contextmanager
-    def _timing_reduction(self, replica: LoopReplica, count: int) -> Iterator[None]:
-        """Time a part of a reduction for the accumulation schedule."""
-        if self._spans_steps:
-            replica.sync_timer.start()
-        yield
-        if self._spans_steps:
-            replica.sync_timer.stop(count)
-
-    def _run_on_each(self, operation: str, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run a short task on every replica; on CPUs in the caller's thread."""
-        if not self._on_cpu:
-            self._runner.run(list(tasks), operation)
-            return
-        for replica, task in zip(self._replicas, tasks, strict=True):
-            with _as_replica_failure(replica, operation):
-                task()
-
-    def _apply_weight(self, weight: Weight | None) -> list[Weight] | None:
-        """Divide gradients of backward by ``weight``; return the ranks' accumulated weights.
-
-        With a total weight of 0 the gradients are cleared, so that optimizers change nothing.
+        Returns:
+            True if the total weight is 0, so that there is nothing to step with.
         """
-        if self._source is GradientSource.ACCUMULATED:
+        params = self._mirror.params
+        if self._source is not GradientSource.ACCUMULATED:
             if weight is not None:
-                raise ValueError(WEIGHTED_TWICE)
-            weight = total_weight([weight for own in self._weights for weight in own])
-            if weight is None:
-                return None
-        if weight is None:
-            return None
+                divide_grads_(params, weight)
+            return isinstance(weight, float) and weight == 0
+        if weight is not None:
+            raise ValueError(WEIGHTED_TWICE)
+        weight = total_weight([weight for own in self._weights for weight in own])
         if isinstance(weight, float) and weight == 0:
-            self._clear_gradients()
-            return None
-        if self._source is GradientSource.ACCUMULATED:
-            totals = [total_weight(own) for own in self._weights]
-            return [0.0 if total is None else total for total in totals]
-        self._runner.run([partial(self._first.divide, weight), *self._idle], "divide")
-        return None
+            return True
+        rows = [[p.grad for p in params], *(local.row(params) for local in self._local[1:])]
+        tasks = []
+        for replica, row, (before, after) in zip(
+            self._replicas, rows, self._rank_factors(weight), strict=True
+        ):
+            own = [g for g in row if g is not None]
+            tasks.append(
+                partial(clip_and_scale_, own, self._max_grad_norm, before, after) if own else None
+            )
+        self._runner.run(tasks, "average")
+        for p, grad in zip(params, self._sum(rows, params), strict=True):
+            p.grad = grad
+        return False
 
-    def _step(
-        self,
-        rank: int,
-        collective: Collective,
-        options: Options | None,
-        weights: list[Weight] | None,
-    ) -> None:
-        """Run in a replica's thread."""
-        replica = self._replicas[rank]
-        with self._runner.aborting_on_error():
-            if self._source is GradientSource.ACCUMULATED:
-                replica.average(collective, self._counts[rank], self._max_grad_norm, weights)
-            elif self._source is GradientSource.BACKWARD and not self._inline:
-                if rank == 0 and self._max_grad_norm is not None:
-                    replica.clip(self._max_grad_norm)
-                with self._timing_reduction(replica, 1):
-                    replica.broadcast_from_first(collective)
-            if self._mirror.buffers_may_differ:
-                if not self._on_cpu:
-                    replica.broadcast_buffers(collective)
-                elif rank:  # rank 0's are not written until all ranks have stepped
-                    replica.copy_buffers(self._first)
-            replica.step(options)
+    def _rank_factors(self, weight: Weight | None) -> list[tuple[Weight, Weight]]:
+        """Each rank's factors of its accumulated gradient before and after clipping."""
+        if weight is None:
+            return [(1.0, 1.0 / sum(self._counts))] * len(self._replicas)
+        totals = [total_weight(own) for own in self._weights]
+        given: list[Weight] = [0.0 if total is None else total for total in totals]
+        if any(isinstance(own, Tensor) for own in given):
+            parts: list[Weight] = list(
+                fractions_of([torch.as_tensor(own) for own in given], self.devices[0])
+            )
+        else:
+            parts = [own / weight for own in given]
+        found: list[tuple[Weight, Weight]] = []
+        for own, part, count, device in zip(given, parts, self._counts, self.devices, strict=True):
+            factors = (inverse_of(own) * count, part / max(1, count))
+            found.append(
+                tuple(f.to(device) if isinstance(f, Tensor) else f for f in factors)  # type: ignore[arg-type]
+            )
+        return found
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the whole batch, on rank 0."""
+        """Clip the gradients of the whole batch."""
         with self._exclusive():
             self._recover()
             if self._spans_steps or self._source is GradientSource.ACCUMULATED:
                 raise RuntimeError(LOCAL_GRADIENTS)
-            outcomes = self._runner.run([partial(self._first.clip, max_norm), *self._idle], "clip")
-            norm: Tensor = outcomes[0].value
-            return norm
+            return nn.utils.clip_grad_norm_(self._mirror.params, max_norm)
 
     def zero_grad(self) -> None:
         with self._exclusive():
             self._recover()
             self._clear_gradients(stashed=False)
+
+    def _before_direct_step(self) -> None:
+        """Prepare a step of the optimizer that the caller makes."""
+        if self._spans_steps or self._source is GradientSource.ACCUMULATED:
+            raise RuntimeError(STEPPED_OUTSIDE)
+        self.rate.check()
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
+
+    def _after_step(
+        self, num_stashed: int = 0, *, reduces: bool = True, start_s: float | None = None
+    ) -> None:
+        self._mirror.mark_stepped()
+        self._update_shares(num_stashed, reduces=reduces)
+        self._reset_source()
+        self.rate.advance()
+        self._recorder.record_step(len(self._replicas), start_s)
 
     def _update_shares(self, num_stashed: int, *, reduces: bool) -> None:
         """Record each rank's speed, and update batch shares and counts when due.
@@ -427,59 +542,43 @@ class ThreadedEngine:
 
     def sync_params(self) -> None:
         with self._exclusive():
-            self._recover()
-            self._mirror.sync()
+            self._prepare(changed=True)
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        with self._exclusive():
-            self._recover()
-            self._mirror.load_optimizer(state)
-
-    def set_attribute(self, name: str, value: object) -> None:
-        with self._exclusive():
-            self._recover()
-            for replica in self._replicas:
-                replica.set_attribute(name, value)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool) -> None:
-        with self._exclusive():
-            self._recover()
-            for replica in self._replicas:
-                replica.register_buffer(name, tensor, persistent)
+    def check_caller(self) -> None:
+        self._runner.check_not_replica_thread()
 
     def close(self) -> None:
-        """End the replicas' threads, once running tasks end or a timeout has passed."""
+        """End the ranks' threads, once running tasks end or a timeout has passed."""
         acquired = self._exclusive.lock.acquire(timeout=STOP_TIMEOUT_S)
         try:
             if self._stashed_weights:
                 logger.warning(UNREDUCED_AT_CLOSE, len(self._stashed_weights))
                 self._stashed_weights = []
             self._runner.close()
-            for replica in self._replicas:
-                replica.guard.close()
+            self._steps.close()
             self._recorder.finish()
         finally:
             if acquired:
                 self._exclusive.lock.release()
 
-    def _recorded_replicas(self, reduces: bool) -> Sequence[LoopReplica]:
-        """The replicas whose exchange in a task is recorded; none without a timeline."""
-        return self._replicas if reduces and self._recorder.enabled else ()
-
-    def _prepare(self) -> None:
-        """Copy the caller's changes of rank 0 to the others, before they compute."""
+    def _prepare(self, *, changed: bool = False) -> None:
+        """Bring the copies up to date, before they compute."""
         self._recover()
-        self._mirror.prepare()
+        if changed:
+            self._mirror.mark_stepped()
+        self._mirror.follow()
 
     def _recover(self) -> None:
         if self._runner.interrupted:
             self._runner.drain()
+            for replica in self._replicas:
+                take_grads(replica.leaves)
             self._clear_gradients()
-            self._mirror.is_inconsistent = True
+            self._mirror.mark_stepped()
 
     def _detect_caller_gradients(self) -> None:
-        """Account for gradients that the caller added to or cleared on rank 0 directly."""
-        if any(p.grad is not None for p in self._first.tensors):
+        """Account for gradients that the caller added to or cleared on the model directly."""
+        if any(p.grad is not None for p in self._mirror.params):
             if self._source is GradientSource.EMPTY:
                 self._source = GradientSource.BACKWARD
         elif self._source is GradientSource.BACKWARD or any(map(_has_backward, self._weights[0])):
@@ -491,16 +590,24 @@ class ThreadedEngine:
             raise RuntimeError(MIXED_GRADIENTS)
         self._source = source
 
+    def _clear_model(self) -> None:
+        for p in self._mirror.params:
+            p.grad = None
+        for local in self._local:
+            local.clear()
+
     def _clear_gradients(self, *, stashed: bool = True) -> None:
         """Clear all gradients; stashed ones too unless ``stashed`` is false."""
-        for replica in self._replicas:
-            replica.zero_grad()
-            if stashed:
-                replica.clear_stash()
+        self._clear_model()
         if stashed:
-            self._stashed_weights = []
+            self._clear_stashed()
             self._stashed_s = [0.0] * len(self._replicas)
         self._reset_source()
+
+    def _clear_stashed(self) -> None:
+        self._stashed_weights = []
+        for stashed in self._stashed:
+            stashed.clear()
 
     def _reset_source(self) -> None:
         self._source, self._counts = GradientSource.EMPTY, [0] * len(self._replicas)
@@ -517,20 +624,50 @@ class ThreadedEngine:
             raise
 
 
+class RankGradients:
+    """Gradients of one rank that are not reduced yet, by parameter."""
+
+    def __init__(self) -> None:
+        self._grads: dict[Tensor, Tensor | None] = {}
+
+    def add(self, params: Sequence[Tensor], row: Row) -> None:
+        """Add gradients, in order of ``params``."""
+        mine = self.row(params)
+        add_rows(mine, row)
+        self._grads = dict(zip(params, mine, strict=True))
+
+    def row(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients in order of ``params``."""
+        return [self._grads.get(p) for p in params]
+
+    def clear(self) -> None:
+        self._grads = {}
+
+
+def _without_ones(num_samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Shard sizes of two samples or none, as batch statistics of one sample are not defined."""
+    num_ranks = max(1, min(len(ratios), num_samples // 2))
+    rest = num_samples - 2 * num_ranks
+    sizes = [2 + n for n in split_by_ratio(max(0, rest), ratios[:num_ranks])]
+    if num_samples < 2:
+        sizes = [num_samples]
+    return (*sizes, *[0] * (len(ratios) - len(sizes)))
+
+
 def _has_backward(weight: Weight | None) -> bool:
     """True if a batch of this weight ran backward."""
     return weight is None or isinstance(weight, Tensor) or weight > 0
 
 
 def _forward(
-    replica: LoopReplica, modes: CallerModes, scatter: Scatter, start: int, stop: int
+    replica: RankReplica, modes: CallerModes, scatter: Scatter, start: int, stop: int
 ) -> ShardOutput:
     with modes.applied():
         return replica.forward(scatter.shard(start, stop, replica.device), start, stop)
 
 
 def _accumulate(
-    replica: LoopReplica, modes: CallerModes, loss_fn: LossFn, batches: Sequence[Any]
+    replica: RankReplica, modes: CallerModes, loss_fn: LossFn, batches: Sequence[Any]
 ) -> tuple[Tensor, list[Weight | None]]:
     with modes.applied():
         return replica.accumulate(loss_fn, batches)
@@ -551,6 +688,11 @@ class ReentrancyGuard:
         self.lock = threading.Lock()
         self._owner: int | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """True if the calling thread is inside."""
+        return self._owner == threading.get_ident()
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Hold the mutex for the duration of the context.
@@ -559,7 +701,7 @@ class ReentrancyGuard:
             RuntimeError: The thread holds the mutex already.
         """
         self._check_thread()
-        if self._owner == threading.get_ident():
+        if self.is_held:
             raise RuntimeError(
                 "the model was called from inside one of its own calls: call it after that "
                 "call has returned"
@@ -577,9 +719,9 @@ class GradientSource(Enum):
 
     EMPTY = auto()
     BACKWARD = auto()
-    """``loss.backward()``: rank 0 holds the gradients of the whole batch."""
+    """``loss.backward()``, or gradients set by the caller."""
     ACCUMULATED = auto()
-    """``accumulate``: each rank holds its own gradients."""
+    """``accumulate``: each rank holds its own gradients; the model has those of rank 0."""
 
 
 class SampleCoupling(Enum):
@@ -589,49 +731,3 @@ class SampleCoupling(Enum):
     MAYBE = auto()
     """A dimension is as long as the shard, but all shards were equal: it may be a coincidence."""
     NO = auto()
-
-
-class InlineExchange:
-    """Exchanges gradients of CPU replicas in the caller's thread, while their threads are idle.
-
-    Args:
-        replicas: On the CPU, in order of rank.
-        max_grad_norm: Clip rank 0's gradients to this L2 norm before they are copied.
-    """
-
-    def __init__(self, replicas: Sequence[LoopReplica], max_grad_norm: float | None) -> None:
-        self._first, *self._others = replicas
-        self._max_grad_norm = max_grad_norm
-
-    @staticmethod
-    def supports(replicas: Sequence[LoopReplica]) -> bool:
-        """True if all replicas are small and on the CPU."""
-        return (
-            all(replica.device.type == "cpu" for replica in replicas)
-            and sum(replica.exchange.num_elements for replica in replicas) <= MAX_INLINE_ELEMENTS
-        )
-
-    def reduce_to_first(self) -> None:
-        """Sum all ranks' gradients on rank 0; the others have none afterwards."""
-        for replica in self._others:
-            with _as_replica_failure(replica, "backward"):
-                replica.add_grads_to(self._first)
-
-    def broadcast_from_first(self) -> None:
-        """Clip rank 0's gradients and copy them to all."""
-        with _as_replica_failure(self._first, "step"):
-            self._first.state.params.check()
-            if self._max_grad_norm is not None:
-                self._first.clip(self._max_grad_norm)
-        for replica in self._others:
-            with _as_replica_failure(replica, "step"):
-                replica.copy_grads_from(self._first)
-
-
-@contextmanager
-def _as_replica_failure(replica: LoopReplica, operation: str) -> Iterator[None]:
-    """Raise errors as :class:`ReplicaFailed`, like tasks in the replicas' threads."""
-    try:
-        yield
-    except Exception as error:
-        raise ReplicaFailed(replica.rank, str(replica.device), operation, error) from error

@@ -1,0 +1,93 @@
+"""Checks on a few samples that a batch may be cut into shards."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from runtime.loop.gather import OutputGather, ShardOutput
+from runtime.loop.replica import read_output
+from runtime.loop.scatter import InputRules, Scatter
+
+logger = logging.getLogger(__name__)
+
+NUM_SAMPLES = 4
+TOLERANCE = 0.05
+"""Relative norm of a difference that is no rounding."""
+DEPENDS_ON_CUT = (
+    "the model's output for {n} samples is not that for {a} and {b} of them put together, so "
+    "devices that share a batch would compute something else than one device. Cut along "
+    "dimension {dim}: {cut}. If one of these belongs to no sample (a memory bank, prototypes), "
+    "name it: Trainer.setup_with(..., config=DdpConfig(whole=[{example!r}])). If the batch is in "
+    "another dimension (sequence first), name that: DdpConfig(batch_dim=1), or use "
+    "batch_first=True. If the model relates the samples of a batch to each other by intent, "
+    "pass DdpConfig(whole=[])"
+)
+
+
+def needs_check(scatter: Scatter) -> bool:
+    """True if an input may belong to no sample, or have its batch in another dimension.
+
+    That is so with several inputs, with sequences of features, and with sequences of indices.
+    """
+    if scatter.num_samples < NUM_SAMPLES:
+        return False
+    if len(scatter.cut) > 1:
+        return True
+    return any(
+        t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point()) for t in scatter.tensors
+    )
+
+
+@torch.no_grad()
+def check_cut(trial: nn.Module, scatter: Scatter, rules: InputRules, device: torch.device) -> None:
+    """Run a copy of the model on a few samples in eval mode, at once and in two parts.
+
+    A model that fails on so few samples, or draws random numbers in eval mode, is not judged.
+
+    Args:
+        trial: A copy of the model.
+        scatter: The inputs of a call.
+        rules: How they are cut.
+        device: The copy's device.
+
+    Raises:
+        ValueError: The outputs differ.
+    """
+    trial.eval()
+
+    def run(start: int, stop: int) -> ShardOutput:
+        inputs = scatter.shard(start, stop, device)
+        output = trial(*inputs.args, **inputs.kwargs)
+        return read_output(0, trial, inputs, output, (start, stop), rules.loss_weight)
+
+    half = NUM_SAMPLES // 2
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            whole, again = run(0, NUM_SAMPLES), run(0, NUM_SAMPLES)
+            parts = [run(0, half), run(half, NUM_SAMPLES)]
+        gather = OutputGather(scatter, parts, device, None)
+    except Exception:
+        logger.debug("the cut of inputs could not be checked", exc_info=True)
+        return
+    columns = zip(whole.outputs or (), again.outputs or (), gather.gathered, strict=True)
+    for expected, repeated, gathered in columns:
+        if _differ(expected, gathered.value) and not _differ(expected, repeated):
+            raise ValueError(
+                DEPENDS_ON_CUT.format(
+                    n=NUM_SAMPLES,
+                    a=half,
+                    b=NUM_SAMPLES - half,
+                    dim=rules.batch_dim,
+                    cut=", ".join(scatter.cut),
+                    example=scatter.cut[-1],
+                )
+            )
+
+
+def _differ(expected: Tensor, found: Tensor) -> bool:
+    if not expected.dim() or not expected.is_floating_point() or expected.shape != found.shape:
+        return False
+    return bool((found - expected).norm() > TOLERANCE * expected.norm())
