@@ -118,8 +118,8 @@ class Trainer:
             model_or_factory: A module, which is moved to the first device, keeps its weights
                 and is trained, while copies of it compute for the other ranks; or
                 ``f(device) -> nn.Module``, called once, and once more for each device if its
-                module cannot be copied; or an object whose ``.module`` is a module (a task head), or a factory of such, whose
-                ``.module`` becomes what this returns.
+                module cannot be copied; or an object whose ``.module`` is a module (a task head),
+                or a factory of such, whose ``.module`` becomes what this returns.
             optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
             devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
                 than once. Several CPU devices share PyTorch's intra-op threads with the calling
@@ -128,7 +128,8 @@ class Trainer:
                 parameters: for weight decay by name or by module.
 
         Returns:
-            A module in train mode (modes set on a part of the model before stay) whose ``state_dict`` has the model's own keys.
+            A module in train mode (modes set on a part of the model before stay) whose
+            ``state_dict`` has the model's own keys.
 
         Raises:
             TypeError, ValueError: An argument that cannot work, or what a factory gave.

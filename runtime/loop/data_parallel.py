@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
-from runtime.collective import Collective, create_collectives
+from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.errors import NonFiniteError, ReplicaFailed, ReplicaMismatch
+from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.threads import Closeable
 from runtime.data.batches import movable_parts, move_batch
-from runtime.loop.balance import unequal_devices
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.loop_replica import LoopReplica, Options
-from runtime.loop.old_build import RankModelFactory, build_replicas
-from runtime.loop.rank_threads import TaskOutcome
-from runtime.loop.replica_mirror import ReplicaMirror
+from runtime.loop.mirror import ModelMirror
+from runtime.loop.rank_threads import Task
+from runtime.loop.replica import (
+    FollowingOptimizer,
+    GradientReduction,
+    RankReplica,
+    Row,
+    multiply_,
+    take_grads,
+)
 from runtime.loop.runner import Runner
 from runtime.loop.shard_loss import Seconds, ShardLoss, ShardLossFn, read_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
@@ -34,15 +38,15 @@ from runtime.replica.build import (
     CopyingFactory,
     ModelFactory,
     OptimFactory,
-    Template,
     build_model,
-    copy_template,
+    build_optimizer,
 )
 from runtime.replica.gradients import (
     average_gradients,
     check_gradients,
     gradient_norm,
     has_non_finite,
+    refuse_sparse,
 )
 from runtime.replica.non_finite import first_bad
 
@@ -55,23 +59,20 @@ _REMEDY = (
 class DataParallelCoordinator(Closeable):
     """Trains one model on several devices, a mini-batch at a time, in the user's own loop.
 
-    Each replica runs in its own thread, ``data-parallel-<rank>``, which lives until
-    :meth:`close`; replicas on the CPU divide its cores. Every :meth:`train_batch` leaves all
-    replicas with the same parameters and buffers, bit for bit if the devices are of one kind
-    and the optimizer draws no random numbers. On devices of different kinds every replica
-    copies replica 0's parameters after each step. Replicas on the CPU share PyTorch's
+    There is one model, trained by one optimizer. Each replica computes with it or with a copy that
+    shares or follows its parameters, in its own thread, ``data-parallel-<rank>``, which lives
+    until :meth:`close`; replicas on the CPU divide its cores. Replicas on the CPU share PyTorch's
     process-wide generator, so dropout there draws in no fixed order.
 
     Use it from one thread at a time. It is a context manager; it is also closed when it is
     garbage-collected and when the interpreter exits.
 
     Args:
-        model_factory: ``f(device) -> nn.Module``, called in each replica's thread, one at a
-            time, replica 0 first; or a module, of which each replica gets a copy; the module
-            itself is not changed. All start from replica 0's weights. The set of trainable
-            parameters is fixed then; only those are reduced.
-        optim_factory: ``f(params) -> Optimizer`` with the trainable parameters. Their memory
-            has been moved by then: keep parameters, not ``.data``.
+        model_factory: ``f(device) -> nn.Module``, called in the first replica's thread, and once
+            more for each device if its module cannot be copied; or a module, which is copied
+            and not changed. Modes set on a part of the model stay; a model that is all in eval
+            mode is put in train mode.
+        optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
         loss_fn: ``f(model, samples)`` returns the mean loss of the samples; ``(loss, weight)``
             if it is a mean over something else (tokens, a sum of class weights); ``(loss,
             number correct)``; ``(loss, number correct, weight)``; or a :class:`Weighted`, which
@@ -126,34 +127,36 @@ class DataParallelCoordinator(Closeable):
             raise TypeError(f"backend={backend!r}; pass an AverageBackend")
         self.backend, self.backend_reason = resolve_backend(backend, self._devices)
         self._seconds = Seconds()
+        self._loss_fn = loss_fn
         self._busy = threading.Lock()
-        self._in_sync = True
+        self._saved: list[SavedBuffer] | None = None
         self._num_batches = 0
+        self._checked = [False] * len(self._devices)
         kind = self.backend.value if self.backend in _GROUPS else "thread"
-        num_collectives = len(self._devices) if len(self._devices) > 1 else 0
         group = CollectiveGroup(
-            partial(create_collectives, num_collectives, kind, self._devices)
-            if num_collectives
-            else list
+            partial(create_collectives, len(self._devices), kind, self._devices)
         )
+        recorder = LoopRecorder(None)
         self._runner = Runner(
-            self._devices, group, LoopRecorder(None), name="data-parallel", waits_on_interrupt=True
+            self._devices, group, recorder, name="data-parallel", waits_on_interrupt=True
         )
         try:
-            self._replicas = build_replicas(
-                self._runner, _rank_model_factory(model_factory), optim_factory
-            )
-            group.get()
+            build = partial(build_model, model_factory)
+            self._model: nn.Module = self._on_first(partial(build, self._devices[0]))
+            if not any(module.training for module in self._model.modules()):
+                self._model.train()
+            self._mirror = ModelMirror(self._model, self._devices, build)
+            params = [p for p in self._model.parameters() if p.requires_grad]
+            self._optimizer = build_optimizer(optim_factory, self._model, params, None)
         except BaseException:
             self._runner.close()
             raise
-        self._shards = ShardTasks(self._replicas, loss_fn)
-        self._devices_differ = unequal_devices(self._devices)
-        self._mirror = ReplicaMirror(self._replicas, self._runner)
-        for replica in self._replicas:
-            replica.guard.close()  # the user may step optimizers directly
-            # load_state_dict keeps tensors without a copy, and each replica needs its own.
-            replica.optimizer.register_load_state_dict_pre_hook(lambda _, s: copy.deepcopy(s))
+        self._followers = [FollowingOptimizer(self._optimizer) for _ in self._devices[1:]]
+        self._replicas = [
+            RankReplica(rank, context, self._mirror)
+            for rank, context in enumerate(self._runner.contexts)
+        ]
+        self._reduction = GradientReduction(self._mirror, self._replicas, self._runner, recorder)
 
     @property
     def num_devices(self) -> int:
@@ -167,44 +170,44 @@ class DataParallelCoordinator(Closeable):
 
     @property
     def primary(self) -> nn.Module:
-        """Replica 0's model, to evaluate and save; it stays usable after :meth:`close`.
+        """The model, to evaluate, change and save; it stays usable after :meth:`close`.
 
-        These changes to it between two batches hold for all replicas from the next batch on:
-
-        - the mode of each module: call ``primary.train()`` after an evaluation in ``eval()``
-          mode;
-        - which parameters are frozen, of those that were trainable when it was built;
-        - parameters and buffers that were written to in place, as ``load_state_dict`` does,
-          or buffers that were replaced by others of the same shape.
-
-        In-place writes are found by PyTorch's version counters. These do not count writes
-        through ``.data`` and by fused optimizers: call :meth:`sync_params` after them. Replaced
-        parameters are an error.
+        Replica 0 computes with it, the others with copies that share or follow its parameters.
+        Changes of it between two batches hold for all from the next batch on: modes (call
+        ``primary.train()`` after an evaluation), frozen parameters, weights, buffers, attributes,
+        hooks and modules. After a change through ``.data`` call :meth:`sync_params` if the
+        devices differ. Parameters that are added have to be added to the optimizer too, as on one
+        device.
         """
-        return self._replicas[0].model
+        return self._model
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        """Every replica's model."""
-        return tuple(replica.model for replica in self._replicas)
+        """Every replica's model: the primary, and copies of it."""
+        if not self._runner.closed and not self._busy.locked():
+            with self._exclusive():
+                self._follow()
+        return tuple(self._mirror.models)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Every replica's optimizer.
+        """The model's optimizer, and for each further replica one that follows it.
 
-        Settings of the first one (a learning rate, or what a scheduler sets) and a state loaded
-        into it hold for all from the next batch on. Save and load the state of the first one.
+        There is one model, so only the first one steps; the others have its settings and state,
+        and stepping or loading them has no effect. Save and load the state of the first one.
         """
-        return tuple(replica.optimizer for replica in self._replicas)
+        for follower in self._followers:
+            follower.follow()
+        return (self._optimizer, *self._followers)
 
     def train_batch(self, samples: Any) -> BatchResult:
         """Train all replicas on a mini-batch, divided among them; blocks until they are done.
 
         The step equals that of one device on the whole mini-batch, except for what a model
-        computes over a batch (batch norm). The buffers of the first replica that had samples
-        are copied to all. If anything fails before the step, every replica returns to its state
-        before the call, without gradients, and training may continue. But a replica that fails
-        during the averaging breaks the group and this object permanently.
+        computes over a batch (batch norm). Buffers are those of the first replica. If anything
+        fails before the step, the model returns to its state before the call, without gradients,
+        and training may continue. But a failure in the averaging between devices, or in the
+        step, breaks this object permanently.
 
         Args:
             samples: As for :func:`~gpuworker.shard_samples`. Tensors in columns are moved to each
@@ -215,65 +218,59 @@ class DataParallelCoordinator(Closeable):
         Raises:
             TypeError, ValueError: The samples cannot be cut, or there are none.
             ReplicaFailed: A replica failed; has its rank, and the original exception as the cause.
-            ReplicaMismatch: A buffer of the primary was replaced by one of another shape.
             NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
-            RuntimeError: Closed, broken by an earlier failure within a step, or in use; a
-                parameter of the primary was replaced, or was unfrozen after it had been frozen
-                when the object was built.
-            KeyboardInterrupt: Each replica has finished its task, so either all or none have
-                stepped; the next call restores the rest.
+            RuntimeError: Closed, broken by an earlier failure within a step, or in use.
+            KeyboardInterrupt: Each replica has finished its task, so the model has stepped or
+                not; the next call restores its buffers if it has not.
         """
         with self._exclusive():
             total = count_samples(samples)
             if total == 0:
                 raise ValueError("train_batch got no samples; leave the call out")
             shards = shard_samples(samples, self.num_devices)
+            # Replicas without samples are the last ones: buffers are those of rank 0.
+            shards.sort(key=lambda shard: count_samples(shard) == 0)
             counts = [count_samples(shard) for shard in shards]
-            self._sync_flags()
-            self._mirror.groups.check()
-            if self._mirror.optimizer_loaded:
-                self._copy_from_primary("copy_optimizer")
-                self._mirror.optimizer_loaded = False
-            if not self._in_sync or self._mirror.has_changed():
-                self._copy_all()
-            self._in_sync = (
-                False  # until the end: a KeyboardInterrupt may occur between any two lines
-            )
+            self._follow()
+            self._saved = [SavedBuffer.of(*slot) for slot in self._buffers()]
             try:
-                loss, correct, weights = self._compute(shards, counts)
+                loss, correct, weights, rows = self._compute(shards, counts)
                 if not any(weights):
                     self._undo()
-                    self._mark_synced()
                     return BatchResult(0.0, correct, total, 0.0)
-                norm = self._reduce(weights)
+                norm = self._reduce(rows, weights)
             except BaseException:
                 if self._runner.fault is None:
                     self._undo()
-                    self._mark_synced()
                 raise
-            self._step(norm, counts)
+            self._on_first(self._step, changes=True)
             self._num_batches += 1
-            self._mark_synced()
         return BatchResult(loss, correct, total, norm)
 
     def _compute(
         self, shards: Sequence[Any], counts: Sequence[int]
-    ) -> tuple[float, int, list[float]]:
-        """Compute every replica's gradients; returns mean loss, number correct, and weights."""
+    ) -> tuple[float, int, list[float], list[Row]]:
+        """Compute every replica's gradients.
+
+        Returns:
+            Mean loss, number of right samples, and each replica's weight and gradients.
+        """
         tensors = [part for part in movable_parts(shards) if isinstance(part, Tensor)]
-        outcomes = self._run(
-            lambda rank: self._shards.compute(rank, shards[rank], counts[rank]), tensors
-        )
-        found: list[ShardLoss] = [outcome.value for outcome in outcomes]
+        tasks = [
+            partial(self._compute_shard, rank, shard, n) if n else None
+            for rank, (shard, n) in enumerate(zip(shards, counts, strict=True))
+        ]
+        try:
+            outcomes = self._runner.run(tasks, self._batch_name, tensors)
+        finally:
+            rows: list[Row] = [take_grads(replica.leaves) for replica in self._replicas]
+        self._mirror.adopt()
+        found: list[ShardLoss] = [outcome.value or ShardLoss() for outcome in outcomes]
         self._seconds.classify(found, counts)
         parts = []
         for rank, part in enumerate(found):
-            try:
+            with self._failing(rank):
                 parts.append(self._seconds.resolve(part))
-            except ValueError as error:
-                raise ReplicaFailed(
-                    rank, str(self._devices[rank]), self._batch_name, error
-                ) from error
         has_weight = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
         if any(has_weight) and not all(has_weight):
             raise ValueError(
@@ -289,104 +286,121 @@ class DataParallelCoordinator(Closeable):
             if weight and not math.isfinite(loss):
                 raise NonFiniteError(rank, self._num_batches, "loss", remedy=_REMEDY)
         mean = sum(loss * weight for loss, weight in counted if weight) / (sum(weights) or 1.0)
-        return mean, sum(part.correct for part in parts), weights
+        return mean, sum(part.correct for part in parts), weights, rows
 
-    def _reduce(self, weights: Sequence[float]) -> float:
-        """Average the gradients over all replicas; returns their norm."""
-        collectives: Sequence[Collective | None] = self._runner.collectives() or [None]
+    def _compute_shard(self, rank: int, samples: Any, num_samples: int) -> ShardLoss:
+        """Compute the gradients of a shard; run in the replica's thread."""
+        if isinstance(samples, Tensor) or holds_columns(samples):
+            samples = move_batch(samples, self._devices[rank])
+        with self._mirror.computing(rank) as model:
+            loss, result = read_result(self._loss_fn(model, samples))
+            loss.backward()  # type: ignore[no-untyped-call]
+        leaves = self._replicas[rank].leaves
+        if not self._checked[rank]:
+            check_gradients(self._names(), leaves, "loss_fn")
+            self._checked[rank] = True
+        return result._replace(loss=float(loss.detach()))
 
-        def reduce(rank: int) -> ReducedGradients:
-            with self._runner.aborting_on_error():
-                return self._shards.reduce(rank, collectives[rank], weights[rank])
-
+    def _reduce(self, rows: Sequence[Row], weights: Sequence[float]) -> float:
+        """Average the gradients in the model's; returns their norm, before clipping."""
+        total = sum(weights)
+        params = self._mirror.params
+        names = self._names()
+        own: list[Row] = []
+        for rank, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+            grads = [g for g in row if g is not None]
+            with self._failing(rank):
+                for name, grad in zip(names, row, strict=True):
+                    if grad is not None:
+                        refuse_sparse(name, grad)
+            multiply_(grads, weight / total)
+            own.append(row if weight else [None] * len(row))
         try:
-            outcomes = self._run(reduce)
+            found = self._reduction.sum(own, params)
         except ReplicaFailed as error:
             self._runner.fault = (
                 f"their gradients could not be averaged ({error.__cause__}), and the group is "
                 "broken"
             )
             raise
-        reduced: list[ReducedGradients] = [outcome.value for outcome in outcomes]
-        bad = [rank for rank, r in enumerate(reduced) if not math.isfinite(r.norm)]
-        if bad:
-            rank = next((r for r in bad if weights[r] and reduced[r].bad is not None), bad[0])
-            name = reduced[rank].bad
-            raise NonFiniteError(rank, self._num_batches, "gradient", name, remedy=_REMEDY)
-        return float(reduced[0].norm)
-
-    def _step(self, norm: float, counts: Sequence[int]) -> None:
-        factor = 1.0
+        summed = [g for g in found if g is not None]
+        norm = gradient_norm(summed)
+        if not math.isfinite(norm):
+            bad_of = [first_bad(names, row) for row in own[1:]]  # rank 0's row may be the sum
+            rank = next((rank for rank, bad in enumerate(bad_of, 1) if bad is not None), 0)
+            bad = bad_of[rank - 1] if rank else first_bad(names, found)
+            raise NonFiniteError(rank, self._num_batches, "gradient", bad, remedy=_REMEDY)
         if self._max_grad_norm is not None:
-            factor = min(1.0, self._max_grad_norm / (norm + 1e-6))
-        source = self._replicas[next(rank for rank, n in enumerate(counts) if n)]
-        options = self._mirror.groups.options()
-        self._run(
-            lambda rank: self._shards.step(rank, factor, source, options if rank else None),
-            changes=True,
-        )
-        if self._devices_differ:
-            self._copy_from_primary("copy_params")
+            multiply_(summed, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        for p, grad in zip(params, found, strict=True):
+            p.grad = grad
+        return float(norm)
+
+    def _step(self) -> None:
+        """Step the optimizer; run in the first replica's thread, which no interrupt stops."""
+        self._optimizer.step()
+        self._mirror.mark_stepped()
+        self._saved = None
+
+    def _names(self) -> list[str]:
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [names.get(id(p), "a tensor of the model") for p in self._mirror.params]
+
+    def _buffers(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+        for module in self._model.modules():
+            for key, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    yield module._buffers, key, buffer
 
     def sync_params(self) -> None:
         """Copy the primary's parameters, frozen ones too, and buffers to every replica.
 
         Only needed after changes that version counters do not count, see :attr:`primary`; other
-        changes are copied automatically. Blocks until it is done. Optimizer states do not change.
-
-        Raises:
-            ReplicaMismatch, RuntimeError: As :meth:`train_batch`.
+        changes are copied automatically. Blocks until it is done.
         """
         with self._exclusive():
-            self._sync_flags()
-            self._copy_all()
+            self._mirror.mark_stepped()
+            self._follow()
 
-    def _sync_flags(self) -> None:
-        """Copy modes and frozen parameters of the primary to all."""
-        self._mirror.check()
-        for module in self._replicas[0].modules:
-            for key, buffer in module._buffers.items():
-                # Created by a forward in inference mode: not writable elsewhere.
-                if buffer is not None and buffer.is_inference():
-                    with torch.inference_mode(False):
-                        module._buffers[key] = buffer.clone()
-        self._mirror.sync_flags(always=True)  # loss_fn may have changed any replica's
+    def _follow(self) -> None:
+        """Bring all replicas to the primary's state, and clear the gradients."""
+        self._undo(keep_grads=True)
+        for slots, key, buffer in self._buffers():
+            if buffer.is_inference():  # created in inference mode: not writable elsewhere
+                with torch.inference_mode(False):
+                    slots[key] = buffer.clone()
+        self._mirror.follow()
 
-    def _copy_all(self) -> None:
-        """Copy all tensors of the primary to every replica."""
-        first = Template.of(self.primary)
-        for rank, model in enumerate(self.models[1:], 1):
-            difference = first.first_difference(Template.of(model))
-            if difference is not None:
-                raise ReplicaMismatch(
-                    f"replica {rank} cannot follow the primary: {difference}; change tensors in "
-                    "place and keep their shapes, or build a new DataParallelCoordinator"
-                )
-        if not self._in_sync:
-            self._undo()  # an interrupted batch, unless it stepped
-        self._in_sync = False
-        self._copy_from_primary("copy_weights")
-        self._mark_synced()
+    def _undo(self, *, keep_grads: bool = False) -> None:
+        """Restore the buffers of a batch that did not step, and clear its gradients."""
+        saved = self._saved
+        if saved is not None:
+            for buffer in saved:
+                buffer.restore()
+        if saved is not None or not keep_grads:
+            for replica in self._replicas:
+                take_grads(replica.leaves)
+            for p in self._mirror.params:
+                p.grad = None
+        self._saved = None
 
-    def _undo(self) -> None:
-        self._run(self._shards.undo, changes=True)
+    def _on_first(self, task: Callable[[], Any], *, changes: bool = False) -> Any:
+        """Run a task in the first replica's thread."""
+        tasks: list[Task | None] = [task, *[None] * (self.num_devices - 1)]
+        if changes:
+            return self._runner.run(tasks, self._batch_name, changes=True)[0].value
+        outcome = self._runner.execute(tasks)[0]
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
-    def _mark_synced(self) -> None:
-        self._mirror.mark_synced()
-        self._in_sync = True
-
-    def _copy_from_primary(self, method: str) -> None:
-        self._mirror.copy(method, self._batch_name, changes=True)
-
-    def _run(
-        self,
-        work: Callable[[int], Any],
-        tensors: Sequence[Tensor] = (),
-        *,
-        changes: bool = False,
-    ) -> list[TaskOutcome]:
-        tasks = [partial(work, rank) for rank in range(self.num_devices)]
-        return self._runner.run(tasks, self._batch_name, tensors, changes=changes)
+    @contextmanager
+    def _failing(self, rank: int) -> Iterator[None]:
+        """Raise a ``ValueError`` as the failure of a replica."""
+        try:
+            yield
+        except ValueError as error:
+            raise ReplicaFailed(rank, str(self._devices[rank]), self._batch_name, error) from error
 
     @property
     def _batch_name(self) -> str:
@@ -425,16 +439,6 @@ class DataParallelCoordinator(Closeable):
 _GROUPS = (AverageBackend.NCCL, AverageBackend.GLOO)
 
 
-def _rank_model_factory(model_factory: ModelFactory) -> RankModelFactory:
-    def make(rank: int, device: torch.device, first: nn.Module | None) -> nn.Module:
-        model = build_model(model_factory, device)
-        if first is not None:
-            copy_template(model, Template.of(first), rank)
-        return model
-
-    return make
-
-
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     """The result of training on a mini-batch.
@@ -453,76 +457,28 @@ class BatchResult:
     grad_norm: float
 
 
-class ShardTasks:
-    """The replicas' tasks of a mini-batch. Every method runs in a replica's thread.
-
-    Args:
-        replicas: In order of rank.
-        loss_fn: The user's loss function.
-    """
-
-    def __init__(self, replicas: Sequence[LoopReplica], loss_fn: ShardLossFn) -> None:
-        self.replicas = replicas
-        self.loss_fn = loss_fn
-        self._saved_buffers: list[list[Tensor]] = [[] for _ in replicas]
-        self._checked = [False] * len(replicas)
-
-    def compute(self, rank: int, samples: Any, num_samples: int) -> ShardLoss:
-        """Compute the gradients of a shard; without samples, only clear them.
-
-        Tensors in columns are moved to the device.
-        """
-        replica = self.replicas[rank]
-        replica.state.params.check()
-        self._saved_buffers[rank] = [buffer.clone() for buffer in replica.state.buffers.tensors()]
-        replica.zero_grad()
-        if num_samples == 0:
-            return ShardLoss()
-        if isinstance(samples, Tensor) or holds_columns(samples):
-            samples = move_batch(samples, replica.device)
-        loss, result = read_result(self.loss_fn(replica.model, samples))
-        loss.backward()  # type: ignore[no-untyped-call]
-        if not self._checked[rank]:
-            params = replica.state.params
-            check_gradients(params.names, params.params, "loss_fn")
-            self._checked[rank] = True
-        return result._replace(loss=float(loss.detach()))
-
-    def reduce(self, rank: int, collective: Collective | None, weight: float) -> ReducedGradients:
-        """Average the gradients over the replicas; not all weights are 0."""
-        params = self.replicas[rank].state.params
-        own = [p.grad for p in params.params]
-        if collective is not None:
-            self.replicas[rank].exchange.average(collective, weight)
-        norm = gradient_norm([p.grad for p in params.params if p.grad is not None])
-        return ReducedGradients(norm, None if math.isfinite(norm) else first_bad(params.names, own))
-
-    def step(self, rank: int, factor: float, source: LoopReplica, options: Options | None) -> None:
-        """Scale the gradients, step the optimizer, and copy another replica's buffers."""
-        replica = self.replicas[rank]
-        grads = [p.grad for p in replica.state.params.params if p.grad is not None]
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        replica.step(options, keep=True)
-        if replica is not source:
-            replica.copy_buffers(source)
-        self._saved_buffers[rank] = []
-
-    def undo(self, rank: int) -> None:
-        """Restore the buffers, and clear the gradients."""
-        replica = self.replicas[rank]
-        replica.restore_buffers(self._saved_buffers[rank])
-        self._saved_buffers[rank] = []
-        replica.zero_grad()
-
-
-class ReducedGradients(NamedTuple):
-    """The averaged gradients on one replica.
+class SavedBuffer(NamedTuple):
+    """A buffer of the model before a batch.
 
     Attributes:
-        norm: Their L2 norm; finite if and only if all of them are.
-        bad: The first parameter whose own gradient was not finite on this replica.
+        slots: The dictionary that holds it.
+        key: Its name there.
+        tensor: The buffer.
+        content: A copy of its content.
     """
 
-    norm: float
-    bad: str | None = None
+    slots: dict[str, Tensor | None]
+    key: str
+    tensor: Tensor
+    content: Tensor
+
+    @classmethod
+    def of(cls, slots: dict[str, Tensor | None], key: str, tensor: Tensor) -> SavedBuffer:
+        """Save a buffer."""
+        return cls(slots, key, tensor, tensor.detach().clone())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the buffer back, with its content."""
+        self.tensor.copy_(self.content)
+        self.slots[self.key] = self.tensor

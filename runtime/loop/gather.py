@@ -92,9 +92,8 @@ class OutputGather:
         if any(tensor.requires_grad for tensor in self.gathered):
             # Without an input that requires a gradient, autograd would skip the function.
             anchor = torch.zeros((), requires_grad=True)
-            values = list(
-                _GatherFunction.apply(self, anchor, *self._scatter.tensors, *self._params)
-            )  # type: ignore[no-untyped-call]
+            inputs = (*self._scatter.tensors, *self._params)
+            values = list(_GatherFunction.apply(self, anchor, *inputs))  # type: ignore[no-untyped-call]
         for tensor in self.gathered:
             del tensor.value  # only the caller keeps a reference
         return self._shards[0].spec.build(iter(values))

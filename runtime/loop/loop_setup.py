@@ -20,7 +20,7 @@ from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.mirror import ModelMaker, ModelMirror, can_share_memory
+from runtime.loop.mirror import ModelMaker, ModelMirror
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.one_device import SingleDeviceEngine
 from runtime.loop.rank_threads import Task
@@ -113,7 +113,7 @@ def set_up(
         model = outcome.value
         mirror = ModelMirror(model, resolved, source.maker)
         optimizer = make_optimizer(optim_factory, model, param_groups)
-        if not can_share_memory(resolved):
+        if not mirror.shares_memory:
             group.get()
         engine = ThreadedEngine(
             mirror,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runtime.core.errors import ReplicaMismatch
 from runtime.replica.build import Template, copy_template
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
@@ -70,6 +71,7 @@ class ModelMirror:
         models: Each rank's model; rank 0's is the user's.
         params: The model's parameters, frozen ones too.
         leaves: Each rank's leaves, in order of ``params``.
+        shares_memory: Whether the leaves share the parameters' memory.
 
     Raises:
         ValueError: The model cannot be copied, and there is no factory.
@@ -80,8 +82,12 @@ class ModelMirror:
     ) -> None:
         self._model = model
         self._devices = devices
-        self._memory = SharedMemory() if can_share_memory(devices) else CopiedMemory(devices)
+        self.shares_memory = can_share_memory(devices)
+        self._memory: SharedMemory | CopiedMemory = (
+            SharedMemory() if self.shares_memory else CopiedMemory(devices)
+        )
         self._make = make
+        self._structure = Structure(model)
         self._made: list[nn.Module | None] = []
         self.params: list[Tensor] = []
         self.leaves: list[list[Tensor]] = [[] for _ in devices]
@@ -94,7 +100,8 @@ class ModelMirror:
         Raises:
             RuntimeError: The model cannot be copied, and has changed in a way that needs a copy.
         """
-        if self._structure.is_current() or self._set_plain_changes():
+        # A KeyboardInterrupt may have stopped an earlier call at any line.
+        if self._is_built and (self._structure.is_current() or self._set_plain_changes()):
             flags = [p.requires_grad for p in self.params]
             if self._memory.is_in_place(self.params):
                 if flags != self._flags:
@@ -137,10 +144,11 @@ class ModelMirror:
         """A copy on rank 0's device with buffers of its own; ``None`` if it cannot be copied."""
         if self._made:
             return None
-        return self._copied(self._devices[0], self._memory.homes(0), self.leaves[0])
+        return self._copied(self._devices[0], self._memory.homes(0), self.leaves[0])[0]
 
     def _build(self) -> None:
         """Build the copies."""
+        self._is_built = False
         model = self._model
         self._structure = Structure(model)
         params: list[Tensor] = list(model.parameters())
@@ -157,12 +165,13 @@ class ModelMirror:
         self._slots = SlotSwap(self._structure, self.params, self.leaves[0])
         if self._made:
             raise RuntimeError(UNFOLLOWED)
+        copies: list[nn.Module] = []
+        self._twins: list[dict[int, tuple[Any, Any]]] = []
         try:
-            copies = [
-                self._copied(device, self._memory.homes(rank), self.leaves[rank])
-                for rank, device in enumerate(self._devices)
-                if rank
-            ]
+            for rank, device in enumerate(self._devices[1:], 1):
+                copied, memo = self._copied(device, self._memory.homes(rank), self.leaves[rank])
+                copies.append(copied)
+                self._add_twins(memo)
         except Exception as error:
             if self._make is None:
                 raise ValueError(UNCOPYABLE.format(reason=error)) from error
@@ -173,6 +182,7 @@ class ModelMirror:
             self._devices,
             [self._memory.homes(rank) for rank in range(len(self._devices))],
         )
+        self._is_built = True
 
     def _leaves(self, rank: int, known: Mapping[int, Tensor]) -> list[Tensor]:
         """A rank's leaves; those of parameters that stay are kept, as graphs refer to them."""
@@ -189,8 +199,10 @@ class ModelMirror:
             found.append(leaf)
         return found
 
-    def _copied(self, device: torch.device, homes: Homes, leaves: Sequence[Tensor]) -> nn.Module:
-        """A copy of the model with these leaves as its parameters."""
+    def _copied(
+        self, device: torch.device, homes: Homes, leaves: Sequence[Tensor]
+    ) -> tuple[nn.Module, dict[int, Any]]:
+        """A copy of the model with these leaves as its parameters, and its parts by id."""
         structure, model = self._structure, self._model
         scripted = [m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
@@ -210,21 +222,24 @@ class ModelMirror:
         found = list(copied.parameters())
         if len(found) != len(expected) or not all(map(is_, found, expected)):
             raise TypeError(f"a copy of {type(model).__name__} has other parameters")
-        self._structure.add_copy(memo, leaves)
-        return copied
+        return copied, memo
 
     def _make_all(self, make: ModelMaker) -> list[nn.Module]:
         """Models from the factory, with leaves in place of their parameters' memory."""
         swaps = not any(isinstance(m, torch.jit.ScriptModule) for m in self._model.modules())
         template = Template.of(self._model)
-        self._structure.forget_copies()
+        self._twins = []
         for rank, device in enumerate(self._devices):
             if rank == 0 and swaps:
                 self._made.append(None)
                 continue
             made = make(device)
             copy_template(made, template, rank)
-            made.train(self._model.training)
+            if len(list(made.modules())) != len(list(self._model.modules())):
+                raise ReplicaMismatch(
+                    f"model_factory gave rank {rank} a different number of modules than rank 0; "
+                    "it must build the same architecture each time"
+                )
             for mine, theirs in zip(self._model.modules(), made.modules(), strict=True):
                 theirs.training = mine.training
             own = dict(made.named_parameters())
@@ -236,7 +251,8 @@ class ModelMirror:
             if rank == 0:
                 for name, buffer in self._model.named_buffers():
                     dict(made.named_buffers())[name].data = buffer.data
-            self._structure.add_made(self._model, made, self.leaves[rank])
+            modules = zip(self._model.modules(), made.modules(), strict=True)
+            self._add_twins({id(mine): theirs for mine, theirs in modules})
             self._made.append(made)
         return [made for made in self._made[1:] if made is not None]
 
@@ -245,20 +261,28 @@ class ModelMirror:
         changes = self._structure.plain_changes()
         if changes is None:
             return False
-        for twins in self._structure.copies:
+        owners = self._structure.owners
+        for twins in self._twins:
             for index, key, value in changes:
-                twin = twins.get(index)
-                if twin is None:
+                owner = owners[index]
+                if id(owner) not in twins:
                     return False
-                twin[key] = value
+                twin = twins[id(owner)][1]
+                (twin if isinstance(owner, dict) else vars(twin))[key] = value
         self._structure.record()
         return True
 
+    def _add_twins(self, memo: Mapping[int, Any]) -> None:
+        """Record the parts of a copy that take plain changes; keeps the originals' ids valid."""
+        self._twins.append(
+            {id(o): (o, memo[id(o)]) for o in self._structure.owners if id(o) in memo}
+        )
+
     def _set_flags(self, flags: list[bool]) -> None:
-        self._flags = flags
         for leaves in self.leaves:
             for leaf, flag in zip(leaves, flags, strict=True):
                 leaf.requires_grad_(flag)
+        self._flags = flags
 
 
 def _new_leaf(p: Tensor, data: Tensor) -> Tensor:
@@ -291,7 +315,8 @@ class Structure:
         params: Parameters, and other leaves that require a gradient.
         tensors: All other tensors.
         functions: Functions and hooks.
-        copies: For each copy of the model, its dictionaries by index into :attr:`dicts`.
+        dicts: All dictionaries of attributes and items.
+        owners: The module, object or dictionary that each of them belongs to.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -300,8 +325,7 @@ class Structure:
         self.params: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.functions: list[FunctionType] = []
-        self.copies: list[dict[int, dict[Any, Any]]] = []
-        self._owners: list[Any] = []
+        self.owners: list[Any] = []
         self._seen: dict[int, Any] = {}
         pending: list[Any] = [model]
         while pending:
@@ -348,7 +372,7 @@ class Structure:
 
     def _add(self, attributes: dict[Any, Any], owner: Any) -> Any:
         self.dicts.append(attributes)
-        self._owners.append(owner)
+        self.owners.append(owner)
         return list(attributes.values())
 
     def record(self) -> None:
@@ -392,25 +416,6 @@ class Structure:
                 found.append((index, key, value))
         rest = chain.from_iterable(self.lists)
         return found if all(map(is_, rest, self._values[position:])) else None
-
-    def add_copy(self, memo: Mapping[int, Any], leaves: Sequence[Tensor]) -> None:
-        """Record a copy, made with this ``memo`` of ``copy.deepcopy``."""
-        twins = {}
-        for index, owner in enumerate(self._owners):
-            twin = memo.get(id(owner))
-            if twin is not None:
-                twins[index] = twin if isinstance(owner, dict) else vars(twin)
-        self.copies.append(twins)
-
-    def add_made(self, model: nn.Module, made: nn.Module, leaves: Sequence[Tensor]) -> None:
-        """Record a model of the same structure that was made by a factory."""
-        memo: dict[int, Any] = {}
-        for mine, theirs in zip(model.modules(), made.modules(), strict=True):
-            memo[id(mine)] = theirs
-        self.add_copy(memo, leaves)
-
-    def forget_copies(self) -> None:
-        self.copies = []
 
     def is_closed_over(self, function: FunctionType) -> bool:
         """True if a function's closure refers to a part of the model."""
@@ -527,6 +532,7 @@ class CopiedMemory:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
+        self._versions: list[int] = []
         self.is_current = False
 
     def place(self, params: Sequence[Tensor]) -> None:
@@ -575,6 +581,7 @@ class CopiedMemory:
         versions = list(map(version_of, self._params))
         if self.is_current and versions == self._versions:
             return
+        self.is_current = False
         self._versions = versions
         torch._foreach_copy_(self._pieces, self._sources)
         for flat in self._flats[1:]:
@@ -600,6 +607,7 @@ class BufferMirror:
         self._slots = slots
         self._devices = devices
         self._homes = homes
+        self._versions: list[int] = []
         self._copy_all()
 
     def refresh(self) -> None:

@@ -15,7 +15,7 @@ from runtime.core.threads import Closeable
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.one_device import SingleDeviceEngine
-from runtime.loop.replica import LossFn
+from runtime.loop.replica import FollowingOptimizer, LossFn
 from runtime.loop.scatter import to_replica
 from runtime.replica.schedule import SchedulerFactory
 
@@ -117,6 +117,7 @@ class ReplicatedModule(Closeable, nn.Module):
         super().__init__()
         self._head = head
         self._engine = engine
+        self._followers = [FollowingOptimizer(engine.optimizer) for _ in engine.devices[1:]]
         if isinstance(engine, SingleDeviceEngine):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.plain_forward
@@ -272,8 +273,14 @@ class ReplicatedModule(Closeable, nn.Module):
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizer of each device, read-only."""
-        return (self._engine.optimizer,) * self.world_size
+        """The model's optimizer, and for each further device one that follows it, to read.
+
+        There is one model, so only the first one steps; the others have its settings and state,
+        and stepping them has no effect.
+        """
+        for follower in self._followers:
+            follower.follow()
+        return (self.optimizer, *self._followers)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

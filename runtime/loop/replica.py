@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from runtime.core.loss_weights import (
     LossWeightFn,
     Weight,
     Weighted,
+    check_meant_as_weight,
     check_weight,
     checked_loss,
     inverse_of,
@@ -26,14 +28,21 @@ from runtime.core.nested import flatten
 from runtime.device.base import Device
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import ShardOutput
+from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
+from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
 from runtime.replica.flat import reals
 from runtime.replica.gradients import refuse_sparse
 
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
+Addition = tuple[list[Tensor], list[Tensor]]
+"""Targets, and the source to be added to each."""
 Row = Sequence[Tensor | None]
 """Gradients of one rank, in order of the model's parameters."""
+MAX_INLINE_ELEMENTS = 1 << 20
+"""Up to this many elements over all ranks, the calling thread adds gradients up; more are divided
+among the ranks' threads."""
 CHUNK_ELEMENTS = 1 << 18
 """Larger gradients are added up in pieces, by several threads."""
 
@@ -216,33 +225,118 @@ def add_rows(total: list[Tensor | None], row: Row) -> None:
         torch._foreach_add_(targets, sources)
 
 
-def divided_rows(rows: Sequence[Row], num_parts: int) -> list[list[tuple[list[Tensor], Row]]]:
-    """Additions of all rows into the first, divided into parts of similar size.
+class GradientReduction:
+    """Sums the gradients of all ranks on the first device.
 
-    Every parameter with a gradient has a strided one in the first row.
+    Ranks that share memory are added up in place, large gradients by the ranks' threads; others
+    are reduced by the collective.
 
-    Returns:
-        For each part, lists of targets and sources.
+    Args:
+        mirror: The model and its copies.
+        replicas: In order of rank.
+        runner: Runs tasks in the ranks' threads.
+        recorder: Records reductions on a timeline.
     """
-    parts: list[list[tuple[list[Tensor], Row]]] = [[] for _ in range(num_parts)]
-    for row in rows[1:]:
-        pairs = []
-        for mine, grad in zip(rows[0], row, strict=True):
-            if mine is None or grad is None:
+
+    def __init__(
+        self,
+        mirror: ModelMirror,
+        replicas: Sequence[RankReplica],
+        runner: Runner,
+        recorder: LoopRecorder,
+    ) -> None:
+        self._mirror = mirror
+        self._replicas = replicas
+        self._runner = runner
+        self._recorder = recorder
+
+    def sum(self, rows: Sequence[Row], params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The sum of each parameter's gradients; ``None`` where no rank has one.
+
+        Args:
+            rows: One per rank; may be overwritten.
+            params: The parameters.
+        """
+        has_grad = [any(g is not None for g in column) for column in zip(*rows, strict=True)]
+        if not any(has_grad) or len(rows) == 1:
+            return rows[0] if len(rows) == 1 else [None] * len(params)
+        if self._mirror.shares_memory:
+            found = self._add_in_place(rows, params)
+        else:
+            names = {id(p): name for name, p in self._mirror.models[0].named_parameters()}
+            labels = [names.get(id(p), "a tensor of the model") for p in params]
+            ends = zip(self._replicas, self._runner.collectives(), rows, strict=True)
+            tasks = [partial(self._all_reduce, *end, has_grad, labels) for end in ends]
+            found = self._runner.run(tasks, "reduce")[0].value
+        self._recorder.record_reductions(self._replicas)
+        return found
+
+    def _add_in_place(
+        self, rows: Sequence[Row], params: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        start_s = time.monotonic()
+        self._replicas[0].sync_timer.start()
+        total = list(rows[0])
+        is_dense = all(g is None or g.layout is torch.strided for row in rows for g in row)
+        if is_dense and len(rows) * sum(p.numel() for p in params) > MAX_INLINE_ELEMENTS:
+            pairs = []
+            for row in rows[1:]:
+                pairs.append([(m, g) for m, g in zip(total, row, strict=True) if m is not None])
+                add_rows(
+                    total, [None if m is not None else g for m, g in zip(total, row, strict=True)]
+                )
+            parts = _divided(pairs, len(rows))
+            self._runner.run([partial(_add, part) for part in parts], "reduce")
+        else:
+            for row in rows[1:]:
+                add_rows(total, row)
+        self._replicas[0].sync_timer.stop(1)
+        for replica in self._replicas:
+            replica.exchange_span_s = (start_s, time.monotonic())
+        return total
+
+    def _all_reduce(
+        self,
+        replica: RankReplica,
+        collective: Collective,
+        row: Row,
+        has_grad: Sequence[bool],
+        names: Sequence[str],
+    ) -> Sequence[Tensor | None]:
+        """Run in a rank's thread."""
+        with self._runner.aborting_on_error():
+            collective.barrier()  # keeps the wait for the slowest rank out of the timing
+            replica.sync_timer.start()
+            found = replica.all_reduce(collective, row, has_grad, names)
+            replica.sync_timer.stop(1)
+            return found
+
+
+def _divided(
+    additions: Sequence[Sequence[tuple[Tensor, Tensor | None]]], num_parts: int
+) -> list[list[Addition]]:
+    """Additions of each source to its target, divided into parts of similar size."""
+    parts: list[list[Addition]] = [[] for _ in range(num_parts)]
+    for given in additions:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for target, source in given:
+            if source is None:
                 continue
-            if mine.numel() > CHUNK_ELEMENTS and mine.is_contiguous() and grad.is_contiguous():
-                chunks = (t.view(-1).split(CHUNK_ELEMENTS) for t in (mine, grad))
-                pairs += zip(*chunks, strict=True)
+            if target.numel() <= CHUNK_ELEMENTS or not (
+                target.is_contiguous() and source.is_contiguous()
+            ):
+                pairs.append((target, source))
             else:
-                pairs.append((mine, grad))
-        whole = sum(mine.numel() for mine, _ in pairs)
+                chunks = (torch.split(t.view(-1), CHUNK_ELEMENTS) for t in (target, source))
+                pairs += zip(*chunks, strict=True)
+        whole = max(1, sum(target.numel() for target, _ in pairs))
+        lists: list[Addition] = [([], []) for _ in range(num_parts)]
         done = 0
-        lists: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(num_parts)]
-        for mine, grad in pairs:
-            targets, sources = lists[min(num_parts - 1, done * num_parts // max(1, whole))]
-            targets.append(mine)
-            sources.append(grad)
-            done += mine.numel()
+        for target, source in pairs:
+            targets, sources = lists[done * num_parts // whole]
+            targets.append(target)
+            sources.append(source)
+            done += target.numel()
         for part, own in zip(parts, lists, strict=True):
             if own[0]:
                 part.append(own)
@@ -250,9 +344,8 @@ def divided_rows(rows: Sequence[Row], num_parts: int) -> list[list[tuple[list[Te
 
 
 @torch.no_grad()
-def add_parts(part: Sequence[tuple[list[Tensor], Row]]) -> None:
-    """Make the additions of one part of :func:`divided_rows`."""
-    for targets, sources in part:
+def _add(additions: Sequence[Addition]) -> None:
+    for targets, sources in additions:
         torch._foreach_add_(targets, sources)
 
 
@@ -286,6 +379,8 @@ def divide_grads_(params: Sequence[Tensor], weight: Weight, times: float = 1.0) 
 def read_loss(result: object) -> tuple[Tensor, Weight | None]:
     """The loss and weight that a ``loss_fn`` of ``accumulate`` returned."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
+        if not isinstance(result, Weighted):
+            check_meant_as_weight(result[1], "loss_fn", "else return the loss alone")
         return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
     return checked_loss(result, "loss_fn"), None
 
@@ -333,3 +428,37 @@ def _loss_weight_mask(shard: ShardOutput, grads: Sequence[Tensor | None]) -> Ten
         return None
     outputs = [o for o, g in zip(shard.outputs, grads, strict=True) if g is not None]
     return shard.weight if all(o.dim() == 0 for o in outputs) else None
+
+
+class FollowingOptimizer(torch.optim.Optimizer):
+    """The model's optimizer, as an optimizer of a further rank.
+
+    There is one model, trained by the first optimizer. This one has its parameters, state and
+    settings; stepping it has no effect, and changes of its settings last until
+    :meth:`follow`.
+
+    Args:
+        first: The model's optimizer.
+    """
+
+    def __init__(self, first: torch.optim.Optimizer) -> None:
+        super().__init__([dict(group) for group in first.param_groups], {})
+        self._first = first
+        self._opt_called = True  # schedulers warn without a step
+        self.follow()
+
+    def follow(self) -> None:
+        """Take the first optimizer's groups, settings and state."""
+        groups = self._first.param_groups
+        self.state = self._first.state
+        del self.param_groups[len(groups) :]
+        self.param_groups += [{} for _ in groups[len(self.param_groups) :]]
+        for mine, group in zip(self.param_groups, groups, strict=True):
+            mine.clear()
+            mine.update(group)
+
+    def step(self, closure: Any = None) -> Any:
+        """No effect: the first optimizer steps."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """No effect: load the state into the first optimizer."""

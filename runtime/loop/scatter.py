@@ -110,7 +110,9 @@ class Scatter:
         names: list[str] = []
         candidates: list[tuple[str, Spec, int]] = []
         specs = []
-        inputs = [(i, rules.name_of(i, model), value) for i, value in enumerate(args)]
+        inputs: list[tuple[int | str, str, Any]] = [
+            (i, rules.name_of(i, model), value) for i, value in enumerate(args)
+        ]
         inputs += [(name, name, value) for name, value in kwargs.items()]
         for key, name, value in inputs:
             first = len(self.tensors)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.splitting import split_by_ratio
-from runtime.collective import Collective
 from runtime.core.loss_weights import Weight, fractions_of, inverse_of
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
@@ -36,14 +35,13 @@ from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.rank_threads import Task
 from runtime.loop.replica import (
+    GradientReduction,
     LossFn,
     RankReplica,
     Row,
-    add_parts,
     add_rows,
     clip_and_scale_,
     divide_grads_,
-    divided_rows,
     take_grads,
 )
 from runtime.loop.runner import STOP_TIMEOUT_S, Runner
@@ -52,9 +50,6 @@ from runtime.replica.gradients import refuse_sparse
 
 logger = logging.getLogger(__name__)
 
-MAX_INLINE_ELEMENTS = 1 << 20
-"""Up to this many elements over all ranks, the calling thread adds gradients up; more are divided
-among the ranks' threads."""
 UNREDUCED_AT_CLOSE = (
     "the gradients of the last %d steps were never reduced, so their batches had no effect: "
     "with max_anchor, call step(reduce=True) for the last batch"
@@ -111,6 +106,7 @@ class ThreadedEngine:
         self._balancer = balancer
         self._accumulation = accumulation
         self._recorder = recorder
+        self._reduction = GradientReduction(mirror, replicas, runner, recorder)
         self._max_grad_norm = max_grad_norm
         self._rules = rules or InputRules()
         self._exclusive = ReentrancyGuard(runner.check_not_replica_thread)
@@ -127,7 +123,6 @@ class ThreadedEngine:
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
         self._spans_steps = accumulation.spans_steps
-        self._on_one_device = len(set(self.devices)) == 1
         self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
 
     @property
@@ -258,76 +253,8 @@ class ThreadedEngine:
                     for shard, row in zip(shards, rows, strict=True):
                         by_rank[shard.rank] = row
                     rows = []
-                    total = self._sum(by_rank, params)
+                    total = self._reduction.sum(by_rank, params)
             return [outcomes[shard.rank].value for shard in shards], total
-
-    def _sum(self, rows: Sequence[Row], params: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The sum of all ranks' gradients, on the first device."""
-        has_grad = [any(g is not None for g in column) for column in zip(*rows, strict=True)]
-        if not any(has_grad):
-            return [None] * len(params)
-        if not self._on_one_device:
-            names = self._names(params)
-            tasks = [
-                partial(self._all_reduce, replica, collective, row, has_grad, names)
-                for replica, collective, row in zip(
-                    self._replicas, self._runner.collectives(), rows, strict=True
-                )
-            ]
-            reduced = self._runner.run(tasks, "reduce")
-            self._recorder.record_reductions(self._replicas)
-            found: list[Tensor | None] = reduced[0].value
-            return found
-        start_s = time.monotonic()
-        with self._timing_reduction():
-            total = list(rows[0])
-            num_elements = sum(p.numel() for p in params) * len(rows)
-            is_dense = all(g is None or g.layout is torch.strided for row in rows for g in row)
-            if num_elements > MAX_INLINE_ELEMENTS and is_dense:
-                others = []
-                for row in rows[1:]:
-                    others.append(
-                        [None if mine is None else g for mine, g in zip(total, row, strict=True)]
-                    )
-                    add_rows(
-                        total,
-                        [g if mine is None else None for mine, g in zip(total, row, strict=True)],
-                    )
-                parts = divided_rows([total, *others], len(rows))
-                self._runner.run([partial(add_parts, part) for part in parts], "sum")
-            else:
-                for row in rows[1:]:
-                    add_rows(total, row)
-        for replica in self._replicas:
-            replica.exchange_span_s = (start_s, time.monotonic())
-        self._recorder.record_reductions(self._replicas)
-        return total
-
-    def _all_reduce(
-        self,
-        replica: RankReplica,
-        collective: Collective,
-        row: Row,
-        has_grad: Sequence[bool],
-        names: Sequence[str],
-    ) -> list[Tensor | None]:
-        """Run in a rank's thread."""
-        with self._runner.aborting_on_error():
-            collective.barrier()  # keeps the wait for the slowest rank out of the timing
-            replica.sync_timer.start()
-            found = replica.all_reduce(collective, row, has_grad, names)
-            replica.sync_timer.stop(1)
-            return found
-
-    @contextmanager
-    def _timing_reduction(self) -> Iterator[None]:
-        self._first.sync_timer.start()
-        yield
-        self._first.sync_timer.stop(1)
-
-    def _names(self, params: Sequence[Tensor]) -> list[str]:
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return [names.get(id(p), "a tensor") for p in params]
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Distribute batches; each rank trains its own sequentially."""
@@ -427,7 +354,7 @@ class ThreadedEngine:
         rows = [stashed.row(params) for stashed in self._stashed]
         self._clear_stashed()
         self._source = GradientSource.BACKWARD
-        for p, grad in zip(params, self._sum(rows, params), strict=True):
+        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
             p.grad = grad
         return divisor
 
@@ -449,15 +376,13 @@ class ThreadedEngine:
             return True
         rows = [[p.grad for p in params], *(local.row(params) for local in self._local[1:])]
         tasks = []
-        for replica, row, (before, after) in zip(
-            self._replicas, rows, self._rank_factors(weight), strict=True
-        ):
+        for row, (before, after) in zip(rows, self._rank_factors(weight), strict=True):
             own = [g for g in row if g is not None]
             tasks.append(
                 partial(clip_and_scale_, own, self._max_grad_norm, before, after) if own else None
             )
         self._runner.run(tasks, "average")
-        for p, grad in zip(params, self._sum(rows, params), strict=True):
+        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
             p.grad = grad
         return False
 

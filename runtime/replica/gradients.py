@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import LOW_PRECISION
@@ -138,7 +138,7 @@ def refuse_sparse(name: str, grad: Tensor) -> None:
         )
 
 
-def check_gradients(names: Sequence[str], params: Sequence[nn.Parameter], function: str) -> None:
+def check_gradients(names: Sequence[str], params: Sequence[Tensor], function: str) -> None:
     """Check the gradients of the first loss of a user function.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import Trainer
-from runtime.loop import threaded
+from runtime.loop import mirror, replica
 
 WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
@@ -38,9 +38,15 @@ def make_batch(size, dtype=torch.float64):
 
 @contextmanager
 def exchanging_gradients(how):
-    """Make CPU replicas exchange gradients "directly", in the caller's thread, or by "meeting"."""
+    """Make CPU replicas add gradients up "directly", in the caller's thread, or by "meeting".
+
+    With "copies" every rank has memory of its own, as on different GPUs, and gradients go through
+    the collective.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threaded, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
+        patch.setattr(replica, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
+        if how == "copies":
+            patch.setattr(mirror, "can_share_memory", lambda devices: False)
         yield
 
 

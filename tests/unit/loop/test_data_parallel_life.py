@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import AverageBackend, DataParallelCoordinator, ReplicaMismatch
+from runtime import AverageBackend, DataParallelCoordinator
 from runtime.core.threads import IntraOpThreads
 from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of
 
@@ -53,47 +53,24 @@ def test_wrong_arguments_are_named_and_leave_no_thread(change, error, match):
     assert [t for t in threading.enumerate() if t not in before] == []
 
 
-def test_models_that_differ_are_named_with_their_rank():
-    built = []
-
-    def growing(device):
-        built.append(nn.Linear(4, 2 + len(built)))
-        return built[-1]
-
-    with pytest.raises(ReplicaMismatch, match=r"another model on rank 1.*'weight'") as caught:
-        replicas(2, model=growing)
-    assert "while replica 1 was built on cpu" in caught.value.__notes__
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_factorys_exception_has_a_note_with_the_rank(rank):
-    built = []
-
+def test_a_factorys_exception_is_raised():
     def factory(device):
-        built.append(device)
-        if len(built) == rank + 1:
-            raise LookupError("planted")
-        return mlp(device)
+        raise LookupError("planted")
 
-    with pytest.raises(LookupError, match="planted") as caught:
+    with pytest.raises(LookupError, match="planted"):
         replicas(3, model=factory)
-    # After rank 0 they may build in any order.
-    assert ("replica 0" in caught.value.__notes__[0]) is (rank == 0)
 
 
-def test_models_are_built_one_at_a_time_and_start_from_the_primarys_weights():
-    at_work, most = [], []
+def test_a_factory_is_called_once():
+    built = []
 
     def random(device):
-        at_work.append(device)
-        most.append(len(at_work))
-        model = nn.Linear(3, 3)
-        at_work.pop()
-        return model
+        built.append(nn.Linear(3, 3))
+        return built[-1]
 
     with replicas(4, model=random) as coordinator:
         assert identical(coordinator)
-    assert most == [1] * 4
+        assert [coordinator.primary] == built
 
 
 def test_a_module_is_copied_for_each_replica_and_not_changed():

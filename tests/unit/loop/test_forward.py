@@ -336,7 +336,11 @@ def test_inputs_without_a_batch_are_refused():
 
 def test_inputs_of_different_sizes_are_refused():
     refused(
-        lambda m, *a: m.w, numbers(3), numbers(4), error=ValueError, match=r"\(3, 1\), \(4, 1\)"
+        lambda m, *a: m.w,
+        numbers(3),
+        numbers(4),
+        error=ValueError,
+        match=r"\(3, 1\), input 1 \(4, 1\)",
     )
 
 

@@ -29,7 +29,7 @@ from tests.support.own_loop import (
 ratios = st.lists(st.floats(0.05, 20.0), min_size=2, max_size=4)
 
 
-@pytest.fixture(autouse=True, scope="module", params=["directly", "meeting"])
+@pytest.fixture(autouse=True, scope="module", params=["directly", "meeting", "copies"])
 def way(request):
     with exchanging_gradients(request.param):
         yield request.param
@@ -282,10 +282,18 @@ def test_gradients_of_gradients_are_refused():
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-def test_sparse_gradients_are_refused():
+def test_sparse_gradients_equal_one_device_or_are_refused_between_devices(way):
     net = nn.Embedding(5, 2, sparse=True)
-    with on_cpus(net, 2) as model, pytest.raises(ReplicaFailed, match="sparse=False"):
-        model(torch.tensor([0, 1, 2])).sum().backward()
+    alone = OneDevice(net)
+    rows = torch.tensor([0, 1, 2, 1])
+    with on_cpus(net, 2) as model:
+        if way == "copies":
+            with pytest.raises(ReplicaFailed, match="sparse=False"):
+                model(rows).square().sum().backward()
+            return
+        for loop in (model, alone):
+            loop(rows).square().sum().backward()
+        assert torch.equal(net.weight.grad.to_dense(), alone.model.weight.grad.to_dense())
 
 
 def test_a_step_without_gradients_changes_nothing():
