@@ -8,6 +8,7 @@ replica's backward in the replica's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -352,6 +353,7 @@ class ShardOutput:
         grads: Sequence[Tensor | None],
         *,
         wanted: Sequence[bool] | None,
+        first_leaves: Sequence[Tensor],
         retain_graph: bool,
     ) -> list[Tensor | None]:
         """Run backward in the replica's thread.
@@ -361,6 +363,7 @@ class ShardOutput:
         Args:
             grads: Each output's gradient, on the replica's device.
             wanted: The parameters that get a gradient; ``None``: all.
+            first_leaves: Rank 0's leaves, which hooks of other ranks may use.
             retain_graph: Whether to keep the graph.
 
         Returns:
@@ -374,7 +377,10 @@ class ShardOutput:
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
         chosen = None
         if wanted is not None:
-            chosen = [*required, *(p for p, w in zip(self.leaves, wanted, strict=True) if w)]
+            # A hook that refers to the model itself leads to rank 0's leaves.
+            ranks = [self.leaves] if self.leaves is first_leaves else [self.leaves, first_leaves]
+            pairs_of = chain.from_iterable(zip(own, wanted, strict=True) for own in ranks)
+            chosen = [*required, *(leaf for leaf, flag in pairs_of if flag)]
         if pairs and (chosen is None or chosen):
             outputs, given = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, given, retain_graph=retain_graph, inputs=chosen)

@@ -104,6 +104,7 @@ class RankReplica:
         grads: Sequence[Tensor | None],
         *,
         wanted: Sequence[bool] | None,
+        first_leaves: Sequence[Tensor],
         retain_graph: bool,
     ) -> list[Tensor | None]:
         """Run backward of a shard from :meth:`forward`; see :meth:`ShardOutput.backward`."""
@@ -111,7 +112,12 @@ class RankReplica:
         given = [None if g is None else to_device(g, self.device) for g in grads]
         mask = _loss_weight_mask(shard, given)
         with self.mirror.computing(self.rank):
-            found = shard.backward(given, wanted=wanted, retain_graph=retain_graph)
+            found = shard.backward(
+                given,
+                wanted=wanted,
+                first_leaves=first_leaves,
+                retain_graph=retain_graph,
+            )
         if mask is not None:
             new = [leaf.grad for leaf in shard.leaves if leaf.grad is not None]
             scale_(new, (mask != 0).to(torch.float64))

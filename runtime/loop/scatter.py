@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.core.loss_weights import LossWeightFn
-from runtime.core.nested import Spec, flatten
+from runtime.core.nested import NestedSpec, flatten
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,11 @@ class Scatter:
         rules = rules or InputRules()
         self.batch_dim = rules.batch_dim
         self.tensors: list[Tensor] = []
-        self._lists: dict[int, Spec] = {}  # of one entry per sample, by id
+        self._lists: dict[int, NestedSpec] = {}  # of one entry per sample, by id
         self._rows: dict[int, int] = {}  # sample of a tensor in such a list, by index
         self._dims: list[int | None] = []
         names: list[str] = []
-        candidates: list[tuple[str, Spec, int]] = []
+        candidates: list[tuple[str, NestedSpec, int]] = []
         specs = []
         inputs: list[tuple[int | str, str, Any]] = [
             (i, rules.name_of(i, model), value) for i, value in enumerate(args)
@@ -124,9 +124,9 @@ class Scatter:
             names += [name] * len(own)
             if not is_whole:
                 candidates += [(name, found, at) for found, at in _entry_lists(spec, first)]
-        args_spec = Spec(tuple, tuple(range(len(args))), tuple(specs[: len(args)]))
-        kwargs_spec = Spec(dict, tuple(kwargs), tuple(specs[len(args) :]))
-        self._spec = Spec(tuple, (0, 1), (args_spec, kwargs_spec))
+        args_spec = NestedSpec(tuple, tuple(range(len(args))), tuple(specs[: len(args)]))
+        kwargs_spec = NestedSpec(dict, tuple(kwargs), tuple(specs[len(args) :]))
+        self._spec = NestedSpec(tuple, (0, 1), (args_spec, kwargs_spec))
         self._find_samples(names, candidates)
         cut = [n for n, dim in zip(names, self._dims, strict=True) if dim is not None]
         lists = [name for name, spec, _ in candidates if id(spec) in self._lists]
@@ -140,7 +140,7 @@ class Scatter:
         return self.batch_dim if tensor.dim() > self.batch_dim else 0
 
     def _find_samples(
-        self, names: Sequence[str], candidates: Sequence[tuple[str, Spec, int]]
+        self, names: Sequence[str], candidates: Sequence[tuple[str, NestedSpec, int]]
     ) -> None:
         """Find the number of samples, and lists that have an entry for each."""
         inside = {
@@ -211,15 +211,15 @@ class Scatter:
         args, kwargs = spec.build(iter(parts))
         return ShardInput(args, kwargs, leaves)
 
-    def _sliced(self, spec: Spec, start: int, stop: int) -> Spec:
+    def _sliced(self, spec: NestedSpec, start: int, stop: int) -> NestedSpec:
         """The structure with the entries of samples ``start`` to ``stop`` in lists that are cut."""
         if id(spec) in self._lists:
             entries = spec.children[start:stop]
-            return Spec(spec.kind, tuple(range(len(entries))), entries, spec.value)
+            return NestedSpec(spec.kind, tuple(range(len(entries))), entries, spec.value)
         if not spec.children:
             return spec
         children = tuple(self._sliced(child, start, stop) for child in spec.children)
-        return Spec(spec.kind, spec.keys, children, spec.value)
+        return NestedSpec(spec.kind, spec.keys, children, spec.value)
 
     def merge_gradients(
         self, index: int, parts: Sequence[Tensor | None], ranges: Sequence[tuple[int, int]]
@@ -247,13 +247,13 @@ class Scatter:
         return torch.cat(merged, dim)
 
 
-def _num_tensors(spec: Spec) -> int:
+def _num_tensors(spec: NestedSpec) -> int:
     if spec.kind is Tensor:
         return 1
     return sum(map(_num_tensors, spec.children))
 
 
-def _entry_lists(spec: Spec, first: int) -> list[tuple[Spec, int]]:
+def _entry_lists(spec: NestedSpec, first: int) -> list[tuple[NestedSpec, int]]:
     """Lists without a tensor as an entry, with the index of the first tensor inside each."""
     if spec.kind is list and not any(child.kind is Tensor for child in spec.children):
         return [(spec, first)]

@@ -231,7 +231,12 @@ class ThreadedEngine:
             for shard, given in zip(shards, grads, strict=True):
                 replica = self._replicas[shard.rank]
                 tasks[shard.rank] = partial(
-                    replica.backward, shard, given, wanted=wanted, retain_graph=retain_graph
+                    replica.backward,
+                    shard,
+                    given,
+                    wanted=wanted,
+                    first_leaves=shards[0].leaves,
+                    retain_graph=retain_graph,
                 )
             tensors = [g for row in grads for g in row if g is not None]
             with self._clearing_on_error():

@@ -126,7 +126,7 @@ def test_a_non_finite_gradient_raises_before_any_step(trained, at, value):
     coordinator, plan = trained
     plan[at] = lambda loss, model: loss + Poisoned.apply(model[3].weight, value)
     error = fails_and_stays_usable(
-        coordinator, plan, NonFiniteError, f"rank {at}, step 2: a gradient .*hit: '3.weight'"
+        coordinator, plan, NonFiniteError, f"rank {at}, step 2: a gradient .*parameter: '3.weight'"
     )
     assert (error.rank, error.what, error.parameter) == (at, "gradient", "3.weight")
 
