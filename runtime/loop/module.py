@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -31,14 +32,27 @@ class ReplicatedModule(Closeable, nn.Module):
             loss.backward()
             model.step()
 
+    **There is one model**, :attr:`module`, with one optimizer. Each rank computes in its own thread:
+    rank 0 with the model, the others with copies that share its parameters (on other devices:
+    follow them). Gradients of all ranks are summed and become those of the model, so
+    everything that acts on the model or the optimizer acts as on one device: hooks of
+    parameters, hooks of the optimizer, optimizers that step in backward, several optimizers,
+    gradients that the caller writes, ``torch.autograd.grad(loss, parameters)``,
+    ``loss.backward(inputs=...)``.
+
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
-    copies the shards to the devices, runs the replicas at the same time in their own threads,
-    and concatenates their outputs on ``devices[0]``. Inputs and outputs have the batch first;
-    tensors without dimensions, and other values, go to every replica unchanged. A
-    batch smaller than the number of devices runs on the first devices. An opaque object that
-    may contain tensors (the cache of a generative model) is ``None`` in the gathered output. An
-    output that relates the samples of a shard to each other (``z @ z.T``) is refused, by the second
-    call at the latest: return ``z`` and compute it in the loop.
+    runs the ranks at the same time, and concatenates their outputs on ``devices[0]``. Inputs
+    and outputs have the batch first; ``DdpConfig(batch_dim=1)`` names another dimension. A list
+    without tensors, or of dicts, that has one entry per sample is cut too. Tensors without
+    dimensions, inputs that ``DdpConfig(whole=[...])`` names, and other values go to every rank
+    unchanged; what is cut is logged once. With several inputs, or sequences, the first batch is
+    checked on a copy of the model in eval mode: if the output for four samples is not that of
+    two and two, the call is refused. A batch smaller than the number of devices runs on the
+    first devices, and no rank gets a single sample while batch normalization is in train mode.
+    An opaque object that may contain tensors (the cache of a generative model) is ``None`` in
+    the gathered output. An output that relates the samples of a shard to each other
+    (``z @ z.T``) is refused, by the second call at the latest: return ``z`` and compute it in
+    the loop.
 
     **A loss that the model computes itself**, a floating-point output without dimensions (alone,
     or in a dict, a dataclass or a named tuple), is gathered as the weighted mean over the
@@ -51,23 +65,16 @@ class ReplicatedModule(Closeable, nn.Module):
     kinds of models of the Transformers library, all labels count. Class weights inside the model
     need a ``loss_weight``. A shard with weight 0 adds nothing, even if its loss is NaN.
 
-    **Backward** from the outputs runs each replica's backward in its own thread, then adds the
-    gradients up on ``devices[0]``. Between ``loss.backward()`` and :meth:`step` the gradients of
-    ``parameters()`` are those of the whole batch; read, clip or change them in place as on one
-    device. Several forward passes before a backward, and several backward passes before a step,
-    add up as on one device. Gradients of gradients do not pass through replicas. Only
-    ``loss.backward()`` computes gradients of parameters:
-    ``torch.autograd.grad(loss, parameters)`` and ``loss.backward(inputs=parameters)`` stop at the
-    outputs, and report parameters that "have not been used", or return ``None`` or zeros where
-    that is allowed. Gradients of the inputs work both ways. The next backward after a step
-    overwrites the gradients: clone those you want to keep.
+    **Backward** from the outputs runs each rank's backward in its own thread, then adds the
+    gradients up on ``devices[0]``. The gradients of ``parameters()`` are those of the whole
+    batch; a parameter that no rank used keeps ``None``. Several forward passes before a
+    backward, and several backward passes before a step, add up as on one device. Gradients of
+    gradients do not pass through the ranks.
 
-    **step()** copies the gradients to all replicas, copies rank 0's buffers, and steps every
-    optimizer with the settings of rank 0's, so all replicas keep the same bits. If devices are
-    not all of one kind, rank 0's parameters are copied after each step. An optimizer that draws
-    random numbers draws different ones on each device. Parameter groups added to
-    :attr:`optimizer` reach all optimizers; their parameters must have required a gradient in
-    ``Trainer.setup``. A state loaded into it reaches all; state changed in place does not.
+    **step()** clips, steps the optimizer, advances the schedule and clears the gradients. The
+    optimizer may also be stepped directly, or by a ``GradScaler``; that clips and advances the
+    schedule too, and leaves the gradients. After ``accumulate``, and with ``max_anchor``, only
+    :meth:`step` reduces the gradients, and direct steps are refused.
 
     **Several batches for each device between two reductions** (useful if devices differ or
     reductions are expensive) are passed in lists, and the loss is computed on the model's
@@ -84,31 +91,24 @@ class ReplicatedModule(Closeable, nn.Module):
     Each device trains as many batches as its entry in ``batch_counts``; its accumulated gradient
     is clipped, divided by that count, and averaged with the count as weight.
 
-    These changes to the model apply to every replica from the next forward on: train and eval
-    mode, frozen parameters, ``load_state_dict``, weights changed in place under
-    ``torch.no_grad()``, buffers changed in place or replaced by others of the same shape, and
-    attributes set on this module, with tensors moved to each device. Changes through ``.data``
-    need :meth:`sync_params`. Any other method or attribute of the model is that of rank 0, and
-    runs in the caller's thread. So set a hook, or an attribute of a submodule, on every replica,
-    on one device as on many::
-
-        for replica in model.replicas:
-            replica.dropout.p = 0.3
-
-    Parameters and submodules cannot be added or replaced: build the model before. Buffers can be
-    added with :meth:`register_buffer`.
+    **Changes of the model between two calls** reach every rank at the next forward: modes, frozen
+    parameters, weights (through ``.data``, too), buffers, attributes, hooks, and modules and
+    parameters that are added or replaced. Parameters that are added have to be added to the
+    optimizer, as on one device. Not seen are writes in place to tensors that are neither
+    parameters nor buffers and to objects implemented in C; between two steps, writes through
+    ``.data`` to large buffers and to parameters while devices differ: :meth:`sync_params` copies
+    these. Other methods of the model run on rank 0's, in the caller's thread.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller apply
-    to the replicas. While the model is open, an optimizer cannot be stepped directly or by a
-    ``GradScaler``: use bfloat16, and never ``scaler.scale(loss)``. Dropout on CPU replicas draws
-    from the process-wide generator, in no fixed order; batch normalization uses only each
-    replica's shard. On GPUs all work is ordered with the caller's current streams in both
+    to the replicas. Dropout on CPU replicas draws from the process-wide generator, in no fixed
+    order. Batch normalization uses only each rank's shard, and its statistics are rank 0's;
+    without gradients, as in ``torch.optim.swa_utils.update_bn``, rank 0 runs the whole batch.
+    On GPUs all work is ordered with the caller's current streams in both
     directions, and the host does not wait for it; do not overwrite an input in pinned memory
     before its copy is done.
 
     If a replica raises, the call that ran it raises :class:`~gpuworker.ReplicaFailed`, with the
-    rank. The gradients since the last step are dropped, and the module stays usable. After a
-    failed step the replicas continue from rank 0's state. Threads end with :meth:`close`, at
+    rank. The gradients since the last step are dropped, and the module stays usable. Threads end with :meth:`close`, at
     the end of a ``with`` block, when the module and its outputs are garbage-collected, or with
     the interpreter. On one device there are no threads, and the model is called directly.
     """
@@ -133,7 +133,7 @@ class ReplicatedModule(Closeable, nn.Module):
         return self._engine.forward(*args, **kwargs)
 
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
-        """Reduce gradients, copy buffers, step every optimizer, clear the gradients.
+        """Clip and step with the gradients of the whole batch, and clear them.
 
         With ``DdpConfig(max_anchor=n)``, ``n`` above 1, only every ``min(batch_counts)``-th call
         after ``loss.backward()`` does so, with the mean gradient of all of them. The other calls
@@ -158,13 +158,12 @@ class ReplicatedModule(Closeable, nn.Module):
                 ``accumulate``, every call reduces.
 
         Raises:
-            ReplicaFailed: An optimizer raised.
+            ReplicaFailed: A reduction failed.
             TypeError: The weight is neither a number nor a tensor.
             ValueError: The weight is negative, NaN or not a scalar, or was passed after
-                ``accumulate``; the optimizer was given a parameter that the model does not
-                train, which was removed again.
-            RuntimeError: Submodules or parameters were replaced, or the scheduler was made for
-                other parameter groups.
+                ``accumulate``.
+            RuntimeError: The scheduler was made for other parameter groups.
+            Exception: The optimizer raised.
         """
         checked = None if weight is None else check_weight("weight", weight)
         self._engine.step(checked, reduce=reduce)
@@ -212,8 +211,12 @@ class ReplicatedModule(Closeable, nn.Module):
         return self._engine.clip_grad_norm_(check_float("max_norm", max_norm, 0.0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of every replica; they always become ``None``."""
+        """Clear the gradients; they always become ``None``."""
         self._engine.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context without effect: gradients of several backward passes add up in any case."""
+        return nullcontext()
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
         """Set the learning rate by the scheduler ``factory(optimizer)``, stepped at each step.
@@ -231,15 +234,15 @@ class ReplicatedModule(Closeable, nn.Module):
         self._engine.rate.set_scale(check_float("scale", scale, 0.0))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, the same on every device; its tensors are not copied."""
+        """The optimizer's state; its tensors are not copied."""
         return self.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state on every device."""
+        """Load an optimizer's state."""
         self.optimizer.load_state_dict(state)
 
     def sync_params(self) -> None:
-        """Copy rank 0's parameters and buffers to every replica now."""
+        """Copy the model's parameters and buffers to every device now, however they changed."""
         self._engine.sync_params()
 
     @property
@@ -257,18 +260,15 @@ class ReplicatedModule(Closeable, nn.Module):
 
     @property
     def replicas(self) -> tuple[nn.Module, ...]:
-        """The model on each device; to read, and to set attributes of submodules on all of them.
+        """Each rank's model, up to date, to read: the model, and copies of it.
 
-        Change weights and buffers only on the first, :attr:`module`; the others copy them.
+        Change :attr:`module`; the copies follow it, and may be replaced by others.
         """
         return self._engine.models
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Rank 0's optimizer; all others copy its settings.
-
-        Its ``step()`` raises ``RuntimeError`` outside :meth:`step`, until :meth:`close`.
-        """
+        """The model's optimizer."""
         return self._engine.optimizer
 
     @property
@@ -352,17 +352,13 @@ class ReplicatedModule(Closeable, nn.Module):
         return self.module.named_children()
 
     def apply(self, fn: Any) -> ReplicatedModule:
-        """Apply a function to the model and its submodules.
-
-        Its changes to parameters and buffers reach every replica; other attributes that it sets
-        are only set on rank 0.
-        """
+        """Apply a function to the model and its submodules."""
         self.module.apply(fn)
         self.sync_params()
         return self
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Add a buffer to the model, on every replica; each has its own copy.
+        """Add a buffer to the model, on ``devices[0]``.
 
         Raises:
             KeyError: The name is taken or not valid.
