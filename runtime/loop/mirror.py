@@ -40,11 +40,6 @@ UNFOLLOWED = (
 ModelMaker = Callable[[torch.device], nn.Module]
 
 
-def can_share_memory(devices: Sequence[torch.device]) -> bool:
-    """True if the ranks can use the model's own memory."""
-    return len(set(devices)) == 1
-
-
 class ModelMirror:
     """The user's model, run by rank 0, and a copy of it for each other rank.
 
@@ -283,6 +278,11 @@ class ModelMirror:
             for leaf, flag in zip(leaves, flags, strict=True):
                 leaf.requires_grad_(flag)
         self._flags = flags
+
+
+def can_share_memory(devices: Sequence[torch.device]) -> bool:
+    """True if the ranks can use the model's own memory."""
+    return len(set(devices)) == 1
 
 
 def _new_leaf(p: Tensor, data: Tensor) -> Tensor:

@@ -32,13 +32,12 @@ class ReplicatedModule(Closeable, nn.Module):
             loss.backward()
             model.step()
 
-    **There is one model**, :attr:`module`, with one optimizer. Each rank computes in its own thread:
-    rank 0 with the model, the others with copies that share its parameters (on other devices:
-    follow them). Gradients of all ranks are summed and become those of the model, so
-    everything that acts on the model or the optimizer acts as on one device: hooks of
-    parameters, hooks of the optimizer, optimizers that step in backward, several optimizers,
-    gradients that the caller writes, ``torch.autograd.grad(loss, parameters)``,
-    ``loss.backward(inputs=...)``.
+    **There is one model**, :attr:`module`, with one optimizer. Each rank computes in its own
+    thread: rank 0 with the model, the others with copies that share its parameters, or on other
+    devices follow them. Gradients of all ranks are summed and become those of the model, so
+    everything that acts on the model or the optimizer acts as on one device: hooks of parameters
+    and of the optimizer, optimizers that step in backward, several optimizers, gradients that
+    the caller writes, ``torch.autograd.grad(loss, parameters)``, ``loss.backward(inputs=...)``.
 
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
     runs the ranks at the same time, and concatenates their outputs on ``devices[0]``. Inputs
@@ -108,9 +107,10 @@ class ReplicatedModule(Closeable, nn.Module):
     before its copy is done.
 
     If a replica raises, the call that ran it raises :class:`~gpuworker.ReplicaFailed`, with the
-    rank. The gradients since the last step are dropped, and the module stays usable. Threads end with :meth:`close`, at
-    the end of a ``with`` block, when the module and its outputs are garbage-collected, or with
-    the interpreter. On one device there are no threads, and the model is called directly.
+    rank. The gradients since the last step are dropped, and the module stays usable. Threads
+    end with :meth:`close`, at the end of a ``with`` block, when the module and its outputs are
+    garbage-collected, or with the interpreter. On one device there are no threads, and the
+    model is called directly.
     """
 
     def __init__(self, engine: LoopEngine, head: Any = None) -> None:

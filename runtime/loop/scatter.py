@@ -16,60 +16,6 @@ from runtime.core.nested import NestedSpec, flatten
 logger = logging.getLogger(__name__)
 
 
-class InputRules:
-    """How a model's inputs are cut into shards.
-
-    Args:
-        batch_dim: The dimension that counts the samples.
-        whole: Inputs of which every rank gets all, by name or position; ``None``: not stated, so
-            that a first batch is checked for inputs that belong to no sample.
-        loss_weight: See :class:`~gpuworker.DdpConfig`.
-
-    Attributes:
-        is_checked: True if no check is due any more.
-    """
-
-    def __init__(
-        self,
-        batch_dim: int = 0,
-        whole: Sequence[str | int] | None = None,
-        loss_weight: LossWeightFn | None = None,
-    ) -> None:
-        self.batch_dim = batch_dim
-        self.whole = frozenset(whole or ())
-        self.loss_weight = loss_weight
-        self.is_checked = whole is not None
-        self._is_logged = False
-        self._names: tuple[str, ...] | None = None
-
-    def name_of(self, position: int, model: nn.Module | None) -> str:
-        """Name of a positional input."""
-        if self._names is None:
-            self._names = () if model is None else _parameter_names(model)
-        return self._names[position] if position < len(self._names) else f"input {position}"
-
-    def log(self, cut: Sequence[str], whole: Sequence[str]) -> None:
-        """Log once which inputs are cut."""
-        if self._is_logged:
-            return
-        self._is_logged = True
-        logger.info(
-            "of the inputs, every device gets its samples of %s, and all of %s; others are named "
-            "by DdpConfig(whole=[...])",
-            ", ".join(cut),
-            ", ".join(whole) or "none",
-        )
-
-
-def _parameter_names(model: nn.Module) -> tuple[str, ...]:
-    try:
-        kinds = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in kinds if p.kind in positional)
-
-
 class Scatter:
     """Cuts the inputs of one call into shards.
 
@@ -245,6 +191,60 @@ class Scatter:
             shape[dim] = stop - start
             merged.append(tensor.new_zeros(shape) if part is None else part.to(tensor.device))
         return torch.cat(merged, dim)
+
+
+class InputRules:
+    """How a model's inputs are cut into shards.
+
+    Args:
+        batch_dim: The dimension that counts the samples.
+        whole: Inputs of which every rank gets all, by name or position; ``None``: not stated, so
+            that a first batch is checked for inputs that belong to no sample.
+        loss_weight: See :class:`~gpuworker.DdpConfig`.
+
+    Attributes:
+        is_checked: True if no check is due any more.
+    """
+
+    def __init__(
+        self,
+        batch_dim: int = 0,
+        whole: Sequence[str | int] | None = None,
+        loss_weight: LossWeightFn | None = None,
+    ) -> None:
+        self.batch_dim = batch_dim
+        self.whole = frozenset(whole or ())
+        self.loss_weight = loss_weight
+        self.is_checked = whole is not None
+        self._is_logged = False
+        self._names: tuple[str, ...] | None = None
+
+    def name_of(self, position: int, model: nn.Module | None) -> str:
+        """Name of a positional input."""
+        if self._names is None:
+            self._names = () if model is None else _parameter_names(model)
+        return self._names[position] if position < len(self._names) else f"input {position}"
+
+    def log(self, cut: Sequence[str], whole: Sequence[str]) -> None:
+        """Log once which inputs are cut."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        logger.info(
+            "of the inputs, every device gets its samples of %s, and all of %s; others are named "
+            "by DdpConfig(whole=[...])",
+            ", ".join(cut),
+            ", ".join(whole) or "none",
+        )
+
+
+def _parameter_names(model: nn.Module) -> tuple[str, ...]:
+    try:
+        kinds = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in kinds if p.kind in positional)
 
 
 def _num_tensors(spec: NestedSpec) -> int:
