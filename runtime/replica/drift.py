@@ -28,11 +28,14 @@ class Drift(NamedTuple):
         tensor: Description of the first tensor that differs.
         ranks: Ranks in the collective that differ from its first.
         distance: Largest relative distance; ``None``: not measured.
+        is_frozen: True if the trained state is equal, and frozen parameters differ, as those of a
+            teacher that train_fn updates: a rank without samples does not call it in that step.
     """
 
     tensor: str
     ranks: tuple[int, ...]
     distance: float | None
+    is_frozen: bool = False
 
 
 class DriftCheck:
@@ -118,12 +121,13 @@ class DriftCheck:
             ranks = _unlike(collective.tell(_fingerprint(value)))
             if not ranks:
                 continue
+            is_frozen = any(value is p for _, p in self._frozen)
             if not isinstance(value, Tensor) or not value.is_floating_point():
-                return Drift(name, ranks, None)
+                return Drift(name, ranks, None, is_frozen)
             distance = max(collective.tell(self._distance(collective, value)))
             rounding = _MIXED_TOLERANCE if is_mixed else _TOLERANCE_EPS * _eps(value.dtype)
             if not distance <= rounding:
-                return Drift(name, ranks, distance)
+                return Drift(name, ranks, distance, is_frozen)
         return None
 
     def _device_kind(self) -> str:

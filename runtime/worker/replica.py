@@ -355,7 +355,7 @@ class WorkerReplica:
             True if replicas differed and this one was repaired.
 
         Raises:
-            ReplicaMismatch: Replicas differ.
+            ReplicaMismatch: Replicas differ in more than frozen parameters, which are repaired.
         """
         collective = self.averager.collective
         if not self.is_lockstep or collective is None:
@@ -371,13 +371,17 @@ class WorkerReplica:
             ranks = [int(rank) for rank in collective.tell(self.rank)]
         message = self._describe_drift(drift, ranks)
         donor = None if peers is None else peers.replicas.get(ranks[0])
-        if not self._repairs_drift or donor is None:
+        repairs = self._repairs_drift or drift.is_frozen
+        if not repairs or donor is None:
             raise ReplicaMismatch(
                 f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
                 "act alike on every rank, or call on_drift('repair')"
             )
         if donor is self:
-            logger.warning("%s; all ranks take the state of rank %d", message, ranks[0])
+            hint = ""
+            if drift.is_frozen:
+                hint = " (train_fn, which updates it, is not called on a rank without samples)"
+            logger.warning("%s%s; all ranks take the state of rank %d", message, hint, ranks[0])
             self.context.finish()
         collective.barrier()  # the donor's state is complete, and it does not train meanwhile
         if donor is not self:
