@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -31,6 +31,9 @@ from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
 
 _EXIT_S = 10.0  # the DataLoader notices a dead process within this time
+
+EXIT_SEEN_S = 1.0
+"""How long after a broken transfer a process may take to end."""
 
 TERM_GRACE_S = 5.0
 """How long a loader process that receives SIGTERM still reads: the run may have received it, too,
@@ -159,6 +162,9 @@ class ProcessLoader(ThreadLoader):
             self._pass_generation = None
             return None
         except Exception as error:
+            if isinstance(error, (EOFError, OSError)):
+                # Perhaps of a process that died while it sent a batch, and is about to be gone.
+                connection.wait([process.sentinel for process in batches._workers], EXIT_SEEN_S)
             codes = [process.exitcode for process in batches._workers if not process.is_alive()]
             if not codes:
                 if "timed out" in str(error) and self._settings.timeout_s:

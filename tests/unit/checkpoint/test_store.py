@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -95,6 +96,17 @@ def test_views_are_written_without_their_whole_storage(tmp_path):
     path = write_checkpoint(tmp_path, data)
     assert sum(file.stat().st_size for file in path.iterdir()) < 50_000
     assert same(load_newest(tmp_path).data, data)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_all_files_have_the_mode_of_the_umask(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        path = write_checkpoint(tmp_path, make(ranks=2))
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes
 
 
 def test_the_newest_checkpoint_is_the_last_written_whatever_its_step(tmp_path):

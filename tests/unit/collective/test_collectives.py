@@ -19,7 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.collective import AbortableBarrier, Collective, ReduceOp, create_collectives
+from runtime.collective import (
+    AbortableBarrier,
+    Collective,
+    ReduceOp,
+    close_collectives,
+    create_collectives,
+)
 from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
 from runtime.collective.process_group import FLIGHT_RECORDER
@@ -334,6 +340,20 @@ def test_a_mean_in_parts_that_a_rank_breaks_off_wakes_the_others(kind, given):
         assert isinstance(errors[0], CollectiveAborted)
         assert not errors[0].failed
         assert errors[1] is None
+
+
+def test_no_thread_of_a_broken_group_is_left_once_all_ranks_are_closed():
+    """Rank 0 has sent parts that rank 1 never receives."""
+    ends = create_collectives(2, "gloo", timeout_s=TIMEOUT_S)
+
+    def work(end):
+        mean = end.mean_in_parts(1)
+        for k in range(1 if end.rank else 3):
+            mean.add([torch.ones(7) * k])
+
+    errors_of(ends, work)
+    close_collectives(ends)
+    assert [t.name for t in threading.enumerate() if t.name == "collective-close"] == []
 
 
 @each_kind

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
+import pytest
+
 from tests.support import programs
 from tests.support.running import WAIT_S
 
@@ -77,13 +79,14 @@ def send(process, signum, answer):
     assert process.stdout.readline() == answer
 
 
-def test_sigterm_terminates_the_process_once_the_run_is_over():
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_process_once_the_run_is_over(signum):
     with script_in_a_step() as process:
-        send(process, signal.SIGTERM, b"asked to stop\n")
+        send(process, signum, b"asked to stop\n")
         out, err = process.communicate(b".", WAIT_S)
     assert out.splitlines()[0] == b"step done"
     assert b"KeyboardInterrupt" not in out + err
-    assert process.returncode == -signal.SIGTERM
+    assert process.returncode == -signum
 
 
 def test_ctrl_c_ends_a_script_with_a_keyboard_interrupt():
