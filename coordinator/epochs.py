@@ -122,7 +122,7 @@ class EpochScheduler:
 
     def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
         if self._evaluating != (event.rank, eval_at):
-            return  # of an average that was rolled back
+            return  # the average was rolled back
         self._evaluating = None
         self._mark_evaluated()
         metrics = StepMetrics(

@@ -353,7 +353,7 @@ class Coordinator:
             return
         why = f"the ranks could not be connected: {event.error}"
         if self._core.exclude_backend(event.backend, why):
-            self._survival.num_halts = 0  # of the excluded backend
+            self._survival.num_halts = 0  # they count for the excluded backend
             return
         error = AveragingFailed(f"{event.backend.name}: {why}")
         self._ending.fail(Failure(error=error), now)

@@ -19,15 +19,15 @@ from coordinator.metrics import (
 )
 from coordinator.schema import (
     Check,
-    either,
+    fail,
+    integer,
     items,
     mapping,
+    number,
     of_type,
     one_of,
-    real,
+    optional,
     record,
-    refuse,
-    whole,
 )
 from coordinator.splitting import BatchSet, compress, count_batches
 from coordinator.state import Core, RankState
@@ -147,8 +147,8 @@ def _epoch_state(
     unsettled: list[list[range]] = [
         [
             span
-            for number, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
-            if number == epoch.epoch
+            for owner, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
+            if owner == epoch.epoch
         ]
         for ledger in core.ledger.by_rank
     ]
@@ -196,44 +196,46 @@ _TRANSPORT = record(
         "candidates": items(_BACKEND),
         "chosen": _BACKEND,
         "decided": of_type(bool),
-        "costs": mapping(_BACKEND, items(real(0.0), 3)),
-        "anchor": whole(),
-        "look_after": whole(1),
+        "costs": mapping(_BACKEND, items(number(0.0), 3)),
+        "anchor": integer(),
+        "look_after": integer(1),
     }
 )
-_COUNTS = {"num_batches": whole(), "num_samples": whole(), "compute_s": real(0.0)}
+_COUNTS = {"num_batches": integer(), "num_samples": integer(), "compute_s": number(0.0)}
 _SUMS = record(
     {
         **_COUNTS,
-        "num_skipped": whole(),
-        "loss_sum": items(real()),
+        "num_skipped": integer(),
+        "loss_sum": items(number()),
         "loss_samples": lambda v, w: _check_weight(v, w),
         "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
     },
-    may={"learning_rate": real()},
+    may={"learning_rate": number()},
 )
-_RANK_TOTALS = record({**_COUNTS, "sync_s": real(0.0), "num_throttles": whole()})
-_RANK_METRICS = record({**_COUNTS, "rank": whole(), "avg_loss": real(), "throughput": real(0.0)})
+_RANK_TOTALS = record({**_COUNTS, "sync_s": number(0.0), "num_throttles": integer()})
+_RANK_METRICS = record(
+    {**_COUNTS, "rank": integer(), "avg_loss": number(), "throughput": number(0.0)}
+)
 _MACHINE_METRICS = record(
     {
         **_COUNTS,
         "machine": of_type(str),
-        "num_ranks": whole(1),
-        "avg_loss": real(),
-        "throughput": real(0.0),
+        "num_ranks": integer(1),
+        "avg_loss": number(),
+        "throughput": number(0.0),
     }
 )
 
 
 def _check_scalar(value: Any, where: str) -> None:
     items(lambda _, __: None, 2)(value, where)
-    items(real())(value[0], f"{where}[0]")
+    items(number())(value[0], f"{where}[0]")
     _check_weight(value[1], f"{where}[1]")
 
 
 def _check_weight(value: Any, where: str) -> None:
     """A sum of weights: a number, or a list of its parts."""
-    (items(real()) if isinstance(value, list) else real(0.0))(value, where)
+    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
 
 
 def check_run(
@@ -253,41 +255,41 @@ def check_run(
             one; names the first such field.
     """
     num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
-    record({"world_size": whole(1)})(state, "run")
+    record({"world_size": integer(1)})(state, "run")
     world = state["world_size"]
     elche = {
-        "anchor": whole(1),
-        "floor": whole(1),
+        "anchor": integer(1),
+        "floor": integer(1),
         "growth_held": of_type(bool),
-        "seconds": items(real(0.0), world),
-        "suspects": items(whole(-1), world),
+        "seconds": items(number(0.0), world),
+        "suspects": items(integer(-1), world),
     }
     record(
         {
-            "global_step": whole(),
-            "num_windows": whole(),
-            "num_averagings": whole(),
-            "num_failed_rounds": whole(),
-            "next_epoch": whole(),
-            "elapsed_s": real(0.0),
+            "global_step": integer(),
+            "num_windows": integer(),
+            "num_averagings": integer(),
+            "num_failed_rounds": integer(),
+            "next_epoch": integer(),
+            "elapsed_s": number(0.0),
             "elche": record(elche),
-            "guard": record({"row": items(real())}),
+            "guard": record({"row": items(number())}),
             "ranks": items(_RANK_TOTALS, world),
             "metrics": items(_metrics_check(num_samples)),
             "epochs": items(_epoch_check(world, num_samples, num_batches)),
         },
         may={
-            "per_global": whole(1, _MOST_RANKS),
-            "saved_ranks": items(whole(high=world - 1), num_rank_states),
+            "per_global": integer(1, _MOST_RANKS),
+            "saved_ranks": items(integer(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
         },
     )(state, "run")
     if not 1 <= num_rank_states <= world:
         raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
     closed, next_epoch = len(state["metrics"]), state["next_epoch"]
-    for number, metrics in enumerate(state["metrics"]):
-        if metrics["epoch"] != number:
-            refuse(f"run['metrics'][{number}]['epoch']", metrics["epoch"], str(number))
+    for epoch, metrics in enumerate(state["metrics"]):
+        if metrics["epoch"] != epoch:
+            fail(f"run['metrics'][{epoch}]['epoch']", metrics["epoch"], str(epoch))
     opened = [epoch["epoch"] for epoch in state["epochs"]]
     if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
         raise ValueError(
@@ -296,28 +298,28 @@ def check_run(
         )
     if state["global_step"] > num_batches * next_epoch:
         most = num_batches * next_epoch
-        refuse("run['global_step']", state["global_step"], f"at most {most}")
+        fail("run['global_step']", state["global_step"], f"at most {most}")
 
 
 def _metrics_check(num_samples: int) -> Check:
     fields = {
-        "epoch": whole(),
-        "avg_loss": real(),
-        "scalars": mapping(of_type(str), real()),
+        "epoch": integer(),
+        "avg_loss": number(),
+        "scalars": mapping(of_type(str), number()),
         "per_rank": items(_RANK_METRICS),
-        "epoch_s": real(0.0),
-        "num_samples": whole(high=num_samples),
-        "num_retrained": whole(),
-        "num_skipped": whole(),
-        "num_averagings": whole(),
-        "per_rank_throughput": items(real(0.0)),
-        "per_rank_batch_share": items(real(0.0)),
+        "epoch_s": number(0.0),
+        "num_samples": integer(high=num_samples),
+        "num_retrained": integer(),
+        "num_skipped": integer(),
+        "num_averagings": integer(),
+        "per_rank_throughput": items(number(0.0)),
+        "per_rank_batch_share": items(number(0.0)),
         "devices": items(of_type(str)),
     }
     may = {
-        "divergence": real(),
-        "param_norm": real(),
-        "learning_rate": real(),
+        "divergence": number(),
+        "param_norm": number(),
+        "learning_rate": number(),
         "machines": items(_MACHINE_METRICS),
         "partial": of_type(bool),
     }
@@ -340,30 +342,32 @@ def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
 
 
 def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
-    batch = whole(high=num_batches)
+    batch = integer(high=num_batches)
     fields = {
-        "epoch": whole(),
-        "epoch_s": either(real(0.0)),
+        "epoch": integer(),
+        "epoch_s": optional(number(0.0)),
         "consumed": items(items(batch, 2)),
-        "num_samples": whole(high=num_samples),
-        "num_retrained": whole(),
-        "num_averagings": whole(),
+        "num_samples": integer(high=num_samples),
+        "num_retrained": integer(),
+        "num_averagings": integer(),
         "tally": record({"ranks": items(_SUMS, world)}),
-        "quotas": either(items(whole(), world)),
-        "parts": either(mapping(whole(high=world - 1), items(items(batch, 3)))),
+        "quotas": optional(items(integer(), world)),
+        "parts": optional(mapping(integer(high=world - 1), items(items(batch, 3)))),
     }
 
     def check(value: Any, where: str) -> None:
-        record(fields, may={"divergence": either(real()), "norm": either(real())})(value, where)
+        record(fields, may={"divergence": optional(number()), "norm": optional(number())})(
+            value, where
+        )
         end = 0
         for i, (start, stop) in enumerate(value["consumed"]):
             if not end <= start < stop:
-                refuse(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
+                fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
             end = stop
         taken = set(_expand(value["consumed"]))
         for rank, spans in (value["parts"] or {}).items():
             if not all(step >= 1 for _, _, step in spans):
-                refuse(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
+                fail(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
             for b in _order(range(*span) for span in spans):
                 if b in taken:
                     raise ValueError(f"{where}['parts'][{rank}] holds batch {b} a second time")

@@ -10,35 +10,35 @@ Check = Callable[[Any, str], None]
 """Raises ``ValueError`` for an invalid value; the second argument is its place, for the message."""
 
 
-def refuse(where: str, value: object, expected: str) -> None:
-    """Raise the error that names a place, its value and the expected one."""
+def fail(where: str, value: object, expected: str) -> None:
+    """Raise ``ValueError`` with the place, its value and the expected one."""
     raise ValueError(f"{where} is {value!r:.80}, expected {expected}")
 
 
 _MOST = 2**62
 
 
-def whole(low: int = 0, high: int | None = None) -> Check:
-    """A whole number from ``low`` to ``high``."""
+def integer(low: int = 0, high: int | None = None) -> Check:
+    """An integer from ``low`` to ``high``."""
 
     def check(value: Any, where: str) -> None:
         most = _MOST if high is None else high
         fits = type(value) is int and low <= value <= most
         if not fits:
             end = "up" if high is None else f"to {high}"
-            refuse(where, value, f"a whole number from {low} {end}")
+            fail(where, value, f"a whole number from {low} {end}")
 
     return check
 
 
-def real(low: float | None = None) -> Check:
+def number(low: float | None = None) -> Check:
     """A number; with ``low``, finite and at least that."""
 
     def check(value: Any, where: str) -> None:
         if type(value) not in (int, float):
-            refuse(where, value, "a number")
+            fail(where, value, "a number")
         if low is not None and not (math.isfinite(value) and value >= low):
-            refuse(where, value, f"a finite number from {low:g} up")
+            fail(where, value, f"a finite number from {low:g} up")
 
     return check
 
@@ -48,7 +48,7 @@ def of_type(kind: type) -> Check:
 
     def check(value: Any, where: str) -> None:
         if type(value) is not kind:
-            refuse(where, value, f"a value of type {kind.__name__}")
+            fail(where, value, f"a value of type {kind.__name__}")
 
     return check
 
@@ -58,12 +58,12 @@ def one_of(*allowed: str) -> Check:
 
     def check(value: Any, where: str) -> None:
         if value not in allowed:
-            refuse(where, value, f"one of {', '.join(allowed)}")
+            fail(where, value, f"one of {', '.join(allowed)}")
 
     return check
 
 
-def either(check: Check) -> Check:
+def optional(check: Check) -> Check:
     """``None``, or a value that another check accepts."""
     return lambda value, where: None if value is None else check(value, where)
 
@@ -73,7 +73,7 @@ def items(check: Check, length: int | None = None) -> Check:
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, (list, tuple)):
-            refuse(where, values, "a list")
+            fail(where, values, "a list")
         if length is not None and len(values) != length:
             raise ValueError(f"{where} has {len(values)} entries, expected {length}")
         for i, value in enumerate(values):
@@ -87,7 +87,7 @@ def mapping(key: Check, value: Check) -> Check:
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, Mapping):
-            refuse(where, values, "a dictionary")
+            fail(where, values, "a dictionary")
         for name, found in values.items():
             key(name, f"a key of {where}")
             value(found, f"{where}[{name!r}]")
@@ -105,7 +105,7 @@ def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = Non
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, Mapping):
-            refuse(where, values, "a dictionary")
+            fail(where, values, "a dictionary")
         for name, check in fields.items():
             if name not in values:
                 raise ValueError(f"{where} has no {name!r}")

@@ -195,7 +195,7 @@ class Shares:
                 return self._sizes
         return tuple(best.values())
 
-    def _cut(self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]) -> dict[int, int]:
+    def _split(self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]) -> dict[int, int]:
         parts = split_within(
             total, ranks, self._limits, lambda n, free: split_by_cost(n, [costs[r] for r in free])
         )
@@ -208,7 +208,7 @@ class Shares:
 
         Equally slow ranks are left out together: leaving out one of them gains nothing.
         """
-        best = sizes = self._cut(total, ranks, costs)
+        best = sizes = self._split(total, ranks, costs)
         while True:
             some = [rank for rank in ranks if sizes[rank]]
             slow = max(some, key=lambda rank: seconds(costs[rank], sizes[rank]))
@@ -217,7 +217,7 @@ class Shares:
                 return best
             if self._fits[slow].least > 1:
                 return best  # 1 sample on it is measured first
-            sizes = dict.fromkeys(ranks, 0) | self._cut(total, others, costs)
+            sizes = dict.fromkeys(ranks, 0) | self._split(total, others, costs)
             if _step_s(costs, sizes) <= (1 - _IDLE_GAIN) * _step_s(costs, best):
                 best = sizes
 
@@ -252,8 +252,8 @@ class Shares:
         for rank in ranks:
             more = [r for r in ranks if r in some or r == rank]
             if rank not in some and self.fits(total, more):
-                cut = dict.fromkeys(ranks, 0) | self._cut(total, more, costs)
-                best = min(best, cut, key=lambda sizes: _step_s(costs, sizes))
+                larger = dict.fromkeys(ranks, 0) | self._split(total, more, costs)
+                best = min(best, larger, key=lambda sizes: _step_s(costs, sizes))
         return best
 
     def _with_probe(self, best: dict[int, int]) -> dict[int, int]:

@@ -226,7 +226,7 @@ class SnapshotTransport(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """At least three of the slowest rank's steps."""
+        """At least three steps of the slowest rank."""
         c = self._core.config
         slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * c.accumulate
         return max(c.snapshot_timeout_s, 3 * slowest)

@@ -47,7 +47,7 @@ DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
 
 
 DEFAULT_BUCKET_MB = 25.0
-"""Of gradients in a bucket, as in PyTorch's DDP."""
+"""Gradients in a bucket in MiB, as in PyTorch's DDP."""
 
 
 REPORTS_PER_S = 20

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.run_state import check_run
-from coordinator.schema import either, items, mapping, of_type, real, record, refuse, whole
+from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
 from runtime.checkpoint.store import load_newest
@@ -34,11 +34,11 @@ _SETTING_NAMES = {
 
 _COMPATIBLE = record(
     {
-        "batch_size": whole(1),
-        "num_samples": whole(1),
+        "batch_size": integer(1),
+        "num_samples": integer(1),
         "drop_last": of_type(bool),
-        "seed": whole(),
-        "accumulate": whole(1),
+        "seed": integer(),
+        "accumulate": integer(1),
         "sync": of_type(bool),
     },
     may={"sampler": of_type(bool), "stream": of_type(bool)},
@@ -183,23 +183,23 @@ def _first_difference(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
 
 
 def _factor(value: Any, where: str) -> None:
-    real(0.0)(value, where)
+    number(0.0)(value, where)
     if value > _MAX:
-        refuse(where, value, f"at most {_MAX}")
+        fail(where, value, f"at most {_MAX}")
 
 
 def _positive(value: Any, where: str) -> None:
     _factor(value, where)
     if value == 0:
-        refuse(where, value, "a number above 0")
+        fail(where, value, "a number above 0")
 
 
 _SCALER = {
     "scale": _positive,
     "growth_factor": _positive,
     "backoff_factor": _positive,
-    "growth_interval": whole(1, _MAX),
-    "_growth_tracker": whole(high=_MAX),
+    "growth_interval": integer(1, _MAX),
+    "_growth_tracker": integer(high=_MAX),
 }
 
 _FLAGS = mapping(of_type(str), of_type(bool))
@@ -213,23 +213,23 @@ _RANK_STATE = record(
         ),
         "schedule": record(
             {
-                "position": whole(high=_MAX),
+                "position": integer(high=_MAX),
                 "scale": _factor,
                 "base": items(_factor),
-                "scheduler": either(of_type(dict)),
+                "scheduler": optional(of_type(dict)),
             },
-            may={"every": whole(high=_MAX)},
+            may={"every": integer(high=_MAX)},
         ),
         "lr_scale": _positive,
         "generators": lambda value, where: _check_generators(value, where),
-        "version": whole(high=_MAX),
-        "local_step": whole(high=_MAX),
-        "epoch": whole(
+        "version": integer(high=_MAX),
+        "local_step": integer(high=_MAX),
+        "epoch": integer(
             -1, _MAX
         ),  # a rank may have the plan of an epoch that the run has not started
-        "begun_epoch": whole(-1, _MAX),
+        "begun_epoch": integer(-1, _MAX),
         "buffers": _TENSORS,
-        "together": items(whole(high=_MAX), 3),
+        "together": items(integer(high=_MAX), 3),
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
     },
@@ -247,15 +247,15 @@ def _check_optimizer(value: Any, where: str) -> None:
 
     The contents of groups and states are validated by the optimizer that loads them.
     """
-    record({"state": of_type(dict), "param_groups": items(record({"params": items(whole())}))})(
+    record({"state": of_type(dict), "param_groups": items(record({"params": items(integer())}))})(
         value, where
     )
     named = [i for group in value["param_groups"] for i in group["params"]]
     if not named or sorted(named) != list(range(len(named))):
-        refuse(f"the parameters of {where}['param_groups']", named, "each number from 0 once")
+        fail(f"the parameters of {where}['param_groups']", named, "each number from 0 once")
     for i, state in value["state"].items():
         if type(i) is int:  # other keys are the optimizer's own
-            whole(high=len(named) - 1)(i, f"a key of {where}['state']")
+            integer(high=len(named) - 1)(i, f"a key of {where}['state']")
             mapping(of_type(str), _anything)(state, f"{where}['state'][{i}]")
 
 
@@ -276,7 +276,7 @@ def _check_generators(value: Any, where: str) -> None:
     for name, set_state in tries.items():
         try:
             set_state(value[name])
-        except Exception as error:  # of various types
+        except Exception as error:  # of any type
             raise ValueError(f"{where}[{name!r}] is not a generator's state: {error}") from error
 
 
@@ -298,8 +298,8 @@ def _generator(value: Any, where: str) -> None:
         raise ValueError(f"{where} is not a generator's state: {error}") from error
 
 
-_SAMPLER = record({"epoch": whole(high=_MAX), "state": _generator})
-_STREAM = record({"item": whole(high=_MAX), "generator": _generator, "stream": _anything})
+_SAMPLER = record({"epoch": integer(high=_MAX), "state": _generator})
+_STREAM = record({"item": integer(high=_MAX), "generator": _generator, "stream": _anything})
 
 
 def check_content(data: CheckpointData) -> None:
@@ -317,18 +317,18 @@ def check_content(data: CheckpointData) -> None:
         drop_last=c["drop_last"],
         num_rank_states=len(data.ranks),
     )
-    mapping(whole(), of_type(Tensor))(data.orders, "orders")
+    mapping(integer(), of_type(Tensor))(data.orders, "orders")
     for epoch, order in data.orders.items():
         if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
             raise ValueError(f"orders[{epoch}] is not a list of {c['num_samples']} samples")
-    either(_SAMPLER)(data.sampler, "sampler")
-    either(_STREAM)(data.stream, "stream")
+    optional(_SAMPLER)(data.sampler, "sampler")
+    optional(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
         where = f"rank {rank}"
         _RANK_STATE(state, where)
         position, first = state["together"][:2], data.ranks[0]["together"][:2]
         if c["sync"] and position != first:  # ranks in lockstep would deadlock
-            refuse(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
+            fail(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
     if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
         raise ValueError(
             f"its step and epoch are {data.global_step} and {data.epoch}, those of run are "

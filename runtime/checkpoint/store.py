@@ -394,7 +394,7 @@ def _content(file: Path, size_bytes: int, digest: str) -> bytes:
 def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(_content(file, size_bytes, digest))
-    except Exception as error:  # of various types
+    except Exception as error:  # of any type
         raise CheckpointError(f"{file}: not readable: {error}") from error
 
 
@@ -402,7 +402,7 @@ def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
     content = _content(file, size_bytes, digest)
     try:
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
-    except Exception as error:  # of various types
+    except Exception as error:  # of any type
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: refused by the safe reader: {reason}") from error
     if not isinstance(value, dict):

@@ -99,14 +99,14 @@ class ClusterRun:
         self._capturing = False
         self._leaving = False  # after the round in progress
         self._delta_pending = False  # sent to the inner run, and in no capture since
-        self._last_capture: SaveCheckpoint | None = None  # of the inner run
+        self._last_capture: SaveCheckpoint | None = None  # made by the inner run
         # The replicas' state without their training since: the last capture, or the global state
         # after the last round.
         self._local: Payload | None = None
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
-        self._facts: tuple[Facts, ...] = ()  # of the last round
+        self._facts: tuple[Facts, ...] = ()  # gathered in the last round
         self._round_started = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:

@@ -1,4 +1,9 @@
-"""Barriers of the threads of one group, and the exchange of requests and plans at them."""
+"""Abortable barriers of a group's threads, and the exchange of requests and plans at them.
+
+:meth:`AbortableBarrier.abort` aborts a collective: ranks that wait at the barrier raise
+:class:`~runtime.core.errors.CollectiveAborted`, and so do all later calls. The NCCL collective
+additionally aborts its communicators (``Communicators.abort``), which ends exchanges in flight.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.device import capture_gate
 
 _LEAST_EXTENSION_S = 0.01
-"""Of a meeting's limit, after a capture of another thread."""
+"""Minimum time that is left of a meeting's limit after a graph capture of another thread."""
 
 RequestT = TypeVar("RequestT")
 PlanT = TypeVar("PlanT")
@@ -37,7 +42,7 @@ class AbortableBarrier:
         for turnstile in self._turnstiles:
             turnstile.acquire()
         self._waiting: list[int] = []
-        self._cut: set[int] = set()
+        self._interrupted: set[int] = set()
         self._aborted = False
         self._refusal: str | None = None
         self._linked: list[tuple[weakref.ref[AbortableBarrier], tuple[int, ...]]] = []
@@ -82,8 +87,8 @@ class AbortableBarrier:
                 on_wait()
             if not self._pass_turnstile(rank, timeout_s):
                 self._time_out(rank, timeout_s)
-        # Only ranks cut off by a break are in the set, and a break is for good.
-        if self._cut and rank in self._cut:
+        # Ranks enter the set only by an abort, and an abort is final.
+        if self._interrupted and rank in self._interrupted:
             raise CollectiveAborted(str(self._refusal))
 
     def abort(self, reason: str = "the collective was aborted") -> None:
@@ -179,7 +184,7 @@ class AbortableBarrier:
         """Called with the mutex held. The first reason stands."""
         if self._refusal is None:
             self._refusal = reason
-        self._cut.update(self._waiting)
+        self._interrupted.update(self._waiting)
         for peer in self._waiting:
             self._turnstiles[peer].release()
         self._waiting.clear()

@@ -495,7 +495,7 @@ class HostWait:
     """An exchange that a rank waits for on the host.
 
     Args:
-        name: Of the exchange.
+        name: Name of the exchange.
         deadline: When the rank gives up.
 
     Attributes:
@@ -524,7 +524,7 @@ class WatchedExchange(LateResult):
 
     Args:
         end: The rank's end of the group.
-        name: Of the exchange.
+        name: Name of the exchange.
         begun: Recorded in front of it.
         ended: Recorded behind it, and behind ``seen``.
         seen: Written by a kernel behind the exchange, from ``Communicators.called_off``.
@@ -552,7 +552,7 @@ class WatchedExchange(LateResult):
                     self._since = time.monotonic()
                 if self._since is not None:
                     self._is_over = api.is_complete(self._ended)
-        except RuntimeError as error:  # of the device, whose peers would wait for ever
+        except RuntimeError as error:  # a device error; its peers would wait for ever
             self._error = str(error)
 
     def overdue(self, now: float, timeout_s: float) -> str | None:

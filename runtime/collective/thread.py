@@ -245,15 +245,15 @@ def _steps(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[Ste
             sources, targets = [t.view(-1) for t in sources], [t.view(-1) for t in targets]
         yield Step(sources, targets)
         return
-    source_blocks = _cut(sources)
-    target_blocks = source_blocks if targets is sources else _cut(targets)
+    source_blocks = _split_blocks(sources)
+    target_blocks = source_blocks if targets is sources else _split_blocks(targets)
     for block, target_block in zip(source_blocks, target_blocks, strict=True):
         yield Step(block, target_block)
 
 
-def _cut(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    cut = [tensor.view(-1).split(_BLOCK) for tensor in tensors]  # type: ignore[no-untyped-call]
-    return list(zip(*cut, strict=True))
+def _split_blocks(tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    blocks = [tensor.view(-1).split(_BLOCK) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return list(zip(*blocks, strict=True))
 
 
 def _part(tensor: Tensor, rank: int, num_parts: int) -> Tensor:

@@ -72,7 +72,7 @@ class ProcessLoader(ThreadLoader):
         self._settings = settings or LoaderProcesses()
         self._dataloader: Any = None
         self._batches: Any = None  # the DataLoader's one iterator, restarted by each pass
-        self._pass_generation: int | None = None  # of the current pass, if any
+        self._pass_generation: int | None = None  # generation of the current pass
         self._fatal_error: str | None = None  # set once a process has died
 
     def start(self) -> None:
@@ -194,7 +194,8 @@ class LoaderProcesses:
             each new copy of the data set.
         timeout_s: Seconds within which a batch has to arrive; 0: no bound.
         batches_ahead: Batches that each process has in work.
-        start_method: Of ``multiprocessing``; ``None``: by ``forkserver`` or else ``spawn``.
+        start_method: Start method of ``multiprocessing``; ``None``:
+            ``forkserver``, else ``spawn``.
         generator_seed: Keys ``get_worker_info().seed``, beside rank and seed of the run.
     """
 

@@ -64,7 +64,7 @@ def pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
 
 
-_SUCCESS, _NOT_READY = 0, 600  # of CUresult
+_SUCCESS, _NOT_READY = 0, 600  # values of CUresult
 
 
 @cache

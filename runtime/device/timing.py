@@ -145,7 +145,7 @@ class CudaTimer(StepTimer):
         self._events = EventPool(api, timing=True)
         self._stream = stream
         self._max_run_ahead = max_run_ahead
-        self._marks: list[Event] = []  # of the open step: begin, end, begin, end, ...
+        self._marks: list[Event] = []  # pairs (begin, end) in the open step
         self._running: deque[CudaStepTime] = deque()
         self._meter = None if load is None else LaunchMeter(load)
         self._is_sampled = False
@@ -156,7 +156,7 @@ class CudaTimer(StepTimer):
         """Begin a step. Blocks for the step ``max_run_ahead`` back, for no other work."""
         while len(self._running) >= self._max_run_ahead:
             self._finish_oldest()
-        self._events.give_back(*self._marks)  # of a step that was never stopped
+        self._events.give_back(*self._marks)  # left by a step that never ended
         self._marks = []
         self._mark()
         if self._meter is not None:

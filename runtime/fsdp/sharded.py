@@ -70,7 +70,7 @@ class ShardedParameters:
         self._full_flats: list[Tensor] | None = None
         self._empties: list[Tensor] = []
         self._prefetch: ParamPrefetch | None = None
-        self._stream: cuda_api.Stream | None = None  # of prefetches, on a GPU
+        self._stream: cuda_api.Stream | None = None  # for prefetches, on a GPU
         self._prefetch_group: Collective | None = None
         self._may_be_stale = False
         self._grad_versions: dict[int, int] = {}  # by parameter, one of each flat gradient

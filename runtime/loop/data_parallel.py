@@ -32,7 +32,7 @@ from runtime.loop.replica import (
     take_grads,
 )
 from runtime.loop.runner import Runner
-from runtime.loop.shard_loss import Seconds, ShardLoss, ShardLossFn, read_result
+from runtime.loop.shard_loss import SecondValueClassifier, ShardLoss, ShardLossFn, read_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
 from runtime.replica.build import (
     CopyingFactory,
@@ -126,7 +126,7 @@ class DataParallelCoordinator(Closeable):
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"backend={backend!r}; pass an AverageBackend")
         self.backend, self.backend_reason = resolve_backend(backend, self._devices)
-        self._seconds = Seconds()
+        self._second_values = SecondValueClassifier()
         self._loss_fn = loss_fn
         self._busy = threading.Lock()
         self._saved: list[SavedBuffer] | None = None
@@ -266,11 +266,11 @@ class DataParallelCoordinator(Closeable):
             rows: list[Row] = [take_grads(replica.leaves) for replica in self._replicas]
         self._mirror.adopt()
         found: list[ShardLoss] = [outcome.value or ShardLoss() for outcome in outcomes]
-        self._seconds.classify(found, counts)
+        self._second_values.classify(found, counts)
         parts = []
         for rank, part in enumerate(found):
             with self._failing(rank):
-                parts.append(self._seconds.resolve(part))
+                parts.append(self._second_values.resolve(part))
         has_weight = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
         if any(has_weight) and not all(has_weight):
             raise ValueError(

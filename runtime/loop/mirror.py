@@ -437,7 +437,7 @@ class SlotSwap:
     """Replaces parameters by leaves wherever a model refers to them, and back.
 
     Args:
-        structure: Of the model.
+        structure: Structure of the model.
         params: The model's parameters.
         leaves: The leaf of each.
     """

@@ -50,7 +50,7 @@ class Scatter:
         rules = rules or InputRules()
         self.batch_dim = rules.batch_dim
         self.tensors: list[Tensor] = []
-        self._lists: dict[int, NestedSpec] = {}  # of one entry per sample, by id
+        self._lists: dict[int, NestedSpec] = {}  # lists with one entry per sample, by id
         self._rows: dict[int, int] = {}  # sample of a tensor in such a list, by index
         self._dims: list[int | None] = []
         names: list[str] = []

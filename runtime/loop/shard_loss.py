@@ -79,7 +79,7 @@ def read_correct(number: float) -> int:
     return int(number)
 
 
-class Seconds:
+class SecondValueClassifier:
     """Classifies the second value of ``(loss, number)`` as a weight or a count of right samples.
 
     All replicas' numbers of a batch are classified together. They are weights if one of them

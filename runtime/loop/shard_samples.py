@@ -46,7 +46,7 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
         return []
     size, rest = divmod(count, num_shards)
     sizes = [size] * (num_shards - rest) + [size + 1] * rest
-    return [_cut(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [_slice(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def count_samples(samples: Any) -> int:
@@ -97,10 +97,10 @@ def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
         )
 
 
-def _cut(samples: Any, start: int, stop: int) -> Any:
+def _slice(samples: Any, start: int, stop: int) -> Any:
     if not holds_columns(samples):
         return samples[start:stop]
-    parts = {key: _cut(part, start, stop) for key, part in _parts(samples)}
+    parts = {key: _slice(part, start, stop) for key, part in _parts(samples)}
     if isinstance(samples, Mapping):
         return parts
     if hasattr(samples, "_fields"):

@@ -115,7 +115,7 @@ class ThreadedEngine:
         self._stashed = [RankGradients() for _ in replicas]
         self._counts = [0] * len(replicas)
         self._weights: list[list[Weight | None]] = [[] for _ in replicas]
-        self._stashed_weights: list[Weight | None] = []  # of steps not yet reduced
+        self._stashed_weights: list[Weight | None] = []  # for steps not reduced yet
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
         self._coupling = SampleCoupling.UNKNOWN

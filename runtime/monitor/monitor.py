@@ -87,7 +87,7 @@ class Monitor(Closeable):
         self.port = int(listener.getsockname()[1])
         self.url = url_of(host, self.port)
         self._feed = Feed()
-        self._lock = threading.Lock()  # of _run, attaching and closing
+        self._lock = threading.Lock()  # guards _run, attaching and closing
         self._run: RunView | None = None
         self._server = MonitorServer(listener, names, self._feed, poll_s)
         self._server.start()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.global_batch_comm import GlobalBatchComm
 
 
-def synchronise(model: nn.Module, statistics: GlobalBatch) -> int:
+def synchronise(model: nn.Module, statistics: GlobalBatchComm) -> int:
     """Make a model's batch normalisation layers use the statistics of all ranks.
 
     The layers stay the same objects, with the same parameters, buffers, hooks and keys.
@@ -51,7 +51,7 @@ class _SyncedBatchNorm(_BatchNorm):
     running statistics. Elsewhere (an evaluation, ``update_bn``) each rank runs by itself.
     """
 
-    statistics: GlobalBatch | None
+    statistics: GlobalBatchComm | None
 
     def forward(self, input: Tensor) -> Tensor:
         uses_batch = self.training or (self.running_mean is None and self.running_var is None)
@@ -118,7 +118,7 @@ class _SyncedNormalize(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        statistics: GlobalBatch,
+        statistics: GlobalBatchComm,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.double() if x.dtype is torch.float64 else x.float()
         dims = [dim for dim in range(x.dim()) if dim != 1]

@@ -92,7 +92,7 @@ class GraphedSteps:
         self._full = tuple(full)
         self._varies = varies
         self._memory = memory
-        self._sizes: Counter[tuple[int, ...]] = Counter()  # of other windows
+        self._sizes: Counter[tuple[int, ...]] = Counter()  # sizes of windows without a graph
         self._captured_sizes = {self._full}
         self._fallbacks = fallbacks
         self._generator = generator

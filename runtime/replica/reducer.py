@@ -140,10 +140,10 @@ class GradientReducer:
             for flat, width in zip(self._grads, widths, strict=True)
         ]
         self._views = layout.views(flats_in_dtype, like)
-        self._buckets = list(self._cut(layout, widths, room, order))
+        self._buckets = list(self._split_buckets(layout, widths, room, order))
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.params}
 
-    def _cut(
+    def _split_buckets(
         self,
         layout: FlatLayout,
         widths: Sequence[int],

@@ -31,7 +31,7 @@ from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.flat import NamedParams
-from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import StepFiniteCheck
 from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
 from runtime.replica.reducer import GradientReducer, PackedGradients
@@ -86,7 +86,7 @@ class Stepper:
         rates: Callable[[], AbstractContextManager[None]] | None = None,
         is_prompt: bool = True,
         log: BatchLog | None = None,
-        global_batch: GlobalBatch | None = None,
+        global_batch: GlobalBatchComm | None = None,
         parts: Sequence[OptimizerPart] = (),
         warns: bool = True,
     ) -> None:
@@ -140,7 +140,7 @@ class Stepper:
 
         Raises:
             RuntimeError: A window is open.
-            CollectiveAborted, CollectiveTimeout: See :meth:`GlobalBatch.begin`.
+            CollectiveAborted, CollectiveTimeout: See :meth:`GlobalBatchComm.begin`.
         """
         if self._is_open:
             raise RuntimeError("a window is open: finish its step before the next one")
@@ -285,7 +285,7 @@ class AccumulationWindow:
         self._run_ahead = run_ahead
         self._stage = _Stage.NEW
         self._losses: list[Tensor] = []
-        self._plain_units = 0.0  # of the micro-batches before the first with a weight
+        self._plain_units = 0.0  # sum over micro-batches before the first weight
         self._weights: WeightAccumulator | None = None
         self._pending: LateResult | None = None
 

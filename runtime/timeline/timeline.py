@@ -63,7 +63,7 @@ class Timeline:
         self.min_gap_s = check_float("Timeline: min_gap_s", min_gap_s, 0.0)
         self.step_interval_s = check_float("Timeline: step_interval_s", step_interval_s, 0.0)
         self.max_events = check_int("Timeline: max_events", max_events, 16)
-        self._lock = threading.Lock()  # of begin() and finish() only
+        self._lock = threading.Lock()  # held by begin() and finish() only
         self._start = 0.0
         self._end: float | None = None
         self._state = "empty"

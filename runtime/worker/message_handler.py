@@ -131,7 +131,7 @@ class MessageHandler:
                 "rank %d: averaging round %d failed: %s", self._rank, message.round, error
             )
         finally:
-            self._protocol.synced(message, ok=ok)
+            self._protocol.on_synced(message, ok=ok)
             self._reporter.send(
                 m.SyncAck(
                     rank=self._rank,
@@ -175,7 +175,7 @@ class MessageHandler:
         healthy = self._finite_check.enter_round(self._protocol.samples, squares)
         self._flush_weight()
         report = self._reporter.take_report(wait=message.capture)
-        self._protocol.snapshot_taken(message.round)
+        self._protocol.on_snapshot_taken(message.round)
         self._reporter.send(
             m.ParamSnapshot(
                 rank=self._rank,
@@ -193,7 +193,7 @@ class MessageHandler:
         )
 
     def _apply_update(self, message: m.Update) -> None:
-        if not self._protocol.updated(message):
+        if not self._protocol.on_updated(message):
             return
         start, callbacks_s = self._clock.now(), 0.0
 

@@ -132,7 +132,7 @@ class WorkerProtocol:
         """True if a plan received now is trained; plans sent before a halt are void."""
         return not self.leaving and self.state is not _S.HALTED
 
-    def built(self) -> None:
+    def on_built(self) -> None:
         """The replica was built."""
         self.transition(_S.IDLE)
         self._update_state()
@@ -142,7 +142,7 @@ class WorkerProtocol:
         if not self.leaving:
             self.transition(_S.LEAVING)
 
-    def gone(self) -> None:
+    def on_gone(self) -> None:
         """The worker has sent its last message."""
         self.leave()
         self.transition(_S.GONE)
@@ -182,7 +182,7 @@ class WorkerProtocol:
             case m.Regroup():
                 return message
             case m.Rollback():
-                return message if self.rolled_back(message.round) else None
+                return message if self.on_rolled_back(message.round) else None
             case m.RequestParams() | m.Update() | m.Evaluate() | m.CallCheckpointFn():
                 return message
             case m.TakeCheckpoint() | m.ApplyDelta():
@@ -215,7 +215,7 @@ class WorkerProtocol:
         """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""
         self.plans.clear()
 
-    def trained(self, batches: int, samples: int, weight: float | None = None) -> None:
+    def on_trained(self, batches: int, samples: int, weight: float | None = None) -> None:
         """Count a step.
 
         Args:
@@ -236,7 +236,7 @@ class WorkerProtocol:
         self.weight += weight
         self._weight_since += weight
 
-    def step_reduced(self, batches: int) -> None:
+    def on_step_reduced(self, batches: int) -> None:
         """Count a step with reduced gradients, which no averaging round follows."""
         self.unreported += batches
 
@@ -250,17 +250,17 @@ class WorkerProtocol:
         after = self._budget.report_after
         return after is not None and self._reported_at < after <= self.batches
 
-    def reported(self) -> None:
+    def on_reported(self) -> None:
         """All batches trained were reported."""
         self.unreported = 0
         self._reported_at = self.batches
 
-    def snapshot_taken(self, round_id: int) -> None:
+    def on_snapshot_taken(self, round_id: int) -> None:
         """Mark the counts of a snapshot for a round."""
         self._mark = _Counts(round_id, self.batches, self.samples, self.weight)
         self._weight_since = 0
 
-    def updated(self, update: m.Update) -> bool:
+    def on_updated(self, update: m.Update) -> bool:
         """Subtract the counts of the snapshot from which an average was made.
 
         Returns:
@@ -286,7 +286,7 @@ class WorkerProtocol:
         self.weight = self._weight_since = 0
         return samples
 
-    def synced(self, message: m.SyncNow, *, ok: bool) -> None:
+    def on_synced(self, message: m.SyncNow, *, ok: bool) -> None:
         """End the collective of a round; if it failed, the counts stay."""
         self._last_sync = None
         if ok:
@@ -304,7 +304,7 @@ class WorkerProtocol:
         self._reported_at = self.batches - self.unreported
         self._update_state()
 
-    def rolled_back(self, round_id: int) -> bool:
+    def on_rolled_back(self, round_id: int) -> bool:
         """Undo a round over a collective: its counts become part of the next round.
 
         Returns:
@@ -326,7 +326,7 @@ class WorkerProtocol:
         self.plans.clear()
         self.transition(_S.HALTED)
 
-    def regrouped(self, generation: int) -> None:
+    def on_regrouped(self, generation: int) -> None:
         """Enter a new group of ranks."""
         self.generation = generation
         if self.state is _S.HALTED:

@@ -31,7 +31,7 @@ from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.drift import Drift, DriftCheck
 from runtime.replica.flat import NamedParams, ParamSubset
-from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
 from runtime.replica.optimizers import (
     Optimizers,
@@ -146,10 +146,10 @@ class WorkerReplica:
             self.capturable = CapturableOptimizer(self.optimizer, config.device)
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
-        self.global_batch: GlobalBatch | None = None
+        self.global_batch: GlobalBatchComm | None = None
         syncs_layers = config.sync_batchnorm and collective is not None
         if syncs_layers or config.all_gather:
-            self.global_batch = GlobalBatch(collective, context.comm, timer)
+            self.global_batch = GlobalBatchComm(collective, context.comm, timer)
         if syncs_layers and self.global_batch is not None:
             synchronise(self.model, self.global_batch)
         self.stepper = self._make_stepper(config, collective, timer, log)

@@ -123,6 +123,6 @@ class Reporter:
 
     def _take(self, *, wait: bool) -> ReportStats:
         self._last = self._clock.now()
-        self._protocol.reported()
+        self._protocol.on_reported()
         rate = None if self.schedule is None else self.schedule.host_lr
         return self.meter.take(wait=wait, learning_rate=rate)

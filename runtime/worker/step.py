@@ -97,7 +97,7 @@ class WorkerSteps:
         varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
         self._gathers = config.all_gather
-        self._device_weight: Tensor | None = None  # of steps since the last flush
+        self._device_weight: Tensor | None = None  # sum over the steps since the last flush
         self._graphs: GraphedSteps | None = None
         if self._capturable is not None:
             fallbacks = fallbacks or GraphFallbacks()
@@ -298,7 +298,7 @@ class WorkerSteps:
             self._log.values.give(step.values)
             self._meter.add(step.num_batches, step.num_samples)
             self._meter.add_empty(step.num_empty)
-            self._protocol.step_reduced(step.num_batches + step.num_empty)
+            self._protocol.on_step_reduced(step.num_batches + step.num_empty)
 
     def _undo_launched(self) -> None:
         """Undo all launched steps: the oldest has failed, and so have those after it."""
@@ -432,17 +432,17 @@ class WorkerSteps:
         kept = 0 if end.dropped else samples
         self._meter.add(batches, samples, num_skipped=samples - kept)
         if self._is_lockstep:
-            self._protocol.step_reduced(batches)
+            self._protocol.on_step_reduced(batches)
             return
         if end.weight is None:
-            self._protocol.trained(batches, kept)
+            self._protocol.on_trained(batches, kept)
             return
         weight = end.weight.total
         if isinstance(weight, Tensor):
             earlier = self._device_weight
             self._device_weight = weight if earlier is None else earlier + weight
             weight = 0
-        self._protocol.trained(batches, kept, weight)
+        self._protocol.on_trained(batches, kept, weight)
 
     def count_empty(self, num_batches: int) -> None:
         """Count batches of a lockstep step whose samples the peers have trained."""
@@ -451,7 +451,7 @@ class WorkerSteps:
             self._launched[-1].num_empty += num_batches
             return
         self._meter.add_empty(num_batches)
-        self._protocol.step_reduced(num_batches)
+        self._protocol.on_step_reduced(num_batches)
 
     def flush_weight(self) -> None:
         """Add the weights summed on the device to the protocol's; waits for the device."""

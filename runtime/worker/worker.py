@@ -182,7 +182,7 @@ class GpuWorker:
         if self._holds and self._is_lockstep:
             self._lockstep.epoch_starts.join(self.rank, lambda: self._inbox.put(WAKE))
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
-        self.protocol.built()
+        self.protocol.on_built()
         if peers is not None:
             peers.replicas[self.rank] = self.replica
 
@@ -594,7 +594,7 @@ class GpuWorker:
             self._send_unconnected(message, error)
             return
         self.replica.join(collective)
-        self.protocol.regrouped(message.generation)
+        self.protocol.on_regrouped(message.generation)
         if message.step is None:
             return
         if message.donor is not None and message.donor != self.rank:
@@ -614,7 +614,7 @@ class GpuWorker:
             )
         )
         if message.step is None:
-            self.protocol.regrouped(message.generation)
+            self.protocol.on_regrouped(message.generation)
         else:
             self.protocol.generation = message.generation
             self._send_halted()
@@ -710,7 +710,7 @@ class GpuWorker:
     def report_exiting(self) -> None:
         """Send the worker's last message."""
         self._recorder.leaving()
-        self.protocol.gone()
+        self.protocol.on_gone()
         self._reporter.send(m.Exiting(rank=self.rank))
         self._reporter.flush(wait=True)
 

@@ -15,7 +15,7 @@ import runtime
 from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
 from runtime import WorkerFailed, create_collectives, current_worker
-from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.global_batch_comm import GlobalBatchComm
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 43, 2, 4, 5
@@ -214,7 +214,7 @@ def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
     found = [None] * len(pieces)
 
     def rank(i):
-        batch = GlobalBatch(ends[i])
+        batch = GlobalBatchComm(ends[i])
         batch.begin(1)
         batch.next_batch()
         learns = pieces[i].is_floating_point() or pieces[i].is_complex()

@@ -17,7 +17,7 @@ from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
 from runtime import AverageBackend, WorkerFailed, create_collectives, current_worker
 from runtime.replica.batch_norm import synchronise
-from runtime.replica.global_batch import GlobalBatch
+from runtime.replica.global_batch_comm import GlobalBatchComm
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 107, 2, 4, 5
@@ -295,7 +295,7 @@ def test_a_synchronised_layer_equals_the_plain_layer_on_all_samples(dtype):
 
     def rank(i, piece, grad):
         layer = nn.BatchNorm1d(4).to(torch.float64 if dtype is torch.float64 else torch.float32)
-        statistics = GlobalBatch(ends[i])
+        statistics = GlobalBatchComm(ends[i])
         assert synchronise(layer, statistics) == 1
         statistics.begin(1)
         statistics.next_batch()

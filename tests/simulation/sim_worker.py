@@ -137,7 +137,7 @@ class SimWorker:
 
     def _run(self) -> Steps:
         yield self._sim.draw(self._sim.schedule.build_s)
-        self.protocol.built()
+        self.protocol.on_built()
         self.was_built = True
         self._reporter.send(m.Ready(rank=self.rank))
         while True:
@@ -174,7 +174,7 @@ class SimWorker:
                     extra=self._extra() if self.protocol.shutdown.capture else None,
                 )
             )
-        self.protocol.gone()
+        self.protocol.on_gone()
         self._reporter.send(m.Exiting(rank=self.rank))
 
     def _train_plans(self) -> Steps:
@@ -218,7 +218,7 @@ class SimWorker:
                 self.protocol.generation = message.generation
                 self._send_halted()
                 return
-        self.protocol.regrouped(message.generation)
+        self.protocol.on_regrouped(message.generation)
         if message.step is None:
             return
         if message.donor is not None:
@@ -344,10 +344,10 @@ class SimWorker:
         self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
         self._reporter.meter.add_empty(num_empty)
         if self._is_lockstep:
-            self.protocol.step_reduced(len(sizes) + num_empty)
+            self.protocol.on_step_reduced(len(sizes) + num_empty)
         else:
             weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
-            self.protocol.trained(len(sizes), sum(sizes), weight)
+            self.protocol.on_trained(len(sizes), sum(sizes), weight)
         return True
 
     def _await_batch(self, *, answer: bool) -> Steps:
@@ -475,7 +475,7 @@ class SimWorker:
         except (CollectiveAborted, CollectiveTimeout) as error:
             fault = str(error) if error.failed else None
         finally:
-            self.protocol.synced(message, ok=ok)
+            self.protocol.on_synced(message, ok=ok)
             divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
             self._reporter.send(
                 m.SyncAck(
@@ -535,7 +535,7 @@ class SimWorker:
         report = self._reporter.take_report(wait=message.capture)
         self._snapshot = tuple(self.local)
         state = self.state if self.replica is None else self.replica.snapshot(self.state)
-        self.protocol.snapshot_taken(message.round)
+        self.protocol.on_snapshot_taken(message.round)
         self._reporter.send(
             m.ParamSnapshot(
                 rank=self.rank,
@@ -551,7 +551,7 @@ class SimWorker:
         )
 
     def _take_update(self, message: m.Update) -> Steps:
-        if not self.protocol.updated(message):
+        if not self.protocol.on_updated(message):
             return
         average = message.average
         assert isinstance(average, Traced)

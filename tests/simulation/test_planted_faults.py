@@ -68,11 +68,11 @@ def test_a_coordinator_that_accepts_an_old_round_is_found(monkeypatch):
 
 
 def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
-    updated = WorkerProtocol.updated
+    updated = WorkerProtocol.on_updated
 
     def forgetful(self, update):
         if self._mark is None:
-            self.snapshot_taken(update.round)
+            self.on_snapshot_taken(update.round)
         return updated(self, update)
 
     def drop_and_repeat(self, rank, message):
@@ -83,7 +83,7 @@ def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
     send = Simulation._send_to_worker
     monkeypatch.setattr(Simulation, "_send_to_worker", drop_and_repeat)
     simulate_all_quietly()
-    monkeypatch.setattr(WorkerProtocol, "updated", forgetful)
+    monkeypatch.setattr(WorkerProtocol, "on_updated", forgetful)
     assert_is_found("Violation")
 
 
@@ -176,7 +176,7 @@ def test_a_round_that_begins_before_the_last_was_acknowledged_is_found(monkeypat
 
 
 def test_counters_zeroed_by_an_update_are_found(monkeypatch):
-    updated = WorkerProtocol.updated
+    updated = WorkerProtocol.on_updated
 
     def zeroed(self, update):
         taken = updated(self, update)
@@ -184,12 +184,12 @@ def test_counters_zeroed_by_an_update_are_found(monkeypatch):
             self.batches = self.samples = 0
         return taken
 
-    monkeypatch.setattr(WorkerProtocol, "updated", zeroed)
+    monkeypatch.setattr(WorkerProtocol, "on_updated", zeroed)
     assert_is_found("samples for the batches")
 
 
 def test_a_weight_zeroed_by_an_update_is_found(monkeypatch):
-    updated = WorkerProtocol.updated
+    updated = WorkerProtocol.on_updated
 
     def zeroed(self, update):
         taken = updated(self, update)
@@ -197,7 +197,7 @@ def test_a_weight_zeroed_by_an_update_is_found(monkeypatch):
             self.weight = 0
         return taken
 
-    monkeypatch.setattr(WorkerProtocol, "updated", zeroed)
+    monkeypatch.setattr(WorkerProtocol, "on_updated", zeroed)
     assert_is_found("Violation: weight 0")
 
 

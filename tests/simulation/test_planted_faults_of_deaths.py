@@ -91,7 +91,7 @@ def test_a_round_that_is_not_undone_is_found(monkeypatch):
 
 
 def test_counters_that_are_not_restored_when_a_round_is_undone_are_found(monkeypatch):
-    rolled_back = WorkerProtocol.rolled_back
+    rolled_back = WorkerProtocol.on_rolled_back
 
     def careless(self, round_id):
         batches, samples = self.batches, self.samples
@@ -99,7 +99,7 @@ def test_counters_that_are_not_restored_when_a_round_is_undone_are_found(monkeyp
         self.batches, self.samples = batches, samples
         return undone
 
-    monkeypatch.setattr(WorkerProtocol, "rolled_back", careless)
+    monkeypatch.setattr(WorkerProtocol, "on_rolled_back", careless)
     assert_is_found("Violation")
 
 

@@ -16,7 +16,7 @@ PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
 def training(limit=None, report_after=None):
     """A worker in the middle of a plan."""
     protocol = WorkerProtocol(0)
-    protocol.built()
+    protocol.on_built()
     protocol.receive(m.Resume(budget=m.BatchBudget(limit=limit, report_after=report_after)))
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is PLAN
@@ -33,15 +33,15 @@ def parked():
 def train(protocol, batches):
     for _ in range(batches):
         assert protocol.may_train
-        protocol.trained(1, 10)
+        protocol.on_trained(1, 10)
 
 
 def release(protocol, message):
     work = protocol.receive(message)
     if isinstance(work, m.SyncNow):
-        protocol.synced(work, ok=True)
+        protocol.on_synced(work, ok=True)
     elif isinstance(work, m.Update):
-        assert protocol.updated(work)
+        assert protocol.on_updated(work)
 
 
 # -- states -----------------------------------------------------------------------------
@@ -71,14 +71,14 @@ def test_a_second_sync_before_the_first_has_ended_keeps_one_round():
     protocol = training()
     first = protocol.receive(m.SyncNow(round=1))
     assert protocol.state is WorkerState.SYNCING
-    protocol.synced(first, ok=True)
+    protocol.on_synced(first, ok=True)
     assert protocol.state is WorkerState.TRAINING
 
 
 def test_a_worker_goes_through_the_states_from_building_to_gone():
     protocol = WorkerProtocol(0)
     assert protocol.state is WorkerState.BUILDING
-    protocol.built()
+    protocol.on_built()
     assert protocol.state is WorkerState.IDLE
     protocol.receive(m.StartEpoch(plan=PLAN))
     protocol.begin_plan()
@@ -87,7 +87,7 @@ def test_a_worker_goes_through_the_states_from_building_to_gone():
     assert protocol.state is WorkerState.IDLE
     protocol.receive(m.Shutdown())
     assert protocol.state is WorkerState.LEAVING
-    protocol.gone()
+    protocol.on_gone()
     assert protocol.state is WorkerState.GONE
     protocol.leave()
     assert protocol.state is WorkerState.GONE
@@ -107,7 +107,7 @@ def test_a_worker_goes_through_the_states_from_building_to_gone():
 )
 def test_a_parked_worker_is_released_by(message):
     protocol = parked()
-    protocol.snapshot_taken(1)
+    protocol.on_snapshot_taken(1)
     release(protocol, message)
     assert not protocol.parked
     assert protocol.may_train
@@ -169,7 +169,7 @@ def test_a_worker_parks_at_its_limit_and_reports_at_once():
     train(protocol, 2)
     assert protocol.parked
     assert protocol.report_due
-    protocol.reported()
+    protocol.on_reported()
     assert not protocol.report_due
 
 
@@ -191,7 +191,7 @@ def test_seven_and_four_minus_five_and_three_is_two_and_one():
     for protocol, before, after in zip(ranks, (5, 3), (2, 1), strict=True):
         train(protocol, before)
         assert protocol.receive(m.RequestParams(round=1)) is not None
-        protocol.snapshot_taken(1)
+        protocol.on_snapshot_taken(1)
         train(protocol, after)
     assert [p.batches for p in ranks] == [7, 4]
     for protocol in ranks:
@@ -203,32 +203,32 @@ def test_seven_and_four_minus_five_and_three_is_two_and_one():
 def test_an_update_of_an_abandoned_round_changes_nothing():
     protocol = training()
     train(protocol, 5)
-    protocol.snapshot_taken(1)
+    protocol.on_snapshot_taken(1)
     train(protocol, 2)
-    protocol.snapshot_taken(2)
+    protocol.on_snapshot_taken(2)
     stale = m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=0))
-    assert not protocol.updated(stale)
+    assert not protocol.on_updated(stale)
     assert protocol.batches == 7
     assert protocol.may_train
-    assert protocol.updated(m.Update(round=2, average=EMPTY))
+    assert protocol.on_updated(m.Update(round=2, average=EMPTY))
     assert protocol.batches == 0
 
 
 def test_an_update_is_applied_once():
     protocol = training()
     train(protocol, 2)
-    protocol.snapshot_taken(1)
+    protocol.on_snapshot_taken(1)
     update = m.Update(round=1, average=EMPTY)
-    assert protocol.updated(update)
+    assert protocol.on_updated(update)
     train(protocol, 2)
-    assert not protocol.updated(update)
+    assert not protocol.on_updated(update)
     assert protocol.batches == 2
 
 
 def test_an_update_without_a_snapshot_changes_nothing():
     protocol = training()
     train(protocol, 2)
-    assert not protocol.updated(m.Update(round=0, average=EMPTY))
+    assert not protocol.on_updated(m.Update(round=0, average=EMPTY))
     assert protocol.batches == 2
 
 
@@ -239,7 +239,7 @@ def test_a_round_adds_no_batches_to_the_counts():
     assert (protocol.batches, protocol.unreported) == (10, 10)
     work = protocol.receive(m.SyncNow(round=1))
     assert (protocol.batches, protocol.unreported) == (10, 10)
-    protocol.synced(work, ok=True)
+    protocol.on_synced(work, ok=True)
     assert (protocol.batches, protocol.samples) == (0, 0)
     assert protocol.unreported == 10
 
@@ -248,7 +248,7 @@ def test_an_aborted_collective_keeps_the_counts():
     protocol = training(limit=4)
     train(protocol, 3)
     work = protocol.receive(m.SyncNow(round=1, budget=m.BatchBudget(limit=9)))
-    protocol.synced(work, ok=False)
+    protocol.on_synced(work, ok=False)
     assert (protocol.batches, protocol.samples) == (3, 30)
     train(protocol, 1)
     assert protocol.parked
@@ -257,10 +257,10 @@ def test_an_aborted_collective_keeps_the_counts():
 def test_an_idle_worker_joins_a_round():
     """D3."""
     protocol = WorkerProtocol(0)
-    protocol.built()
+    protocol.on_built()
     work = protocol.receive(m.SyncNow(round=1))
     assert work == m.SyncNow(round=1)
-    protocol.synced(work, ok=True)
+    protocol.on_synced(work, ok=True)
     assert protocol.state is WorkerState.IDLE
 
 
@@ -268,8 +268,8 @@ def test_a_limit_of_the_next_round_counts_from_the_snapshot():
     protocol = training(limit=5)
     train(protocol, 5)
     assert protocol.parked
-    protocol.snapshot_taken(1)
-    assert protocol.updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=3)))
+    protocol.on_snapshot_taken(1)
+    assert protocol.on_updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=3)))
     train(protocol, 3)
     assert protocol.parked
 
@@ -288,7 +288,7 @@ def test_a_leaving_worker_ignores_messages_sent_before_it_left():
     assert protocol.begin_plan() is None
     assert protocol.receive(m.Shutdown()) is None
     assert protocol.shutdown == m.Shutdown()
-    protocol.gone()
+    protocol.on_gone()
 
 
 def test_a_stale_sync_after_shutdown_is_ignored():
@@ -315,7 +315,7 @@ def test_a_report_is_due_once_at_the_count_of_the_budget():
     assert not protocol.report_due
     train(protocol, 1)
     assert protocol.report_due
-    protocol.reported()
+    protocol.on_reported()
     train(protocol, 5)
     assert not protocol.report_due
 
@@ -329,20 +329,22 @@ def test_no_report_is_due_without_trained_batches():
 def test_batches_trained_during_a_round_count_towards_the_next_report():
     protocol = training(report_after=2)
     train(protocol, 4)
-    protocol.reported()
-    protocol.snapshot_taken(1)
+    protocol.on_reported()
+    protocol.on_snapshot_taken(1)
     train(protocol, 2)
-    assert protocol.updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(report_after=2)))
+    assert protocol.on_updated(
+        m.Update(round=1, average=EMPTY, budget=m.BatchBudget(report_after=2))
+    )
     assert protocol.report_due
 
 
 def test_an_update_of_a_round_before_the_last_collective_changes_nothing():
     protocol = training()
     train(protocol, 1)
-    protocol.snapshot_taken(1)
-    protocol.synced(protocol.receive(m.SyncNow(round=2)), ok=True)
+    protocol.on_snapshot_taken(1)
+    protocol.on_synced(protocol.receive(m.SyncNow(round=2)), ok=True)
     train(protocol, 2)
-    assert not protocol.updated(m.Update(round=1, average=EMPTY))
+    assert not protocol.on_updated(m.Update(round=1, average=EMPTY))
     assert (protocol.batches, protocol.samples) == (2, 20)
 
 
@@ -368,18 +370,18 @@ def test_one_resume_or_shutdown_releases_the_worker_after_any_sequence_of_messag
     for step in steps:
         if step == "train":
             if protocol.may_train:
-                protocol.trained(1, 1)
+                protocol.on_trained(1, 1)
         elif step == "end":
             protocol.end_plan()
             protocol.begin_plan()
         else:
             work = protocol.receive(step)
             if isinstance(work, m.SyncNow):
-                protocol.synced(work, ok=True)
+                protocol.on_synced(work, ok=True)
             elif isinstance(work, m.RequestParams):
-                protocol.snapshot_taken(work.round)
+                protocol.on_snapshot_taken(work.round)
             elif isinstance(work, m.Update):
-                protocol.updated(work)
+                protocol.on_updated(work)
         assert protocol.batches >= 0
         assert protocol.state in (WorkerState.IDLE, WorkerState.TRAINING, WorkerState.PARKED)
     protocol.receive(m.Resume())

@@ -10,7 +10,7 @@ PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
 
 def training():
     protocol = WorkerProtocol(0)
-    protocol.built()
+    protocol.on_built()
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is PLAN
     return protocol
@@ -28,7 +28,7 @@ def test_a_halt_is_returned_once_for_each_group():
     assert protocol.receive(halt) is halt
     protocol.halt()
     assert protocol.receive(halt) is None
-    protocol.regrouped(1)
+    protocol.on_regrouped(1)
     assert protocol.receive(halt) is None  # of a group that it has left
     assert protocol.receive(m.Halt(generation=1)) is not None
 
@@ -47,7 +47,7 @@ def test_a_plan_that_was_sent_before_the_halt_is_void():
     assert not protocol.accepts_plans
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is None
-    protocol.regrouped(1)
+    protocol.on_regrouped(1)
     assert protocol.begin_plan() is None
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is PLAN
@@ -57,14 +57,14 @@ def test_a_halted_worker_leaves_on_shutdown():
     protocol = halted()
     protocol.receive(m.Shutdown())
     assert protocol.leaving
-    protocol.gone()
+    protocol.on_gone()
 
 
 def test_a_new_group_keeps_the_plan_of_a_worker_without_lockstep():
     protocol = training()
     regroup = m.Regroup(generation=1, ranks=(0, 2))
     assert protocol.receive(regroup) is regroup
-    protocol.regrouped(1)
+    protocol.on_regrouped(1)
     assert protocol.plan is PLAN
     assert protocol.may_train
 
@@ -78,11 +78,11 @@ def test_a_leaving_worker_joins_no_new_group():
 
 def test_the_counts_of_an_undone_round_join_those_of_the_next():
     protocol = training()
-    protocol.trained(5, 50)
+    protocol.on_trained(5, 50)
     message = m.SyncNow(round=3)
     assert protocol.receive(message) is message
-    protocol.synced(message, ok=True)
-    protocol.trained(2, 20)
+    protocol.on_synced(message, ok=True)
+    protocol.on_trained(2, 20)
     rollback = m.Rollback(round=3)
     assert protocol.receive(rollback) is rollback
     assert (protocol.batches, protocol.samples) == (7, 70)
@@ -92,22 +92,22 @@ def test_the_counts_of_an_undone_round_join_those_of_the_next():
 
 def test_weights_cover_the_training_since_the_last_round():
     protocol = training()
-    protocol.trained(5, 50, 0.1)
-    protocol.snapshot_taken(1)
-    protocol.trained(2, 20, 0.2)
+    protocol.on_trained(5, 50, 0.1)
+    protocol.on_snapshot_taken(1)
+    protocol.on_trained(2, 20, 0.2)
     assert protocol.weight == 0.1 + 0.2
-    assert protocol.updated(m.Update(round=1, average=None))
+    assert protocol.on_updated(m.Update(round=1, average=None))
     assert protocol.weight == 0.2  # exactly: a rounding error would count as a weight
-    protocol.snapshot_taken(2)
-    assert protocol.updated(m.Update(round=2, average=None))
+    protocol.on_snapshot_taken(2)
+    assert protocol.on_updated(m.Update(round=2, average=None))
     assert protocol.weight == 0
-    protocol.trained(1, 10, 0.5)
+    protocol.on_trained(1, 10, 0.5)
     protocol.add_weight(1.5)
     message = m.SyncNow(round=3)
     protocol.receive(message)
-    protocol.synced(message, ok=True)
+    protocol.on_synced(message, ok=True)
     assert protocol.weight == 0
-    protocol.trained(1, 10)
+    protocol.on_trained(1, 10)
     assert protocol.receive(m.Rollback(round=3)) is not None
     assert protocol.weight == 12.0
     assert protocol.discard_samples() == 20
@@ -116,9 +116,9 @@ def test_weights_cover_the_training_since_the_last_round():
 
 def test_a_round_that_was_not_applied_is_not_undone():
     protocol = training()
-    protocol.trained(5, 50)
+    protocol.on_trained(5, 50)
     message = m.SyncNow(round=3)
     protocol.receive(message)
-    protocol.synced(message, ok=False)
+    protocol.on_synced(message, ok=False)
     assert protocol.receive(m.Rollback(round=3)) is None
     assert (protocol.batches, protocol.samples) == (5, 50)

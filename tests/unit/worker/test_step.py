@@ -33,7 +33,7 @@ class Bench:
         self.meter = StepMeter(device.new_log(), timer := device.new_timer())
         self.progress, self.lockstep = WorkerProgress(), LockstepProgress()
         self.protocol = WorkerProtocol(0)
-        self.protocol.built()
+        self.protocol.on_built()
         self.replica = WorkerReplica(
             config,
             functions,

@@ -17,7 +17,7 @@ from runtime.core.loss_weights import Weight
 from runtime.device.timing import HostTimer, StepTimer
 
 
-class GlobalBatch:
+class GlobalBatchComm:
     """Exchanges of one rank with the ranks that train the other pieces of its global batch.
 
     Every rank calls :meth:`begin`, with samples or without; the exchanges that follow are among
@@ -50,7 +50,8 @@ class GlobalBatch:
         self._group: Collective | None = None
         self._group_changes = False  # after this micro-batch
         self._is_open = False
-        self._num_batches = self._num_calls = 0  # of the step, and of the micro-batch
+        self._num_batches = 0  # micro-batch within the step
+        self._num_calls = 0  # all_gather() calls in the micro-batch
         self._tokens: list[Tensor] = []
         self.weight: Weight = 1.0
         self.live: bool | Tensor = True
@@ -275,7 +276,7 @@ class GlobalBatch:
             group.reduce_scatter_into(found, padded)
         return (found[: counts[group.rank]] / self.weight).to(whole.dtype)
 
-    def __deepcopy__(self, memo: object) -> GlobalBatch:
+    def __deepcopy__(self, memo: object) -> GlobalBatchComm:
         return self  # a copy of the model is this rank's too
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -308,7 +309,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: Tensor, batch: GlobalBatch, counts: Sequence[int]
+        ctx: Any, own: Tensor, batch: GlobalBatchComm, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         ctx.batch, ctx.counts = batch, counts
         return batch._gather_rows(own, counts), own.new_zeros((), dtype=own.real.dtype)
