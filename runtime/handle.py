@@ -1,4 +1,4 @@
-"""What the caller of ``run()`` holds."""
+"""TrainerHandle: the caller's handle on a running training job."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ from runtime.settings import RunSettings
 logger = logging.getLogger(__name__)
 
 SAVE_S = 600.0
-"""How long a step boundary may take to come, unless another bound is given."""
+"""Default timeout of :meth:`TrainerHandle.save`, in seconds."""
 
 
 class TrainerHandle:
     """A run in progress. Every method may be called from any thread.
 
-    As a context manager it stops the run when the block is left on an exception, and
-    waits for it in any case.
+    As a context manager it waits for the run at the end of the block; if the block raises, it
+    stops the run first.
 
     While the main thread waits in :meth:`join`, :meth:`next_metrics`, :meth:`metrics` or at
-    the end of the block, Ctrl-C, SIGTERM and SIGHUP are answered here, unless they are ignored. The
-    first stops every run of the process at a step boundary; the call waits until its own
-    run is over, whatever its timeout, and raises ``KeyboardInterrupt`` with the state kept
-    on the handle. The second aborts the runs: :meth:`join` called again raises
-    ``RunAborted``, unless the state was there already. The third no longer waits. At last
-    the handlers found before are put back and act: after SIGTERM by default the process
-    ends by it.
+    the end of the block, the handle handles Ctrl-C, SIGTERM and SIGHUP, unless they are ignored.
+    The first signal stops every run of the process at a step boundary; the call waits until its
+    own run is over, regardless of its timeout, and raises ``KeyboardInterrupt`` with the state
+    kept on the handle. The second aborts the runs: :meth:`join` called again raises
+    ``RunAborted``, unless the state was complete. The third ends the wait. Afterwards the
+    previous handlers are restored and called: by default SIGTERM then ends the process.
     """
 
     def __init__(self, run: Run | ClusterRun) -> None:
@@ -64,7 +63,7 @@ class TrainerHandle:
         self._ended_at = 0.0
         self._monitors: list[Monitor] = []
         self.callbacks: list[Callback] = []
-        self._attaching = threading.Lock()  # never taken with the condition held
+        self._attaching = threading.Lock()  # never acquired with the condition held
         self.past_metrics = run.past_metrics
         self.world_size = len(run.devices)
         self.devices: tuple[torch.device, ...] = run.devices
@@ -73,17 +72,17 @@ class TrainerHandle:
     # Called by the run.
 
     def publish(self, metrics: EpochMetrics) -> None:
-        """An epoch has closed; called by the run."""
+        """Queue the metrics of an epoch that has closed; called by the run."""
         with self._condition:
             self._unread.append(metrics)
             self._condition.notify_all()
 
     def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
-        """The run is over; called by the run."""
-        self.end_callbacks()  # before anybody knows, who may use them again
+        """Store the trained state or the error, and wake all waiters; called by the run."""
+        self.end_callbacks()  # before a waiter returns and may reuse them in another run
         with self._condition:
             self._ended_at = time.monotonic()
-            # The last makes the others true for who reads without the lock.
+            # _ended last: it publishes the others to readers without the lock.
             self._state, self._error, self._ended = state, error, True
             self._condition.notify_all()
             monitors = list(self._monitors)
@@ -91,7 +90,7 @@ class TrainerHandle:
             monitor.run_ended()
 
     def end_callbacks(self) -> None:
-        """Tell those that were told of the beginning."""
+        """End the callbacks that have begun; errors are logged."""
         while self.callbacks:
             callback = self.callbacks.pop()
             try:
@@ -108,19 +107,19 @@ class TrainerHandle:
 
     @property
     def backend(self) -> AverageBackend:
-        """The transport in use, which ``AUTO`` may change while the run goes on."""
+        """The transport in use, which ``AUTO`` may change during the run."""
         return self._run.backend
 
     @property
     def backend_reason(self) -> str:
-        """Why this transport is in use, in one sentence; with the figures once measured."""
+        """The reason for the transport in use, in one sentence, with measured figures if any."""
         return self._run.backend_reason
 
     def stop(self, *, everywhere: bool = False) -> None:
         """End the run at a step boundary and keep its state. Returns at once; idempotent.
 
-        In a cluster this machine leaves: what it has trained is handed over, and the others go
-        on with its part of the data.
+        In a cluster this machine leaves: its training results are handed over, and the others
+        continue with its part of the data.
 
         Args:
             everywhere: In a cluster, end the run on all machines.
@@ -137,21 +136,21 @@ class TrainerHandle:
         resumes from it. No older checkpoint is removed.
 
         Blocks until the files are on disk; training waits only while the state is copied. During
-        the run the state is that of the next boundary. After it, it is the final state, which is
-        kept only if ``checkpoint_dir`` is set, since the ranks' optimizers may not fit into host
-        memory. Without it only the weights are kept, which ``state.save(path)`` writes.
+        the run the state is that of the next step boundary; after the run it is the final state,
+        which is kept only if ``checkpoint_dir`` is set, since the ranks' optimizers may not fit
+        into host memory. Without it only the weights are kept; ``state.save(path)`` writes them.
 
         Args:
-            path: A directory; made if needed.
-            timeout: Seconds that a boundary may take to come.
+            path: A directory; created if needed.
+            timeout: Seconds to wait for a step boundary.
 
         Returns:
             The checkpoint's own directory.
 
         Raises:
             RuntimeError: Called in a worker's thread, which would wait for itself.
-            TimeoutError: No boundary came in time.
-            CheckpointError: The run is over and left no full state, because ``checkpoint_dir``
+            TimeoutError: No boundary was reached in time.
+            CheckpointError: The run is over and kept no full state, because ``checkpoint_dir``
                 was not set or the run failed.
             OSError: The files could not be written.
         """
@@ -163,27 +162,27 @@ class TrainerHandle:
         return self._run.statistics()
 
     def attach(self, monitor: Monitor) -> TrainerHandle:
-        """Show the run on the page of a :class:`~gpuworker.Monitor`, from now on; also when it
-        is over. Returns this handle.
+        """Show the run, which may be over, on the page of a :class:`~gpuworker.Monitor`. Returns
+        this handle.
 
-        The monitor goes on serving after the end of the run, until it is closed; the handle
-        keeps it. Attaching it again changes nothing.
+        The monitor continues to serve after the end of the run, until it is closed; the handle
+        holds a reference to it. Attaching it again has no effect.
 
         Raises:
-            TypeError: ``monitor`` is no :class:`~gpuworker.Monitor`.
+            TypeError: ``monitor`` is not a :class:`~gpuworker.Monitor`.
             RuntimeError: The monitor is closed.
             ValueError: The monitor shows another run that is not over.
         """
         if not isinstance(monitor, Monitor):
             raise TypeError(f"attach({monitor!r:.80}): pass a gpuworker.Monitor()")
-        with self._attaching:  # two threads may attach the same monitor
+        with self._attaching:  # check and append are one step
             if monitor in self._monitors:
                 return self
             monitor.watch(self._run.monitor_view(self._started, self._end))
             with self._condition:
                 self._monitors.append(monitor)
                 ended = self._ended
-        if ended:  # perhaps since watch(): then finish() has not seen this monitor
+        if ended:  # possibly since watch(): finish() may have missed this monitor
             monitor.run_ended()
         return self
 
@@ -199,36 +198,36 @@ class TrainerHandle:
         """Wait for the end of the run.
 
         Args:
-            timeout: Seconds to wait; ``None``: as long as it takes.
+            timeout: Seconds to wait; ``None``: without limit.
 
         Returns:
-            The trained state; the same again when called again.
+            The trained state; the same object on every call.
 
         Raises:
             RuntimeError: Called in a callback of this run, which would wait for itself.
             TimeoutError: The run is not over; it continues.
-            WorkerFailed: A worker died of the exception in ``__cause__``.
+            WorkerFailed: A worker raised the exception in ``__cause__``.
             RunStalled: There was no progress for ``stall_timeout`` seconds.
             KeyboardInterrupt: A signal stopped the run.
             ValueError: The model factory gave ranks different models.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._await(lambda: self._ended, deadline):
-            raise TimeoutError(f"the run is not over after {timeout} s; it goes on")
+            raise TimeoutError(f"the run is not over after {timeout} s; it continues")
         if self._error is not None:
             raise self._error
         assert self._state is not None
         return self._state
 
     def _await(self, ready: Callable[[], object], deadline: float | None) -> bool:
-        """Wait with signals answered; returns False if the deadline passed first."""
+        """Wait while handling signals; returns False if the deadline passed first."""
         with INTERRUPTS.waiting() as period:
             try:
                 in_time = self._wait(ready, deadline, period)
                 if self._ended:
                     self._run.wait_threads()
             except KeyboardInterrupt:
-                if not self._is_abandoned:  # a handler of the user's raised it
+                if not self._is_abandoned:  # raised by a handler of the user's
                     period.count += 1
                     self._stop_and_wait(period)
                 raise
@@ -255,28 +254,28 @@ class TrainerHandle:
                     if left <= 0:
                         return False
                 if period.is_abandoned:
-                    # Raised here, not by the handler: wherever that runs, it breaks nothing.
+                    # Raised here, where no invariant is broken; the handler may run anywhere.
                     self._is_abandoned = True
                     raise KeyboardInterrupt
                 period.wait(self._condition, left)
         return True
 
     def metrics(self) -> Iterator[EpochMetrics]:
-        """Iterate over closed epochs not read yet, until the run is over.
+        """Iterate over the metrics of closed epochs not yet read, until the run is over.
 
         Raises:
-            WorkerFailed: What :meth:`join` would raise, after the last epoch.
+            WorkerFailed: As :meth:`join`, after the last epoch.
         """
         while (metrics := self.next_metrics()) is not None:
             yield metrics
 
     def next_metrics(self, timeout: float | None = None) -> EpochMetrics | None:
-        """Wait for the next closed epoch; ``None`` after the last.
+        """Wait for the metrics of the next closed epoch; ``None`` after the last.
 
         Raises:
-            TimeoutError: None closed in time; the run goes on.
+            TimeoutError: No epoch closed in time; the run continues.
             KeyboardInterrupt: A signal stopped the run.
-            WorkerFailed: What :meth:`join` would raise.
+            WorkerFailed: As :meth:`join`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._await(lambda: self._unread, deadline):
@@ -284,15 +283,15 @@ class TrainerHandle:
                 if self._unread:
                     return self._unread.popleft()
                 if self._ended:
-                    break  # else another reader was faster
+                    break  # else another reader took it
         else:
-            raise TimeoutError(f"no epoch closed within {timeout} s; the run goes on")
+            raise TimeoutError(f"no epoch closed within {timeout} s; the run continues")
         if self._error is not None:
             raise self._error
         return None
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """Return closed epochs not read yet, without waiting."""
+        """Return the metrics of closed epochs not yet read, without waiting."""
         with self._condition:
             found = list(self._unread)
             self._unread.clear()
@@ -313,12 +312,12 @@ class TrainerHandle:
         if self._is_abandoned:
             return
         with INTERRUPTS.waiting() as period:
-            period.count += isinstance(error, KeyboardInterrupt)  # the first of its kind
+            period.count += isinstance(error, KeyboardInterrupt)  # counts as the first signal
             self._stop_and_wait(period)
 
 
 def _make_adapter(config: RunSettings) -> DatasetAdapter:
-    """What reads the data set."""
+    """The adapter that reads the data set or stream."""
     if not is_stream(config.dataset):
         return adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
     config.check_stream()
@@ -332,7 +331,7 @@ def _make_adapter(config: RunSettings) -> DatasetAdapter:
 
 
 def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
-    """The run, or this machine's part of one."""
+    """The run, or in a cluster this machine's part of it."""
     if config.cluster is None:
         return Run(config, adapter)
     config.check_cluster()
@@ -359,7 +358,7 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
 
 
 def start_run(config: RunSettings) -> TrainerHandle:
-    """Check the settings, start every thread and return a handle."""
+    """Check the settings, start all threads and return a handle."""
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
     config = config.with_ledger_batch_size()

@@ -1,4 +1,4 @@
-"""Putting a run together, and taking it apart when it is over."""
+"""Run: assembles the threads and queues of a run, and shuts them down."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ class Run:
     Args:
         config: All settings.
         adapter: The data set.
-        seat: Where the run is one machine's part of a cluster, what it is given by that.
+        hooks: Callbacks of the cluster, if the run is one machine's part of it.
 
     Attributes:
         devices: The device of each rank.
         total_batches: Batches of the whole run.
-        resumed: From where it goes on; ``None``: from the beginning.
-        model_digest: Names, shapes and dtypes of the model's weights, as a hash, once it is
-            built.
+        resumed: The checkpoint to resume from; ``None``: start from the beginning.
+        model_digest: Hash of the names, shapes and dtypes of the weights; empty until the model
+            is built.
 
     Raises:
-        ValueError: Settings that do not fit together.
+        ValueError: Settings are incompatible.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Run:
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self.config = config
         self._cpu_workers = config.worker.num_cpu_workers
-        # Fails here, before any thread, for a device that cannot be trained on.
+        # Raises for an unsupported device, before any thread starts.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
@@ -164,7 +164,7 @@ class Run:
         self._keeps_memory = False
 
     def _follow(self, stream: StreamAdapter) -> None:
-        """Tell a stream what of it nobody asks for any more, from now on."""
+        """Release items of the stream after each event, once no rank can require them again."""
 
         def tell(*_: object) -> None:
             stream.release_before(*self._machine.first_needed())
@@ -195,15 +195,15 @@ class Run:
         self._saves.take(command)
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
-        """What a checkpoint of the coordinator's is to be written as, or resumed from."""
+        """Return the content of a checkpoint that the coordinator has taken."""
         return self._saves.data(command)
 
     def post(self, event: m.Event) -> None:
-        """Put an event into the coordinator's inbox; from any thread."""
+        """Put an event into the coordinator's inbox; thread-safe."""
         self._inbox.put(event)
 
     def _compatible(self) -> dict[str, Any]:
-        """The settings that decide what a batch and a step are, by the names of a checkpoint."""
+        """Settings that a resumed run must share with the checkpoint, by their names in it."""
         c = self.config.coordinator
         return {
             "batch_size": c.batch_size,
@@ -218,7 +218,7 @@ class Run:
 
     @property
     def past_metrics(self) -> tuple[EpochMetrics, ...]:
-        """The epochs that closed before the resume, until the workers are built."""
+        """Metrics of the epochs closed before the resume; empty once the workers are built."""
         saved = () if self.resumed is None else self.resumed.run["metrics"]
         return tuple(map(metrics_from_state, saved))
 
@@ -233,7 +233,10 @@ class Run:
         )
 
     def start(self, listener: Listener) -> None:
-        """Start everything; on failure, end what was started and raise."""
+        """Start all threads.
+
+        On failure, the threads already started are shut down and the error is raised.
+        """
         prepare_threads()
         install_thread_generators()
         self._listener = listener
@@ -242,9 +245,9 @@ class Run:
         announce(logger, self._summary(), silent=c.progress is False)
         dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
-            logger.info("drop_last leaves %d samples out of each epoch", dropped)
+            logger.info("drop_last omits %d samples of each epoch", dropped)
         if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
-            logger.warning("cuda_graphs(True) has no effect on cpu: steps there are made eagerly")
+            logger.warning("cuda_graphs(True) has no effect on cpu: its steps run eagerly")
         if c.worker.metrics_every and c.metrics_fn is None:
             logger.warning(
                 "metrics_every(n) has no effect without metrics_fn or callbacks: set one"
@@ -254,7 +257,7 @@ class Run:
             self._keeps_memory = True
         self._recording.begin(self.facts, self.devices, self._machine, self._service)
         started = False
-        if self._cluster_hooks is None:  # else the cluster's part of it is told, and ends this
+        if self._cluster_hooks is None:  # else the ClusterRun handles signals
             INTERRUPTS.add(self)
         try:
             self._saves.claim()
@@ -271,7 +274,7 @@ class Run:
             self._start_workers()
         except BaseException:
             if started:
-                # A thread could not be started: the run ends as if that worker had died.
+                # A thread could not be started: end as if that worker had died.
                 self._end_missing_workers()
             else:
                 self._saves.release()
@@ -280,7 +283,7 @@ class Run:
             raise
 
     def _summary(self) -> str:
-        """One line on the devices, how replicas are averaged, and why so."""
+        """One line: devices, policy, transport and the reason for it."""
         c = self.config.coordinator
         if len(self.devices) == 1:
             return f"{device_summary(self.devices)}; {self.backend_reason}"
@@ -296,10 +299,10 @@ class Run:
         return self.config.coordinator.uses_collectives
 
     def _connect(self) -> None:
-        """Connect the ranks; where another transport may serve, one that fails is left.
+        """Connect the ranks' collectives; a transport that fails is replaced by an alternative.
 
         Raises:
-            CollectiveAborted, CollectiveTimeout: The ranks cannot meet, and have to.
+            CollectiveAborted, CollectiveTimeout: The connection failed without an alternative.
         """
         core = self._machine.core
         while self._needs_collectives() and (backend := core.collective) is not None:
@@ -316,7 +319,7 @@ class Run:
                 )
 
     def _make_group(self, ranks: Sequence[int], backend: AverageBackend) -> Sequence[Collective]:
-        # The last rank that is left under lockstep meets itself.
+        # The last rank alive under lockstep forms a group of one.
         kind = backend.collective if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         timeout_s = self.config.coordinator.collective_timeout_s
@@ -337,7 +340,7 @@ class Run:
             self._workers_started.set()
 
     def _end_missing_workers(self) -> None:
-        self._inbox.put(m.AbortRequested())  # whatever the settings say of dead workers
+        self._inbox.put(m.AbortRequested())  # also with on_worker_failure("continue")
         self._order.fail()
         for rank, thread in enumerate(self._threads):
             if thread.ident is None:
@@ -356,17 +359,20 @@ class Run:
                 self._recording.built(rank, worker.model)
                 worker.run()
         except CollectiveAborted:
-            # Rank 0 could not build, which it tells itself.
+            # Rank 0 failed to build and reports that itself.
             while not isinstance(self._outboxes[rank].get(), m.Shutdown):
                 pass
             self._inbox.put(m.Exiting(rank=rank))
         except BaseException as error:
-            # Bound to the same name, which is deleted here: else its traceback holds itself.
+            # Rebound to the name that the except clause deletes: else the traceback, whose frame
+            # holds the error, is a cycle.
             error = self._data_path.explain(rank, error)
             self._inbox.put(failure_message(rank, worker, error))
             if self.config.worker.survives:
-                logger.warning("rank %d died; the others go on if they can", rank, exc_info=error)
-                # They may train for long: let go of what the rank and its frames held.
+                logger.warning(
+                    "rank %d died; the others continue if possible", rank, exc_info=error
+                )
+                # They may train for long: free what the rank and its frames hold.
                 self._workers[rank] = None
                 self._peers.replicas.pop(rank, None)
                 traceback.clear_frames(error.__traceback__)
@@ -398,7 +404,7 @@ class Run:
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):
-            self._resume = self.resumed = None  # its memory
+            self._resume = self.resumed = None  # frees its tensors
         if rank == 0:
             self._saves.bind_model(worker.model, worker.flat_state)
             self.model_digest = digest(worker.model)
@@ -411,15 +417,21 @@ class Run:
 
     @property
     def backend_reason(self) -> str:
-        """Why, in a sentence."""
+        """The reason for this transport, in one sentence."""
         return self._machine.core.backend_choice.reason
 
     def stop(self) -> None:
-        """Ask the coordinator to end the run at a step boundary."""
+        """Request the end of the run at a step boundary; returns immediately."""
         self._inbox.put(m.StopRequested())
 
     def save(self, timeout_s: float) -> CheckpointData:
-        """The state at the next boundary, or the last one; blocks until it is there."""
+        """Block until the next step boundary and return the state there, or the final state.
+
+        Raises:
+            RuntimeError: Called in a worker's thread.
+            TimeoutError: No boundary was reached in time.
+            CheckpointError: The run ended without a full state.
+        """
         if threading.current_thread() in self._threads:
             raise RuntimeError(
                 "save() waits for a boundary, which a worker's own thread would never reach: call "
@@ -431,24 +443,24 @@ class Run:
         return ticket.wait(timeout_s)
 
     def abort(self) -> None:
-        """Ask the coordinator to end the run at once; without any lock, as :meth:`stop`."""
+        """Request the end of the run at once; like :meth:`stop`, acquires no lock."""
         self._inbox.put(m.AbortRequested())
         self._metrics.abandon()
         self._saves.abandon()
 
     def owns_current_thread(self) -> bool:
-        """Whether the caller is a callback of this run."""
+        """True in a thread of this run that calls user code."""
         current = threading.current_thread()
         return current in self._threads or self._metrics.owns(current)
 
     def wait_threads(self, timeout_s: float | None = None) -> None:
-        """Wait until the coordinator's thread has ended, after the handle was told."""
+        """Wait until the coordinator's thread has ended, which is after ``listener.finish``."""
         if self._service.started:
             self._service.join(timeout_s)
 
     @property
     def machine(self) -> Coordinator:
-        """The coordinator, to be looked at."""
+        """The coordinator, for inspection."""
         return self._machine
 
     def statistics(self) -> Statistics:
@@ -457,7 +469,7 @@ class Run:
 
     @property
     def facts(self) -> RunFacts:
-        """What is known of the run when it begins."""
+        """Static facts of the run, for summaries and monitors."""
         c = self.config.coordinator
         sizes = c.batch_sizes or ()
         return RunFacts(
@@ -472,11 +484,11 @@ class Run:
         )
 
     def monitor_view(self, started: float, end: Callable[[], RunEnd | None]) -> RunView:
-        """What a monitor may see of the run.
+        """The view of the run that a monitor reads.
 
         Args:
-            started: When it began, by ``time.monotonic``.
-            end: How it ended; ``None`` while it goes on.
+            started: Start of the run, by ``time.monotonic``.
+            end: Returns the run's end; ``None`` while it runs.
         """
         machine = self._machine
         return RunView(
@@ -486,8 +498,8 @@ class Run:
             started=started,
             timeline=self.config.timeline,
             statistics=self.statistics,
-            # The coordinator only ever adds to this list, until it replaces it at a resumption,
-            # which is over before any thread starts.
+            # The coordinator only appends to this list, except at a resume, which is complete
+            # before any thread starts.
             epochs=lambda since: machine.outcome.metrics[since:],
             end=end,
         )
@@ -502,14 +514,14 @@ class Run:
         self._peers.groups.abort(generation)
 
     def _on_end(self) -> None:
-        """On the coordinator's thread, when the outcome is final."""
+        """Finish the run; called on the coordinator's thread when the outcome is final."""
         assert self._listener is not None
         state: TrainedState | None = None
         error: BaseException | None = None
         try:
             stuck = self._join_workers()
             error = error_of_run(self._machine.outcome.failure, stuck)
-            # A cluster may yet make a checkpoint of the state that this run has left.
+            # A cluster may still take a checkpoint of this run's final state.
             errors = self._saves.close(error, forget=self._cluster_hooks is None)
             if error is None:
                 whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
@@ -528,10 +540,10 @@ class Run:
             self._listener.finish(None if error else state, error)
 
     def _join_workers(self) -> list[str]:
-        """Wait once for all workers' threads; one stuck in the user's code is named."""
-        self._workers_started.wait()  # a run can end before the last of them was started
+        """Wait for the workers' threads together; returns the names of those still alive."""
+        self._workers_started.wait()  # a run can end before its last worker has started
         self._order.fail()
-        # Ranks that did not leave in time after a failure have had their grace.
+        # The grace of ranks that did not exit in time after a failure is over.
         grace_s = 0.1 if self._machine.outcome.missing else WORKER_GRACE_S
         deadline = time.monotonic() + grace_s
         started = [thread for thread in self._threads if thread.ident is not None]
@@ -556,7 +568,7 @@ class Run:
                 )
 
     def _take_down(self) -> None:
-        """Free what the run holds; whoever is stuck keeps only what it has in its hands."""
+        """Free the run's resources; a stuck thread keeps only what its frames hold."""
         self._order.forget()
         self._metrics.close(None if self._machine.outcome.failure is None else WORKER_GRACE_S)
         self._peers.groups.close()
@@ -565,9 +577,9 @@ class Run:
         self._peers.replicas.clear()
         self._collectives = {}
         self._data_path.close()
-        self._workers = [None] * len(self._workers)  # one that is stuck may yet write its own
+        self._workers = [None] * len(self._workers)  # a stuck one may still write its own
         self._resume = self.resumed = None
-        # The run itself lives until the collector of cycles comes; the state does not need it.
+        # The run object lives until garbage collection; free its tensors now.
         self._machine.outcome.payload = None
         self._machine.outcome.failures.clear()
         INTERRUPTS.remove(self)
@@ -581,17 +593,23 @@ class Run:
 
 
 class Listener(Protocol):
-    """Who hears of a run; the handle. Called on the coordinator's thread."""
+    """Receives a run's metrics and end, on the coordinator's thread; implemented by the handle."""
 
     def publish(self, metrics: EpochMetrics) -> None:
-        """An epoch has closed."""
+        """Receive the metrics of an epoch that has closed."""
 
     def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
-        """The run is over."""
+        """Receive the trained state or the error, when the run is over."""
 
 
 def failure_message(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
-    """What the coordinator is told of a worker that died, built or not."""
+    """The message that reports a worker's death to the coordinator.
+
+    Args:
+        rank: The worker's rank.
+        worker: The worker; ``None`` if it was not built.
+        error: Its exception.
+    """
     return m.Failed(
         rank=rank,
         epoch=worker.current_epoch if worker else 0,

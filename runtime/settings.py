@@ -1,4 +1,4 @@
-"""The settings of a run, checked as they are set."""
+"""RunSettings: the settings of a run, and the checks that they fit together."""
 
 from __future__ import annotations
 
@@ -36,49 +36,48 @@ PRECISION_NAMES = {
     **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
     **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
 }
-"""The names that Lightning and Accelerate have for them."""
+"""Aliases: the names that Lightning and Accelerate use."""
 ON_WORKER_FAILURE = ("raise", "continue")
 MAX_SEED = 2**63 - 1
-"""The largest seed that every generator takes."""
+"""The largest seed that every generator accepts."""
 
 
 DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
-"""The anchor at the start, and what it comes back to where averaging costs little."""
+"""Default anchor at the start of a run, and its default lower limit."""
 
 
 DEFAULT_BUCKET_MB = 25.0
-"""Gradients in a bucket in MiB, as in PyTorch's DDP."""
+"""Default size of a gradient bucket in MiB, as in PyTorch's DDP."""
 
 
 REPORTS_PER_S = 20
-"""Reports that all ranks together send at the most because time has passed; two ranks one
-each in every tenth of a second, and no rank more often than that."""
+"""Maximum rate of periodic reports of all ranks together; each rank sends at most half as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Everything a run is made from; :class:`~runtime.trainer.TrainerBuilder` fills it.
+    """All settings of a run; :class:`~runtime.trainer.TrainerBuilder` fills them.
 
-    The settings of the parts are embedded as the parts know them. What is set goes by its name
-    to every part that has such a field (:meth:`with_values`); what only a run knows is filled in
-    when it begins (:meth:`for_run`). What a field means is said by its part or by the
-    builder's method of its name.
+    The configurations of coordinator, workers and data path are embedded. A value is set by name
+    in every part that has such a field (:meth:`with_values`); values that depend on devices and
+    data are filled in when the run starts (:meth:`for_run`). Fields are documented by their part
+    or by the builder's method of the same name.
 
     Attributes:
-        functions: What the user brings.
+        functions: The user's functions.
         coordinator: Settings of the coordinator; a size or length of 0 is not set.
         worker: Settings of every worker.
-        data: How the data set is read.
+        data: Settings of the data path.
         requested_devices: ``None``: every visible CUDA device, else one CPU.
-        requested_backend: The transport asked for.
-        requested_balance: ``None``: where devices differ.
-        requested_bucket_mb: ``None``: by default; 0: gradients travel after the backward pass.
-        anchor: ``None``: by default, within its limits.
-        min_anchor: ``None``: the anchor that was asked for, or by default.
-        progressive_dispatch: ``None``: as the policy needs it.
-        dataset_length: Items of a stream's epoch; ``None``: as the stream says.
-        sampler: Gives each epoch's order; ``None``: a permutation.
-        seed: ``None``: 0, and the process's generator is left alone.
+        requested_backend: The requested transport.
+        requested_balance: ``None``: if devices differ.
+        requested_bucket_mb: ``None``: default; 0: reduce gradients after the backward pass.
+        anchor: ``None``: default, within its limits.
+        min_anchor: ``None``: ``anchor`` if set, else default.
+        progressive_dispatch: ``None``: by policy.
+        dataset_length: Items in a stream's epoch; ``None``: the stream's length.
+        sampler: Yields each epoch's order; ``None``: a random permutation.
+        seed: ``None``: 0, without seeding the process generator.
     """
 
     functions: UserFunctions
@@ -117,10 +116,10 @@ class RunSettings:
     cluster: ClusterSettings | None = None
 
     def with_values(self, **values: Any) -> RunSettings:
-        """These settings with some changed, here and in every part that has a field of the name.
+        """Return a copy with values replaced, here and in every part that has such a field.
 
         Raises:
-            TypeError: Nothing has such a field.
+            TypeError: No part has such a field.
         """
         changed = {name: values[name] for name in values if name in _field_names(self)}
         known = set(changed)
@@ -135,7 +134,7 @@ class RunSettings:
         return replace(self, **changed)
 
     def with_callbacks(self) -> RunSettings:
-        """These settings, with what the callbacks are told as part of the functions."""
+        """Return a copy whose ``metrics_fn`` and ``checkpoint_fn`` also call the callbacks."""
         config = self
         if self.functions.checkpoint_fn and self.coordinator.checkpoint_every is None:
             config = config.with_values(checkpoint_every=1)
@@ -163,10 +162,10 @@ class RunSettings:
         return config.with_values(checkpoint_fn=hand_over, checkpoint_every=1)
 
     def with_ledger_batch_size(self) -> RunSettings:
-        """These settings, with the batches in which the ledger counts.
+        """Return a copy with the batch size of the coordinator's ledger.
 
-        Where ranks have batches of sizes of their own, and do not share steps, that is their
-        greatest common divisor.
+        With a batch size for each rank and a policy other than ``SYNC``, that is their greatest
+        common divisor.
         """
         sizes = self.coordinator.batch_sizes
         if sizes is None or len(set(sizes)) == 1 or self.coordinator.policy is ApplyPolicy.SYNC:
@@ -182,14 +181,14 @@ class RunSettings:
         grace_s: float,
         backend_reason: str = "",
     ) -> RunSettings:
-        """These settings, checked, with what only a run knows. A worker's own is its rank.
+        """Return a copy with the values that depend on devices and data; only the ranks are missing.
 
         Args:
             devices: The device of each rank.
             num_samples: Length of the data set.
             backend: The resolved transport.
-            grace_s: Seconds that the workers have to leave after a failure.
-            backend_reason: Why it is that one.
+            grace_s: Seconds that workers have to exit after a failure.
+            backend_reason: The reason for this transport.
         """
         c = self.coordinator
         progressive = self.progressive_dispatch
@@ -234,14 +233,14 @@ class RunSettings:
         return replace(self, coordinator=coordinator, worker=worker)
 
     def total_batches(self, num_samples: int) -> int:
-        """Batches of the whole run, over all ranks, for a data set of that length."""
+        """Batches in the whole run, over all ranks, for a data set of ``num_samples``."""
         c = self.coordinator
         per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
         total = math.ceil(per_epoch * c.num_epochs * c.counted_as)
         return total if c.max_steps is None else min(total, c.max_steps)
 
     def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
-        """Whether ``SYNC`` cuts by measured speed: as asked for, else where devices differ."""
+        """True if ``SYNC`` cuts batches by measured speed: as requested, else if devices differ."""
         if self.requested_balance is not None:
             return self.requested_balance
         c = self.coordinator
@@ -249,7 +248,7 @@ class RunSettings:
         return fits and devices_differ(devices)
 
     def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
-        """About how much of the gradients travels at once under ``SYNC``; ``None``: all."""
+        """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""
         asked_mb = self.requested_bucket_mb
         if asked_mb is None:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
@@ -258,7 +257,7 @@ class RunSettings:
         return max(1, int(asked_mb * 2**20)) if asked_mb else None
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
-        """The devices asked for, else every visible CUDA device, else one CPU."""
+        """The requested devices, else every visible CUDA device, else one CPU."""
         return self.requested_devices or default_devices()
 
     def resolved_anchor(self) -> int:
@@ -268,16 +267,16 @@ class RunSettings:
         return min(max(DEFAULT_ANCHOR, self.min_anchor or 1), self.coordinator.max_anchor)
 
     def resolved_min_anchor(self) -> int:
-        """What the anchor comes back to: an anchor that was asked for is kept."""
+        """Lower limit of the anchor; an explicit anchor without a limit is its own."""
         if self.min_anchor is not None:
             return self.min_anchor
         return self.anchor or min(DEFAULT_MIN_ANCHOR, self.coordinator.max_anchor)
 
     def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
-        """What can only be judged with all settings at hand.
+        """Check that the settings are complete and fit together.
 
         Raises:
-            ValueError: A required value is missing, or values do not fit together.
+            ValueError: A required value is missing, or values are incompatible.
         """
         c = self.coordinator
         for name in ("batch_size", "num_epochs"):
@@ -340,15 +339,15 @@ class RunSettings:
         self._check_optimizers()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
-                "progressive_dispatch(True) does not go with SYNC, whose ranks share each epoch "
-                "out beforehand; leave it out"
+                "progressive_dispatch(True) cannot be combined with SYNC, which divides each epoch "
+                "among the ranks in advance; leave it out"
             )
 
     def check_cluster(self) -> None:
-        """What does not go with a cluster, whose machines share each epoch's batches out.
+        """Refuse settings that a cluster does not support.
 
         Raises:
-            ValueError: Such a setting.
+            ValueError: A setting is incompatible with ``cluster()``.
         """
         way = "cluster(): batches are dealt to machines by their numbers, "
         if self.sampler is not None:
@@ -372,7 +371,7 @@ class RunSettings:
             )
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
-        """What every machine of a cluster must have alike, for a data set of that length."""
+        """The settings that all machines of a cluster must share, for ``num_samples`` samples."""
         c = self.coordinator
         num_batches = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
         return DataFacts(
@@ -389,10 +388,10 @@ class RunSettings:
         )
 
     def check_stream(self) -> None:
-        """What a stream, which is read in its order by one reader, does not go with.
+        """Refuse settings that a stream, read in order by one reader, does not support.
 
         Raises:
-            ValueError: Such a setting.
+            ValueError: A setting is incompatible with a stream.
         """
         c = self.coordinator
         way = "the data set is a stream, "
@@ -429,13 +428,13 @@ class RunSettings:
         if c.policy is not ApplyPolicy.SYNC:
             if c.drop_last:
                 raise ValueError(
-                    f"batch_size({sizes}) does not go with drop_last(True) under {c.policy.name}: "
-                    "which batch of an epoch is the short one depends on the ranks' speed; leave "
-                    'drop_last out, pass one number, or call policy("sync")'
+                    f"batch_size({sizes}) cannot be combined with drop_last(True) under "
+                    f"{c.policy.name}, where the short batch of an epoch depends on the ranks' "
+                    'speed; leave drop_last out, pass one number, or call policy("sync")'
                 )
             if self.scheduler_interval == "epoch":
                 raise ValueError(
-                    f"batch_size({sizes}) does not go with a scheduler that is stepped once an "
+                    f"batch_size({sizes}) cannot be combined with a scheduler stepped once an "
                     f"epoch under {c.policy.name}: an epoch is no whole number of batches of the "
                     'mean size; step it once a batch, pass one number, or call policy("sync")'
                 )
@@ -448,8 +447,8 @@ class RunSettings:
         if sum(sizes) % world:
             least = sum(sizes) // world * world
             raise ValueError(
-                f"batch_size({sizes}): the sizes add up to {sum(sizes)}, which is no multiple of "
-                f"the {world} devices, as {least} and {least + world} are; change one of them"
+                f"batch_size({sizes}): the sum of the sizes, {sum(sizes)}, is no multiple of the "
+                f"{world} devices, as {least} and {least + world} are; change one of them"
             )
 
     def _check_accelerators(self, devices: Sequence[torch.device]) -> None:
@@ -461,8 +460,7 @@ class RunSettings:
             if self.data.loader_workers:
                 raise ValueError(
                     f"loader_workers({self.data.loader_workers}): batches for {device} are copied "
-                    "in the worker's thread, since this version has streams for CUDA alone: leave "
-                    "it out"
+                    "in the worker's thread, since only CUDA streams are supported: leave it out"
                 )
 
     def _check_eval_every(self) -> None:
@@ -473,8 +471,8 @@ class RunSettings:
             raise ValueError(f"eval_every({c.eval_every}) needs eval_fn(f)")
         if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
             raise ValueError(
-                f"eval_every({c.eval_every}) cannot stop within an epoch that partition_ratios "
-                "under SYNC hands out in one piece: leave one of them out, or give sizes with "
+                f"eval_every({c.eval_every}) cannot stop within an epoch, which partition_ratios "
+                "under SYNC assigns in one piece: leave one of them out, or pass sizes to "
                 "batch_size([...])"
             )
 
@@ -493,8 +491,8 @@ class RunSettings:
         for name, is_set in obstacles.items():
             if is_set:
                 raise ValueError(
-                    f"{name} does not go with several optimizers, which each make a step on every "
-                    "batch: leave it out"
+                    f"{name} cannot be combined with several optimizers, each of which steps on "
+                    "every batch: leave it out"
                 )
 
     def _check_buckets(self) -> None:
@@ -510,12 +508,12 @@ class RunSettings:
         for name in _EXCLUDE_BUCKETS:
             if getattr(self.worker, name):
                 raise ValueError(
-                    f"{way} does not go with {name}(True): gradients cannot be exchanged within "
-                    "its backward pass; leave one of them out"
+                    f"{way} cannot be combined with {name}(True): gradients cannot be exchanged "
+                    "within its backward pass; leave one of them out"
                 )
 
     def _check_forward_collectives(self) -> None:
-        """What lets ranks meet within their passes."""
+        """Check the settings that need collectives within forward and backward passes."""
         asked = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
         if not asked:
             return
@@ -528,13 +526,13 @@ class RunSettings:
             )
         if self.worker.cuda_graphs:
             raise ValueError(
-                f"{way} does not go with cuda_graphs(True): ranks meet within the "
-                "forward pass, which a graph cannot hold; leave one of them out"
+                f"{way} cannot be combined with cuda_graphs(True): a graph cannot hold the "
+                "collectives of the forward pass; leave one of them out"
             )
 
 
 _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
-"""Settings under which gradients cannot travel within the backward pass."""
+"""Settings under which gradients cannot be exchanged within the backward pass."""
 
 
 def _field_names(settings: Any) -> set[str]:

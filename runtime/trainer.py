@@ -1,4 +1,4 @@
-"""The entry point."""
+"""Trainer, TrainerBuilder and fit: the entry points of the package."""
 
 from __future__ import annotations
 
@@ -55,47 +55,46 @@ class Trainer:
     def builder(
         model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
     ) -> TrainerBuilder:
-        """Start describing a run whose loop the runtime owns.
+        """Return a builder for a run whose training loop the runtime executes.
 
         Args:
             model_factory: ``f(device) -> nn.Module``, called once for each worker, one at
                 a time; every replica starts from rank 0's weights. A module in its place is
                 copied for each worker, and receives the trained weights when the run ends.
-            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            train_fn: ``f(model, batch)`` gives the batch's mean loss as a tensor, ``(loss,
-                weight)``, a :class:`~gpuworker.Weighted`, or what a model returns with a field
-                ``loss``; called in the worker's thread, on its device, under its compute stream.
-                See below.
+            optim_factory: ``f(params) -> Optimizer``; receives the trainable parameters.
+            train_fn: ``f(model, batch)``; returns the batch's mean loss as a tensor, ``(loss,
+                weight)``, a :class:`~gpuworker.Weighted`, or a model's output with a field
+                ``loss``. Called in the worker's thread, on its device, with its compute stream
+                current. See below.
 
-        A loss alone counts as the mean over the batch's samples. If it is a mean over anything
-        else, return ``(loss, weight)`` with what it is a mean over: the tokens that are not
-        ignored, ``(labels != -100).sum()``, or the sum of the class weights of the labels. The
-        weight is a number or a scalar tensor, from 0 up; a tensor on the device stays there.
+        A loss alone counts as the mean over the batch's samples. If it is a mean over other
+        elements, return ``(loss, weight)`` with their number or total weight: the tokens that are
+        not ignored, ``(labels != -100).sum()``, or the sum of the class weights of the labels. The
+        weight is a number or a scalar tensor, at least 0; a tensor on the device stays there.
         Gradients of ranks and micro-batches, averages of parameters, ``avg_loss`` and recorded
-        scalars are then weighted by it, so that the numbers are those of one device; samples
-        are counted as usual. A loss with the weight 0 adds nothing, even if it is NaN. If the total
+        scalars are then weighted by it, so that results equal those of one device; samples
+        are counted as usual. A loss with weight 0 adds nothing, even if it is NaN. If the total
         weight of a step is 0 the optimizer does not step. On CUDA that total is one number read in
         each step, unless no ranks reduce gradients and the optimizer is ``fused=True`` (without
         fp16), which skips such a step on the device. A negative or non-finite weight ends the run
         with ``ValueError``; on CUDA when it is read, as losses are.
 
-        Of a model's output (a dict, or an object of the Transformers library) ``loss`` is taken,
-        and what it is a mean over from a field ``loss_weight``, or by counting the ``labels`` of
-        the batch that are not -100, without the first of each sequence for a causal language
-        model. Where neither is there, a warning says so.
+        Of a model's output (a dict, or an output object of the Transformers library) ``loss`` is
+        used, with its field ``loss_weight`` as the weight. Without that field the weight is the
+        number of the batch's ``labels`` other than -100, without the first of each sequence for a
+        causal language model. Without both a warning is logged.
 
         Several optimizers, as in a GAN, are dicts: ``{"judge": f, "maker": g}`` in place of
-        ``optim_factory``, where each gets the trainable parameters of the submodule of that name,
-        and functions under the same names in place of ``train_fn``. Each batch is a step of each
-        optimizer, in the order of the functions: forward, backward, reduction under ``SYNC``,
-        clipping and step, then the next one's. Only the parameters of the optimizer whose step it
-        is get gradients. ``avg_loss`` is the sum of the losses; each is a scalar
-        ``loss/<name>``. Losses are means over samples, without weights.
-        ``on_non_finite("skip")`` drops the step of the optimizer whose loss or gradients are not
-        finite, and counts the batch as skipped.
+        ``optim_factory``, where each factory receives the trainable parameters of the submodule
+        of that name, and functions under the same names in place of ``train_fn``. Each batch is a
+        step of each optimizer, in the order of the functions: forward, backward, reduction under
+        ``SYNC``, clipping and step. Only the parameters of the stepping optimizer get gradients.
+        ``avg_loss`` is the sum of the losses; each is a scalar ``loss/<name>``. Losses are means
+        over samples, without weights. ``on_non_finite("skip")`` drops the step of the optimizer
+        whose loss or gradients are not finite, and counts the batch as skipped.
 
         Raises:
-            TypeError: An argument cannot be called.
+            TypeError: An argument is not callable.
             ValueError: The two dicts have different names.
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
@@ -108,32 +107,32 @@ class Trainer:
         *,
         param_groups: ParamGroups | None = None,
     ) -> ReplicatedModule:
-        """Prepare a model for a loop of your own, on one device or many.
+        """Prepare a model for the caller's own training loop, on one or several devices.
 
         The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
         :class:`~gpuworker.ReplicatedModule`. Gradients equal those of the whole batch on one
-        device, however it is shared out. Blocks until all replicas are built.
+        device, for any division of the batch. Blocks until all replicas are built.
 
         Args:
             model_or_factory: A module, which is moved to the first device, keeps its weights
                 and is trained, while copies of it compute for the other ranks; or
                 ``f(device) -> nn.Module``, called once, and once more for each device if its
                 module cannot be copied; or an object whose ``.module`` is a module (a task head),
-                or a factory of such, whose ``.module`` becomes what this returns.
-            optim_factory: ``f(params) -> Optimizer`` with the trainable parameters.
-            devices: ``None``: every visible CUDA device, else one CPU. A device may stand more
+                or a factory of one: its ``.module`` is replaced by the returned module.
+            optim_factory: ``f(params) -> Optimizer``; receives the trainable parameters.
+            devices: ``None``: every visible CUDA device, else one CPU. A device may be listed more
                 than once. Several CPU devices share PyTorch's intra-op threads with the calling
                 thread, which has as many as each of them until it closes the model.
-            param_groups: ``f(model) -> list of groups`` for ``optim_factory`` in place of the
-                parameters: for weight decay by name or by module.
+            param_groups: ``f(model) -> list of groups``, which ``optim_factory`` receives in place
+                of the parameters: for weight decay by name or by module.
 
         Returns:
-            A module in train mode (modes set on a part of the model before stay) whose
-            ``state_dict`` has the model's own keys.
+            A module in train mode (modes set on submodules are kept) whose ``state_dict`` has the
+            model's own keys.
 
         Raises:
-            TypeError, ValueError: An argument that cannot work, or what a factory gave.
-            ReplicaMismatch: A factory gave different models.
+            TypeError, ValueError: An argument or a factory's result is invalid.
+            ReplicaMismatch: A factory returned different models.
         """
         config = DdpConfig()
         return set_up(
@@ -154,12 +153,11 @@ class Trainer:
         config: DdpConfig,
         param_groups: ParamGroups | None = None,
     ) -> ReplicatedModule:
-        """As :meth:`setup`, with settings.
+        """Like :meth:`setup`, with settings.
 
-        ElChe is on for devices of any kind, unless ``max_anchor=0`` (with :meth:`setup` only
-        for GPUs of different models): ``model.batch_counts`` then says how many batches each
-        device trains between two reductions, where the loop supplies several with
-        ``model.accumulate(...)``.
+        ElChe is on for all devices, unless ``max_anchor=0`` (with :meth:`setup` only for GPUs of
+        different models): ``model.batch_counts`` is then the number of batches that each device
+        trains between two reductions, if the loop passes several to ``model.accumulate(...)``.
         """
         return set_up(
             model_or_factory,
@@ -180,26 +178,26 @@ def fit(
     epochs: int = 1,
     **settings: Any,
 ) -> TrainedState:
-    """Train a module on all devices, and wait for it: the short form of :class:`Trainer`.
+    """Train a module on all devices and wait for the end: the short form of :class:`Trainer`.
 
-    Afterwards, and after Ctrl-C, the module has the trained weights, where it lies.
+    Afterwards, and after Ctrl-C, the module holds the trained weights, on its own device.
 
     Args:
-        model: The module; each worker has a copy.
-        dataset: As :meth:`TrainerBuilder.dataset` takes it.
-        optimizer: ``f(params) -> Optimizer``: ``torch.optim.AdamW``, for instance.
-        loss: ``f(output, target)`` gives the mean loss; batches are then ``(input, target)``.
-            ``None``: the model itself computes it and returns it, alone or as the field ``loss``.
-        epochs: How often each sample is trained.
+        model: The module; each worker trains a copy.
+        dataset: See :meth:`TrainerBuilder.dataset`.
+        optimizer: ``f(params) -> Optimizer``, for instance ``torch.optim.AdamW``.
+        loss: ``f(output, target)`` returns the mean loss; batches are then ``(input, target)``.
+            ``None``: the model returns the loss, alone or as the field ``loss``.
+        epochs: Number of passes over the data set.
         settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
 
     Returns:
         The trained state, with the metrics of each epoch.
 
     Raises:
-        TypeError: There is no such setting, or the model is no module.
-        ValueError: A setting is wrong.
-        WorkerFailed: A worker failed; the module is as it was.
+        TypeError: A setting does not exist, or ``model`` is not a module.
+        ValueError: A setting is invalid.
+        WorkerFailed: A worker failed; the module is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -258,7 +256,7 @@ class TrainerBuilder:
             )
         )
 
-    if not TYPE_CHECKING:  # type checkers know the settings
+    if not TYPE_CHECKING:  # hidden from type checkers, which see the methods
 
         def __getattr__(self, name: str) -> Any:
             own = [known for known in vars(TrainerBuilder) if not known.startswith("_")]
@@ -273,7 +271,7 @@ class TrainerBuilder:
         return self
 
     def dataset(self, ds: Any, *, length: int | None = None) -> TrainerBuilder:
-        """What to train on: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
+        """The training data: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
         threads and read from several of them; see :meth:`dataset_lock`.
 
@@ -287,12 +285,12 @@ class TrainerBuilder:
             length: Items in an epoch of a stream; no more are read (default: ``len(ds)``;
                 without one, ``run()`` reads the stream once to count them, for at most 10 s).
 
-        From a ``DataLoader`` the builder takes the data set, ``batch_size`` (of one worker),
+        From a ``DataLoader`` the builder uses the data set, ``batch_size`` (of one worker),
         sampler, ``generator``, ``collate_fn``, number of processes (for each worker) and
         ``drop_last``, and for the processes ``worker_init_fn``, ``timeout``, ``prefetch_factor``
         and ``multiprocessing_context``. The builder's own methods override these. Batches are
-        pinned and processes kept anyway. Subclasses that override ``__iter__`` or ``__len__``,
-        ``batch_sampler``, ``pin_memory_device`` and ``in_order=False`` are refused."""
+        always pinned and processes persistent. Subclasses that override ``__iter__`` or
+        ``__len__``, ``batch_sampler``, ``pin_memory_device`` and ``in_order=False`` are refused."""
         self._loader_settings = settings_of_loader(ds) if isinstance(ds, DataLoader) else {}
         dataset = self._loader_settings.pop("dataset", ds)
         if length is not None:
@@ -305,12 +303,11 @@ class TrainerBuilder:
         return self._set(dataset=dataset, dataset_length=length)
 
     def sampler(self, s: Any) -> TrainerBuilder:
-        """Which samples make an epoch, and in which order (default: each sample once, in a new
-        random order each epoch): a ``torch.utils.data.Sampler``, or another iterable of indices
-        with a length. It is iterated once an epoch, in one thread, seeded by run and epoch. A
-        sampler that has its own ``generator`` keeps using it. The workers share the positions of
-        the sampler's output: each position is trained exactly once, so a sample is trained as
-        often as it was drawn."""
+        """Samples of an epoch and their order (default: each sample once, in a new random order
+        each epoch): a ``torch.utils.data.Sampler``, or another iterable of indices with a length.
+        It is iterated once an epoch, in one thread, seeded by run and epoch; a sampler with its
+        own ``generator`` keeps using it. The positions of its output are divided among the
+        workers: each is trained exactly once, so a sample is trained as often as it was drawn."""
         return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
@@ -332,7 +329,7 @@ class TrainerBuilder:
         return self._set(batch_size=check_int("batch_size", n, 1), batch_sizes=None)
 
     def num_epochs(self, n: int) -> TrainerBuilder:
-        """How often each sample is trained."""
+        """Number of passes over the data set."""
         return self._set(num_epochs=check_int("num_epochs", n, 1))
 
     def seed(self, n: int) -> TrainerBuilder:
@@ -341,19 +338,18 @@ class TrainerBuilder:
         return self._set(seed=check_int("seed", n, 0, MAX_SEED))
 
     def drop_last(self, flag: bool) -> TrainerBuilder:
-        """Leave the short batch of each epoch out (default: train it)."""
+        """Omit the short last batch of each epoch (default: train it)."""
         return self._set(drop_last=check_flag("drop_last", flag))
 
     def collate_fn(self, f: Callable[[list[Any]], Any]) -> TrainerBuilder:
-        """Makes a batch from a list of samples (default: PyTorch's)."""
+        """Function that makes a batch from a list of samples (default: PyTorch's)."""
         check_callable("collate_fn", f, "(list of samples) -> batch")
         return self._set(collate_fn=f)
 
     def loader_workers(self, n: int) -> TrainerBuilder:
-        """Processes for each worker that load batches, for data sets with heavy Python
-        (default 0: a thread). Tensors in memory need none and get none. The processes
-        import the main script, so it must start its run under
-        ``if __name__ == "__main__":``."""
+        """Loader processes of each worker, for data sets with heavy Python code (default 0: a
+        thread). Tensors in memory are loaded without any. The processes import the main script,
+        so it must start its run under ``if __name__ == "__main__":``."""
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
@@ -363,21 +359,21 @@ class TrainerBuilder:
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
     def prefetch(self, depth: int) -> TrainerBuilder:
-        """Batches that a thread loads ahead of the one in training (default: by the memory
-        that is left after the first steps, up to 8). On a CUDA device it is an upper limit
-        within :meth:`vram_fraction`. 0 loads each batch in the worker's thread, when it is
-        needed. Tensors in memory are not loaded ahead for CPU devices.
+        """Batches that a thread loads ahead (default: by the memory free after the first steps,
+        up to 8). On a CUDA device it is an upper limit within :meth:`vram_fraction`. 0 loads each
+        batch in the worker's thread, when it is needed. Tensors in memory are not loaded ahead
+        for CPU devices.
 
-        On a CUDA device a batch is good until ``train_fn`` is called again: clone what is to
-        be kept of it."""
+        On a CUDA device a batch is valid until the next call of ``train_fn``: clone tensors to
+        keep them longer."""
         return self._set(prefetch=check_int("prefetch", depth, 0))
 
     def resident(self, flag: bool) -> TrainerBuilder:
-        """Keep the data set on the device and gather batches there (default: where tensors
-        in memory fit into what the first steps leave of :meth:`vram_fraction`). ``True``
-        brings it there at the start, memory maps too, and is an error where it does not
-        fit; ``False`` always streams. Only for tensors and arrays. Workers on one device
-        share the copy."""
+        """Keep the data set on the device and gather batches there (default: if tensors in memory
+        fit into the part of :meth:`vram_fraction` that is free after the first steps). ``True``
+        copies it there at the start, memory maps too, and is an error if it does not fit;
+        ``False`` copies each batch. Only for tensors and arrays. Workers on one device share the
+        copy."""
         return self._set(resident=check_flag("resident", flag))
 
     def cuda_graphs(self, flag: bool) -> TrainerBuilder:
@@ -385,27 +381,27 @@ class TrainerBuilder:
         and optimizer, under ``SYNC`` with the reduction between two graphs. For models whose
         steps are so short that launching their kernels takes longer than running them.
 
-        ``train_fn`` then runs as Python code in the first steps alone. It must do the same
-        work on every batch and read nothing back from the device; what it takes from Python
-        (a factor of a loss, a weight that is no tensor of the device, an epoch's number) stays
-        as it was when it was captured, until ``current_worker().forget_graphs()``. Batches of
-        another shape, the short one at an epoch's end included, are trained eagerly, and so is
-        a step that cannot be captured, with a warning that says why. So are all steps of workers
-        that share a GPU. Optimizers get ``capturable``; one without (plain ``SGD``) is captured
-        for a constant learning rate: build it with ``fused=True`` where a scheduler moves it. No
+        ``train_fn`` then runs as Python code in the first steps only. It must do the same work on
+        every batch and must not read from the device; Python values that it uses (a factor of a
+        loss, a weight that is not a tensor on the device, the epoch's number) keep their captured
+        value until ``current_worker().forget_graphs()``. Batches of another shape, such as the
+        short one at an epoch's end, are trained eagerly. So are steps that cannot be captured,
+        with a warning that gives the reason, and all steps of workers that share a GPU.
+        ``capturable`` is set in optimizers that have it; without it (plain ``SGD``) a constant
+        learning rate is captured: with a scheduler, build the optimizer with ``fused=True``. No
         effect on CPU devices."""
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
 
     def devices(
         self, devices: Sequence[str | torch.device] | str | torch.device | int
     ) -> TrainerBuilder:
-        """One worker for each entry; a device may stand more than once (default: every
-        visible CUDA device, else one ``"cpu"``). A number means the first CUDA devices, or so
-        many workers on the CPU where there is no CUDA."""
+        """One worker for each entry; a device may be listed more than once (default: every
+        visible CUDA device, else one ``"cpu"``). A number ``n`` means the first ``n`` CUDA
+        devices, or ``n`` workers on the CPU without CUDA."""
         return self._set(requested_devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
-        """When replicas average (default ``CADENCE``); ``"sync"`` is ``ApplyPolicy.SYNC``."""
+        """Policy of averaging (default ``CADENCE``); ``"sync"`` is ``ApplyPolicy.SYNC``."""
         return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:
@@ -418,14 +414,14 @@ class TrainerBuilder:
         when the anchor has changed by a factor of two, and from time to time. If a transport
         cannot connect, or fails :meth:`max_failed_rounds` times in a row, the run changes to the
         other with a warning. ``SYNC`` tries none, and changes only from NCCL to the reduction in
-        memory. A transport that you name is kept, and its failure ends the run.
-        ``handle.backend`` is the one in use, ``handle.backend_reason`` says why."""
+        memory. An explicit transport is kept, and its failure ends the run. ``handle.backend`` is
+        the one in use, ``handle.backend_reason`` the reason."""
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
-        """Batches of the slowest rank between two averagings, at first (default 10).
+        """Batches of the slowest rank between two averagings at the start (default 10).
 
-        An anchor that is set here is not lowered, unless :meth:`min_anchor` allows it.
+        An anchor set here is not lowered, unless :meth:`min_anchor` allows it.
         """
         return self._set(anchor=check_int("anchor", n, 1))
 
@@ -444,13 +440,13 @@ class TrainerBuilder:
         return self._set(overhead_target=check_float("overhead_target", f, 0.01, 0.50))
 
     def speed_hint(self, rank: int, ratio: float) -> TrainerBuilder:
-        """First guess: the others are ``ratio`` times as fast as ``rank``."""
+        """Initial estimate: the other ranks are ``ratio`` times as fast as ``rank``."""
         hint = (check_int("speed_hint", rank, 0), check_float("speed_hint", ratio, 1.0))
         return self._set(speed_hint=hint)
 
     def max_batch_diff(self, n: int) -> TrainerBuilder:
         """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
-        lockstep. A rank that has no data left does not hold the others back. No effect under
+        lockstep. A rank without data left does not hold the others back. No effect under
         ``SYNC``."""
         return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
 
@@ -460,13 +456,13 @@ class TrainerBuilder:
         return self._set(max_overshoot=check_int("max_overshoot", n, 0))
 
     def divergence_threshold(self, f: float) -> TrainerBuilder:
-        """Relative distance of replicas from their average above which the guard slows
-        the cadence's growth and at last lowers the anchor (default 0.05)."""
+        """Relative distance of replicas from their average above which the anchor grows more
+        slowly and finally shrinks (default 0.05)."""
         number = check_float("divergence_threshold", f, 0.0, above=True)
         return self._set(divergence_threshold=number)
 
     def no_divergence_guard(self) -> TrainerBuilder:
-        """Let the cadence follow overhead alone."""
+        """Adapt the anchor to the cost of averaging only."""
         return self._set(divergence_threshold=None)
 
     def partition_ratios(self, ratios: Sequence[float]) -> TrainerBuilder:
@@ -481,12 +477,12 @@ class TrainerBuilder:
     def balance(self, flag: bool) -> TrainerBuilder:
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
         their pieces together; a rank that would delay the others with a single sample gets
-        none. The default is on where the devices are of different kinds
-        (other names, capabilities or memory, or a CPU beside GPUs) and off where they are
-        alike. If ranks on devices of one kind differ in speed, one warning says so.
+        none. The default is on for devices of different kinds (other names, capabilities or
+        memory, or a CPU beside GPUs) and off otherwise. A warning is logged if ranks on devices
+        of one kind differ in speed.
 
         A global step trains the same samples with or without balancing, and its gradient is
-        their mean. Which rank trains a sample depends on measured time, so results agree up to
+        their mean. The rank that trains a sample depends on measured time, so results agree up to
         rounding and not bit for bit. :meth:`partition_ratios` fixes shares instead. A piece may
         be larger than :meth:`batch_size`. If a device has no memory for it, pieces become
         smaller and the step is repeated."""
@@ -495,8 +491,8 @@ class TrainerBuilder:
     def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
         """Under ``SYNC``, reduce gradients in buckets of about ``mb`` MiB while the backward pass
         still computes others; the first bucket has at most 1 MiB. ``None`` reduces all at once
-        after the backward pass. The default is 25 over ``NCCL``, and ``None`` otherwise: on the
-        cores of a CPU the exchange would only take time from the backward pass. ``cuda_graphs``,
+        after the backward pass. The default is 25 over ``NCCL``, and ``None`` otherwise: on a CPU
+        the exchange and the backward pass would compete for the same cores. ``cuda_graphs``,
         ``sync_batchnorm`` and ``all_gather`` do not work with buckets; with them the default is
         ``None``.
 
@@ -518,43 +514,42 @@ class TrainerBuilder:
     def all_gather(self, flag: bool) -> TrainerBuilder:
         """Allow :func:`gpuworker.all_gather` in ``train_fn``, for losses that relate the samples of
         the global batch to each other (default off; only under ``SYNC``). Before each step the
-        ranks then tell each other which of them have a batch. A rank trains its whole piece in
+        ranks then exchange flags for the presence of a batch. A rank trains its whole piece in
         one pass, even if the piece has grown because another rank died."""
         return self._set(all_gather=check_flag("all_gather", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
-        """Deal small chunks as ranks ask for them (default on, but for ``SYNC``)."""
+        """Assign data in small chunks as ranks request them (default: on, except for ``SYNC``)."""
         return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
 
     def max_grad_norm(self, f: float) -> TrainerBuilder:
-        """Clip the gradients' norm: after the reduction under ``SYNC``, else locally."""
+        """Clip the norm of the gradients: after the reduction under ``SYNC``, else on each rank."""
         return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
 
     def accumulate(self, n: int) -> TrainerBuilder:
         """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
-        the weights that ``train_fn`` gives with its losses."""
+        the weights that ``train_fn`` returns."""
         return self._set(accumulate=check_int("accumulate", n, 1))
 
     def precision(self, name: str | int) -> TrainerBuilder:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
-        gradient scaler for each worker. Lightning's names of the same are taken, too
-        (``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``), but for those that train in low
-        precision without autocast."""
+        gradient scaler for each worker. Lightning's names (``"bf16-mixed"``, ``"16-mixed"``,
+        ``"32-true"``) are accepted, except those of low precision without autocast."""
         known = {**dict.fromkeys(PRECISIONS), **PRECISION_NAMES}
         if not isinstance(name, str | int) or str(name) not in known:
             raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
         return self._set(precision=PRECISION_NAMES.get(str(name), str(name)))
 
     def on_non_finite(self, mode: str) -> TrainerBuilder:
-        """What follows a loss or gradient that is NaN or infinite (default ``"raise"``).
+        """Reaction to a loss or gradient that is NaN or infinite (default ``"raise"``).
 
         ``"raise"`` ends the run with :class:`~gpuworker.NonFiniteError`, which names rank,
-        step and parameter, before anything that is not finite is averaged, evaluated,
-        passed to a callback or returned. ``"skip"`` drops the step, on every rank under ``SYNC``.
-        It costs one value read from the device in each step; ``EpochMetrics.num_skipped`` counts
-        the samples. ``"ignore"`` checks no step: a replica that is not finite when parameters are
-        averaged takes its peers' average and resets its optimizer. Without such a peer the run
-        ends as with ``"raise"``.
+        step and parameter, before a non-finite value is averaged, evaluated, passed to a callback
+        or returned. ``"skip"`` drops the step, on every rank under ``SYNC``. It costs one value
+        read from the device in each step; ``EpochMetrics.num_skipped`` counts the samples.
+        ``"ignore"`` checks no step: a replica that is not finite when parameters are averaged
+        loads its peers' average and resets its optimizer. Without a finite peer the run ends as
+        with ``"raise"``.
         """
         if mode not in ON_NON_FINITE:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
@@ -576,17 +571,17 @@ class TrainerBuilder:
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None
     ) -> TrainerBuilder:
-        """``f(optimizer)`` gives a torch scheduler, stepped once for each batch trained by any
+        """``f(optimizer)`` returns a torch scheduler, stepped once for each batch trained by any
         rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
-        ``ASYNC`` a rank comes to a new epoch when it counts as many batches.
+        ``ASYNC`` a rank's schedule enters an epoch when its count of batches reaches it.
 
-        ``ReduceLROnPlateau`` is stepped by a metric of each epoch that has closed: ``metric`` is a
-        field of :class:`~gpuworker.EpochMetrics`, such as ``"avg_loss"``, or a name in its
-        ``scalars``, such as ``"eval/loss"``. Under ``SYNC`` that is before the next epoch's first
-        step; under the other policies, where ranks begin the next epoch before an epoch closes, at
-        the next work that a rank is given, a fraction of a second later.
+        ``ReduceLROnPlateau`` is stepped by a metric of each closed epoch: ``metric`` is a field of
+        :class:`~gpuworker.EpochMetrics`, such as ``"avg_loss"``, or a name in its ``scalars``,
+        such as ``"eval/loss"``. Under ``SYNC`` that is before the next epoch's first step. Under
+        the other policies ranks begin the next epoch before an epoch closes: they step with the
+        next work that they receive, a fraction of a second later.
 
-        Each of several optimizers gets a scheduler of its own; a dict names those that do."""
+        Each of several optimizers gets its own scheduler; a dict limits this to the named ones."""
         for each in f.values() if isinstance(f, Mapping) else (f,):
             check_callable("scheduler", each, "(optimizer) -> LRScheduler")
         if interval not in ("step", "epoch"):
@@ -601,42 +596,42 @@ class TrainerBuilder:
         return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
 
     def param_groups(self, f: ParamGroups) -> TrainerBuilder:
-        """``f(model)`` gives the parameter groups that the optimizer factory gets."""
+        """``f(model)`` returns the parameter groups that the optimizer factory receives."""
         check_callable("param_groups", f, "(model) -> list of parameter groups")
         return self._set(param_groups=f)
 
     def max_steps(self, n: int) -> TrainerBuilder:
-        """End after ``n`` batches over all ranks. The metrics of an epoch that this cuts short
-        cover the trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
+        """End after ``n`` batches over all ranks. The metrics of an incomplete epoch cover its
+        trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
         number of devices ends between global batches, so that a resume is exact."""
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
-        """``f(model, epoch)`` gives a dict of floats, on the averaged weights, in eval
-        mode; in ``EpochMetrics.scalars`` under ``eval/``."""
+        """``f(model, epoch)`` returns a dict of floats, which appear in ``EpochMetrics.scalars``
+        under ``eval/``; called with the averaged weights, in eval mode."""
         check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
         return self._set(eval_fn=f)
 
     def eval_every(self, n: int) -> TrainerBuilder:
         """Call :meth:`eval_fn` also within an epoch, for every ``n`` batches over all ranks
-        (default: when an epoch closes). Its values come as a :class:`~gpuworker.StepMetrics` with
-        ``num_batches=0`` to ``metrics_fn``, loggers and callbacks, under ``eval/``.
+        (default: when an epoch closes). ``metrics_fn``, loggers and callbacks receive its values
+        as a :class:`~gpuworker.StepMetrics` with ``num_batches=0``, under ``eval/``.
 
-        Under ``SYNC``, and in a run of one device, training stops after the first step that has
-        reached a multiple of ``n``; under ``CADENCE`` and ``ASYNC`` an averaging is made soon
-        after, and evaluations that fall behind a long one are left out."""
+        Under ``SYNC``, and in a run of one device, training pauses after the first step that
+        reaches a multiple of ``n``. Under ``CADENCE`` and ``ASYNC`` the evaluation follows an
+        early averaging; evaluations that become due during another one are skipped."""
         return self._set(eval_every=check_int("eval_every", n, 1))
 
     def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
-        """``f(epoch, worker)`` in each worker's thread, once an epoch, before its first
-        batch."""
+        """``f(epoch, worker)``, called in each worker's thread before its first batch of an
+        epoch."""
         check_callable("epoch_fn", f, "(epoch, worker)")
         return self._set(epoch_fn=f)
 
     def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
-        """``f(EpochMetrics)`` once an epoch, on a thread of its own, and ``f(StepMetrics)`` with
-        :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. If it raises,
-        that is logged and training continues. Loggers
+        """``f(EpochMetrics)``, called once an epoch on a separate thread, and ``f(StepMetrics)``
+        with :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. Its
+        exceptions are logged and training continues. Loggers
         (:class:`~gpuworker.TensorBoardLogger`, :class:`~gpuworker.CsvLogger`,
         :class:`~gpuworker.CombinedLogger` and their subclasses) are closed when the run ends and
         can be reused; no other object is closed."""
@@ -657,30 +652,30 @@ class TrainerBuilder:
     ) -> TrainerBuilder:
         """Train together with other machines, each of which runs this script.
 
-        Inside each machine the policy holds. Between machines parameters are averaged once a
-        period, weighted by what each has trained, while all train on. Samples are dealt by
-        measured speed, and each is trained exactly once an epoch over all machines. Machines may
-        come late, leave and die: see the page on clusters. Needs
-        ``pip install 'gpuworker[cluster]'``, and a server that one of the machines runs:
+        The policy applies within each machine. Between machines parameters are averaged once a
+        period, weighted by the batches each has trained, while training continues. Samples are
+        assigned by measured speed, and each is trained exactly once an epoch over all machines.
+        Machines may join late, leave and die: see the page on clusters. Requires
+        ``pip install 'gpuworker[cluster]'``, and a server on one of the machines:
         ``gpuworker lighthouse``.
 
         Args:
             address: ``host:port`` of that server (or ``GPUWORKER_CLUSTER``).
-            min_machines: Fewest machines that go on together (1, or
-                ``GPUWORKER_CLUSTER_MIN_MACHINES``); more than half of all rule out that a broken
-                network leaves two groups that each go on.
+            min_machines: Minimum number of machines to train together (1, or
+                ``GPUWORKER_CLUSTER_MIN_MACHINES``); with more than half of all, a network
+                partition cannot leave two groups that both continue.
             period: Seconds from one average between machines to the next (30, or
                 ``GPUWORKER_CLUSTER_PERIOD``).
-            outer: What is made of the average: ``Mean()``, the default, takes it;
+            outer: Outer optimizer: ``Mean()``, the default, applies the average;
                 ``Nesterov(lr, momentum)`` steps towards it with momentum.
-            token: A secret that all machines share (or ``GPUWORKER_CLUSTER_TOKEN``).
-            timeout: Seconds after which a machine that does not answer is left out (30, or
-                ``GPUWORKER_CLUSTER_TIMEOUT``); one that died is left out at once.
+            token: Shared secret of all machines (or ``GPUWORKER_CLUSTER_TOKEN``).
+            timeout: Seconds after which an unresponsive machine is excluded (30, or
+                ``GPUWORKER_CLUSTER_TIMEOUT``); a dead one is excluded at once.
             host: The name or address by which the others reach this machine, and the only one on
                 which it listens (default: that from which it reaches the server; or
                 ``GPUWORKER_CLUSTER_HOST``).
-            compression: ``"bf16"`` or ``"int8"``: what travels between machines (default: the
-                numbers as they are; or ``GPUWORKER_CLUSTER_COMPRESSION``)."""
+            compression: ``"bf16"`` or ``"int8"``: format of parameters sent between machines
+                (default: uncompressed; or ``GPUWORKER_CLUSTER_COMPRESSION``)."""
         return self._set(
             cluster=ClusterSettings.of(
                 address=address,
@@ -695,17 +690,17 @@ class TrainerBuilder:
         )
 
     def metrics_every(self, n: int) -> TrainerBuilder:
-        """Also hand a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
+        """Also pass a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
         for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
-        samples a second. They come while the epoch runs, with the ranks' reports, ten or more a
-        second, so that no step waits for a value of the device."""
+        samples a second. They are delivered with the ranks' periodic reports, ten or more a
+        second, so that no step waits for a value from the device."""
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 
     def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
-        """Watch the run, and perhaps end it: :class:`~gpuworker.EarlyStopping`,
-        :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or a
-        :class:`~gpuworker.Callback` of your own. They get an epoch's metrics after
-        :meth:`metrics_fn`, in this order."""
+        """Objects that observe the run and may end it: :class:`~gpuworker.EarlyStopping`,
+        :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or other subclasses of
+        :class:`~gpuworker.Callback`. They receive an epoch's metrics after :meth:`metrics_fn`, in
+        this order."""
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(
@@ -719,8 +714,8 @@ class TrainerBuilder:
         return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
 
     def checkpoint_fn(self, f: Callable[[int, nn.Module], object]) -> TrainerBuilder:
-        """``f(version, model)`` with a model that holds the average; ``version`` is the
-        number of closed epochs. Its failure is logged and stops nothing."""
+        """``f(version, model)``, called with a model that holds the average; ``version`` is the
+        number of closed epochs. Its exceptions are logged and training continues."""
         check_callable("checkpoint_fn", f, "(version, model)")
         return self._set(checkpoint_fn=f)
 
@@ -734,24 +729,25 @@ class TrainerBuilder:
         every_steps: int | None = None,
     ) -> TrainerBuilder:
         """Write the whole state of the run into this directory every ``every`` epochs, when
-        it is stopped and at its end; the last ``keep`` stay. The directory is made if needed.
+        it is stopped and at its end; the last ``keep`` are kept. The directory is created if
+        needed.
 
         ``every_s`` and ``every_steps`` also write within an epoch, after that many seconds or
-        batches over all ranks since the last checkpoint, whichever comes first. Such a checkpoint
-        is written after an averaging, which is made early for it, or between two steps under
-        ``SYNC``. Batches are counted from the ranks' reports, at most half a second late. The last
-        ``keep`` of these stay, too, counted separately. :meth:`resume` takes the newest of both.
+        batches over all ranks since the last checkpoint, whichever is first. Such a checkpoint
+        is written after an early averaging, or between two steps under ``SYNC``. Batches are
+        counted from the ranks' reports, at most half a second late. The last ``keep`` of these
+        are kept, too, counted separately. :meth:`resume` loads the newest of both kinds.
 
         Training waits only while the state is copied in memory. A thread writes the files, and
         skips a checkpoint when a newer one is ready. A failed write is logged and counted, and
         training continues. Each checkpoint is a directory
-        ``step-<batches>-epoch-<closed epochs>-<serial>``, with ``within`` for ``epoch`` in the
-        middle of one, and has the weights in ``weights.safetensors``, which a bare module
-        loads. A checkpoint is complete or not there, even after a crash.
+        ``step-<batches>-epoch-<closed epochs>-<serial>``, within an epoch with ``within`` in place
+        of ``epoch``; its ``weights.safetensors`` can be loaded into a bare module. A checkpoint is
+        complete or absent, even after a crash.
 
         Checkpoints also hold frozen parameters that ``train_fn`` has changed, and modules' extra
-        state (``get_extra_state``). Give each run a directory of its own: checkpoints older than
-        the last ``keep`` are removed, even those of another run."""
+        state (``get_extra_state``). Give each run its own directory: checkpoints older than the
+        last ``keep`` are removed, even those of another run."""
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
             save_every=check_int("checkpoint_dir: every", every, 1),
@@ -767,14 +763,14 @@ class TrainerBuilder:
     def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
         """Resume from the newest complete checkpoint in ``path``, or from ``path`` itself if it is
         a checkpoint's own directory. An incomplete or altered checkpoint is refused with a
-        warning, and the one before it is used. Nothing in a checkpoint is ever executed.
+        warning, and the previous one is used. Checkpoints contain no executable code.
 
         Model, ``batch_size``, length of the data set, ``seed``, ``drop_last``, ``accumulate``
-        and whether the policy is ``SYNC`` must be those of the run that wrote it; devices and
-        their number may be others, and ``num_epochs`` may be raised. Under ``SYNC`` the global
-        batch stays that of the devices that the run began with. The checkpoint's values of the
-        optimizer and the scheduler, including learning rate and length, replace those that are
-        set here. With ``missing_ok`` the run starts from the beginning if the directory has no
+        and the choice of ``SYNC`` or another policy must be those of the run that wrote it;
+        devices and their number may differ, and ``num_epochs`` may be raised. Under ``SYNC`` the
+        global batch stays that of the devices at the start of the run. The checkpoint's values of
+        the optimizer and the scheduler, including learning rate and length, replace those set
+        here. With ``missing_ok`` the run starts from the beginning if the directory has no
         checkpoint."""
         return self._set(
             resume=check_path("resume", path),
@@ -782,8 +778,8 @@ class TrainerBuilder:
         )
 
     def snapshot_timeout(self, s: float) -> TrainerBuilder:
-        """Seconds after which a round on the CPU path is given up (default 5, at least
-        three measured steps)."""
+        """Timeout of an averaging round on the CPU path, in seconds (default 5, at least three
+        measured steps)."""
         return self._set(snapshot_timeout_s=check_float("snapshot_timeout", s, 0.0, above=True))
 
     def collective_timeout(self, s: float) -> TrainerBuilder:
@@ -791,23 +787,23 @@ class TrainerBuilder:
         return self._set(collective_timeout_s=check_float("collective_timeout", s, 0.0, above=True))
 
     def stall_timeout(self, s: float) -> TrainerBuilder:
-        """Seconds without progress after which the run ends with ``RunStalled``, which tells
-        what every thread was doing (default 300): more than the longest step or callback."""
+        """Seconds without progress after which the run ends with ``RunStalled``, which lists the
+        stack of every thread (default 300). Must exceed the longest step or callback."""
         return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
-        """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``, goes
-        on over another transport if this one has failed (default 5)."""
+        """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``,
+        continues over another transport if this one has failed (default 5)."""
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
 
     def on_worker_failure(self, mode: str) -> TrainerBuilder:
-        """What follows when a worker raises or its thread ends.
+        """Reaction to a worker that raises or whose thread ends.
 
         ``"raise"`` (default): the run stops and :meth:`TrainerHandle.join` raises
-        ``WorkerFailed``. ``"continue"``: the others train what the dead one had not
-        finished and what it had trained since the last averaging, down to one worker;
-        ``TrainedState.failures`` lists who died. Replicas that differ, values that are not
-        finite and a rank 0 that cannot be built end the run in any case.
+        ``WorkerFailed``. ``"continue"``: the others train the dead worker's unfinished batches
+        and those that it trained since the last averaging, down to one worker;
+        ``TrainedState.failures`` lists the dead workers. Replicas that differ, non-finite values
+        and a failure to build rank 0 always end the run.
         """
         if mode not in ON_WORKER_FAILURE:
             raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
@@ -815,15 +811,15 @@ class TrainerBuilder:
         return self._set(continue_on_failure=goes_on, survives=goes_on)
 
     def vram_fraction(self, f: float) -> TrainerBuilder:
-        """Part of each CUDA device's memory that the run may reserve, above 0 and at most 1
-        (default 0.9): models, activations and batches of all workers on it. It caps PyTorch's
-        allocator for the whole process while the run lasts."""
+        """Fraction of each CUDA device's memory that the run may reserve, above 0 and at most 1
+        (default 0.9): models, activations and batches of all workers on it. It limits PyTorch's
+        allocator in the whole process during the run."""
         return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
     def pin_threads(self, flag: bool) -> TrainerBuilder:
         """Run the thread of each CUDA worker on the cores of its GPU's NUMA node (default on),
-        within the affinity that the process has. Nothing where Linux names no node of the GPU,
-        and on machines of one node."""
+        within the affinity of the process. No effect if Linux reports no node for the GPU or the
+        machine has one node."""
         return self._set(pin_threads=check_flag("pin_threads", flag))
 
     def tune_allocator(self, flag: bool) -> TrainerBuilder:
@@ -832,14 +828,14 @@ class TrainerBuilder:
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> TrainerBuilder:
-        """A progress bar on a terminal or in a notebook, elsewhere one line an epoch, in the log
-        or, where none is configured, on stderr (default: a bar there, elsewhere a line in a log
-        that takes INFO)."""
+        """``True``: a progress bar on a terminal or in a notebook; elsewhere one line an epoch in
+        the log, or on stderr if no handler is configured. ``False``: neither. Default: the bar;
+        elsewhere the line if the logger is enabled for INFO."""
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:
-        """Record what the run does with its time; see :class:`~gpuworker.Timeline`. One
-        timeline records one run."""
+        """Record a timeline of the run; see :class:`~gpuworker.Timeline`. One timeline records
+        one run."""
         if not isinstance(tl, Timeline):
             raise TypeError(f"timeline({tl!r:.80}): pass a gpuworker.Timeline()")
         return self._set(timeline=tl)
@@ -848,7 +844,7 @@ class TrainerBuilder:
         """Check all settings, start the threads and return without waiting.
 
         Raises:
-            ValueError, TypeError: A setting is missing or wrong; no thread was started.
+            ValueError, TypeError: A setting is missing or invalid; no thread was started.
         """
         brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
         return start_run(self._config.with_values(**brought))
@@ -883,15 +879,15 @@ _OTHER_LIBRARIES_NAMES = {
     "resume_from_checkpoint": "resume",
     "enable_progress_bar": "progress",
 }
-"""What ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer call these settings."""
+"""Names of settings in ``DataLoader``, DDP, Lightning, Accelerate and the HF Trainer."""
 
 
 def check_optimizer_dicts(optim_factory: Any, train_fn: Any) -> None:
-    """Refuse what are no optimizers and their functions by name.
+    """Check the dicts of several optimizers and their training functions.
 
     Raises:
-        TypeError: One of them is no dict, or holds what cannot be called.
-        ValueError: They have other names.
+        TypeError: One of them is not a dict, or a value is not callable.
+        ValueError: Their keys differ.
     """
     if not (isinstance(optim_factory, Mapping) and isinstance(train_fn, Mapping)):
         raise TypeError(
@@ -909,7 +905,7 @@ def check_optimizer_dicts(optim_factory: Any, train_fn: Any) -> None:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch as its arguments, by name or by position."""
+    """Call a model with a batch unpacked: a mapping by name, a sequence by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -328,7 +328,7 @@ def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
             ),
             r"step it once a batch",
         ),
-        (lambda b: b.policy(SYNC).batch_size([3, 2]), "5, which is no multiple of the 2 devices"),
+        (lambda b: b.policy(SYNC).batch_size([3, 2]), "5, is no multiple of the 2 devices"),
         (
             lambda b: b.policy(SYNC).batch_size([3, 1]).partition_ratios([1, 2]),
             "leave one of them out",

@@ -304,7 +304,7 @@ def test_statistics_and_the_stop_work_after_a_death(way):
 def test_a_death_is_logged_as_it_happens(caplog):
     fault = Dies((1, 1))
     run(fault, (CADENCE, OVER_CPU)).join(WAIT_S)
-    (record,) = [r for r in caplog.records if "the others go on if" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "the others continue if" in r.getMessage()]
     assert "rank 1" in record.getMessage()
     assert "planted" in str(record.exc_info[1])
 
