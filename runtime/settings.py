@@ -181,7 +181,7 @@ class RunSettings:
         grace_s: float,
         backend_reason: str = "",
     ) -> RunSettings:
-        """Return a copy with the values that depend on devices and data; only the ranks are missing.
+        """Return a copy completed for these devices and this data, except for the workers' ranks.
 
         Args:
             devices: The device of each rank.
