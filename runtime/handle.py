@@ -175,7 +175,7 @@ class TrainerHandle:
         """
         if not isinstance(monitor, Monitor):
             raise TypeError(f"attach({monitor!r:.80}): pass a gpuworker.Monitor()")
-        with self._attaching:  # check and append are one step
+        with self._attaching:  # two threads may attach the same monitor
             if monitor in self._monitors:
                 return self
             monitor.watch(self._run.monitor_view(self._started, self._end))
