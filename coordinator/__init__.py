@@ -9,8 +9,8 @@ from coordinator.cadence import CadenceAction, ConvergenceGuard, ElChe
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, RankMetrics, StepMetrics
+from coordinator.run_state import RankStatistics, Statistics
 from coordinator.service import Service
-from coordinator.state import RankStatistics, Statistics
 
 __project__ = "gpuworker"  # by which gpuworker recognises this package
 

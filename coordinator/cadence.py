@@ -425,7 +425,7 @@ _OVERRUN = 4
 """Multiple of its count after which a rank stops waiting for one that makes no progress."""
 
 
-class BatchLimits:
+class RoundSchedule:
     """Decides when an averaging round is due, and how many batches each rank may run ahead.
 
     Every rule is a function of the present state and is evaluated after each event, so that no
@@ -538,7 +538,7 @@ class BatchLimits:
 
 
 class RankProgress(Protocol):
-    """Counters of a rank since its last round; see :class:`~coordinator.state.Rank`."""
+    """Counters of a rank since its last round; see :class:`~coordinator.run_state.Rank`."""
 
     rank: int
     since_round: int

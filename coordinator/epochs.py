@@ -11,8 +11,8 @@ from coordinator import messages as m
 from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
+from coordinator.run_state import Rank, RunState
 from coordinator.shares import Shares
-from coordinator.state import Core, Rank
 
 PLAN_STEPS = 5
 """Optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the next plan
@@ -27,8 +27,8 @@ FIXED_PLAN_STEPS = 50
 class EpochScheduler:
     """Sends plans, closes epochs once all batches are settled, and publishes their metrics."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
@@ -44,7 +44,7 @@ class EpochScheduler:
     @property
     def elapsed_s(self) -> float:
         """Time since the last epoch closed."""
-        return self._core.now - self._last_close
+        return self._run.now - self._last_close
 
     def closing(self) -> list[tuple[Epoch, float]]:
         """Closed epochs that are not published yet, and their durations."""
@@ -52,7 +52,7 @@ class EpochScheduler:
 
     def all_open(self) -> list[Epoch]:
         """Every epoch that is open or not published yet."""
-        return [*(closing.epoch for closing in self._closing), *self._core.ledger.epochs]
+        return [*(closing.epoch for closing in self._closing), *self._run.ledger.epochs]
 
     @property
     def all_published(self) -> bool:
@@ -63,20 +63,20 @@ class EpochScheduler:
         for closing in self._closing:
             if closing.epoch.epoch == number:
                 return closing.epoch
-        return self._core.ledger.find(number)
+        return self._run.ledger.find(number)
 
     @property
     def is_evaluating(self) -> bool:
         """True while a rank evaluates within an epoch."""
-        return self._evaluating is not None and self._core.is_live(self._evaluating[0])
+        return self._evaluating is not None and self._run.is_live(self._evaluating[0])
 
     @property
     def evaluation_due(self) -> bool:
         """True if an evaluation within the open epoch is due."""
-        every, oldest = self._core.config.eval_every, self._core.ledger.oldest
+        every, oldest = self._run.config.eval_every, self._run.ledger.oldest
         if every is None or oldest is None or self.is_evaluating:
             return False
-        return self._core.num_trained // every > self._num_evaluated
+        return self._run.num_trained // every > self._num_evaluated
 
     def begin_evaluation(self, lead: int) -> tuple[int, int]:
         """Record the start of an evaluation within the open epoch.
@@ -84,10 +84,10 @@ class EpochScheduler:
         Returns:
             The epoch, and the number of batches before the evaluation.
         """
-        oldest = self._core.ledger.oldest
+        oldest = self._run.ledger.oldest
         assert oldest is not None, "no evaluation is due"
-        self._evaluating = lead, self._core.num_trained
-        return oldest.epoch, self._core.num_trained
+        self._evaluating = lead, self._run.num_trained
+        return oldest.epoch, self._run.num_trained
 
     def cancel_evaluation(self, eval_at: int | None) -> None:
         """Make an evaluation due again: its average was not made."""
@@ -97,14 +97,14 @@ class EpochScheduler:
     def evaluate_if_due(self) -> None:
         """Send an evaluation of the live weights to the first live rank."""
         if self.evaluation_due:
-            lead = self._core.live[0].rank
+            lead = self._run.live[0].rank
             epoch, eval_at = self.begin_evaluation(lead)
-            self._core.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
+            self._run.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
 
     def _mark_evaluated(self) -> None:
-        every = self._core.config.eval_every
+        every = self._run.config.eval_every
         if every is not None:
-            self._num_evaluated = self._core.num_trained // every
+            self._num_evaluated = self._run.num_trained // every
 
     def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
         """Batches to deal before all ranks stop for an evaluation; ``None``: no limit.
@@ -112,12 +112,12 @@ class EpochScheduler:
         Args:
             plan: The plan in progress; ``None``: the last one is trained.
         """
-        core, every = self._core, self._core.config.eval_every
+        run, every = self._run, self._run.config.eval_every
         if every is None:
             return None
-        dealt = self._core.num_trained if plan is None else plan.first_step + plan.num_batches
+        dealt = self._run.num_trained if plan is None else plan.first_step + plan.num_batches
         left = (self._num_evaluated + 1) * every - dealt
-        in_step = core.config.accumulate * (core.per_global if core.lockstep else 1)
+        in_step = run.config.accumulate * (run.per_global if run.lockstep else 1)
         return max(0, -(-left // in_step) * in_step)
 
     def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
@@ -134,7 +134,7 @@ class EpochScheduler:
             learning_rate=math.nan,
             throughput=math.nan,
         )
-        self._core.publish_steps([metrics])
+        self._run.publish_steps([metrics])
 
     def on_evaluated(self, event: m.EvalReport) -> None:
         """Handle the results of an evaluation."""
@@ -160,26 +160,26 @@ class EpochScheduler:
         Every rank receives a first plan before any receives a second. Under a lead limit all ranks
         train at one pace, so that chunks follow the limit and not the speed.
         """
-        short = [rank for rank in self._core.live if rank.num_queued < 2]
+        short = [rank for rank in self._run.live if rank.num_queued < 2]
         if not short:
             return
-        lead = self._core.config.max_batch_diff
+        lead = self._run.config.max_batch_diff
         max_chunk = None if lead is None else lead + 1
         limit: int | None = None
-        if self._core.alone and self._core.config.eval_every is not None:
+        if self._run.alone and self._run.config.eval_every is not None:
             # The rank stops for each evaluation.
-            if any(rank.num_queued for rank in self._core.live):
+            if any(rank.num_queued for rank in self._run.live):
                 return
             self.evaluate_if_due()
             limit = self._batches_until_evaluation(None)
             if self.is_evaluating or limit == 0:
                 return
-        shares, seconds = self._core.elche.shares, self._core.elche.seconds_per_batch
+        shares, seconds = self._run.elche.shares, self._run.elche.seconds_per_batch
         for depth in (1, 2):
             for rank in short:
                 if rank.num_queued >= depth:
                     continue
-                chunk = self._core.ledger.deal_chunk(
+                chunk = self._run.ledger.deal_chunk(
                     rank.rank,
                     shares=shares,
                     seconds_per_batch=seconds,
@@ -191,25 +191,25 @@ class EpochScheduler:
                     self._start(rank, self._chunk(rank.rank, *chunk))
 
     def _chunk(self, rank: int, epoch: int, spans: tuple[range, ...]) -> m.EpochPlan:
-        if not self._core.ledger.unequal:
+        if not self._run.ledger.unequal:
             return m.EpochPlan(epoch=epoch, batches=spans)
-        numbers, pieces = self._core.ledger.batches_of_rank(rank, spans)
+        numbers, pieces = self._run.ledger.batches_of_rank(rank, spans)
         return m.EpochPlan(epoch=epoch, batches=numbers, pieces=pieces)
 
     def _send_empty_plans(self, rank: Rank, before: int) -> None:
         """Send empty plans of earlier epochs in which the rank has no batch."""
-        for epoch in self._core.ledger.epochs:
+        for epoch in self._run.ledger.epochs:
             if epoch.epoch < before and rank.rank not in epoch.notified:
                 epoch.notified.add(rank.rank)
                 self._start(rank, m.EpochPlan(epoch=epoch.epoch))
 
     def _start(self, rank: Rank, plan: m.EpochPlan) -> None:
-        name, closed = self._core.config.scheduler_metric, self._core.outcome.metrics
+        name, closed = self._run.config.scheduler_metric, self._run.outcome.metrics
         if name is not None and closed:
             self._values += tuple(e.value(name) for e in closed[len(self._values) :])
             plan = replace(plan, metrics=self._values)
         rank.num_queued += 1
-        self._core.send(rank.rank, m.StartEpoch(plan=plan))
+        self._run.send(rank.rank, m.StartEpoch(plan=plan))
 
     def deal_lockstep(self) -> None:
         """Send the next epoch to all ranks once they have trained the last.
@@ -223,22 +223,22 @@ class EpochScheduler:
 
     @property
     def _cuts(self) -> bool:
-        core = self._core
-        if core.config.partition_ratios is not None:
+        run = self._run
+        if run.config.partition_ratios is not None:
             return False
-        return core.shares is not None or len(core.live) != core.per_global
+        return run.shares is not None or len(run.live) != run.per_global
 
     def _deal_next(self) -> bool:
-        core, cuts = self._core, self._cuts
-        live, accumulate = core.live, core.config.accumulate
+        run, cuts = self._run, self._cuts
+        live, accumulate = run.live, run.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
         if most_queued > int(cuts) or not self.all_published:
             # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
-        before = core.plan if most_queued else None
+        before = run.plan if most_queued else None
         if before is not None and not before.has_whole_steps(accumulate):
             return False
-        oldest = core.ledger.oldest
+        oldest = run.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # an epoch trained by other machines is announced first
         if not most_queued:
@@ -246,68 +246,68 @@ class EpochScheduler:
         left = self._batches_until_evaluation(before)
         if self.is_evaluating or left == 0:
             return False
-        follows = core.config.balance or core.config.granted
+        follows = run.config.balance or run.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
-        if core.config.balance and self._shares.num_plans < FIRST_PLANS:
+        if run.config.balance and self._shares.num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
-        dealt = core.ledger.deal_epoch(
+        dealt = run.ledger.deal_epoch(
             [r.rank for r in live],
-            core.elche.shares,
-            steps * accumulate * core.per_global if cuts else None,
+            run.elche.shares,
+            steps * accumulate * run.per_global if cuts else None,
             left,
         )
         if dealt is None:
             return False
         plan = self._plan(*dealt, cuts=cuts)
-        epoch = core.ledger.find(plan.epoch)
-        if epoch is not None and not core.alone:
+        epoch = run.ledger.find(plan.epoch)
+        if epoch is not None and not run.alone:
             epoch.num_averagings += plan.num_windows
-            core.num_averagings += plan.num_windows
+            run.num_averagings += plan.num_windows
         if before is not None:
             assert plan.epoch == before.epoch, "an epoch begins after the one before"
             plan.first_step = before.first_step + before.num_batches
-        core.num_windows += plan.num_windows
+        run.num_windows += plan.num_windows
         for own in self._own_plans(plan):
             self._start(*own)
         if before is not None:
             before.extend(plan)
             before.drop_reported(accumulate)
         else:
-            core.plan = plan
+            run.plan = plan
         return True
 
     def _plan(
         self, number: int, parts: dict[int, tuple[range, ...]], *, cuts: bool
     ) -> LockstepPlan:
-        core = self._core
+        run = self._run
         plan = LockstepPlan(
             epoch=number,
             parts=parts,
-            first_window=core.num_windows,
+            first_window=run.num_windows,
             num_windows=0,
-            first_step=core.global_step,
+            first_step=run.global_step,
         )
         if cuts:
             ranks = list(parts)
-            plan.num_slices = core.num_slices(ranks)
+            plan.num_slices = run.num_slices(ranks)
             (span,) = parts[ranks[0]]
-            pieces, plan.counts = core.ledger.cut_pieces(
-                span, core.per_global, plan.num_slices, self._sizes(ranks), self._shares.short_sizes
+            pieces, plan.counts = run.ledger.cut_pieces(
+                span, run.per_global, plan.num_slices, self._sizes(ranks), self._shares.short_sizes
             )
             plan.set_pieces(pieces)
         longest = max(plan.num_micro_batches(rank) for rank in parts)
-        plan.num_windows = -(-longest // (core.config.accumulate * plan.num_slices))
+        plan.num_windows = -(-longest // (run.config.accumulate * plan.num_slices))
         return plan
 
     def _own_plans(self, plan: LockstepPlan) -> Iterator[tuple[Rank, m.EpochPlan]]:
-        core, live = self._core, self._core.live
-        shares = [0] * len(core.ranks)
+        run, live = self._run, self._run.live
+        shares = [0] * len(run.ranks)
         for rank in plan.parts:
             shares[rank] = plan.num_micro_batches(rank)
         batches: Mapping[int, tuple[range, ...]] = plan.parts
         if plan.pieces:
             (span,) = plan.parts[live[0].rank]
-            keys = core.ledger.draw_keys(span, core.per_global, plan.num_slices, len(live))
+            keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(live))
             batches = {info.rank: own for info, own in zip(live, keys, strict=True)}
         for info in live:
             yield (
@@ -318,17 +318,17 @@ class EpochScheduler:
                     shares=tuple(shares),
                     first_step=plan.first_step,
                     pieces=tuple(plan.pieces.get(info.rank, ())),
-                    per_global=core.per_global if plan.pieces else 0,
+                    per_global=run.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
                     more=bool(plan.pieces)
-                    and core.ledger.has_more(core.ledger.epochs[0])
+                    and run.ledger.has_more(run.ledger.epochs[0])
                     and self._batches_until_evaluation(plan) != 0,
                 ),
             )
 
     def measure(self, rank: int) -> None:
         """Record the time of a rank's completed plan in the shares."""
-        shares, plan = self._core.shares, self._core.plan
+        shares, plan = self._run.shares, self._run.plan
         if shares is None or plan is None:
             return
         times = plan.take_times(rank)
@@ -338,13 +338,13 @@ class EpochScheduler:
     @property
     def _shares(self) -> Shares:
         """Sizes of the pieces of global batches; equal ones by default."""
-        core = self._core
-        if core.shares is None:
-            core.shares = Shares(len(core.ranks), fixed=True)
-        return core.shares
+        run = self._run
+        if run.shares is None:
+            run.shares = Shares(len(run.ranks), fixed=True)
+        return run.shares
 
     def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
-        total = self._core.slice_samples(ranks)
+        total = self._run.slice_samples(ranks)
         some = ranks[:total]
         return dict.fromkeys(ranks, 0) | dict(
             zip(some, self._shares.sizes(total, some), strict=True)
@@ -352,21 +352,21 @@ class EpochScheduler:
 
     def has_work(self, epoch: int) -> bool:
         """True if the average that closes the epoch is evaluated or handed over."""
-        every = self._core.config.checkpoint_every
-        return self._core.config.evaluate or (every is not None and (epoch + 1) % every == 0)
+        every = self._run.config.checkpoint_every
+        return self._run.config.evaluate or (every is not None and (epoch + 1) % every == 0)
 
     def pending_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
         """The epoch to evaluate and the version to hand over that are pending on its average."""
-        every = self._core.config.checkpoint_every
+        every = self._run.config.checkpoint_every
         version = epoch.epoch + 1
         due = every is not None and version % every == 0 and not epoch.saved
-        evaluate = self._core.config.evaluate and epoch.evaluation is None
+        evaluate = self._run.config.evaluate and epoch.evaluation is None
         return epoch.epoch if evaluate else None, version if due else None
 
     def orphaned(self) -> Epoch | None:
         """A closed epoch whose lead died before it evaluated or handed it over."""
         for closing in self._closing:
-            if not self._is_done(closing.epoch) and not self._core.is_live(closing.epoch.lead):
+            if not self._is_done(closing.epoch) and not self._run.is_live(closing.epoch.lead):
                 return closing.epoch
         return None
 
@@ -376,18 +376,18 @@ class EpochScheduler:
         Under lockstep and with one rank the live weights are the average. In a cluster the state
         of all machines is available.
         """
-        return self._core.lockstep or self._core.alone or epoch.epoch in self._core.common
+        return self._run.lockstep or self._run.alone or epoch.epoch in self._run.common
 
     def request_work(self, epoch: Epoch) -> None:
         """Have the first live rank evaluate and hand over its live weights, or the state of all
         machines."""
         evaluate, checkpoint = self.pending_work(epoch)
-        lead, state = self._core.live[0].rank, self._core.common.get(epoch.epoch)
+        lead, state = self._run.live[0].rank, self._run.common.get(epoch.epoch)
         epoch.lead = lead
         if evaluate is not None:
-            self._core.send(lead, m.Evaluate(epoch=evaluate, state=state))
+            self._run.send(lead, m.Evaluate(epoch=evaluate, state=state))
         if checkpoint is not None:
-            self._core.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
+            self._run.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
 
     def close(self, now: float) -> None:
         """Close epochs whose batches are all settled, in order.
@@ -403,19 +403,19 @@ class EpochScheduler:
             self._last_close = now
 
     def _close_settled(self) -> None:
-        while (epoch := self._core.ledger.oldest) is not None and epoch.settled:
+        while (epoch := self._run.ledger.oldest) is not None and epoch.settled:
             work = self.has_work(epoch.epoch)
             if self.uses_live_weights(epoch):
-                if self._core.lockstep and any(r.num_queued for r in self._core.live):
+                if self._run.lockstep and any(r.num_queued for r in self._run.live):
                     return
                 if work and not epoch.worked:
                     self.request_work(epoch)
             elif work and not epoch.worked:
                 return
-            for rank in self._core.live:
+            for rank in self._run.live:
                 self._send_empty_plans(rank, epoch.epoch + 1)
-            self._core.ledger.pop_oldest()
-            if self._core.config.evaluate:
+            self._run.ledger.pop_oldest()
+            if self._run.config.evaluate:
                 self._mark_evaluated()
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
@@ -427,12 +427,12 @@ class EpochScheduler:
         """
         while self._closing and (anyway or self._is_done(self._closing[0].epoch)):
             head = self._closing.popleft()
-            self._core.common.pop(head.epoch.epoch, None)
+            self._run.common.pop(head.epoch.epoch, None)
             self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
 
-    def publish_cut(self) -> None:
+    def publish_partial(self) -> None:
         """Publish the trained part of the epochs within which ``max_steps`` ends the run."""
-        cut = [e for e in self._core.ledger.epochs if e.stats.num_samples]
+        cut = [e for e in self._run.ledger.epochs if e.stats.num_samples]
         for epoch in cut:
             num_samples = epoch.stats.num_samples - epoch.num_retrained
             self._publish(epoch, self.elapsed_s / len(cut), num_samples, partial=True)
@@ -440,26 +440,26 @@ class EpochScheduler:
     def _publish(
         self, epoch: Epoch, epoch_s: float, num_samples: int, *, partial: bool = False
     ) -> None:
-        if self._core.steps is not None:
-            self._core.publish_steps(self._core.steps.flush())
+        if self._run.steps is not None:
+            self._run.publish_steps(self._run.steps.flush())
         metrics = epoch.stats.close(
             epoch=epoch.epoch,
             epoch_s=epoch_s,
             num_samples=num_samples,
             num_retrained=epoch.num_retrained,
             num_averagings=epoch.num_averagings,
-            devices=self._core.config.devices,
+            devices=self._run.config.devices,
             divergence=epoch.divergence,
             param_norm=epoch.norm,
-            machine=self._core.config.machine,
+            machine=self._run.config.machine,
             others=epoch.others,
             extra_scalars={f"eval/{k}": v for k, v in (epoch.evaluation or {}).items()},
             partial=partial,
         )
-        self._core.outcome.metrics.append(metrics)
+        self._run.outcome.metrics.append(metrics)
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
-        self._core.out.append(PublishEpoch(metrics=given))
+        self._run.out.append(PublishEpoch(metrics=given))
 
 
 @dataclass(slots=True)

@@ -13,17 +13,17 @@ from typing import Any, assert_never
 
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
-from coordinator.ending import Ending
+from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
 from coordinator.errors import AveragingFailed, RunAborted
+from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import LimitSender, RoundRunner
-from coordinator.run_state import restore_run
+from coordinator.run_finalizer import RunFinalizer
+from coordinator.run_state import Failure, Outcome, Phase, RankState, RunState, Statistics
 from coordinator.saving import RunCheckpointer
 from coordinator.shares import ImbalanceDetector
 from coordinator.stall import StallDetector
-from coordinator.state import Core, Failure, Outcome, Phase, RankState, Statistics
-from coordinator.survival import Recovery, Survival
 from coordinator.transports import RoundState
 
 logger = logging.getLogger(__name__)
@@ -42,46 +42,46 @@ class Coordinator:
     """
 
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
-        self._core = Core(config)
-        self._epochs = EpochScheduler(self._core)
-        self._saving = RunCheckpointer(self._core, self._epochs)
+        self._run = RunState(config)
+        self._epochs = EpochScheduler(self._run)
+        self._saving = RunCheckpointer(self._run, self._epochs)
         if resume is not None:
-            restore_run(self._core, resume)
+            restore_run(self._run, resume)
             self._epochs.resumed_s = float(resume["elapsed_s"])
             self._saving.resumed()
-        self._rounds = RoundRunner(self._core, self._saving)
-        self._survival = Survival(self._core)
-        self._ending = Ending(
-            self._core,
+        self._rounds = RoundRunner(self._run, self._saving)
+        self._recovery = FailureRecovery(self._run)
+        self._finalizer = RunFinalizer(
+            self._run,
             self._epochs,
             self._saving,
-            self._survival,
+            self._recovery,
             self._rounds.round,
             self._rounds.give_up,
         )
-        self._limits = LimitSender(self._core, self._rounds)
-        self._stall_detector = StallDetector(self._core, self._rounds.round)
+        self._limits = LimitSender(self._run, self._rounds)
+        self._stall_detector = StallDetector(self._run, self._rounds.round)
         self._imbalance = ImbalanceDetector()
 
     @property
     def phase(self) -> Phase:
         """Phase of the run."""
-        return self._core.phase
+        return self._run.phase
 
     @property
     def done(self) -> bool:
         """True once ``outcome`` is final."""
-        return self._core.phase is Phase.DONE
+        return self._run.phase is Phase.DONE
 
     @property
     def outcome(self) -> Outcome:
         """Outcome of the run so far."""
-        return self._core.outcome
+        return self._run.outcome
 
     @property
-    def core(self) -> Core:
+    def run_state(self) -> RunState:
         """The state of the run; read-only for tests and reports."""
-        return self._core
+        return self._run
 
     @property
     def rounds(self) -> RoundRunner:
@@ -91,7 +91,7 @@ class Coordinator:
     @property
     def deadline(self) -> float | None:
         """Time of the next :class:`~coordinator.messages.Tick` if no event arrives before."""
-        due = (self._ending.deadline, self._rounds.round.deadline, self._stall_detector.deadline)
+        due = (self._finalizer.deadline, self._rounds.round.deadline, self._stall_detector.deadline)
         return min((t for t in due if t is not None), default=None)
 
     def restart_stall_timer(self, now: float) -> None:
@@ -100,25 +100,25 @@ class Coordinator:
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Handle one event; returns the commands to execute, in order."""
-        self._core.out, self._core.now = [], now
+        self._run.out, self._run.now = [], now
         self._rounds.cpu_time.record(event)
-        if self._core.phase is not Phase.DONE:
+        if self._run.phase is not Phase.DONE:
             self._dispatch(event, now)
-            if self._core.limits.any_limit or not self._rounds.round.is_partial_reply(event):
+            if self._run.round_schedule.any_limit or not self._rounds.round.is_partial_reply(event):
                 self._advance(now)
             self._stall_detector.observe(event, now)
-        return self._core.out
+        return self._run.out
 
     def first_needed(self) -> tuple[int, int]:
         """The first batch that may be dealt, now or after a death, as ``(epoch, batch)``."""
-        epoch, batch = self._core.ledger.first_unsettled()
-        if self._core.plan is not None:
-            batch -= STEPS_BACK * self._core.config.accumulate * self._core.per_global
+        epoch, batch = self._run.ledger.first_unsettled()
+        if self._run.plan is not None:
+            batch -= STEPS_BACK * self._run.config.accumulate * self._run.per_global
         return epoch, max(0, batch)
 
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
-        return self._core.statistics()
+        return self._run.statistics()
 
     def _dispatch(self, event: m.Event, now: float) -> None:
         match event:
@@ -128,8 +128,8 @@ class Coordinator:
                 self._on_report(event)
             case m.EpochReport():
                 self._on_report(event)
-                self._core.ranks[event.rank].num_queued -= 1
-                self._core.note_norms({}, event.norm)
+                self._run.ranks[event.rank].num_queued -= 1
+                self._run.note_norms({}, event.norm)
                 self._epochs.measure(event.rank)
             case m.ParamSnapshot():
                 if event.report is not None:
@@ -150,13 +150,13 @@ class Coordinator:
             case m.CheckpointDone():
                 self._epochs.on_saved(event)
             case m.FinalSnapshot():
-                self._core.ranks[event.rank].final = event
+                self._run.ranks[event.rank].final = event
             case m.Halted():
                 if event.report is not None:
                     self._on_report(event.report)
                 self._on_halted(event, now)
             case m.Regrouped():
-                self._survival.on_regrouped(event)
+                self._recovery.on_regrouped(event)
             case m.ConnectFailed():
                 self._on_unconnected(event, now)
             case m.Exiting():
@@ -174,7 +174,7 @@ class Coordinator:
             case m.ClusterRoundDone():
                 self._on_granted(event)
             case m.AbortRequested():
-                self._ending.fail(Failure(error=RunAborted("the run was aborted")), now)
+                self._finalizer.fail(Failure(error=RunAborted("the run was aborted")), now)
             case m.Tick():
                 self._on_tick(now)
             case _:
@@ -182,7 +182,7 @@ class Coordinator:
 
     def _on_averaged(self, event: m.Averaged, now: float) -> None:
         if event.round == FINAL_ROUND:
-            self._ending.on_averaged(event)
+            self._finalizer.on_averaged(event)
         elif event.round == SAVE_ROUND:
             self._saving.on_averaged(event)
         else:
@@ -194,58 +194,58 @@ class Coordinator:
             self._give_up(now, counts=not self._rounds.round.must_fail)
 
     def _on_ready(self, event: m.Ready) -> None:
-        rank = self._core.ranks[event.rank]
+        rank = self._run.ranks[event.rank]
         if rank.state is not RankState.BUILDING:
             return
         rank.move(RankState.LIVE)
 
     def _begin(self, now: float) -> None:
-        if not any(r.state is RankState.BUILDING for r in self._core.ranks):
-            self._core.phase = Phase.STOPPING if self._core.outcome.stopped else Phase.RUNNING
+        if not any(r.state is RankState.BUILDING for r in self._run.ranks):
+            self._run.phase = Phase.STOPPING if self._run.outcome.stopped else Phase.RUNNING
             self._epochs.begin(now)
             self._saving.begin(now)
-            if self._core.steps is not None:
-                self._core.steps.begin(now)
-            for r in self._core.live if self._core.global_step else ():
-                self._core.send(r.rank, m.SetGlobalStep(step=self._core.position))
+            if self._run.steps is not None:
+                self._run.steps.begin(now)
+            for r in self._run.live if self._run.global_step else ():
+                self._run.send(r.rank, m.SetGlobalStep(step=self._run.position))
             self._limits.begin()
 
     def _on_report(self, event: m.BatchReport | m.EpochReport) -> None:
-        rank, stats = self._core.ranks[event.rank], event.stats
+        rank, stats = self._run.ranks[event.rank], event.stats
         if rank.state is RankState.DEAD:
             return
         timed = stats.num_batches if stats.num_timed is None else stats.num_timed
-        if timed and self._core.phase is Phase.RUNNING:
-            self._core.elche.observe(event.rank, stats.compute_s, timed)
+        if timed and self._run.phase is Phase.RUNNING:
+            self._run.elche.observe(event.rank, stats.compute_s, timed)
         rank.note(stats)
-        epoch = self._core.ledger.find(event.epoch)
+        epoch = self._run.ledger.find(event.epoch)
         if epoch is not None:
             epoch.stats.add(event.rank, stats)
-        if self._core.steps is not None:
-            plan = self._core.plan
-            part = self._core.config.batch_parts[event.rank]
+        if self._run.steps is not None:
+            plan = self._run.plan
+            part = self._run.config.batch_parts[event.rank]
             if plan is not None:
-                part = plan.part(self._core.per_global)
-            steps = self._core.steps.add(event.rank, event.epoch, stats, self._core.now, part)
-            self._core.publish_steps(steps)
-        plan, num_batches = self._core.plan, stats.num_batches
+                part = plan.part(self._run.per_global)
+            steps = self._run.steps.add(event.rank, event.epoch, stats, self._run.now, part)
+            self._run.publish_steps(steps)
+        plan, num_batches = self._run.plan, stats.num_batches
         if plan is not None:
             before = plan.num_reported(event.rank)
             plan.record(event.rank, num_batches, timed, stats.compute_s)
             num_batches = plan.num_reported(event.rank) - before
-        if self._core.shares is not None:
-            self._core.shares.set_memory_limit(event.rank, stats.most_samples)
-        self._core.ledger.record_trained(event.rank, num_batches)
-        if self._core.alone or self._core.lockstep:
+        if self._run.shares is not None:
+            self._run.shares.set_memory_limit(event.rank, stats.most_samples)
+        self._run.ledger.record_trained(event.rank, num_batches)
+        if self._run.alone or self._run.lockstep:
             # One replica, or identical replicas: the effect is in the result.
-            self._core.ledger.freeze(event.rank)
-            self._core.global_step += self._core.ledger.settle(event.rank)
-        if self._core.lockstep and self._core.config.advise_balance:
+            self._run.ledger.freeze(event.rank)
+            self._run.global_step += self._run.ledger.settle(event.rank)
+        if self._run.lockstep and self._run.config.advise_balance:
             self._advise_balance()
 
     def _advise_balance(self) -> None:
         imbalance = self._imbalance.check(
-            {r.rank: (r.num_batches, r.compute_s) for r in self._core.live}
+            {r.rank: (r.num_batches, r.compute_s) for r in self._run.live}
         )
         if imbalance is not None:
             rank, ratio, gain = imbalance
@@ -260,10 +260,10 @@ class Coordinator:
             )
 
     def _on_exiting(self, rank: int, now: float) -> None:
-        info = self._core.ranks[rank]
+        info = self._run.ranks[rank]
         if info.state in (RankState.GONE, RankState.DEAD):
             return
-        if self._core.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+        if self._run.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             # A peer may be waiting for it in the collective.
             error = RuntimeError(f"rank {rank} left before the run was over")
             self._on_death(Failure(error=error, rank=rank), now)
@@ -271,112 +271,112 @@ class Coordinator:
         info.move(RankState.GONE)
 
     def _on_failed(self, event: m.Failed, now: float) -> None:
-        if self._core.ranks[event.rank].state is RankState.DEAD:
+        if self._run.ranks[event.rank].state is RankState.DEAD:
             return
-        self._core.send(event.rank, m.Shutdown(snapshot=False))
+        self._run.send(event.rank, m.Shutdown(snapshot=False))
         failure = Failure(error=event.error, rank=event.rank, epoch=event.epoch, step=event.step)
         self._on_death(failure, now, fatal=event.fatal)
 
     def _on_thread_ended(self, rank: int, now: float) -> None:
-        if self._core.ranks[rank].state in (RankState.GONE, RankState.DEAD):
+        if self._run.ranks[rank].state in (RankState.GONE, RankState.DEAD):
             return
         error = RuntimeError(f"the thread of rank {rank} ended without a message")
         self._on_death(Failure(error=error, rank=rank), now)
 
     def _on_death(self, failure: Failure, now: float, *, fatal: bool = False) -> None:
-        info = self._core.ranks[failure.rank]
+        info = self._run.ranks[failure.rank]
         # The others receive their weights from rank 0.
         fatal |= info.state is RankState.BUILDING and failure.rank == 0
         had_left = info.state is RankState.GONE
         info.move(RankState.DEAD)
-        if self._core.steps is not None:
-            self._core.steps.drop(failure.rank)
-        if fatal or not self._core.config.continue_on_failure or self._core.phase is Phase.FAILING:
-            self._ending.fail(failure, now)
-        elif had_left or self._core.phase in (Phase.LEAVING, Phase.AVERAGING):
+        if self._run.steps is not None:
+            self._run.steps.drop(failure.rank)
+        if fatal or not self._run.config.continue_on_failure or self._run.phase is Phase.FAILING:
+            self._finalizer.fail(failure, now)
+        elif had_left or self._run.phase in (Phase.LEAVING, Phase.AVERAGING):
             # Its last state counts if it was received; the others are leaving.
-            self._core.outcome.failures.append(failure)
-            if not had_left and self._core.lockstep:
-                self._core.out.append(AbortCollective(generation=self._core.generation))
-        elif not self._survival.survivors:
-            self._ending.fail(failure, now)
+            self._run.outcome.failures.append(failure)
+            if not had_left and self._run.lockstep:
+                self._run.out.append(AbortCollective(generation=self._run.generation))
+        elif not self._recovery.survivors:
+            self._finalizer.fail(failure, now)
         else:
-            self._survival.remove(failure, in_round=self._rounds.holds(failure.rank))
+            self._recovery.remove(failure, in_round=self._rounds.holds(failure.rank))
             if not self._rounds.on_death(failure.rank):
                 self._give_up(now, counts=False)
             self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
-        if event.too_large and self._core.phase is Phase.LEAVING:
+        if event.too_large and self._run.phase is Phase.LEAVING:
             # The others are leaving, and wait for it in the last step.
-            self._core.out.append(AbortCollective(generation=self._core.generation))
-        if self._core.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            self._run.out.append(AbortCollective(generation=self._run.generation))
+        if self._run.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             return
         if event.too_large and not self._shrink(event):
-            self._ending.fail(Failure(error=_out_of_memory_error(event), rank=event.rank), now)
+            self._finalizer.fail(Failure(error=_out_of_memory_error(event), rank=event.rank), now)
             return
-        self._survival.on_halted(event)
+        self._recovery.on_halted(event)
 
     def _fail_if_halted_too_often(self, now: float) -> bool:
-        limit = self._core.config.max_failed_rounds
-        if self._survival.num_halts < limit:
+        limit = self._run.config.max_failed_rounds
+        if self._recovery.num_halts < limit:
             return False
-        fault, backend = self._survival.fault, self._core.backend_choice.chosen
+        fault, backend = self._recovery.fault, self._run.backend_choice.chosen
         error = AveragingFailed(
             f"{limit} reductions in a row failed because a rank did not join in time; raise "
             "collective_timeout if the steps are long"
             if fault is None
             else f"{limit} reductions in a row failed over {backend.name}: {fault}"
         )
-        self._ending.fail(Failure(error=error), now)
+        self._finalizer.fail(Failure(error=error), now)
         return True
 
     def _on_all_halted(self, now: float) -> None:
         """Continue from the steps that the halted ranks report, over another backend after
         repeated faults; too many halts in a row end the run."""
-        core, survival = self._core, self._survival
-        survival.count_halts()
-        fault, limit = survival.fault, core.config.max_failed_rounds
-        if fault is not None and survival.num_halts >= limit:
-            why = f"{survival.num_halts} reductions failed in a row: {fault}"
-            if core.exclude_backend(core.backend_choice.chosen, why):
-                survival.num_halts = 0
+        run, recovery = self._run, self._recovery
+        recovery.count_halts()
+        fault, limit = recovery.fault, run.config.max_failed_rounds
+        if fault is not None and recovery.num_halts >= limit:
+            why = f"{recovery.num_halts} reductions failed in a row: {fault}"
+            if run.exclude_backend(run.backend_choice.chosen, why):
+                recovery.num_halts = 0
         if not self._fail_if_halted_too_often(now):
             # A stopping run ends with the present state of each rank.
-            survival.agree(regroup=core.phase is not Phase.STOPPING)
+            recovery.agree(regroup=run.phase is not Phase.STOPPING)
 
     def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
         """Handle a group that could not be connected: use another backend, or end the run."""
-        ends = self._core.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
-        excluded = event.backend not in self._core.backend_choice.usable
-        if event.generation != self._core.generation or ends or excluded:
+        ends = self._run.phase in (Phase.LEAVING, Phase.AVERAGING, Phase.FAILING)
+        excluded = event.backend not in self._run.backend_choice.usable
+        if event.generation != self._run.generation or ends or excluded:
             return
         why = f"the ranks could not be connected: {event.error}"
-        if self._core.exclude_backend(event.backend, why):
-            self._survival.num_halts = 0  # they count for the excluded backend
+        if self._run.exclude_backend(event.backend, why):
+            self._recovery.num_halts = 0  # they count for the excluded backend
             return
         error = AveragingFailed(f"{event.backend.name}: {why}")
-        self._ending.fail(Failure(error=error), now)
+        self._finalizer.fail(Failure(error=error), now)
 
     def _shrink(self, event: m.Halted) -> bool:
-        shares, ranks = self._core.shares, [r.rank for r in self._core.live]
+        shares, ranks = self._run.shares, [r.rank for r in self._run.live]
         assert shares is not None, "only pieces of cut global batches can shrink"
         is_new = shares.record_out_of_memory(event.rank, event.too_large)
-        return is_new and shares.may_fit(self._core.slice_samples(ranks), ranks)
+        return is_new and shares.may_fit(self._run.slice_samples(ranks), ranks)
 
     def _on_stop(self) -> None:
-        if self._core.phase in (Phase.STARTING, Phase.RUNNING):
-            self._core.outcome.stopped = True
-        if self._core.phase is Phase.RUNNING:
-            self._core.phase = Phase.STOPPING
+        if self._run.phase in (Phase.STARTING, Phase.RUNNING):
+            self._run.outcome.stopped = True
+        if self._run.phase is Phase.RUNNING:
+            self._run.phase = Phase.STOPPING
 
     def _on_granted(self, event: m.ClusterRoundDone) -> None:
-        core = self._core
-        if core.phase not in (Phase.STARTING, Phase.RUNNING):
+        run = self._run
+        if run.phase not in (Phase.STARTING, Phase.RUNNING):
             return
         for grant in event.epochs:
-            core.ledger.grant(grant.epoch, grant.batches, core.elche.shares)
-            epoch = core.ledger.find(grant.epoch)
+            run.ledger.grant(grant.epoch, grant.batches, run.elche.shares)
+            epoch = run.ledger.find(grant.epoch)
             assert epoch is not None, "an epoch is open until it is complete"
             if grant.num_elsewhere is not None:
                 epoch.num_elsewhere = grant.num_elsewhere
@@ -384,24 +384,24 @@ class Coordinator:
                 epoch.complete = True
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
                 if event.state is not None:
-                    core.common[grant.epoch] = event.state
-        core.machine_round = event.round or core.machine_round
+                    run.common[grant.epoch] = event.state
+        run.machine_round = event.round or run.machine_round
         if event.over:
-            core.ledger.end()
+            run.ledger.end()
         if event.delta is not None:
-            core.pending_deltas.append(event.delta)
-        core.global_step += event.num_batches
-        if event.num_batches and not core.lockstep:
-            for rank in core.live:
-                core.send(rank.rank, m.SetGlobalStep(step=core.global_step))
+            run.pending_deltas.append(event.delta)
+        run.global_step += event.num_batches
+        if event.num_batches and not run.lockstep:
+            for rank in run.live:
+                run.send(rank.rank, m.SetGlobalStep(step=run.global_step))
 
     @property
     def idle(self) -> bool:
         """True if all granted batches are trained and no message is in flight."""
-        core = self._core
-        if core.phase is not Phase.RUNNING or self._rounds.round.in_flight or core.pending_deltas:
+        run = self._run
+        if run.phase is not Phase.RUNNING or self._rounds.round.in_flight or run.pending_deltas:
             return False
-        return core.idle and not any(rank.num_queued for rank in core.live)
+        return run.idle and not any(rank.num_queued for rank in run.live)
 
     def _give_up(self, now: float, *, counts: bool = True) -> None:
         """Abandon the round; too many failures in a row end the run.
@@ -415,33 +415,33 @@ class Coordinator:
             self._rounds.record_fault(now)
         self._epochs.cancel_evaluation(rnd.eval_at)
         for rank in self._rounds.give_up():
-            self._core.send(rank, m.Rollback(round=rnd.id))
+            self._run.send(rank, m.Rollback(round=rnd.id))
         if not counts:
             rnd.num_failed -= 1
-        if rnd.backend not in self._core.backend_choice.usable:
+        if rnd.backend not in self._run.backend_choice.usable:
             rnd.num_failed = 0  # excluded while the round was in flight
-        elif counts and self._core.backend_choice.num_faults and self._too_many_failed():
+        elif counts and self._run.backend_choice.num_faults and self._too_many_failed():
             # Also if the last one failed because of a death that is not known yet.
             fault = rnd.fault or "a rank did not join the last one"
             why = f"{rnd.num_failed} rounds failed in a row: {fault}"
-            if self._core.exclude_backend(rnd.backend, why):
+            if self._run.exclude_backend(rnd.backend, why):
                 rnd.num_failed = 0
         if self._too_many_failed():
             error = AveragingFailed(
                 f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
             )
-            self._ending.fail(Failure(error=error), now)
+            self._finalizer.fail(Failure(error=error), now)
             return
-        if broken and rnd.generation == self._core.generation and self._core.collective:
-            self._survival.regroup()
+        if broken and rnd.generation == self._run.generation and self._run.collective:
+            self._recovery.regroup()
         self._limits.readjust()
 
     def _too_many_failed(self) -> bool:
-        failed = self._rounds.round.num_failed >= self._core.config.max_failed_rounds
-        return failed and self._core.phase is Phase.RUNNING
+        failed = self._rounds.round.num_failed >= self._run.config.max_failed_rounds
+        return failed and self._run.phase is Phase.RUNNING
 
     def _remedy(self) -> str:
-        c = self._core.config
+        c = self._run.config
         name = self._rounds.transport.timeout_setting
         value = getattr(c, f"{name}_s")
         if self._rounds.round.fault is not None:
@@ -458,41 +458,41 @@ class Coordinator:
                     f"the ranks {list(missing)} have not answered a round for "
                     f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._remedy()}"
                 )
-                self._ending.fail(Failure(error=error), now)
-        if self._ending.deadline is not None and now >= self._ending.deadline:
-            self._core.outcome.missing = tuple(r.rank for r in self._core.ranks if r.present)
-            self._ending.finish()
+                self._finalizer.fail(Failure(error=error), now)
+        if self._finalizer.deadline is not None and now >= self._finalizer.deadline:
+            self._run.outcome.missing = tuple(r.rank for r in self._run.ranks if r.present)
+            self._finalizer.finish()
         stalled = self._stall_detector.check(now)
         if stalled is not None:
-            self._ending.fail(Failure(error=stalled), now)
+            self._finalizer.fail(Failure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
-        if self._survival.all_halted:
+        if self._recovery.all_halted:
             self._on_all_halted(now)
-        if self._survival.recovery is not Recovery.NONE:
+        if self._recovery.phase is not RecoveryPhase.NONE:
             self._saving.cancel()
             return
-        if self._core.phase is Phase.STARTING:
+        if self._run.phase is Phase.STARTING:
             self._begin(now)
         if (
-            not self._core.alone
-            and self._core.phase in (Phase.RUNNING, Phase.STOPPING)
+            not self._run.alone
+            and self._run.phase in (Phase.RUNNING, Phase.STOPPING)
             and not self._rounds.round.in_flight
-            and len(self._survival.survivors) == 1
+            and len(self._recovery.survivors) == 1
         ):
-            self._survival.continue_alone()
-        if self._core.phase in (Phase.RUNNING, Phase.STOPPING):
+            self._recovery.continue_alone()
+        if self._run.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
             orphan = self._epochs.orphaned()
             if orphan is not None and self._epochs.uses_live_weights(orphan):
                 self._epochs.request_work(orphan)
         self._epochs.publish()
         if not self._rounds.round.in_flight:
-            self._core.send_deltas()
-        if self._core.phase is Phase.RUNNING:
-            if (self._core.lockstep or self._core.alone) and self._may_save():
+            self._run.send_deltas()
+        if self._run.phase is Phase.RUNNING:
+            if (self._run.lockstep or self._run.alone) and self._may_save():
                 self._saving.request_states()
-            if self._core.lockstep:
+            if self._run.lockstep:
                 if not self._saving.is_collecting:
                     self._epochs.deal_lockstep()
             else:
@@ -500,13 +500,13 @@ class Coordinator:
                 self._limits.adjust()
                 self._average_if_due(now)
             if self._is_over():
-                self._core.phase = Phase.STOPPING
-        if self._core.phase is Phase.STOPPING and not self._rounds.round.in_flight:
-            self._ending.dismiss()
-        if self._core.phase is Phase.LEAVING:
-            self._ending.collect()
-        if self._core.phase is Phase.FAILING and not any(r.present for r in self._core.ranks):
-            self._ending.finish()
+                self._run.phase = Phase.STOPPING
+        if self._run.phase is Phase.STOPPING and not self._rounds.round.in_flight:
+            self._finalizer.shut_down_ranks()
+        if self._run.phase is Phase.LEAVING:
+            self._finalizer.collect()
+        if self._run.phase is Phase.FAILING and not any(r.present for r in self._run.ranks):
+            self._finalizer.finish()
 
     def _may_save(self) -> bool:
         """True if a checkpoint is due now; the end of the run makes its own."""
@@ -515,15 +515,15 @@ class Coordinator:
     def _is_over(self) -> bool:
         if not self._epochs.all_published or self._rounds.round.in_flight:
             return False
-        if not self._core.ledger.exhausted:
+        if not self._run.ledger.exhausted:
             return False
-        if any(r.num_queued for r in self._core.live):
+        if any(r.num_queued for r in self._run.live):
             return False
         # With max_steps the last epoch stays open; a fully trained one must close first.
-        return not any(self._core.ledger.fully_trained(e) for e in self._core.ledger.epochs)
+        return not any(self._run.ledger.fully_trained(e) for e in self._run.ledger.epochs)
 
     def _average_if_due(self, now: float) -> None:
-        live = self._core.live
+        live = self._run.live
         if self._rounds.round.in_flight or len(live) < 2:
             return
         orphan = self._epochs.orphaned()
@@ -533,15 +533,15 @@ class Coordinator:
         busy = self._epochs.is_evaluating or not self._epochs.all_published
         if busy and self._rounds.next_transport.waits:
             return  # peers would wait in the collective for the evaluating lead
-        oldest = self._core.ledger.oldest
-        if oldest is not None and not self._core.ledger.fully_trained(oldest):
+        oldest = self._run.ledger.oldest
+        if oldest is not None and not self._run.ledger.fully_trained(oldest):
             oldest = None
         evaluates = oldest is None and self._epochs.evaluation_due
         if (
             oldest is not None
             or evaluates
             or self._may_save()
-            or self._core.limits.is_round_due(live)
+            or self._run.round_schedule.is_round_due(live)
         ):
             work = (None, None) if oldest is None else self._epochs.pending_work(oldest)
             eval_at = None

@@ -8,7 +8,7 @@ from coordinator import messages as m
 from coordinator.backend_choice import RoundCost
 from coordinator.cadence import CadenceAction
 from coordinator.ledger import Epoch
-from coordinator.state import Core, Phase, RankState
+from coordinator.run_state import Phase, RankState, RunState
 from coordinator.transports import (
     TRANSPORTS,
     CollectiveTransport,
@@ -36,21 +36,21 @@ class RoundRunner:
         cpu_time: CPU time of the coordinator's thread for rounds.
     """
 
-    def __init__(self, core: Core, saving: RoundCheckpoints) -> None:
-        self._core = core
+    def __init__(self, run: RunState, saving: RoundCheckpoints) -> None:
+        self._run = run
         self._saving = saving
-        self.cpu_time = RoundCpuTime(core)
-        self.round = Round(backend=core.backend_choice.chosen)
+        self.cpu_time = RoundCpuTime(run)
+        self.round = Round(backend=run.backend_choice.chosen)
         self._transports = {
-            backend: TRANSPORTS.get(backend, CollectiveTransport)(core, saving, self.round)
-            for backend in core.config.backends
+            backend: TRANSPORTS.get(backend, CollectiveTransport)(run, saving, self.round)
+            for backend in run.config.backends
         }
-        self.transport = self._transports[core.backend_choice.chosen]
+        self.transport = self._transports[run.backend_choice.chosen]
 
     @property
     def next_transport(self) -> Transport:
         """The transport of the next round."""
-        return self._transports[self._core.backend_choice.next]
+        return self._transports[self._run.backend_choice.next]
 
     def start(
         self,
@@ -68,25 +68,25 @@ class RoundRunner:
             eval_at: See :class:`~coordinator.messages.Evaluate`.
         """
         evaluate, checkpoint = work
-        ranks = tuple(r.rank for r in self._core.live)
+        ranks = tuple(r.rank for r in self._run.live)
         if capture := self._saving.due:
             self._saving.begin_round(ranks)
-        by_rank = self._core.ledger.by_rank
+        by_rank = self._run.ledger.by_rank
         self.transport = self.next_transport
         self.round.begin(
             self.transport.first_state,
             ranks,
             epoch=epoch,
-            generation=self._core.generation,
+            generation=self._run.generation,
             evaluate=evaluate,
             checkpoint=checkpoint,
             eval_at=eval_at,
             capture=capture,
-            backend=self._core.backend_choice.next,
+            backend=self._run.backend_choice.next,
             started_at=now,
             idle=frozenset(rank for rank in ranks if not by_rank[rank].assigned),
         )
-        self._core.limits.new_round()
+        self._run.round_schedule.new_round()
         self.transport.request(now)
 
     @property
@@ -125,7 +125,7 @@ class RoundRunner:
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
             rnd.num_failed += 1
-            self._core.num_failed_rounds += 1
+            self._run.num_failed_rounds += 1
         return missing
 
     def _end_round(self) -> None:
@@ -134,30 +134,28 @@ class RoundRunner:
         rnd.deadline = None
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
-            self._core.ranks[rank].sync_s += ack.sync_s
+            self._run.ranks[rank].sync_s += ack.sync_s
         own_s = self.cpu_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background average competes with the ranks for cores.
         sync_s += rnd.average_s / len(rnd.ranks)
         sync_s += self._cpu_cost(own_s)
-        if self._core.backend_choice.is_trial(rnd.backend):
+        if self._run.backend_choice.is_trial(rnd.backend):
             sync_s = math.nan  # the cadence follows the backend in use
-        times = [(0.0, 0)] * len(self._core.ranks)
+        times = [(0.0, 0)] * len(self._run.ranks)
         for rank in rnd.ranks:
-            info = self._core.ranks[rank]
-            if self._core.is_live(rank):
+            info = self._run.ranks[rank]
+            if self._run.is_live(rank):
                 times[rank] = (info.round_compute_s, info.round_batches)
-        verdict = self._core.guard.report(list(rnd.divergences.values()))
-        self._core.elche.hold_growth(verdict is not CadenceAction.STABLE)
-        self._core.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
+        verdict = self._run.guard.report(list(rnd.divergences.values()))
+        self._run.elche.hold_growth(verdict is not CadenceAction.STABLE)
+        self._run.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
         if verdict is CadenceAction.NUDGE_DOWN:
-            self._core.elche.nudge_down()
+            self._run.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)
-        anchor = self._core.elche.anchor
-        if self._core.backend_choice.record_round(
-            rnd.backend, self._cost(own_s), trained_s, anchor
-        ):
-            self._core.announce_backend()
+        anchor = self._run.elche.anchor
+        if self._run.backend_choice.record_round(rnd.backend, self._cost(own_s), trained_s, anchor):
+            self._run.announce_backend()
 
     def _cost(self, own_s: float) -> RoundCost | None:
         """The cost of the round to training; ``None`` if it did more than averaging.
@@ -173,7 +171,7 @@ class RoundRunner:
         return RoundCost(
             ranks_s=lost_s + sum(rnd.acks[rank].wait_s for rank in busy),
             own_s=own_s + rnd.average_s,
-            stale_s=self._core.config.overhead_target * rnd.stale_s * len(busy),
+            stale_s=self._run.config.overhead_target * rnd.stale_s * len(busy),
         )
 
     def _cpu_cost(self, own_s: float) -> float:
@@ -181,10 +179,10 @@ class RoundRunner:
 
         Scaled so that ``overhead_target`` is reached when this thread uses its whole share.
         """
-        seconds = self._core.elche.seconds_per_batch
+        seconds = self._run.elche.seconds_per_batch
         rate = sum(1 / s for s in seconds if s) if seconds else REFERENCE_RATE_PER_S
         share = COORDINATOR_SHARE * max(1.0, REFERENCE_RATE_PER_S / rate)
-        weight = self._core.config.overhead_target / share
+        weight = self._run.config.overhead_target / share
         # Like the average, it takes a core of the ranks.
         return own_s * max(weight, 1 / len(self.round.ranks))
 
@@ -192,7 +190,7 @@ class RoundRunner:
         """Record that the round fails because of its backend."""
         rnd = self.round
         lost_s = (now - rnd.started_at) * len(rnd.ranks)
-        self._core.backend_choice.record_fault(rnd.backend, RoundCost(ranks_s=lost_s))
+        self._run.backend_choice.record_fault(rnd.backend, RoundCost(ranks_s=lost_s))
 
     def give_up(self) -> list[int]:
         """Abandon the round: every rank keeps its weights, and its batches stay unsettled.
@@ -209,58 +207,58 @@ class RoundRunner:
         rnd.drop_snapshots()
         self.cpu_time.take()  # no cost of the next round
         rnd.num_failed += 1
-        self._core.num_failed_rounds += 1
-        self._core.ledger.unfreeze()
-        for info in self._core.ranks:
+        self._run.num_failed_rounds += 1
+        self._run.ledger.unfreeze()
+        for info in self._run.ranks:
             if info.state is RankState.DEAD:
-                self._core.ledger.reopen_rank(info.rank, self._core.elche.shares)
+                self._run.ledger.reopen_rank(info.rank, self._run.elche.shares)
         return undo
 
 
 class LimitSender:
-    """Sends each rank its limit; see :class:`~coordinator.cadence.BatchLimits`."""
+    """Sends each rank its limit; see :class:`~coordinator.cadence.RoundSchedule`."""
 
-    def __init__(self, core: Core, rounds: RoundRunner) -> None:
-        self._core = core
+    def __init__(self, run: RunState, rounds: RoundRunner) -> None:
+        self._run = run
         self._rounds = rounds
 
     def begin(self) -> None:
         """Send every rank its first budget."""
-        if self._core.alone or self._core.lockstep:
+        if self._run.alone or self._run.lockstep:
             return
-        for rank in self._core.live:
-            budget = self._core.initial_budget(rank.rank)
+        for rank in self._run.live:
+            budget = self._run.initial_budget(rank.rank)
             rank.set_limit(budget.limit)
-            self._core.send(rank.rank, m.Resume(budget=budget))
+            self._run.send(rank.rank, m.Resume(budget=budget))
 
     def readjust(self) -> None:
         """Send every rank a new budget, after a change of ranks."""
-        if self._core.alone or self._core.lockstep or self._core.phase is Phase.STARTING:
+        if self._run.alone or self._run.lockstep or self._run.phase is Phase.STARTING:
             return
         if self._rounds.limits_frozen:
             return  # sent when the round ends
-        live = self._core.live
-        self._core.limits.new_round()
+        live = self._run.live
+        self._run.round_schedule.new_round()
         for rank in live:
-            limit = self._core.limits.limit(rank, live)
+            limit = self._run.round_schedule.limit(rank, live)
             rank.set_limit(limit)
-            self._core.send(rank.rank, m.Resume(budget=self._core.budget(rank.rank, limit)))
+            self._run.send(rank.rank, m.Resume(budget=self._run.budget(rank.rank, limit)))
 
     def adjust(self) -> None:
         """Send a message to each rank whose limit has changed."""
-        if not self._core.limits.any_limit or self._core.alone or self._rounds.limits_frozen:
+        if not self._run.round_schedule.any_limit or self._run.alone or self._rounds.limits_frozen:
             return
-        live = self._core.live
+        live = self._run.live
         for rank in live:
-            limit = self._core.limits.limit(rank, live)
-            if self._core.limits.limit_is_current(rank.rank, rank.limit, limit):
+            limit = self._run.round_schedule.limit(rank, live)
+            if self._run.round_schedule.limit_is_current(rank.rank, rank.limit, limit):
                 continue
             raised = limit is None or (rank.limit is not None and limit > rank.limit)
             rank.set_limit(limit)
             if raised:
-                self._core.send(rank.rank, m.Resume(budget=self._core.budget(rank.rank, limit)))
+                self._run.send(rank.rank, m.Resume(budget=self._run.budget(rank.rank, limit)))
             elif limit is not None:
-                self._core.send(rank.rank, m.Throttle(limit=limit))
+                self._run.send(rank.rank, m.Throttle(limit=limit))
 
 
 _ROUND_EVENTS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
@@ -273,8 +271,8 @@ class RoundCpuTime:
     come by time or at the end of a chunk.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._before_s = 0.0
         self._of_round = False
         self._reporter: int | None = None
@@ -282,7 +280,7 @@ class RoundCpuTime:
 
     def record(self, event: m.Event) -> None:
         """Attribute the CPU time since the last event to that event."""
-        spent_s = self._core.spent_s
+        spent_s = self._run.spent_s
         if self._of_round or self._has_reached():
             self._rounds_s += spent_s - self._before_s
         self._before_s = spent_s
@@ -292,8 +290,8 @@ class RoundCpuTime:
     def _has_reached(self) -> bool:
         if self._reporter is None:
             return False
-        count = self._core.elche.batch_counts[self._reporter]
-        return self._core.ranks[self._reporter].since_round >= count > 0
+        count = self._run.elche.batch_counts[self._reporter]
+        return self._run.ranks[self._reporter].since_round >= count > 0
 
     def take(self) -> float:
         """Seconds for rounds since the last call; 0.0 if not measured."""

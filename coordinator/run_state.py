@@ -1,483 +1,488 @@
-"""The coordinator's part of a checkpoint: capture, check, restore."""
+"""State of the ranks and of the run, shared by the parts of the coordinator."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
 
-from coordinator.config import AverageBackend
-from coordinator.ledger import Epoch
-from coordinator.metrics import (
-    EpochAccumulator,
-    EpochMetrics,
-    MachineMetrics,
-    RankMetrics,
-    metrics_from_state,
-    metrics_state,
+from coordinator.backend_choice import BackendChoice
+from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
+from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.ledger import BatchLedger, LockstepPlan
+from coordinator.messages import (
+    ApplyDelta,
+    BackendChosen,
+    BatchBudget,
+    Command,
+    FinalSnapshot,
+    MachineRound,
+    Payload,
+    PublishSteps,
+    Send,
+    ToWorker,
 )
-from coordinator.schema import (
-    Check,
-    fail,
-    integer,
-    items,
-    mapping,
-    number,
-    of_type,
-    one_of,
-    optional,
-    record,
-)
-from coordinator.splitting import BatchSet, compress, count_batches
-from coordinator.state import Core, RankState
-
-_TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
+from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
+from coordinator.shares import Shares
 
 
-@dataclass(frozen=True, slots=True)
-class RankCut:
-    """A rank's reported totals at its cut of a checkpoint.
+class RunState:
+    """State of a run.
 
     Attributes:
-        sums: Its partial sums of each open epoch.
-        totals: Its totals of the run.
-        num_reported: Under ``SYNC``, its reported micro-batches of the plan.
+        config: Settings.
+        alone: True with one live rank, so that nothing is averaged.
+        lockstep: True if gradients are averaged in each step (``SYNC``).
+        ledger: The batches of the epochs and of each rank.
+        elche: Batch counts of the ranks between two rounds.
+        guard: Divergence guard of the cadence.
+        round_schedule: Decides when a round is due, and each rank's limit.
+        backend_choice: Choice of the averaging backend.
+        ranks: One record for each rank.
+        out: Commands of the event being handled, in order.
+        outcome: The outcome of the run so far.
+        phase: Phase of the run.
+        global_step: Batches trained by all ranks together, up to the last round, in batches of
+            the ledger.
+        num_averagings: Completed rounds; under lockstep, global steps dealt.
+        num_failed_rounds: Abandoned rounds.
+        divergence: Largest divergence of a rank in the last round; ``None``: not measured.
+        param_norm: Last measured norm of the parameters.
+        generation: Number of the present collective group of ranks.
+        plan: Under lockstep, the present plan.
+        num_windows: Under lockstep, the optimizer steps dealt so far.
+        per_global: Under lockstep, the batches in a global batch: the number of ranks at the
+            start of training, whatever deaths or resumes follow.
+        steps: Accumulates step metrics; ``None``: none are published.
+        shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not cut.
+        pending_deltas: Deltas of other machines not yet sent to the ranks.
+        num_deltas: Deltas sent to the ranks.
+        common: In a cluster, the state of all machines at the end of each closed epoch that is
+            not published yet.
+        machine_round: The last round between machines; ``None``: none yet.
+        now: Time of the event being handled.
+        spent_s: CPU time of the coordinator's thread up to the event being handled; 0 if not
+            measured.
     """
 
-    sums: dict[int, dict[str, Any]]
-    totals: dict[str, Any]
-    num_reported: int
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        world = config.world_size
+        self.alone = world == 1
+        self.lockstep = config.policy is ApplyPolicy.SYNC
+        per_epoch_work = config.evaluate or config.checkpoint_every is not None
+        self.ledger = BatchLedger(
+            num_samples=config.num_samples,
+            batch_size=config.batch_size,
+            num_epochs=config.num_epochs,
+            world_size=world,
+            drop_last=config.drop_last,
+            ratios=config.partition_ratios,
+            progressive=config.granted or (config.progressive and not self.alone),
+            granularity=config.accumulate,
+            max_batches=(
+                None
+                if config.max_steps is None
+                else math.ceil(config.max_steps / config.counted_as)
+            ),
+            sizes=(
+                None
+                if self.lockstep or config.batch_sizes is None
+                else [size // config.batch_size for size in config.batch_sizes]
+            ),
+            look_ahead=not (self.alone and per_epoch_work),
+            granted=config.granted,
+        )
+        self.elche = ElChe(
+            world,
+            config.anchor,
+            min_anchor=config.min_anchor,
+            max_anchor=max(config.max_anchor, config.anchor),
+            overhead_target=config.overhead_target,
+            speed_hint=config.speed_hint,
+        )
+        self.guard = ConvergenceGuard(
+            config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
+        )
+        self.round_schedule = RoundSchedule(config, self.elche, self._has_work)
+        self.backend_choice = BackendChoice(
+            config.backends, measures=not self.lockstep, reason=config.backend_reason
+        )
+        self.ranks = [Rank(rank=r) for r in range(world)]
+        self.out: list[Command] = []
+        self.outcome = Outcome()
+        self.phase = Phase.STARTING
+        self.global_step = 0
+        self.num_averagings = 0
+        self.num_failed_rounds = 0
+        self.divergence: float | None = None
+        self.param_norm: float | None = None
+        self.generation = 0
+        self.plan: LockstepPlan | None = None
+        self.num_windows = 0
+        self.per_global = world
+        self.shares: Shares | None = None
+        sizes = config.batch_sizes
+        if config.granted and sizes is None and not config.balance:
+            sizes = (config.batch_size,) * world  # short plans, like grants
+        if self.lockstep and (config.balance or sizes is not None):
+            self.shares = Shares(world, sizes, fixed=not config.balance)
+        every = config.metrics_every
+        self.steps = StepAccumulator(every, world, equal=self.lockstep) if every else None
+        self.pending_deltas: list[Payload] = []
+        self.num_deltas = 0
+        self.common: dict[int, Payload] = {}
+        self.machine_round: MachineRound | None = None
+        self.now = 0.0
+        self.spent_s = 0.0
 
-    @classmethod
-    def of(cls, core: Core, epochs: Iterable[Epoch], rank: int) -> RankCut:
-        """The cut of a rank at present."""
-        info = core.ranks[rank]
-        return cls(
-            {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
-            {name: getattr(info, name) for name in _TOTALS},
-            0 if core.plan is None else core.plan.reported.get(rank, 0),
+    @property
+    def num_trained(self) -> int:
+        """Batches trained so far, including repeats and those not averaged yet."""
+        if self.lockstep:
+            return self.global_step  # micro-batches may be parts of batches
+        parts = self.config.batch_parts
+        return int(sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True)))
+
+    @property
+    def position(self) -> int:
+        """``global_step`` in batches of the mean size: the position of schedules."""
+        return math.ceil(self.global_step * self.config.counted_as)
+
+    @property
+    def idle(self) -> bool:
+        """True if no batch is assigned and none can be dealt now."""
+        return self.ledger.is_idle(in_order=self.lockstep)
+
+    @property
+    def live(self) -> list[Rank]:
+        """The live ranks."""
+        return [r for r in self.ranks if r.state is RankState.LIVE]
+
+    def _has_work(self, rank: int) -> bool:
+        return bool(self.ledger.by_rank[rank].assigned)
+
+    def initial_budget(self, rank: int) -> BatchBudget:
+        """The budget that a rank receives at the start and with each round."""
+        return self.budget(rank, self.round_schedule.initial_limit(rank))
+
+    def budget(self, rank: int, limit: int | None) -> BatchBudget:
+        """A budget with this limit."""
+        return BatchBudget(limit=limit, report_after=self.round_schedule.report_after(rank))
+
+    def num_slices(self, ranks: Sequence[int]) -> int:
+        """Number of consecutive slices in which these ranks train a global batch in lockstep.
+
+        No slice is larger than the ranks' own batches together: memory for its batch suffices a
+        rank for its piece, however many others have died.
+        """
+        if self.config.sync_batchnorm or self.config.all_gather:
+            return 1  # statistics or losses are over the global batch
+        own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
+        return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
+
+    def slice_samples(self, ranks: Sequence[int]) -> int:
+        """Samples in the largest of these slices."""
+        return -(-self.per_global * self.config.batch_size // self.num_slices(ranks))
+
+    def is_live(self, rank: int) -> bool:
+        """True if the rank is live; -1 is no rank."""
+        return rank >= 0 and self.ranks[rank].state is RankState.LIVE
+
+    def publish_steps(self, steps: Iterable[StepMetrics]) -> None:
+        """Append commands that publish step metrics."""
+        self.out += [PublishSteps(metrics=metrics) for metrics in steps]
+
+    def send_deltas(self) -> None:
+        """Send the pending deltas of other machines to every rank."""
+        for delta in self.pending_deltas:
+            self.num_deltas += 1
+            for rank in self.live:
+                self.send(rank.rank, ApplyDelta(id=self.num_deltas, delta=delta))
+        self.pending_deltas.clear()
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        """Append a command that sends a message to a worker."""
+        self.out.append(Send(rank=rank, message=message))
+
+    @property
+    def collective(self) -> AverageBackend | None:
+        """Backend of the ranks' collective, for steps or rounds; ``None``: no collective."""
+        return self.backend_choice.chosen if self.lockstep else self.backend_choice.collective
+
+    def exclude_backend(self, backend: AverageBackend, why: str) -> bool:
+        """Exclude a backend that failed; returns True if another one replaces it."""
+        has_other = self.backend_choice.exclude(backend, why)
+        if has_other:
+            self.announce_backend(failed=True)
+        return has_other
+
+    def note_norms(self, divergences: Mapping[int, float], norm: float | None) -> None:
+        """Record divergences and norm, measured by a round, or by a plan without rounds."""
+        oldest = self.ledger.oldest
+        if norm is not None:
+            self.param_norm = norm
+            if oldest is not None:
+                oldest.norm = norm
+        for rank, divergence in divergences.items():
+            self.ranks[rank].divergence = divergence
+        if divergences:
+            self.divergence = _largest(divergences.values())
+            if oldest is not None:
+                before = self.divergence if oldest.divergence is None else oldest.divergence
+                oldest.divergence = _largest((before, self.divergence))
+
+    def announce_backend(self, *, failed: bool = False) -> None:
+        """Announce the backend of the following rounds."""
+        choice = self.backend_choice
+        self.out.append(
+            BackendChosen(
+                backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
+            )
+        )
+
+    def statistics(self) -> Statistics:
+        """A snapshot of counters."""
+        total = sum(r.num_samples for r in self.ranks)
+        oldest = self.ledger.oldest
+        pieces = {} if self.shares is None or self.alone else self.shares.current
+        return Statistics(
+            epoch=oldest.epoch if oldest else len(self.outcome.metrics),
+            global_step=self.position,
+            num_trained=self.num_trained,
+            num_averagings=self.num_averagings,
+            num_failed_rounds=self.num_failed_rounds,
+            anchor=self.elche.anchor,
+            batch_counts=self.elche.batch_counts,
+            divergence=self.divergence,
+            param_norm=self.param_norm,
+            backend=self.backend_choice.chosen,
+            backend_reason=self.backend_choice.reason,
+            ranks=tuple(
+                RankStatistics(
+                    rank=r.rank,
+                    device=self.config.devices[r.rank],
+                    num_batches=r.num_batches,
+                    num_samples=r.num_samples,
+                    share=r.num_samples / total if total else 0.0,
+                    piece=pieces.get(r.rank, 0),
+                    throughput=r.num_samples / r.compute_s if r.compute_s > 0 else 0.0,
+                    compute_s=r.compute_s,
+                    sync_s=r.sync_s,
+                    num_throttles=r.num_throttles,
+                    divergence=r.divergence,
+                    alive=r.state is not RankState.DEAD,
+                )
+                for r in self.ranks
+            ),
+            machine_round=self.machine_round,
         )
 
 
-def capture_run(
-    core: Core,
-    closing: Sequence[tuple[Epoch, float]],
-    elapsed_s: float,
-    cuts: Mapping[int, RankCut],
-    step: int | None,
-) -> dict[str, Any]:
-    """The coordinator's state, with settled batches as consumed and all others as open.
+def _largest(numbers: Iterable[float]) -> float:
+    found = list(numbers)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
-    Args:
-        core: The coordinator's state.
-        closing: Closed epochs that are not published, and their durations.
-        elapsed_s: Time since the last epoch closed.
-        cuts: The cut of each surviving rank.
-        step: Under ``SYNC``, the optimizer steps made.
 
-    Returns:
-        Numbers, strings, ``None``, lists and dictionaries.
+class Phase(Enum):
+    """Phase of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    LEAVING = "leaving"
+    AVERAGING = "averaging"
+    FAILING = "failing"
+    DONE = "done"
+
+
+class RankState(Enum):
+    """Life cycle of a rank, as recorded by the coordinator."""
+
+    BUILDING = "building"
+    LIVE = "live"
+    LEAVING = "leaving"
+    GONE = "gone"
+    DEAD = "dead"
+
+
+_RANK_TRANSITIONS = {
+    RankState.BUILDING: {RankState.LIVE, RankState.LEAVING, RankState.GONE, RankState.DEAD},
+    RankState.LIVE: {RankState.LEAVING, RankState.GONE, RankState.DEAD},
+    RankState.LEAVING: {RankState.GONE, RankState.DEAD},
+    RankState.GONE: {RankState.DEAD},
+    RankState.DEAD: set(),
+}
+
+
+@dataclass(slots=True)
+class Rank:
+    """The coordinator's record of one rank.
+
+    ``since_round`` and ``compute_since_round`` cover training since the last round,
+    ``round_batches`` and ``round_compute_s`` training in the round in progress.
     """
-    plan = core.plan
-    late = _reported_later(core, cuts)  # under SYNC, by ranks that continued meanwhile
-    num_late = sum(len(batches) for batches in late.values())
-    undone = 0
-    if plan is not None and step is not None and not core.alone:
-        undone = plan.num_windows - (step - plan.first_window)
-    totals = [
-        cuts[r.rank].totals if r.rank in cuts else {n: getattr(r, n) for n in _TOTALS}
-        for r in core.ranks
-    ]
-    epochs = [_epoch_state(core, epoch, cuts, epoch_s=s) for epoch, s in closing]
-    for epoch in core.ledger.epochs:
-        state = _epoch_state(core, epoch, cuts)
-        if plan is not None and plan.epoch == epoch.epoch:
-            batches = sorted(b for found in late.values() for b in found)
-            state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
-            state["num_samples"] -= core.ledger.count_samples(batches)
-            state["num_averagings"] -= undone
-            state["parts"] = _parts_left(core, cuts)
-        epochs.append(state)
-    return {
-        "world_size": len(core.ranks),
-        "per_global": core.per_global,
-        "saved_ranks": sorted(cuts),
-        "global_step": core.global_step - num_late,
-        "num_windows": core.num_windows if step is None else step,
-        "num_averagings": core.num_averagings - undone,
-        "num_failed_rounds": core.num_failed_rounds,
-        "next_epoch": core.ledger.next_epoch,
-        "elapsed_s": elapsed_s,
-        "elche": core.elche.state_dict(),
-        "guard": core.guard.state_dict(),
-        "transport": core.backend_choice.state_dict(),
-        "ranks": totals,
-        "epochs": epochs,
-        "metrics": [metrics_state(metrics) for metrics in core.outcome.metrics],
-    }
+
+    rank: int
+    state: RankState = RankState.BUILDING
+    num_queued: int = 0
+    since_round: int = 0
+    compute_since_round: float = 0.0
+    round_batches: int = 0
+    round_compute_s: float = 0.0
+    limit: int | None = None
+    parked: bool = False
+    num_batches: int = 0
+    num_samples: int = 0
+    compute_s: float = 0.0
+    sync_s: float = 0.0
+    num_throttles: int = 0
+    divergence: float | None = None
+    final: FinalSnapshot | None = None
+
+    def move(self, state: RankState) -> None:
+        """Change to ``state``; asserts a legal transition."""
+        assert state in _RANK_TRANSITIONS[self.state], f"rank {self.rank}: {self.state} -> {state}"
+        self.state = state
+
+    @property
+    def present(self) -> bool:
+        """True if the rank can answer a message."""
+        return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
+
+    def note(self, stats: ReportStats) -> None:
+        """Add the counts of a report."""
+        self.since_round += stats.num_batches
+        self.compute_since_round += stats.compute_s
+        self.num_batches += stats.num_batches
+        self.num_samples += stats.num_samples
+        self.compute_s += stats.compute_s
+        parked = self.limit is not None and self.since_round >= self.limit
+        if parked and not self.parked:
+            self.num_throttles += 1
+        self.parked = parked
+
+    def set_limit(self, limit: int | None) -> None:
+        """Record the limit sent to the worker."""
+        self.limit = limit
+        self.parked = limit is not None and self.since_round >= limit
+
+    def enter_round(self) -> None:
+        """Move the counters since the last round to the round in progress."""
+        self.round_batches, self.since_round = self.since_round, 0
+        self.round_compute_s, self.compute_since_round = self.compute_since_round, 0.0
+
+    def freeze(self) -> None:
+        """Record the training that a snapshot holds, while training continues."""
+        self.round_batches = self.since_round
+        self.round_compute_s = self.compute_since_round
+
+    def commit_freeze(self) -> None:
+        """Subtract the snapshot's training: its average has been sent."""
+        self.since_round -= self.round_batches
+        self.compute_since_round -= self.round_compute_s
 
 
-def _reported_later(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[int]]:
-    """Batches of the present plan that ranks reported after their cuts."""
-    plan = core.plan
-    if plan is None:
-        return {}
-    late = {}
-    for rank, spans in plan.parts.items():
-        if rank in cuts:
-            first = plan.num_complete_batches(rank, cuts[rank].num_reported)
-            late[rank] = _order(spans)[first : plan.num_reported(rank)]
-    return late
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The cause of a failed run: a worker's exception, or an error of the coordinator.
 
-
-def _parts_left(core: Core, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
-    plan = core.plan
-    if plan is None or plan.pieces or set(plan.parts) != set(cuts):
-        return None  # cut global batches belong to no single rank
-    left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
-    if not any(left.values()):
-        return None
-    return {rank: [[s.start, s.stop, s.step] for s in _spans(part)] for rank, part in left.items()}
-
-
-def _epoch_state(
-    core: Core, epoch: Epoch, cuts: Mapping[int, RankCut], *, epoch_s: float | None = None
-) -> dict[str, Any]:
-    unsettled: list[list[range]] = [
-        [
-            span
-            for owner, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
-            if owner == epoch.epoch
-        ]
-        for ledger in core.ledger.by_rank
-    ]
-    rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
-    available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
-    nothing = EpochAccumulator(1).rank_state(0)
-    sums = [
-        cuts[rank].sums.get(epoch.epoch, nothing) if rank in cuts else epoch.stats.rank_state(rank)
-        for rank in range(len(core.ranks))
-    ]
-    quotas = epoch.quotas
-    if quotas is not None:
-        mine = [sum(len(span) for span in spans) for spans in unsettled]
-        quotas = [quota + count for quota, count in zip(quotas, mine, strict=True)]
-    return {
-        "epoch": epoch.epoch,
-        "epoch_s": epoch_s,
-        "consumed": _pairs(b for span in available for b in span if b not in rest),
-        "num_samples": epoch.num_samples,
-        "num_retrained": epoch.num_retrained - _lost_since(core, epoch, cuts, sums),
-        "num_averagings": epoch.num_averagings,
-        "divergence": epoch.divergence,
-        "norm": epoch.norm,
-        "tally": {"ranks": sums},
-        "quotas": quotas,
-        "parts": None,
-    }
-
-
-def _lost_since(
-    core: Core, epoch: Epoch, cuts: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
-) -> int:
-    """Samples trained after the cut by ranks that died since."""
-    died = [rank for rank in cuts if core.ranks[rank].state is RankState.DEAD]
-    return sum(
-        int(epoch.stats.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
-        for rank in died
-    )
-
-
-_MOST_RANKS = 2**16
-_BACKEND = one_of(*(backend.value for backend in AverageBackend))
-_TRANSPORT = record(
-    {
-        "candidates": items(_BACKEND),
-        "chosen": _BACKEND,
-        "decided": of_type(bool),
-        "costs": mapping(_BACKEND, items(number(0.0), 3)),
-        "anchor": integer(),
-        "look_after": integer(1),
-    }
-)
-_COUNTS = {"num_batches": integer(), "num_samples": integer(), "compute_s": number(0.0)}
-_SUMS = record(
-    {
-        **_COUNTS,
-        "num_skipped": integer(),
-        "loss_sum": items(number()),
-        "loss_samples": lambda v, w: _check_weight(v, w),
-        "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
-    },
-    may={"learning_rate": number()},
-)
-_RANK_TOTALS = record({**_COUNTS, "sync_s": number(0.0), "num_throttles": integer()})
-_RANK_METRICS = record(
-    {**_COUNTS, "rank": integer(), "avg_loss": number(), "throughput": number(0.0)}
-)
-_MACHINE_METRICS = record(
-    {
-        **_COUNTS,
-        "machine": of_type(str),
-        "num_ranks": integer(1),
-        "avg_loss": number(),
-        "throughput": number(0.0),
-    }
-)
-
-
-def _check_scalar(value: Any, where: str) -> None:
-    items(lambda _, __: None, 2)(value, where)
-    items(number())(value[0], f"{where}[0]")
-    _check_weight(value[1], f"{where}[1]")
-
-
-def _check_weight(value: Any, where: str) -> None:
-    """A sum of weights: a number, or a list of its parts."""
-    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
-
-
-def check_run(
-    state: Any, *, num_samples: int, batch_size: int, drop_last: bool, num_rank_states: int
-) -> None:
-    """Validate a state of :func:`capture_run`.
-
-    Args:
-        state: The deserialized state.
-        num_samples: Length of the data set of the checkpoint.
-        batch_size: Samples in a batch.
-        drop_last: The short batch of an epoch was omitted.
-        num_rank_states: Number of rank states in the checkpoint.
-
-    Raises:
-        ValueError: A field is missing, of the wrong type, out of range or contradicts another
-            one; names the first such field.
+    ``rank`` is -1 if no single rank failed.
     """
-    num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
-    record({"world_size": integer(1)})(state, "run")
-    world = state["world_size"]
-    elche = {
-        "anchor": integer(1),
-        "floor": integer(1),
-        "growth_held": of_type(bool),
-        "seconds": items(number(0.0), world),
-        "suspects": items(integer(-1), world),
-    }
-    record(
-        {
-            "global_step": integer(),
-            "num_windows": integer(),
-            "num_averagings": integer(),
-            "num_failed_rounds": integer(),
-            "next_epoch": integer(),
-            "elapsed_s": number(0.0),
-            "elche": record(elche),
-            "guard": record({"row": items(number())}),
-            "ranks": items(_RANK_TOTALS, world),
-            "metrics": items(_metrics_check(num_samples)),
-            "epochs": items(_epoch_check(world, num_samples, num_batches)),
-        },
-        may={
-            "per_global": integer(1, _MOST_RANKS),
-            "saved_ranks": items(integer(high=world - 1), num_rank_states),
-            "transport": _TRANSPORT,
-        },
-    )(state, "run")
-    if not 1 <= num_rank_states <= world:
-        raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
-    closed, next_epoch = len(state["metrics"]), state["next_epoch"]
-    for epoch, metrics in enumerate(state["metrics"]):
-        if metrics["epoch"] != epoch:
-            fail(f"run['metrics'][{epoch}]['epoch']", metrics["epoch"], str(epoch))
-    opened = [epoch["epoch"] for epoch in state["epochs"]]
-    if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
-        raise ValueError(
-            f"run['epochs'] are {opened}, expected all from {closed}, the number of closed, to "
-            f"run['next_epoch'] = {next_epoch}"
-        )
-    if state["global_step"] > num_batches * next_epoch:
-        most = num_batches * next_epoch
-        fail("run['global_step']", state["global_step"], f"at most {most}")
+
+    error: BaseException
+    rank: int = -1
+    epoch: int = 0
+    step: int = 0
 
 
-def _metrics_check(num_samples: int) -> Check:
-    fields = {
-        "epoch": integer(),
-        "avg_loss": number(),
-        "scalars": mapping(of_type(str), number()),
-        "per_rank": items(_RANK_METRICS),
-        "epoch_s": number(0.0),
-        "num_samples": integer(high=num_samples),
-        "num_retrained": integer(),
-        "num_skipped": integer(),
-        "num_averagings": integer(),
-        "per_rank_throughput": items(number(0.0)),
-        "per_rank_batch_share": items(number(0.0)),
-        "devices": items(of_type(str)),
-    }
-    may = {
-        "divergence": number(),
-        "param_norm": number(),
-        "learning_rate": number(),
-        "machines": items(_MACHINE_METRICS),
-        "partial": of_type(bool),
-    }
+@dataclass(slots=True)
+class Outcome:
+    """The outcome of a run.
 
-    def check(value: Any, where: str) -> None:
-        record(fields, may=may)(value, where)
-        _only_fields(EpochMetrics, value, where)
-        for i, rank in enumerate(value["per_rank"]):
-            _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
-        for i, machine in enumerate(value.get("machines", ())):
-            _only_fields(MachineMetrics, machine, f"{where}['machines'][{i}]")
-
-    return check
-
-
-def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
-    unknown = set(value) - {field.name for field in dataclasses.fields(kind)}
-    if unknown:
-        raise ValueError(f"{where} has {sorted(map(str, unknown))}, which {kind.__name__} has not")
-
-
-def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
-    batch = integer(high=num_batches)
-    fields = {
-        "epoch": integer(),
-        "epoch_s": optional(number(0.0)),
-        "consumed": items(items(batch, 2)),
-        "num_samples": integer(high=num_samples),
-        "num_retrained": integer(),
-        "num_averagings": integer(),
-        "tally": record({"ranks": items(_SUMS, world)}),
-        "quotas": optional(items(integer(), world)),
-        "parts": optional(mapping(integer(high=world - 1), items(items(batch, 3)))),
-    }
-
-    def check(value: Any, where: str) -> None:
-        record(fields, may={"divergence": optional(number()), "norm": optional(number())})(
-            value, where
-        )
-        end = 0
-        for i, (start, stop) in enumerate(value["consumed"]):
-            if not end <= start < stop:
-                fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
-            end = stop
-        taken = set(_expand(value["consumed"]))
-        for rank, spans in (value["parts"] or {}).items():
-            if not all(step >= 1 for _, _, step in spans):
-                fail(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
-            for b in _order(range(*span) for span in spans):
-                if b in taken:
-                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b} a second time")
-                taken.add(b)
-
-    return check
-
-
-def restore_run(core: Core, state: Mapping[str, Any]) -> None:
-    """Restore a state of :func:`capture_run` into a new coordinator.
-
-    At the same world size every rank keeps its share of an epoch; at another one open batches are
-    dealt again, under ``SYNC`` in global batches of the same size.
-
-    Args:
-        core: The state of a coordinator that has not started.
-        state: The captured state.
+    Attributes:
+        payload: The final average.
+        metrics: One entry for each closed epoch.
+        failure: Cause of a missing result.
+        failures: Deaths that the run survived.
+        stopped: True if the run was stopped early.
+        missing: Ranks that did not leave in time after a failure.
     """
-    core.global_step = int(state["global_step"])
-    if core.steps is not None:
-        core.steps.step = core.position
-    core.per_global = int(state.get("per_global", state["world_size"]))
-    core.num_windows = int(state["num_windows"])
-    core.num_averagings = int(state["num_averagings"])
-    core.num_failed_rounds = int(state["num_failed_rounds"])
-    core.elche.load_state_dict(state["elche"])
-    core.guard.load_state_dict(state["guard"])
-    if "transport" in state and state["world_size"] == len(core.ranks):
-        core.backend_choice.load_state_dict(state["transport"])
-    for rank, totals in enumerate(state["ranks"]):
-        info = core.ranks[rank % len(core.ranks)]
-        for name in _TOTALS:
-            setattr(info, name, getattr(info, name) + totals[name])
-    core.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
-    # Epochs opened ahead may exceed a smaller num_epochs.
-    last = core.config.num_epochs
-    core.ledger.restore(
-        [_epoch_of(core, saved) for saved in state["epochs"] if saved["epoch"] < last],
-        next_epoch=min(int(state["next_epoch"]), last),
-        num_spent=core.global_step,
-    )
+
+    payload: Payload | None = None
+    metrics: list[EpochMetrics] = field(default_factory=list)
+    failure: Failure | None = None
+    failures: list[Failure] = field(default_factory=list)
+    stopped: bool = False
+    missing: tuple[int, ...] = ()
 
 
-def _epoch_of(core: Core, saved: Mapping[str, Any]) -> Epoch:
-    total = core.ledger.batches_per_epoch
-    consumed = set(_expand(saved["consumed"]))
-    left = BatchSet(compress(b for b in range(total) if b not in consumed))
-    world = len(core.ranks)
-    same = len(saved["tally"]["ranks"]) == world
-    stats = EpochAccumulator(world)
-    stats.load_state_dict(saved["tally"])
-    if core.config.granted:
-        left = BatchSet()  # all its batches are granted
-    quotas = core.ledger.quotas(len(left), core.elche.shares)
-    if same and quotas is not None and saved["quotas"] is not None:
-        quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
-    epoch = Epoch(
-        epoch=int(saved["epoch"]),
-        num_batches=total,
-        stats=stats,
-        open=left,
-        quotas=quotas,
-        num_settled=0 if core.config.granted else len(consumed),
-        num_elsewhere=len(consumed) if core.config.granted else 0,
-        granted=BatchSet() if core.config.granted else None,
-        complete=not core.config.granted,
-        num_samples=int(saved["num_samples"]),
-        num_retrained=int(saved["num_retrained"]),
-        num_averagings=int(saved["num_averagings"]),
-        divergence=saved.get("divergence"),
-        norm=saved.get("norm"),
-    )
-    if same and saved["parts"] is not None:
-        epoch.parts = {
-            int(rank): tuple(range(*span) for span in spans)
-            for rank, spans in saved["parts"].items()
-        }
-    if epoch.settled:
-        epoch.notified = set(range(world))  # no batch of it is left
-    return epoch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A snapshot of a run.
+
+    Attributes:
+        epoch: The oldest epoch that is open.
+        global_step: Batches trained by all ranks together.
+        num_trained: The same, including repeats and batches not averaged yet.
+        num_averagings: Completed averaging rounds; under ``SYNC`` global steps.
+        num_failed_rounds: Failed rounds in all.
+        anchor: Batches of the slowest rank between two rounds.
+        batch_counts: Batches of each rank between two rounds.
+        divergence: Largest divergence of a rank in the last round; ``None``: not measured.
+        param_norm: Norm of the parameters after the last round; under ``SYNC`` and with one rank,
+            after the last plan; ``None``: not measured yet.
+        backend: The averaging backend in use.
+        backend_reason: Reason for it, in a sentence.
+        ranks: One record for each rank.
+        machine_round: In a cluster, the last round between machines; ``None``: none yet.
+    """
+
+    epoch: int
+    global_step: int
+    num_trained: int
+    num_averagings: int
+    num_failed_rounds: int
+    anchor: int
+    batch_counts: tuple[int, ...]
+    divergence: float | None
+    param_norm: float | None
+    backend: AverageBackend
+    backend_reason: str
+    ranks: tuple[RankStatistics, ...]
+    machine_round: MachineRound | None = None
 
 
-def _order(spans: Iterable[range]) -> list[int]:
-    return [batch for span in spans for batch in span]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatistics:
+    """Totals of one rank.
 
+    Attributes:
+        rank: The rank.
+        device: Its device, by name.
+        num_batches: Batches trained.
+        num_samples: Samples in them.
+        share: Its share of all samples trained.
+        piece: Under ``SYNC`` with shares by measured speed, the samples of its next
+            micro-batches; else 0.
+        throughput: Samples per second of its compute time.
+        compute_s: Seconds spent in training steps.
+        sync_s: Seconds that it spent in averaging.
+        num_throttles: Number of times it was parked because it was too far ahead.
+        divergence: ``||replica - mean|| / ||mean||`` in its last round; ``None``: not measured.
+        alive: False if the rank died.
+    """
 
-def _pairs(batches: Iterable[int]) -> list[list[int]]:
-    return [[span.start, span.stop] for span in compress(batches)]
-
-
-def _expand(pairs: Iterable[Sequence[int]]) -> list[int]:
-    return [batch for start, stop in pairs for batch in range(start, stop)]
-
-
-def _without(batches: Iterable[int], gone: Iterable[int]) -> list[int]:
-    missing = set(gone)
-    return [batch for batch in batches if batch not in missing]
-
-
-def _spans(order: Sequence[int]) -> list[range]:
-    """Batches in any order as ascending ranges with steps."""
-    spans: list[range] = []
-    i = 0
-    while i < len(order):
-        step = order[i + 1] - order[i] if i + 1 < len(order) else 1
-        if step < 1:
-            step = 1
-        j = i + 1
-        while j < len(order) and order[j] - order[j - 1] == step:
-            j += 1
-        spans.append(range(order[i], order[j - 1] + 1, step))
-        i = j
-    return spans
+    rank: int
+    device: str
+    num_batches: int
+    num_samples: int
+    share: float
+    piece: int
+    throughput: float
+    compute_s: float
+    sync_s: float
+    num_throttles: int
+    divergence: float | None
+    alive: bool

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator import messages as m
+from coordinator.coordinator_checkpoint import RankCut, capture_run
 from coordinator.epochs import EpochScheduler
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
-from coordinator.run_state import RankCut, capture_run
-from coordinator.state import Core
+from coordinator.run_state import RunState
 
 
 class RunCheckpointer:
     """Takes consistent cuts and emits each as a :class:`~coordinator.messages.SaveCheckpoint`."""
 
-    def __init__(self, core: Core, epochs: EpochScheduler) -> None:
-        self._core = core
+    def __init__(self, run: RunState, epochs: EpochScheduler) -> None:
+        self._run = run
         self._epochs = epochs
         self._tickets: list[int] = []
         self._cut: ConsistentCut | None = None
@@ -37,19 +37,19 @@ class RunCheckpointer:
 
     @property
     def _periods(self) -> int:
-        every = self._core.config.save_every
-        return 0 if every is None else len(self._core.outcome.metrics) // every
+        every = self._run.config.save_every
+        return 0 if every is None else len(self._run.outcome.metrics) // every
 
     @property
     def _due_within(self) -> bool:
-        c, core = self._core.config, self._core
-        oldest = core.ledger.oldest
-        if self._saved_at is None or oldest is None or core.ledger.fully_trained(oldest):
+        c, run = self._run.config, self._run
+        oldest = run.ledger.oldest
+        if self._saved_at is None or oldest is None or run.ledger.fully_trained(oldest):
             return False  # the epoch is about to close
-        if c.save_every_s is not None and core.now - self._saved_at >= c.save_every_s:
+        if c.save_every_s is not None and run.now - self._saved_at >= c.save_every_s:
             return True
         every = c.save_every_steps
-        return every is not None and core.num_trained - self._saved_step >= every
+        return every is not None and run.num_trained - self._saved_step >= every
 
     @property
     def due(self) -> bool:
@@ -60,7 +60,7 @@ class RunCheckpointer:
 
     def begin(self, now: float) -> None:
         """Start counting time and batches to the next save: training begins."""
-        self._saved_at, self._saved_step = now, self._core.num_trained
+        self._saved_at, self._saved_step = now, self._run.num_trained
 
     @property
     def is_collecting(self) -> bool:
@@ -70,7 +70,7 @@ class RunCheckpointer:
     @property
     def final_checkpoint_due(self) -> bool:
         """True if the ranks' last states are saved as a checkpoint."""
-        config = self._core.config
+        config = self._run.config
         return config.save_every is not None or config.granted or bool(self._tickets)
 
     def resumed(self) -> None:
@@ -90,8 +90,8 @@ class RunCheckpointer:
     def _reserve(self) -> int:
         """Batches that all ranks train in the requested time, and two more for each rank, so that
         none waits for the next grant."""
-        seconds = self._core.elche.seconds_per_batch or ()
-        live = [rank.rank for rank in self._core.live]
+        seconds = self._run.elche.seconds_per_batch or ()
+        live = [rank.rank for rank in self._run.live]
         speed = sum(1 / seconds[rank] for rank in live if seconds and seconds[rank] > 0)
         return math.ceil(speed * self._reserve_s) + 2 * len(live)
 
@@ -108,8 +108,8 @@ class RunCheckpointer:
             scheduled=closes or self._due_within,
             within=not closes,
             num_periods=self._periods,
-            started_at=self._core.now,
-            started_step=self._core.num_trained,
+            started_at=self._run.now,
+            started_step=self._run.num_trained,
             tickets=tuple(self._tickets),
         )
         return self._cut
@@ -129,7 +129,7 @@ class RunCheckpointer:
         cut = self._cut
         if cut is None or extra is None:
             return
-        cut.cuts[rank] = RankCut.of(self._core, self._epochs.all_open(), rank)
+        cut.cuts[rank] = RankCut.of(self._run, self._epochs.all_open(), rank)
         if isinstance(extra, Exception):
             cut.error = extra
         else:
@@ -152,10 +152,10 @@ class RunCheckpointer:
 
     def request_states(self) -> None:
         """Request the state of every rank, at the same step."""
-        ranks = [rank.rank for rank in self._core.live]
+        ranks = [rank.rank for rank in self._run.live]
         cut = self._begin(ranks)
         for rank in ranks:
-            self._core.send(rank, m.TakeCheckpoint(id=cut.id))
+            self._run.send(rank, m.TakeCheckpoint(id=cut.id))
 
     def on_captured(self, event: m.CapturedState) -> None:
         """Handle the state of a rank; its report has been recorded."""
@@ -183,7 +183,7 @@ class RunCheckpointer:
             )
             for part in parts
         ]
-        self._core.out.append(
+        self._run.out.append(
             Average(
                 round=SAVE_ROUND,
                 ranks=cut.ranks,
@@ -206,31 +206,31 @@ class RunCheckpointer:
             self._emit(cut, whole)
         self._cut = None
 
-    def freeze_end(self, finals: Sequence[m.FinalSnapshot]) -> None:
+    def freeze_final(self, finals: Sequence[m.FinalSnapshot]) -> None:
         """Take the final cut, from these last states."""
         self._cut = None
-        core = self._core
+        run = self._run
         if not finals or any(final.extra is None for final in finals):
             return
-        if core.config.granted and m.CLUSTER_TICKET not in self._tickets:
+        if run.config.granted and m.CLUSTER_TICKET not in self._tickets:
             self._tickets.append(m.CLUSTER_TICKET)  # the cluster requires the trained batches
         used = {final.rank for final in finals}
         cut = self._begin(sorted(used))
-        cut.scheduled = core.config.save_every is not None
-        for rank in core.ranks:
+        cut.scheduled = run.config.save_every is not None
+        for rank in run.ranks:
             if rank.rank in used:
-                core.ledger.freeze(rank.rank)
-                num_batches = core.ledger.settle(rank.rank)
-                if not (core.alone or core.lockstep):
-                    core.global_step += num_batches
-            elif not core.lockstep:
-                core.ledger.reopen_rank(rank.rank, core.elche.shares)
+                run.ledger.freeze(rank.rank)
+                num_batches = run.ledger.settle(rank.rank)
+                if not (run.alone or run.lockstep):
+                    run.global_step += num_batches
+            elif not run.lockstep:
+                run.ledger.reopen_rank(rank.rank, run.elche.shares)
         for final in finals:
             self.add_rank(final.rank, final.extra)
-        cut.step = finals[0].step if core.lockstep else None
+        cut.step = finals[0].step if run.lockstep else None
         self._freeze(cut)
 
-    def emit_end(self, payload: Payload | None) -> None:
+    def emit_final(self, payload: Payload | None) -> None:
         """Save the final cut with the result."""
         cut = self._cut
         if cut is not None and cut.run is not None and payload is not None:
@@ -238,11 +238,11 @@ class RunCheckpointer:
         self._cut = None
 
     def _freeze(self, cut: ConsistentCut) -> None:
-        core = self._core
+        run = self._run
         cut.run = capture_run(
-            core, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts, cut.step
+            run, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts, cut.step
         )
-        cut.epoch = len(core.outcome.metrics)
+        cut.epoch = len(run.outcome.metrics)
         cut.global_step = cut.run["global_step"]
 
     def _emit(self, cut: ConsistentCut, payload: Payload | None, *, final: bool = False) -> None:
@@ -252,12 +252,12 @@ class RunCheckpointer:
         self._saved_at, self._saved_step = cut.started_at, cut.started_step
         returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
         if m.CLUSTER_TICKET in cut.tickets:
-            returned = self._core.ledger.revoke_open(self._reserve, self._core.elche.shares)
+            returned = self._run.ledger.revoke_open(self._reserve, self._run.elche.shares)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
-            self._core.out.append(SaveFailed(error=error, tickets=cut.tickets))
+            self._run.out.append(SaveFailed(error=error, tickets=cut.tickets))
             return
-        self._core.out.append(
+        self._run.out.append(
             SaveCheckpoint(
                 payload=payload,
                 ranks=tuple(cut.extras[rank] for rank in sorted(cut.extras)),

@@ -31,8 +31,8 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.metrics import EpochMetrics, StepMetrics
+from coordinator.run_state import Failure, Statistics
 from coordinator.stall import MessageLog, stall_report
-from coordinator.state import Failure, Statistics
 
 logger = logging.getLogger(__name__)
 MAX_WAIT_S = 86_400.0  # queue.get() overflows for timeouts of centuries
@@ -166,7 +166,7 @@ class Service:
         machine = self._machine
         now = time.monotonic()
         self._log.received(event, now)
-        machine.core.spent_s = time.thread_time() - self._observed_s
+        machine.run_state.spent_s = time.thread_time() - self._observed_s
         with self._lock:
             commands = machine.handle(event, now)
         for command in commands:

@@ -17,7 +17,7 @@ from typing import Any
 from coordinator import messages as m
 from coordinator.errors import RunStalled
 from coordinator.messages import ReportStall
-from coordinator.state import Core, Phase
+from coordinator.run_state import Phase, RunState
 from coordinator.transports import Round
 
 NUM_KEPT = 8
@@ -34,8 +34,8 @@ class StallDetector:
     ranks that wait for each other would look busy.
     """
 
-    def __init__(self, core: Core, round: Round) -> None:
-        self._core = core
+    def __init__(self, run: RunState, round: Round) -> None:
+        self._run = run
         self._round = round
         self._last: float | None = None
         self._seen = (0, 0)
@@ -47,12 +47,12 @@ class StallDetector:
     @property
     def deadline(self) -> float | None:
         """Time at which the run fails unless it makes progress; ``None``: never."""
-        core = self._core
-        if self._last is None or core.phase in (Phase.FAILING, Phase.DONE):
+        run = self._run
+        if self._last is None or run.phase in (Phase.FAILING, Phase.DONE):
             return None
-        if core.config.granted and core.phase is Phase.RUNNING and core.idle:
+        if run.config.granted and run.phase is Phase.RUNNING and run.idle:
             return None  # waiting for other machines
-        return self._last + self._core.config.stall_timeout_s
+        return self._last + self._run.config.stall_timeout_s
 
     def observe(self, event: m.Event, now: float) -> None:
         """Restart the timer if a handled event made progress."""
@@ -60,7 +60,7 @@ class StallDetector:
             self._last = now
         rnd = self._round
         completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
-        seen = (completed, len(self._core.outcome.metrics))
+        seen = (completed, len(self._run.outcome.metrics))
         if self._last is None or seen != self._seen or _is_progress(event):
             self._seen = seen
             self._last = now
@@ -69,14 +69,14 @@ class StallDetector:
         """The error to end the run with, if it has made no progress for ``stall_timeout``."""
         if self.deadline is None or now < self.deadline:
             return None
-        timeout_s, core = self._core.config.stall_timeout_s, self._core
+        timeout_s, run = self._run.config.stall_timeout_s, self._run
         error = RunStalled(
-            f"the run made no progress for {timeout_s:g} s (phase {core.phase.value}); raise "
+            f"the run made no progress for {timeout_s:g} s (phase {run.phase.value}); raise "
             "stall_timeout if a step, an evaluation, a checkpoint or the building of a model "
             "takes that long; .report holds the stack of every thread"
         )
         # Reported before the commands of a failure wake the threads.
-        core.out.append(ReportStall(error=error, state=describe(core, self._round)))
+        run.out.append(ReportStall(error=error, state=describe(run, self._round)))
         return error
 
 
@@ -94,22 +94,22 @@ def _is_progress(event: m.Event) -> bool:
             return False
 
 
-def describe(core: Core, round: Round) -> str:
+def describe(run: RunState, round: Round) -> str:
     """The coordinator's state as text: phase, round, ranks and ledger."""
     lines = [
-        f"phase {core.phase.value}, policy {core.config.policy.name} over "
-        f"{core.backend_choice.chosen.name}, global step {core.global_step}, "
-        f"{core.num_averagings} averagings, {core.num_failed_rounds} rounds given up",
+        f"phase {run.phase.value}, policy {run.config.policy.name} over "
+        f"{run.backend_choice.chosen.name}, global step {run.global_step}, "
+        f"{run.num_averagings} averagings, {run.num_failed_rounds} rounds given up",
         f"round: {_fields(round)}",
     ]
-    lines += [f"rank {rank.rank}: {_fields(rank)}" for rank in core.ranks]
-    if not core.ledger.epochs:
+    lines += [f"rank {rank.rank}: {_fields(rank)}" for rank in run.ranks]
+    if not run.ledger.epochs:
         lines.append("ledger: no epoch is open")
-    for epoch in core.ledger.epochs:
+    for epoch in run.ledger.epochs:
         lines.append(
             f"ledger: epoch {epoch.epoch}, {len(epoch.open)} batches open, {_fields(epoch)}"
         )
-    for rank, ledger in enumerate(core.ledger.by_rank):
+    for rank, ledger in enumerate(run.ledger.by_rank):
         assigned, trained, in_round = (
             sum(len(span) for _, span in spans)
             for spans in (ledger.assigned, ledger.trained, ledger.in_round)

@@ -13,7 +13,7 @@ from coordinator.averaging import usable_weights
 from coordinator.config import AverageBackend
 from coordinator.ledger import Epoch
 from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
-from coordinator.state import Core
+from coordinator.run_state import RunState
 
 
 class Transport(ABC):
@@ -23,7 +23,7 @@ class Transport(ABC):
     transport, never on its type.
 
     Args:
-        core: The coordinator's state.
+        run: The state of the run.
         saving: Checkpoints that are captured by a round.
         round: The round in progress, reused for the next.
 
@@ -38,8 +38,8 @@ class Transport(ABC):
     waits: ClassVar[bool]
     timeout_setting: ClassVar[str]
 
-    def __init__(self, core: Core, saving: RoundCheckpoints, round: Round) -> None:
-        self._core = core
+    def __init__(self, run: RunState, saving: RoundCheckpoints, round: Round) -> None:
+        self._run = run
         self._saving = saving
         self._round = round
 
@@ -70,17 +70,17 @@ class Transport(ABC):
 
     def _commit(self) -> None:
         """Settle the batches of the round: its average exists."""
-        core, rnd = self._core, self._round
-        core.num_averagings += 1
-        oldest = core.ledger.oldest
+        run, rnd = self._run, self._round
+        run.num_averagings += 1
+        oldest = run.ledger.oldest
         if oldest is not None:
             oldest.num_averagings += 1
-        core.note_norms(rnd.divergences, rnd.norm)
+        run.note_norms(rnd.divergences, rnd.norm)
         if rnd.epoch is not None:
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
         for rank in rnd.ranks:
-            core.global_step += core.ledger.settle(rank)
+            run.global_step += run.ledger.settle(rank)
 
 
 class Progress(Enum):
@@ -227,8 +227,8 @@ class SnapshotTransport(Transport):
     @property
     def timeout_s(self) -> float:
         """At least three steps of the slowest rank."""
-        c = self._core.config
-        slowest = max(self._core.elche.seconds_per_batch or (0.0,)) * c.accumulate
+        c = self._run.config
+        slowest = max(self._run.elche.seconds_per_batch or (0.0,)) * c.accumulate
         return max(c.snapshot_timeout_s, 3 * slowest)
 
     def request(self, now: float) -> None:
@@ -236,7 +236,7 @@ class SnapshotTransport(Transport):
         rnd = self._round
         rnd.deadline = now + self.timeout_s
         for rank in rnd.ranks:
-            self._core.send(rank, m.RequestParams(round=rnd.id, capture=rnd.capture))
+            self._run.send(rank, m.RequestParams(round=rnd.id, capture=rnd.capture))
 
     def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
         """Collect snapshots, deliver their average, collect the acknowledgements."""
@@ -256,15 +256,15 @@ class SnapshotTransport(Transport):
         if not rnd.accepts(event, RoundState.COLLECTING):
             return
         rnd.snapshots[event.rank] = event
-        self._core.ranks[event.rank].freeze()
-        self._core.ledger.freeze(event.rank)
+        self._run.ranks[event.rank].freeze()
+        self._run.ledger.freeze(event.rank)
         if rnd.capture:
             self._saving.add_rank(event.rank, event.extra)
         if rnd.all_snapshots:
             rnd.move(RoundState.COMPUTING)
             rnd.deadline = None
             order = [rnd.snapshots[r] for r in rnd.ranks]
-            self._core.out.append(
+            self._run.out.append(
                 Average(
                     round=rnd.id,
                     ranks=rnd.ranks,
@@ -294,13 +294,13 @@ class SnapshotTransport(Transport):
         self._commit()
         if rnd.capture:
             self._saving.commit(event.kept)
-        self._core.limits.new_round()
+        self._run.round_schedule.new_round()
         for rank in rnd.ranks:
-            info, lead = self._core.ranks[rank], rank == rnd.lead
+            info, lead = self._run.ranks[rank], rank == rnd.lead
             info.commit_freeze()
-            budget = self._core.initial_budget(rank)
+            budget = self._run.initial_budget(rank)
             info.set_limit(budget.limit)
-            self._core.send(
+            self._run.send(
                 rank,
                 m.Update(
                     round=event.round,
@@ -312,7 +312,7 @@ class SnapshotTransport(Transport):
                     checkpoint=rnd.checkpoint if lead else None,
                 ),
             )
-            self._core.send(rank, m.SetGlobalStep(step=self._core.position))
+            self._run.send(rank, m.SetGlobalStep(step=self._run.position))
         return Progress.WAITING
 
     def on_death(self, rank: int) -> Progress:
@@ -334,16 +334,16 @@ class CollectiveTransport(Transport):
     @property
     def timeout_s(self) -> float:
         """Timeout of a rank in the collective."""
-        return self._core.config.collective_timeout_s
+        return self._run.config.collective_timeout_s
 
     def request(self, now: float) -> None:
         """Send each rank into the collective, which has its own timeout."""
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
-            budget, lead = self._core.initial_budget(rank), rank == rnd.lead
+            budget, lead = self._run.initial_budget(rank), rank == rnd.lead
             rnd.limits[rank] = budget.limit
-            self._core.send(
+            self._run.send(
                 rank,
                 m.SyncNow(
                     round=rnd.id,
@@ -361,9 +361,9 @@ class CollectiveTransport(Transport):
         if not isinstance(event, m.SyncAck) or not rnd.accepts(event, RoundState.SYNCING):
             return Progress.WAITING
         # The worker reported all its training before it joined.
-        self._core.ranks[event.rank].enter_round()
-        self._core.ranks[event.rank].set_limit(rnd.limits[event.rank])
-        self._core.ledger.freeze(event.rank)
+        self._run.ranks[event.rank].enter_round()
+        self._run.ranks[event.rank].set_limit(rnd.limits[event.rank])
+        self._run.ledger.freeze(event.rank)
         rnd.fault = rnd.fault or event.fault
         if rnd.capture and event.ok:
             self._saving.add_rank(event.rank, event.extra, event.average)
@@ -386,8 +386,8 @@ class CollectiveTransport(Transport):
         if rnd.capture:
             self._saving.commit(None)
         for rank in rnd.ranks:
-            if self._core.is_live(rank):
-                self._core.send(rank, m.SetGlobalStep(step=self._core.position))
+            if self._run.is_live(rank):
+                self._run.send(rank, m.SetGlobalStep(step=self._run.position))
         return Progress.DONE
 
     def on_death(self, rank: int) -> Progress:
@@ -409,13 +409,13 @@ class CollectiveTransport(Transport):
     def undo(self) -> list[int]:
         """Abort the group: some ranks may wait in it while others have the average."""
         rnd = self._round
-        self._core.out.append(AbortCollective(generation=rnd.generation))
+        self._run.out.append(AbortCollective(generation=rnd.generation))
         undo: list[int] = []
         for rank, ack in rnd.acks.items():
-            info = self._core.ranks[rank]
+            info = self._run.ranks[rank]
             info.since_round += info.round_batches
             info.compute_since_round += info.round_compute_s
-            if ack.ok and self._core.is_live(rank):
+            if ack.ok and self._run.is_live(rank):
                 undo.append(rank)
         return undo
 

@@ -15,7 +15,7 @@ import torch
 
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
-from coordinator.state import Statistics
+from coordinator.run_state import Statistics
 from runtime.callbacks import Callback
 from runtime.checkpoint.store import save_once
 from runtime.cluster.checkpointer import ClusterCheckpointOptions

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.metrics import EpochMetrics
-from coordinator.state import Outcome
+from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import plain, plain_key
 from runtime.core.checks import check_path

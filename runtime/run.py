@@ -23,8 +23,8 @@ from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
+from coordinator.run_state import Statistics
 from coordinator.service import Service
-from coordinator.state import Statistics
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
@@ -304,15 +304,15 @@ class Run:
         Raises:
             CollectiveAborted, CollectiveTimeout: The connection failed without an alternative.
         """
-        core = self._machine.core
-        while self._needs_collectives() and (backend := core.collective) is not None:
+        run = self._machine.run_state
+        while self._needs_collectives() and (backend := run.collective) is not None:
             ranks = range(len(self.devices))
             try:
                 for rank in ranks:
                     self._collectives[rank] = self._peers.groups.connect(0, ranks, rank, backend)
                 return
             except (CollectiveAborted, CollectiveTimeout) as error:
-                if len(core.backend_choice.usable) == 1:
+                if len(run.backend_choice.usable) == 1:
                     raise
                 self._service.handle_first(
                     m.ConnectFailed(rank=0, generation=0, backend=backend, error=str(error))
@@ -413,12 +413,12 @@ class Run:
     @property
     def backend(self) -> AverageBackend:
         """The transport in use."""
-        return self._machine.core.backend_choice.chosen
+        return self._machine.run_state.backend_choice.chosen
 
     @property
     def backend_reason(self) -> str:
         """The reason for this transport, in one sentence."""
-        return self._machine.core.backend_choice.reason
+        return self._machine.run_state.backend_choice.reason
 
     def stop(self) -> None:
         """Request the end of the run at a step boundary; returns immediately."""

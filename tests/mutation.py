@@ -49,13 +49,20 @@ SCHEDULES = (
     f"{SIMULATION}schedules.py::test_every_schedule_ends_with_every_sample_in_the_result_once[0]"
 )
 EVENTS = (
-    *unit("rounds", "coordinator/ledger", "batch_limits", "metrics", "machine", "choose_backend"),
-    *unit("splitting", "stall_detector", "run_state", "cadence", "convergence_guard", "exact_sum"),
+    *unit("rounds", "coordinator/ledger", "round_schedule", "metrics", "machine", "choose_backend"),
+    *unit(
+        "splitting",
+        "stall_detector",
+        "coordinator_checkpoint",
+        "cadence",
+        "convergence_guard",
+        "exact_sum",
+    ),
     *unit("round_runner", "report_limits", "coordinator/shares", "backend_choice"),
     SCHEDULES,
 )
 SAVES = (
-    *unit("run_state", "resume_edges", "resume_runs", "resume_sync", "content"),
+    *unit("coordinator_checkpoint", "resume_edges", "resume_runs", "resume_sync", "content"),
     f"{SIMULATION}resumed_schedules.py",
     *EVENTS,
 )
@@ -84,8 +91,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/": EVENTS,
     "coordinator/averaging.py": ARITHMETIC,
     "coordinator/service.py": unit("service", "stall", "resume_runs"),
-    "coordinator/survival.py": DEATHS,
-    "coordinator/ending.py": DEATHS,
+    "coordinator/failure_recovery.py": DEATHS,
+    "coordinator/run_finalizer.py": DEATHS,
     "coordinator/stall.py": DEATHS,
     "coordinator/shares.py": SHARES,
     "coordinator/splitting.py": SHARES,
@@ -95,7 +102,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/machine.py": TRANSPORTS,
     "coordinator/epochs.py": (*EVENTS, f"{SIMULATION}unequal_speeds.py"),
     "coordinator/saving.py": SAVES,
-    "coordinator/run_state.py": SAVES,
+    "coordinator/coordinator_checkpoint.py": SAVES,
     "coordinator/schema.py": SAVES,
     "runtime/worker/protocol.py": WORKER,
     "runtime/worker/collective_groups.py": (*WORKER, *unit("resume_sync")),

@@ -21,7 +21,7 @@ from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochAccumulator, EpochMetrics, metrics_from_state, metrics_state
-from coordinator.state import Phase, Statistics
+from coordinator.run_state import Phase, Statistics
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.checkpointer import (

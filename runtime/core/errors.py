@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
-from coordinator.state import Failure
+from coordinator.run_state import Failure
 
 __all__ = [
     "AveragingFailed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from coordinator.metrics import EpochMetrics
-from coordinator.state import Statistics
+from coordinator.run_state import Statistics
 from runtime.monitor.feed import Json
 from runtime.monitor.run_view import RunEnd, RunView
 from runtime.timeline.coordinator_lane import machine_shares

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from coordinator.metrics import OPTIONAL_METRICS, EpochMetrics
-from coordinator.state import Statistics
+from coordinator.run_state import Statistics
 from runtime.device.memory import MEMORY
 from runtime.monitor.event_buffer import EventBuffer
 from runtime.monitor.feed import Json

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from coordinator.metrics import EpochMetrics
-from coordinator.state import Statistics
+from coordinator.run_state import Statistics
 from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 

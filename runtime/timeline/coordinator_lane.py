@@ -21,7 +21,7 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.metrics import EpochMetrics
-from coordinator.state import Core
+from coordinator.run_state import RunState
 from coordinator.transports import Round, RoundState
 from runtime.timeline.buffers import NUM_POINTS, Decimated, Ring, Row, TimeBins
 from runtime.timeline.events import (
@@ -69,10 +69,10 @@ class CoordinatorLane:
     def __init__(
         self, machine: Coordinator | None, start: float, max_events: int, *, world_size: int = 1
     ) -> None:
-        self._core: Core | None = None
+        self._run: RunState | None = None
         if machine is not None:
-            self._core, self._rounds = machine.core, machine.rounds
-            world_size = machine.core.config.world_size
+            self._run, self._rounds = machine.run_state, machine.rounds
+            world_size = machine.run_state.config.world_size
         self._start = start
         self._ring = Ring(max_events)
         self._epochs = Ring(MAX_EPOCHS)
@@ -84,7 +84,7 @@ class CoordinatorLane:
         self.num_failed_rounds = 0
         self.transport: tuple[str, str] | None = None
         self.divergence: float | None = None
-        self.anchor = 0 if machine is None else machine.core.elche.anchor
+        self.anchor = 0 if machine is None else machine.run_state.elche.anchor
         self.anchor_curve: Decimated[Row] = Decimated(NUM_POINTS)
         self.anchor_curve.add((start, float(self.anchor)))
         self._samples = TimeBins(start)
@@ -98,23 +98,25 @@ class CoordinatorLane:
 
         An exception in here is logged once and ends the observation, not the run.
         """
-        core = self._core
-        if core is None:
+        run = self._run
+        if run is None:
             return
         try:
-            self._observe(core, event, commands, now)
+            self._observe(run, event, commands, now)
         except Exception:
-            self._core = None
+            self._run = None
             logger.exception("the timeline failed to observe the coordinator, and stops")
         self.num_events += 1
         self.busy_s += time.monotonic() - now
 
     def release(self) -> None:
         """Drop the reference to the coordinator."""
-        self._core = None
+        self._run = None
         self.__dict__.pop("_rounds", None)
 
-    def _observe(self, core: Core, event: m.Event, commands: Sequence[Command], now: float) -> None:
+    def _observe(
+        self, run: RunState, event: m.Event, commands: Sequence[Command], now: float
+    ) -> None:
         # Frequent events are dispatched by class first: this thread competes with the workers for
         # the interpreter.
         if isinstance(event, (m.BatchReport, m.EpochReport)):
@@ -128,15 +130,15 @@ class CoordinatorLane:
             if not isinstance(command, Send):
                 self._record_command(command, now)
         done = event.done_at if isinstance(event, m.SyncAck) else None
-        self.divergence = core.divergence
+        self.divergence = run.divergence
         self._follow_round(self._rounds.round, now if done is None else min(done, now))
-        anchor = core.elche.anchor
+        anchor = run.elche.anchor
         if anchor != self.anchor:
             self._record(Kind.ANCHOR, now, now, anchor, self.anchor)
             self.anchor_curve.add((now, float(anchor)))
             self.anchor = anchor
-        self.num_averagings = core.num_averagings
-        self.num_failed_rounds = core.num_failed_rounds
+        self.num_averagings = run.num_averagings
+        self.num_failed_rounds = run.num_failed_rounds
 
     def _record_event(self, event: m.Event, now: float) -> None:
         match event:

@@ -95,7 +95,7 @@ class Stage:
         self._thread = threading.Thread(target=self._work, name="gpu-worker-0", daemon=True)
 
     def _work(self) -> None:
-        config = self.machine.core.config
+        config = self.machine.run_state.config
         try:
             worker = GpuWorker(
                 WorkerConfig(

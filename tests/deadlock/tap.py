@@ -91,7 +91,7 @@ class Tap:
 
     def parked(self, rank: int) -> bool:
         """True if the coordinator's record of the rank says parked."""
-        return self.machine is not None and self.machine.core.ranks[rank].parked
+        return self.machine is not None and self.machine.run_state.ranks[rank].parked
 
     def _seen(self, kind: Any) -> list[Any]:
         with self._changed:

@@ -212,12 +212,12 @@ def test_the_divergence_of_one_round_does_not_leak_into_the_next():
     for number, divergence in enumerate([0.0, 9.0] + [0.0] * 12, start=1):
         assert run.to(m.SyncNow)[-1].round == number
         finish_round(run, number, divergence)
-        anchors.append(run.machine.core.elche.anchor)
+        anchors.append(run.machine.run_state.elche.anchor)
         for _ in range(40):
             if run.to(m.SyncNow)[-1].round > number:
                 break
             for rank in (0, 1):
-                if run.machine.core.ranks[rank].num_queued:
+                if run.machine.run_state.ranks[rank].num_queued:
                     run.end_plan(rank, run.to(m.StartEpoch, rank)[-2].plan.num_batches)
     assert min(anchors) == 2
 
@@ -230,7 +230,7 @@ def test_lasting_divergence_lowers_the_anchor(policy):
         s = schedule_of(policy, THREAD, slowness=(1.0, 1.0), **settings)
         config = replace(s.config, divergence_threshold=0.05)
         run = Simulation(Schedule(config=config, paces=s.paces, divergence=divergence)).run()
-        assert run.machine.core.elche.anchor == expected
+        assert run.machine.run_state.elche.anchor == expected
 
 
 @pytest.mark.parametrize("backend", [THREAD, OVER_CPU], ids=lambda b: b.name)
@@ -242,6 +242,6 @@ def test_the_cost_of_averaging_reaches_the_cadence_over_every_transport(backend)
             CADENCE, backend, slowness=(1.0, 1.0), num_samples=20_000, num_epochs=1, anchor=4
         )
         costly = Schedule(config=s.config, paces=s.paces, sync_s=cost_s, average_s=2 * cost_s)
-        anchors.append(Simulation(costly).run().machine.core.elche.anchor)
+        anchors.append(Simulation(costly).run().machine.run_state.elche.anchor)
     assert anchors[0] >= 20
     assert anchors[1] == 4

@@ -207,7 +207,7 @@ def test_reports_during_a_round_start_no_second_round(policy, tap):
         stage.train()
         first = stage.expect(m.RequestParams)
         # Ten rounds would be due.
-        tap.wait_for(lambda: stage.machine.core.ranks[0].since_round >= 20)
+        tap.wait_for(lambda: stage.machine.run_state.ranks[0].since_round >= 20)
         assert [r.round for r in tap.sent(m.RequestParams)] == [first.round] * 2
         stage.play(stage.snapshot(first.round, 1.0, 1))
         update = stage.expect(m.Update)
@@ -230,11 +230,11 @@ def test_a_batch_report_is_not_an_acknowledgement(tap):
         stage.play(*[report] * 5)
         tap.await_came(m.BatchReport, 1, 5)
         assert stage.machine.rounds.round.state is RoundState.SYNCING
-        assert stage.machine.core.num_averagings == 0
+        assert stage.machine.run_state.num_averagings == 0
         stage.play(m.SyncAck(rank=1, round=call.round - 1))
         stage.play(m.SyncAck(rank=1, round=call.round))
-        tap.wait_for(lambda: stage.machine.core.num_averagings == 1 or tap.came(m.Failed))
-        assert stage.machine.core.num_averagings == 1
+        tap.wait_for(lambda: stage.machine.run_state.num_averagings == 1 or tap.came(m.Failed))
+        assert stage.machine.run_state.num_averagings == 1
 
 
 def test_a_snapshot_of_an_abandoned_round_is_not_averaged_into_the_next(tap):
@@ -244,7 +244,7 @@ def test_a_snapshot_of_an_abandoned_round_is_not_averaged_into_the_next(tap):
         old = stage.expect(m.RequestParams).round
         new = stage.expect(m.RequestParams).round
         assert new > old
-        assert stage.machine.core.num_failed_rounds >= 1
+        assert stage.machine.run_state.num_failed_rounds >= 1
         while not tap.averages:
             stage.play(stage.snapshot(old, 1e9, 1000), stage.snapshot(new, 1.0, 1))
             tap.wait_for(lambda n=new: tap.averages or tap.sent(m.RequestParams, 1)[-1].round > n)

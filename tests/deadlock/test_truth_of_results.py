@@ -72,10 +72,10 @@ def test_a_single_device_reports_like_several_and_keeps_no_references(ranks, tap
     reported += [r.report.stats for r in tap.came(m.ParamSnapshot) if r.report]
     assert sum(stats.num_batches for stats in reported) == 3 * 23
     assert sum(stats.loss_samples for stats in reported) == 3 * 45
-    core = tap.machine.core
-    assert not core.ledger.epochs
-    assert all(not (led.assigned or led.trained or led.in_round) for led in core.ledger.by_rank)
-    assert [rank.final for rank in core.ranks] == [None] * ranks
+    run = tap.machine.run_state
+    assert not run.ledger.epochs
+    assert all(not (led.assigned or led.trained or led.in_round) for led in run.ledger.by_rank)
+    assert [rank.final for rank in run.ranks] == [None] * ranks
 
 
 def test_throughput_divides_by_the_time_of_all_chunks():

@@ -12,8 +12,8 @@ from coordinator.config import ApplyPolicy
 from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, Send
 from coordinator.metrics import EpochMetrics
+from coordinator.run_state import Failure, RankState
 from coordinator.splitting import batch_bounds, count_batches, seconds, split_by_cost
-from coordinator.state import Failure, RankState
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.replicas import expect_payload
@@ -87,7 +87,7 @@ class Checks:
         if isinstance(message, m.Shutdown):
             self._dismissed.add(rank)
             return
-        state = self._sim.machine.core.ranks[rank].state
+        state = self._sim.machine.run_state.ranks[rank].state
         if state in (RankState.GONE, RankState.DEAD):
             raise Violation(f"a message to rank {rank}, which is {state.value}: {message}")
         if rank in self._dismissed:
@@ -111,7 +111,7 @@ class Checks:
 
     def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
         """Check the pieces of the first batch once all ranks have the plan."""
-        live = [r.rank for r in self._sim.machine.core.live]
+        live = [r.rank for r in self._sim.machine.run_state.live]
         if rank == live[0]:
             self._sizes = {}
         start, stop = pieces[0]
@@ -122,12 +122,12 @@ class Checks:
 
     def _slice_samples(self, live: Sequence[int]) -> int | None:
         """Samples in the first slice of a whole global batch, if enough for one per rank."""
-        total = self._sim.machine.core.slice_samples(live)
+        total = self._sim.machine.run_state.slice_samples(live)
         return total if total >= len(live) else None
 
     def _must_rest(self, rank: int) -> None:
         """Check that an idle rank would delay the step with 1 sample."""
-        shares = self._sim.machine.core.shares
+        shares = self._sim.machine.run_state.shares
         assert shares is not None
         sizes = {r: n for r, n in self._sizes.items() if n}
         costs = {r: cost for r in (*sizes, rank) if (cost := shares.cost(r)) is not None}
@@ -145,7 +145,7 @@ class Checks:
         if round_id == self._asked:
             self._unanswered.add(rank)
             return
-        given_up = self._sim.machine.core.num_failed_rounds
+        given_up = self._sim.machine.run_state.num_failed_rounds
         self._unanswered -= self._sim.dead
         if self._unanswered and given_up == self._num_failed_rounds:
             raise Violation(
@@ -154,8 +154,8 @@ class Checks:
             )
         if round_id < self._asked:
             raise Violation(f"round {round_id} comes after round {self._asked}")
-        if self._sim.machine.core.num_averagings > self._num_averagings:
-            self._num_averagings = self._sim.machine.core.num_averagings
+        if self._sim.machine.run_state.num_averagings > self._num_averagings:
+            self._num_averagings = self._sim.machine.run_state.num_averagings
             self._failed_before = given_up
         self._num_failed_rounds = given_up
         self._asked, self._unanswered = round_id, {rank}
@@ -223,7 +223,7 @@ class Checks:
         Returns:
             The batches.
         """
-        self._failed_before = self._sim.machine.core.generation
+        self._failed_before = self._sim.machine.run_state.generation
         trained: Counter[tuple[int, int]] = Counter()
         found: dict[tuple[int, int], int] = {}
         for (rank, own), weight in zip(loads.items(), weights, strict=True):
@@ -360,8 +360,8 @@ class Checks:
         sim, s = self._sim, self._sim.schedule
         late = s.late_chance or s.collective_timeout_s
         if isinstance(failure.error, AveragingFailed):
-            core = sim.machine.core
-            failed = core.num_failed_rounds if self.needs_rounds else core.generation
+            run = sim.machine.run_state
+            failed = run.num_failed_rounds if self.needs_rounds else run.generation
             if (in_a_row := failed - self._failed_before) < self._config.max_failed_rounds - 1:
                 raise Violation(f"{in_a_row} failures in a row end the run") from failure.error
         if late and isinstance(failure.error, AveragingFailed | CollectiveTimeout | RunStalled):
@@ -403,7 +403,7 @@ class Checks:
             for rank in set(range(c.world_size)) - self._sim.dead:
                 if self._begun[rank] != self._unfinished():
                     raise Violation(f"rank {rank} began the epochs {self._begun[rank]}")
-        if not self._sim.dead and not self._sim.machine.core.generation and not self._resumed:
+        if not self._sim.dead and not self._sim.machine.run_state.generation and not self._resumed:
             self._shares()
         self._was_evaluated()
 
@@ -412,7 +412,7 @@ class Checks:
         c, sim = self._config, self._sim
         if c.eval_every is None or c.max_steps is not None or self._resumed:
             return
-        if sim.dead or sim.num_faults or sim.machine.core.num_failed_rounds:
+        if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
             return
         counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
         if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:

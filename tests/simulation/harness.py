@@ -151,7 +151,7 @@ class Simulation:
         self._ended: set[int] = set()
         self._joined: dict[int, dict[int, Join]] = {}
         self._groups: dict[int, tuple[int, ...]] = {0: tuple(range(c.world_size))}
-        self._backends: dict[int, AverageBackend | None] = {0: self.machine.core.collective}
+        self._backends: dict[int, AverageBackend | None] = {0: self.machine.run_state.collective}
         self._delivers = False
         self.unconnected: set[int] = set()
         self.num_faults = 0
@@ -585,7 +585,7 @@ class Simulation:
         history = "\n".join(f"{t:10.6f}  {who:<16} {what}" for t, who, what in self.trace)
         states = "\n".join(
             f"rank {w.rank}: {w.protocol.state.value}, {w.protocol.batches} since the round, "
-            f"{len(w.protocol.plans)} plans wait, {self.machine.core.ranks[w.rank]}"
+            f"{len(w.protocol.plans)} plans wait, {self.machine.run_state.ranks[w.rank]}"
             for w in self.workers
         )
         return (

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from coordinator import epochs
 from coordinator import messages as m
-from coordinator.cadence import BatchLimits
+from coordinator.cadence import RoundSchedule
 from coordinator.config import ApplyPolicy
+from coordinator.failure_recovery import FailureRecovery
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
 from coordinator.shares import Shares
-from coordinator.survival import Survival
 from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -25,7 +25,7 @@ def test_a_dropped_resume_is_found(monkeypatch):
     send = Simulation._send_to_worker
 
     def dropping(self, rank, message):
-        if not (isinstance(message, m.Resume) and self.machine.core.num_averagings):
+        if not (isinstance(message, m.Resume) and self.machine.run_state.num_averagings):
             send(self, rank, message)
 
     monkeypatch.setattr(Simulation, "_send_to_worker", dropping)
@@ -49,12 +49,12 @@ def test_a_parked_rank_not_woken_by_a_round_is_found(monkeypatch):
 
 def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
     """A round that waits for a rank which waits for the round."""
-    due = BatchLimits.is_round_due
+    due = RoundSchedule.is_round_due
 
     def blind(self, live):
         return not any(r.parked for r in live) and due(self, live)
 
-    monkeypatch.setattr(BatchLimits, "is_round_due", blind)
+    monkeypatch.setattr(RoundSchedule, "is_round_due", blind)
     assert_is_found(STUCK)
 
 
@@ -128,7 +128,7 @@ def test_late_rounds_counted_over_a_good_one_are_found(monkeypatch):
 
 def test_halts_counted_over_a_step_are_found(monkeypatch):
     """Halts of ``SYNC`` at different steps are not consecutive failures."""
-    on_halted = Survival.on_halted
+    on_halted = FailureRecovery.on_halted
 
     def grudging(self, event):
         self._last_step = event.step
@@ -138,7 +138,7 @@ def test_halts_counted_over_a_step_are_found(monkeypatch):
         lockstep = schedule.config.policy is ApplyPolicy.SYNC and schedule.config.world_size > 1
         return lockstep and schedule.collective_timeout_s and not schedule.deaths
 
-    monkeypatch.setattr(Survival, "on_halted", grudging)
+    monkeypatch.setattr(FailureRecovery, "on_halted", grudging)
     assert_is_found("failures in a row end the run", drawn(halts_often))
 
 
@@ -400,7 +400,7 @@ def test_a_message_to_the_dead_is_found(monkeypatch):
     def chatty(self, event, now):
         commands = handle(self, event, now)
         if isinstance(event, m.Exiting):
-            self.core.send(event.rank, m.SetGlobalStep(step=0))
+            self.run_state.send(event.rank, m.SetGlobalStep(step=0))
         return commands
 
     monkeypatch.setattr(Coordinator, "handle", chatty)

@@ -11,10 +11,10 @@ from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import EpochScheduler
+from coordinator.failure_recovery import FailureRecovery
 from coordinator.ledger import BatchLedger, LockstepPlan, RankLedger
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
-from coordinator.survival import Survival
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -116,14 +116,14 @@ def test_a_group_that_is_not_replaced_is_found(monkeypatch):
 
 
 def test_a_limit_on_the_last_rank_is_found(monkeypatch):
-    continue_alone = Survival.continue_alone
+    continue_alone = FailureRecovery.continue_alone
 
     def quietly(self):
-        sent = len(self._core.out)
+        sent = len(self._run.out)
         continue_alone(self)
-        del self._core.out[sent:]
+        del self._run.out[sent:]
 
-    monkeypatch.setattr(Survival, "continue_alone", quietly)
+    monkeypatch.setattr(FailureRecovery, "continue_alone", quietly)
     assert_is_found(STUCK)
 
 
@@ -155,9 +155,9 @@ def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
 
 def test_a_plan_dealt_before_all_have_halted_is_found(monkeypatch):
     def hasty(self):
-        return bool(self._halted) and self.recovery.value == "halting"
+        return bool(self._halted) and self.phase.value == "halting"
 
-    monkeypatch.setattr(Survival, "all_halted", property(hasty))
+    monkeypatch.setattr(FailureRecovery, "all_halted", property(hasty))
     assert_is_found("")
 
 
@@ -178,7 +178,7 @@ def test_a_batch_dealt_to_a_dead_rank_is_found(monkeypatch):
     on_death = Coordinator._on_death
 
     def deal_first(self, failure, now, *, fatal=False):
-        self._core.send(failure.rank, m.SetGlobalStep(step=0))
+        self._run.send(failure.rank, m.SetGlobalStep(step=0))
         on_death(self, failure, now, fatal=fatal)
 
     monkeypatch.setattr(Coordinator, "_on_death", deal_first)
@@ -276,13 +276,13 @@ def lockstep(schedule):
 
 
 def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
-    become = Survival._resume
+    become = FailureRecovery._resume
 
     def shrinking(self):
         become(self)
-        self._core.per_global = len(self.survivors)
+        self._run.per_global = len(self.survivors)
 
-    monkeypatch.setattr(Survival, "_resume", shrinking)
+    monkeypatch.setattr(FailureRecovery, "_resume", shrinking)
     assert_is_found("a step of", drawn(lockstep))
 
 

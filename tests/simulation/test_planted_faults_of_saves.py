@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator import coordinator_checkpoint, saving
 from coordinator import messages as m
-from coordinator import run_state, saving
 from coordinator.config import ApplyPolicy
+from coordinator.coordinator_checkpoint import RankCut, capture_run
 from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
-from coordinator.run_state import RankCut, capture_run
 from coordinator.saving import RunCheckpointer
 from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import assert_is_found, drawn
@@ -22,13 +22,13 @@ from tests.simulation.schedule import draw_schedule
 
 
 def test_sums_with_reports_after_the_cut_are_found(monkeypatch):
-    def late(core, closing, elapsed_s, cuts, step):
-        epochs = [*(epoch for epoch, _ in closing), *core.ledger.epochs]
+    def late(run, closing, elapsed_s, cuts, step):
+        epochs = [*(epoch for epoch, _ in closing), *run.ledger.epochs]
         now = {
-            rank: replace(RankCut.of(core, epochs, rank), num_reported=cut.num_reported)
+            rank: replace(RankCut.of(run, epochs, rank), num_reported=cut.num_reported)
             for rank, cut in cuts.items()
         }
-        return capture_run(core, closing, elapsed_s, now, step)
+        return capture_run(run, closing, elapsed_s, now, step)
 
     monkeypatch.setattr(saving, "capture_run", late)
     assert_is_found("samples of an epoch are in the checkpoint")
@@ -60,16 +60,16 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(run_state, "_reported_later", lambda core, cuts: {})
+    monkeypatch.setattr(coordinator_checkpoint, "_reported_later", lambda run, cuts: {})
     with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
 
 def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
-    captured = run_state._epoch_state
+    captured = coordinator_checkpoint._epoch_state
 
-    def forgetful(core, epoch, notes, *, epoch_s=None):
-        state = captured(core, epoch, notes, epoch_s=epoch_s)
+    def forgetful(run, epoch, notes, *, epoch_s=None):
+        state = captured(run, epoch, notes, epoch_s=epoch_s)
         if epoch_s is None:
             spans = [[span.start, span.stop] for span in epoch.open.spans]
             rest = {b for start, stop in spans for b in range(start, stop)}
@@ -77,7 +77,7 @@ def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
             state["consumed"] = [[b, b + 1] for b in done]
         return state
 
-    monkeypatch.setattr(run_state, "_epoch_state", forgetful)
+    monkeypatch.setattr(coordinator_checkpoint, "_epoch_state", forgetful)
     assert_is_found("told, not in it: [(")
 
 
@@ -95,14 +95,14 @@ def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
 
 
 def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
-    freeze_end, settle, ending = RunCheckpointer.freeze_end, BatchLedger.settle, []
+    freeze_final, settle, ending = RunCheckpointer.freeze_final, BatchLedger.settle, []
 
     def marking(self, finals):
         ending.append(True)
-        freeze_end(self, finals)
+        freeze_final(self, finals)
         ending.clear()
 
-    monkeypatch.setattr(RunCheckpointer, "freeze_end", marking)
+    monkeypatch.setattr(RunCheckpointer, "freeze_final", marking)
     monkeypatch.setattr(
         BatchLedger, "settle", lambda self, rank: 0 if ending else settle(self, rank)
     )
@@ -110,18 +110,22 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
 
 
 def test_consumed_batches_dealt_again_are_found(monkeypatch):
-    epoch_of = run_state._epoch_of
+    epoch_of = coordinator_checkpoint._epoch_of
 
-    def whole(core, saved):
-        return epoch_of(core, {**saved, "consumed": [], "parts": None})
+    def whole(run, saved):
+        return epoch_of(run, {**saved, "consumed": [], "parts": None})
 
-    monkeypatch.setattr(run_state, "_epoch_of", whole)
+    monkeypatch.setattr(coordinator_checkpoint, "_epoch_of", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 
 
 def test_evaluations_that_ignore_training_before_a_resume_are_found(monkeypatch):
-    monkeypatch.setattr(run_state, "_TOTALS", [t for t in run_state._TOTALS if t != "num_batches"])
+    monkeypatch.setattr(
+        coordinator_checkpoint,
+        "_TOTALS",
+        [t for t in coordinator_checkpoint._TOTALS if t != "num_batches"],
+    )
     with pytest.raises(SimulationFailed, match="evaluated after"):
         resume_all(
             replace(schedule, deaths=())
@@ -133,7 +137,7 @@ def test_evaluations_that_ignore_training_before_a_resume_are_found(monkeypatch)
 @pytest.mark.parametrize("policy", [ApplyPolicy.CADENCE, ApplyPolicy.ASYNC])
 def test_missing_evaluations_within_an_epoch_are_found(monkeypatch, policy):
     due = EpochScheduler.evaluation_due.fget
-    alone = property(lambda self: due(self) and len(self._core.live) < 2)
+    alone = property(lambda self: due(self) and len(self._run.live) < 2)
     monkeypatch.setattr(EpochScheduler, "evaluation_due", alone)
     has_some = drawn(lambda s: s.config.eval_every is not None and s.config.policy is policy)
 

@@ -32,10 +32,10 @@ def test_every_schedule_ends_with_every_sample_in_the_result_once(part):
         if outcome.failures and outcome.failure is None:
             seen["survived", config.policy] += 1
             seen["retrained"] += any(e.num_retrained for e in outcome.metrics)
-            seen["regrouped"] += run.machine.core.generation > 0
-            seen["alone"] += run.machine.core.alone and config.world_size > 1
+            seen["regrouped"] += run.machine.run_state.generation > 0
+            seen["alone"] += run.machine.run_state.alone and config.world_size > 1
         seen["failed"] += bool(run.dead) and outcome.failure is not None
-        seen["rounds given up"] += run.machine.core.num_failed_rounds > 0
+        seen["rounds given up"] += run.machine.run_state.num_failed_rounds > 0
     assert seen["events"] > 20 * NUM_SCHEDULES // SLICES
     for policy in ApplyPolicy:
         assert seen["survived", policy] >= 10

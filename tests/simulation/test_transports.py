@@ -11,7 +11,7 @@ from coordinator import messages as m
 from coordinator.backend_choice import BackendChoice
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.rounds import RoundRunner
-from coordinator.state import Core
+from coordinator.run_state import RunState
 from coordinator.transports import SnapshotTransport
 from tests.simulation.finding import NUM_SCHEDULES, STUCK, assert_is_found
 from tests.simulation.harness import Simulation, simulate
@@ -149,7 +149,7 @@ def test_a_late_rank_is_not_a_fault_of_the_backend():
     paces = ((Pace(start_s=0.0, batch_s=0.001),), (Pace(start_s=0.0, batch_s=0.5),))
     config = replace(schedule.config, max_failed_rounds=2)
     run = Simulation(replace(schedule, paces=paces, config=config)).run()
-    assert run.machine.core.num_failed_rounds >= 1
+    assert run.machine.run_state.num_failed_rounds >= 1
     assert not any(c.failed for c in run.choices)
 
 
@@ -172,14 +172,14 @@ def test_one_rank_on_the_old_transport_is_found(monkeypatch):
     ask = SnapshotTransport.request
 
     def lopsided(self, now):
-        if self._core.backend_choice.is_trial(CPU) or len(self._round.ranks) < 2:
+        if self._run.backend_choice.is_trial(CPU) or len(self._round.ranks) < 2:
             ask(self, now)
             return
         *asked, left = self._round.ranks
         self._round.ranks = tuple(asked)
         ask(self, now)
         self._round.ranks = (*asked, left)
-        self._core.send(left, m.SyncNow(round=self._round.id))
+        self._run.send(left, m.SyncNow(round=self._round.id))
 
     monkeypatch.setattr(SnapshotTransport, "request", lopsided)
     assert_is_found(STUCK, choosing(draw_schedule))
@@ -187,7 +187,7 @@ def test_one_rank_on_the_old_transport_is_found(monkeypatch):
 
 def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
     """Unsettled batches are settled, and averaged again by the next round."""
-    leave = Core.exclude_backend
+    leave = RunState.exclude_backend
 
     def settling(self, backend, why):
         for rank in self.live:
@@ -196,13 +196,13 @@ def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
             self.global_step += rank.since_round
         return leave(self, backend, why)
 
-    monkeypatch.setattr(Core, "exclude_backend", settling)
+    monkeypatch.setattr(RunState, "exclude_backend", settling)
     assert_is_found("Violation", choosing(draw_schedule))
 
 
 def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
     """Some ranks keep the average of a round that failed on another."""
-    leave = Core.exclude_backend
+    leave = RunState.exclude_backend
 
     def keeping(self, backend, why):
         left = leave(self, backend, why)
@@ -211,7 +211,7 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
         ]
         return left
 
-    monkeypatch.setattr(Core, "exclude_backend", keeping)
+    monkeypatch.setattr(RunState, "exclude_backend", keeping)
     assert_is_found("", choosing(draw_schedule))
 
 
@@ -226,5 +226,5 @@ def test_faults_of_an_excluded_backend_are_not_counted_for_the_next():
     for seed in range(40):
         run = simulate(seed, draw=draw)
         assert run.machine.outcome.failure is None, seed
-        seen[run.machine.core.backend_choice.chosen] += 1
+        seen[run.machine.run_state.backend_choice.chosen] += 1
     assert seen == {THREAD: 40}

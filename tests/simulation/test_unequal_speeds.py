@@ -180,7 +180,7 @@ def test_no_rank_leads_by_more_than_max_batch_diff(policy, backend, max_batch_di
         assert lead.largest <= max_batch_diff
         if slowness == (1.0, 3.0):
             assert lead.largest == max_batch_diff
-            assert run.machine.core.ranks[0].num_throttles > 0
+            assert run.machine.run_state.ranks[0].num_throttles > 0
 
 
 @pytest.mark.parametrize("max_overshoot", [0, 1, 3])
@@ -190,7 +190,7 @@ def test_a_fast_rank_overshoots_its_count_by_max_overshoot_at_most(backend, max_
         largest = 0
 
         def before_step(self, worker):
-            count = worker._sim.machine.core.elche.batch_counts[worker.rank]
+            count = worker._sim.machine.run_state.elche.batch_counts[worker.rank]
             self.largest = max(self.largest, worker.protocol.batches + 1 - count)
 
     hooks = Overshoot()

@@ -21,7 +21,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     Send,
 )
-from coordinator.state import Phase, Rank, RankState
+from coordinator.run_state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())
 CPU, THREAD, NCCL = AverageBackend.CPU, AverageBackend.THREAD, AverageBackend.NCCL
@@ -122,7 +122,7 @@ def test_a_rank_receives_one_empty_plan_per_epoch():
     for rank in range(3):
         run.snapshot(rank, 1, 0 if rank == 2 else 1)
     run.handle(m.Averaged(round=1, average=EMPTY, num_samples=4))
-    assert run.machine.core.ledger.oldest.epoch == 1
+    assert run.machine.run_state.ledger.oldest.epoch == 1
     assert run.to(m.StartEpoch, 2).count(empty) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_round_over_the_cpu_collects_computes_and_delivers():
     run.handle(m.Averaged(round=1, average=EMPTY, num_samples=5))
     assert [msg.round for msg in run.to(m.Update)] == [1, 1]
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
-    assert run.machine.core.ledger.oldest.num_settled == 4
+    assert run.machine.run_state.ledger.oldest.num_settled == 4
 
 
 @pytest.mark.parametrize("backend", [CPU, THREAD])
@@ -171,10 +171,10 @@ def test_no_second_request_goes_out_before_every_rank_acknowledged(backend):
 def test_an_acknowledgement_is_not_counted_as_a_batch():
     """D5."""
     run = at_a_round(THREAD)
-    before = [r.num_batches for r in run.machine.core.ranks]
+    before = [r.num_batches for r in run.machine.run_state.ranks]
     for rank in (0, 1):
         run.handle(m.SyncAck(rank=rank, round=1))
-    assert [r.num_batches for r in run.machine.core.ranks] == before
+    assert [r.num_batches for r in run.machine.run_state.ranks] == before
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
 
 
@@ -184,8 +184,8 @@ def test_training_during_an_average_counts_for_the_next_round():
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.end_plan(0), run.end_plan(0), run.end_plan(1)
     run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
-    assert [r.since_round for r in run.machine.core.ranks] == [2, 1]
-    assert run.machine.core.ledger.oldest.num_settled == 4
+    assert [r.since_round for r in run.machine.run_state.ranks] == [2, 1]
+    assert run.machine.run_state.ledger.oldest.num_settled == 4
     assert run.to(m.SetGlobalStep)[-1].step == 4
 
 
@@ -211,7 +211,7 @@ def test_a_snapshot_of_an_abandoned_round_is_dropped():
     assert run.jobs() == []
     run.snapshot(1, 2), run.snapshot(0, 2)
     assert [job.round for job in run.jobs()] == [2]
-    assert run.machine.core.ledger.oldest.num_settled == 0
+    assert run.machine.run_state.ledger.oldest.num_settled == 0
 
 
 def test_too_many_failed_rounds_in_a_row_end_the_run():
@@ -249,7 +249,7 @@ def test_a_completed_round_has_no_deadline():
     run = at_a_round(snapshot_timeout_s=1.0)
     assert run.machine.deadline == 1.0
     finish_round(run)
-    assert run.machine.deadline == run.machine.core.config.stall_timeout_s
+    assert run.machine.deadline == run.machine.run_state.config.stall_timeout_s
 
 
 def test_a_death_in_a_round_is_not_a_late_reply():
@@ -453,7 +453,7 @@ def test_a_failure_ends_the_round_in_flight():
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.handle(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
     assert run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
-    assert run.machine.core.ledger.oldest.num_settled == 0
+    assert run.machine.run_state.ledger.oldest.num_settled == 0
 
 
 def test_a_rank_that_leaves_during_a_round_aborts_it():
@@ -468,7 +468,7 @@ def test_a_rank_that_leaves_during_a_round_aborts_it():
 def test_a_thread_that_ends_without_a_message_is_dead():
     run = Run()
     run.handle(m.ThreadEnded(rank=0))
-    assert run.machine.core.ranks[0].state is RankState.DEAD
+    assert run.machine.run_state.ranks[0].state is RankState.DEAD
     assert "without a message" in str(run.machine.outcome.failure.error)
 
 
@@ -543,9 +543,9 @@ def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death()
         for rank in (0, 1):
             run.handle(m.SyncAck(rank=rank, round=round_id, ok=False, fault=fault))
     assert run.machine.outcome.failure is None
-    assert run.machine.core.backend_choice.chosen is CPU
+    assert run.machine.run_state.backend_choice.chosen is CPU
     run.handle(m.Failed(rank=0, epoch=0, step=0, error=ValueError("planted")))
-    assert run.machine.core.alone
+    assert run.machine.run_state.alone
 
 
 # -- SYNC and one device -----------------------------------------------------------------------
@@ -623,7 +623,7 @@ def test_the_last_rank_of_sync_counts_no_averagings():
     report = m.BatchReport(rank=0, epoch=0, stats=stats)
     run.handle(m.Halted(rank=0, generation=0, step=2, num_syncs=0, report=report))
     run.handle(m.Regrouped(rank=0, generation=1))
-    assert run.machine.core.alone
+    assert run.machine.run_state.alone
     assert run.to(m.StartEpoch, 0)[-1].plan.num_batches == 2
     assert run.machine.statistics().num_averagings == 2
 
@@ -646,7 +646,7 @@ def test_a_halt_before_the_report_of_a_death_is_not_a_failed_reduction(alternati
     assert run.machine.outcome.failure is None
     assert run.to(m.Regroup, 0)[-1].ranks == (0, 1)
     run.handle(m.Regrouped(rank=0, generation=3))
-    assert run.machine.core.phase is Phase.RUNNING
+    assert run.machine.run_state.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("fault", [None, "planted"])
@@ -688,7 +688,7 @@ def test_a_halt_after_progress_of_another_rank_restarts_the_count():
         for rank in range(2):
             run.handle(m.Regrouped(rank=rank, generation=generation + 1))
     assert run.machine.outcome.failure is None
-    assert run.machine.core.phase is Phase.RUNNING
+    assert run.machine.run_state.phase is Phase.RUNNING
 
 
 def test_generations_are_ascending():

@@ -8,7 +8,7 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.rounds import COORDINATOR_SHARE, REFERENCE_RATE_PER_S, RoundCpuTime
-from coordinator.state import Core
+from coordinator.run_state import RunState
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 
@@ -25,7 +25,7 @@ def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
 
     def clocked(machine, event, now):
         commands = handle(machine, event, now)
-        machine.core.spent_s += event_s
+        machine.run_state.spent_s += event_s
         return commands
 
     monkeypatch.setattr(Coordinator, "handle", clocked)
@@ -64,10 +64,12 @@ def test_a_coordinator_without_cost_does_not_change_the_cadence(monkeypatch):
     assert statistics_with(monkeypatch, 0.0).anchor == ANCHOR
 
 
-def core_with(since_round):
-    core = Core(CoordinatorConfig(devices=("cpu",) * 2, num_samples=9, batch_size=1, num_epochs=1))
-    core.ranks[0].since_round = since_round
-    return core
+def run_with(since_round):
+    run = RunState(
+        CoordinatorConfig(devices=("cpu",) * 2, num_samples=9, batch_size=1, num_epochs=1)
+    )
+    run.ranks[0].since_round = since_round
+    return run
 
 
 ACK = m.SyncAck(rank=0, round=1)
@@ -82,13 +84,13 @@ CHUNK = m.EpochReport(rank=0, epoch=0, stats=m.ReportStats())
 )
 def test_rounds_are_charged_with_their_events(event, since_round, charged):
     """The count is 10. The time of an event is measured at the next one."""
-    core = core_with(since_round)
-    cpu_time = RoundCpuTime(core)
-    core.spent_s = 1.0
+    run = run_with(since_round)
+    cpu_time = RoundCpuTime(run)
+    run.spent_s = 1.0
     cpu_time.record(event)
-    core.spent_s = 3.0
+    run.spent_s = 3.0
     cpu_time.record(m.Tick())
-    core.spent_s = 7.0
+    run.spent_s = 7.0
     cpu_time.record(m.Tick())
     assert cpu_time.take() == (2.0 if charged else 0.0)
     assert cpu_time.take() == 0.0

@@ -126,7 +126,7 @@ def test_the_time_of_observers_is_not_a_cost_of_averaging():
     spent = []
 
     def script(machine, event):
-        spent.append(machine.core.spent_s)
+        spent.append(machine.run_state.spent_s)
         machine.ended = event == m.Ready(rank=1)
         return []
 

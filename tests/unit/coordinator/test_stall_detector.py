@@ -8,7 +8,7 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from coordinator.errors import RunAborted, RunStalled
 from coordinator.messages import AbortCollective, ReportStall
-from coordinator.state import Phase
+from coordinator.run_state import Phase
 from tests.unit.coordinator.test_machine import CPU, EMPTY, THREAD, Run, at_a_round
 
 TIMEOUT_S = 100.0
@@ -82,7 +82,7 @@ def test_a_failed_round_is_not_progress():
     run = at_a_round(THREAD, stall_timeout_s=TIMEOUT_S)
     run.handle(m.SyncAck(rank=0, round=1))
     assert not later(run, m.SyncAck(rank=1, round=1, ok=False))
-    assert run.machine.core.num_failed_rounds == 1
+    assert run.machine.run_state.num_failed_rounds == 1
     before = run.machine._stall_detector.deadline
     run.machine.rounds.give_up()  # its successor
     run.machine._stall_detector.observe(m.Tick(), run.now)

@@ -435,7 +435,7 @@ def test_a_timeline_keeps_no_model_alive(way):
 def test_a_timeline_keeps_nothing_of_the_run_alive():
     timeline = Timeline()
     handle = builder().timeline(timeline).run()
-    kept = [weakref.ref(handle._run), weakref.ref(handle._run._machine.core)]
+    kept = [weakref.ref(handle._run), weakref.ref(handle._run._machine.run_state)]
     handle.join(WAIT_S)
     del handle
     deadline = time.monotonic() + WAIT_S

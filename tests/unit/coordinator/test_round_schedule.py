@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cadence import BatchLimits, ElChe
+from coordinator.cadence import ElChe, RoundSchedule
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.ledger import BatchLedger
-from coordinator.state import Rank, RankState
+from coordinator.run_state import Rank, RankState
 
 CADENCE, ASYNC = ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 
@@ -29,7 +29,7 @@ class Bench:
         self.elche = ElChe(world, anchor)
         for rank, s in enumerate(seconds or ()):
             self.elche.observe(rank, s, 1)
-        self.limits = BatchLimits(config, self.elche, self.has_work)
+        self.schedule = RoundSchedule(config, self.elche, self.has_work)
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
             self.ledger.deal_chunk(
@@ -52,10 +52,10 @@ class Bench:
 
     @property
     def due(self):
-        return self.limits.is_round_due(self.ranks)
+        return self.schedule.is_round_due(self.ranks)
 
     def limit(self, rank):
-        return self.limits.limit(self.ranks[rank], self.ranks)
+        return self.schedule.limit(self.ranks[rank], self.ranks)
 
 
 # -- when a round is due -------------------------------------------------------------------
@@ -71,11 +71,11 @@ def test_before_the_first_measurement_a_round_waits_for_every_count(policy):
 def test_the_pacing_rank_is_fixed_at_the_start_of_a_round():
     """Only this rank has a budget with a report at its count."""
     bench = Bench(CADENCE, seconds=(0.0101, 0.01))
-    bench.limits.new_round()
+    bench.schedule.new_round()
     bench.elche.observe(1, 0.0104, 1)
     assert bench.elche.slowest == 1
     assert bench.done(10, 9).due
-    bench.limits.new_round()
+    bench.schedule.new_round()
     assert not bench.done(10, 9).due
 
 
@@ -147,20 +147,20 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
 
 
 def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
-    limits = Bench(ASYNC, anchor=100).limits
-    told = [limits.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
+    schedule = Bench(ASYNC, anchor=100).schedule
+    told = [schedule.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
     assert told == [False, True, True, False]
 
 
 @pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])
 def test_limits_fixed_by_settings_are_sent_exactly(settings):
-    limits = Bench(ASYNC, anchor=100, **settings).limits
-    assert [limits.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
+    schedule = Bench(ASYNC, anchor=100, **settings).schedule
+    assert [schedule.limit_is_current(0, 12, limit) for limit in (12, 13, None)] == [
         True,
         False,
         False,
     ]
-    assert not limits.limit_is_current(0, None, 12)
+    assert not schedule.limit_is_current(0, None, 12)
 
 
 def test_catching_up_raises_the_limit():
@@ -180,6 +180,6 @@ def test_the_stricter_of_lead_and_overshoot_holds():
 
 
 def test_a_budget_requests_reports_at_the_count_or_after_each_batch():
-    assert Bench(CADENCE).limits.report_after(0) == 10
-    assert Bench(CADENCE, max_batch_diff=3).limits.report_after(0) == 1
-    assert Bench(CADENCE, max_batch_diff=3).limits.initial_limit(0) == 4
+    assert Bench(CADENCE).schedule.report_after(0) == 10
+    assert Bench(CADENCE, max_batch_diff=3).schedule.report_after(0) == 1
+    assert Bench(CADENCE, max_batch_diff=3).schedule.initial_limit(0) == 4

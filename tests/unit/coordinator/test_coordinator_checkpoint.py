@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.coordinator_checkpoint import _order, _spans, capture_run, restore_run
 from coordinator.messages import SaveCheckpoint
-from coordinator.run_state import _order, _spans, capture_run, restore_run
-from coordinator.state import Core
+from coordinator.run_state import RunState
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
@@ -29,7 +29,7 @@ def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
     (epoch, *_) = saved.run["epochs"]
     assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)
     assert [rank["num_samples"] for rank in epoch["tally"]["ranks"]] == [2, 2, 2]
-    assert run.machine.core.ledger.oldest.num_retrained == 1
+    assert run.machine.run_state.ledger.oldest.num_retrained == 1
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
@@ -46,7 +46,7 @@ def test_batches_at_equal_distances_are_one_range():
 
 
 def resumed(state, world):
-    core = Core(
+    run = RunState(
         CoordinatorConfig(
             devices=("cpu",) * world,
             num_samples=80,
@@ -56,15 +56,15 @@ def resumed(state, world):
         )
     )
     if state is not None:
-        restore_run(core, state)
-    return core, capture_run(core, (), 0.0, {}, None)
+        restore_run(run, state)
+    return run, capture_run(run, (), 0.0, {}, None)
 
 
 def test_the_global_batch_of_the_first_run_survives_every_resume():
     _, state = resumed(None, 4)
     for world, num_slices in ((2, 2), (3, 2), (8, 1), (1, 4)):
-        core, state = resumed(state, world)
-        assert (core.per_global, core.num_slices(range(world))) == (4, num_slices)
+        run, state = resumed(state, world)
+        assert (run.per_global, run.num_slices(range(world))) == (4, num_slices)
 
 
 def test_a_checkpoint_without_a_global_batch_has_one_batch_per_rank():

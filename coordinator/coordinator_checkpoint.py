@@ -1,0 +1,483 @@
+"""The coordinator's part of a checkpoint: capture, check, restore."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.config import AverageBackend
+from coordinator.ledger import Epoch
+from coordinator.metrics import (
+    EpochAccumulator,
+    EpochMetrics,
+    MachineMetrics,
+    RankMetrics,
+    metrics_from_state,
+    metrics_state,
+)
+from coordinator.run_state import RankState, RunState
+from coordinator.schema import (
+    Check,
+    fail,
+    integer,
+    items,
+    mapping,
+    number,
+    of_type,
+    one_of,
+    optional,
+    record,
+)
+from coordinator.splitting import BatchSet, compress, count_batches
+
+_TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
+
+
+@dataclass(frozen=True, slots=True)
+class RankCut:
+    """A rank's reported totals at its cut of a checkpoint.
+
+    Attributes:
+        sums: Its partial sums of each open epoch.
+        totals: Its totals of the run.
+        num_reported: Under ``SYNC``, its reported micro-batches of the plan.
+    """
+
+    sums: dict[int, dict[str, Any]]
+    totals: dict[str, Any]
+    num_reported: int
+
+    @classmethod
+    def of(cls, run: RunState, epochs: Iterable[Epoch], rank: int) -> RankCut:
+        """The cut of a rank at present."""
+        info = run.ranks[rank]
+        return cls(
+            {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
+            {name: getattr(info, name) for name in _TOTALS},
+            0 if run.plan is None else run.plan.reported.get(rank, 0),
+        )
+
+
+def capture_run(
+    run: RunState,
+    closing: Sequence[tuple[Epoch, float]],
+    elapsed_s: float,
+    cuts: Mapping[int, RankCut],
+    step: int | None,
+) -> dict[str, Any]:
+    """The coordinator's state, with settled batches as consumed and all others as open.
+
+    Args:
+        run: The state of the run.
+        closing: Closed epochs that are not published, and their durations.
+        elapsed_s: Time since the last epoch closed.
+        cuts: The cut of each surviving rank.
+        step: Under ``SYNC``, the optimizer steps made.
+
+    Returns:
+        Numbers, strings, ``None``, lists and dictionaries.
+    """
+    plan = run.plan
+    late = _reported_later(run, cuts)  # under SYNC, by ranks that continued meanwhile
+    num_late = sum(len(batches) for batches in late.values())
+    undone = 0
+    if plan is not None and step is not None and not run.alone:
+        undone = plan.num_windows - (step - plan.first_window)
+    totals = [
+        cuts[r.rank].totals if r.rank in cuts else {n: getattr(r, n) for n in _TOTALS}
+        for r in run.ranks
+    ]
+    epochs = [_epoch_state(run, epoch, cuts, epoch_s=s) for epoch, s in closing]
+    for epoch in run.ledger.epochs:
+        state = _epoch_state(run, epoch, cuts)
+        if plan is not None and plan.epoch == epoch.epoch:
+            batches = sorted(b for found in late.values() for b in found)
+            state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
+            state["num_samples"] -= run.ledger.count_samples(batches)
+            state["num_averagings"] -= undone
+            state["parts"] = _parts_left(run, cuts)
+        epochs.append(state)
+    return {
+        "world_size": len(run.ranks),
+        "per_global": run.per_global,
+        "saved_ranks": sorted(cuts),
+        "global_step": run.global_step - num_late,
+        "num_windows": run.num_windows if step is None else step,
+        "num_averagings": run.num_averagings - undone,
+        "num_failed_rounds": run.num_failed_rounds,
+        "next_epoch": run.ledger.next_epoch,
+        "elapsed_s": elapsed_s,
+        "elche": run.elche.state_dict(),
+        "guard": run.guard.state_dict(),
+        "transport": run.backend_choice.state_dict(),
+        "ranks": totals,
+        "epochs": epochs,
+        "metrics": [metrics_state(metrics) for metrics in run.outcome.metrics],
+    }
+
+
+def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, list[int]]:
+    """Batches of the present plan that ranks reported after their cuts."""
+    plan = run.plan
+    if plan is None:
+        return {}
+    late = {}
+    for rank, spans in plan.parts.items():
+        if rank in cuts:
+            first = plan.num_complete_batches(rank, cuts[rank].num_reported)
+            late[rank] = _order(spans)[first : plan.num_reported(rank)]
+    return late
+
+
+def _parts_left(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
+    plan = run.plan
+    if plan is None or plan.pieces or set(plan.parts) != set(cuts):
+        return None  # cut global batches belong to no single rank
+    left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
+    if not any(left.values()):
+        return None
+    return {rank: [[s.start, s.stop, s.step] for s in _spans(part)] for rank, part in left.items()}
+
+
+def _epoch_state(
+    run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], *, epoch_s: float | None = None
+) -> dict[str, Any]:
+    unsettled: list[list[range]] = [
+        [
+            span
+            for owner, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
+            if owner == epoch.epoch
+        ]
+        for ledger in run.ledger.by_rank
+    ]
+    rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
+    available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
+    nothing = EpochAccumulator(1).rank_state(0)
+    sums = [
+        cuts[rank].sums.get(epoch.epoch, nothing) if rank in cuts else epoch.stats.rank_state(rank)
+        for rank in range(len(run.ranks))
+    ]
+    quotas = epoch.quotas
+    if quotas is not None:
+        mine = [sum(len(span) for span in spans) for spans in unsettled]
+        quotas = [quota + count for quota, count in zip(quotas, mine, strict=True)]
+    return {
+        "epoch": epoch.epoch,
+        "epoch_s": epoch_s,
+        "consumed": _pairs(b for span in available for b in span if b not in rest),
+        "num_samples": epoch.num_samples,
+        "num_retrained": epoch.num_retrained - _lost_since(run, epoch, cuts, sums),
+        "num_averagings": epoch.num_averagings,
+        "divergence": epoch.divergence,
+        "norm": epoch.norm,
+        "tally": {"ranks": sums},
+        "quotas": quotas,
+        "parts": None,
+    }
+
+
+def _lost_since(
+    run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
+) -> int:
+    """Samples trained after the cut by ranks that died since."""
+    died = [rank for rank in cuts if run.ranks[rank].state is RankState.DEAD]
+    return sum(
+        int(epoch.stats.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
+        for rank in died
+    )
+
+
+_MOST_RANKS = 2**16
+_BACKEND = one_of(*(backend.value for backend in AverageBackend))
+_TRANSPORT = record(
+    {
+        "candidates": items(_BACKEND),
+        "chosen": _BACKEND,
+        "decided": of_type(bool),
+        "costs": mapping(_BACKEND, items(number(0.0), 3)),
+        "anchor": integer(),
+        "look_after": integer(1),
+    }
+)
+_COUNTS = {"num_batches": integer(), "num_samples": integer(), "compute_s": number(0.0)}
+_SUMS = record(
+    {
+        **_COUNTS,
+        "num_skipped": integer(),
+        "loss_sum": items(number()),
+        "loss_samples": lambda v, w: _check_weight(v, w),
+        "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
+    },
+    may={"learning_rate": number()},
+)
+_RANK_TOTALS = record({**_COUNTS, "sync_s": number(0.0), "num_throttles": integer()})
+_RANK_METRICS = record(
+    {**_COUNTS, "rank": integer(), "avg_loss": number(), "throughput": number(0.0)}
+)
+_MACHINE_METRICS = record(
+    {
+        **_COUNTS,
+        "machine": of_type(str),
+        "num_ranks": integer(1),
+        "avg_loss": number(),
+        "throughput": number(0.0),
+    }
+)
+
+
+def _check_scalar(value: Any, where: str) -> None:
+    items(lambda _, __: None, 2)(value, where)
+    items(number())(value[0], f"{where}[0]")
+    _check_weight(value[1], f"{where}[1]")
+
+
+def _check_weight(value: Any, where: str) -> None:
+    """A sum of weights: a number, or a list of its parts."""
+    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
+
+
+def check_run(
+    state: Any, *, num_samples: int, batch_size: int, drop_last: bool, num_rank_states: int
+) -> None:
+    """Validate a state of :func:`capture_run`.
+
+    Args:
+        state: The deserialized state.
+        num_samples: Length of the data set of the checkpoint.
+        batch_size: Samples in a batch.
+        drop_last: The short batch of an epoch was omitted.
+        num_rank_states: Number of rank states in the checkpoint.
+
+    Raises:
+        ValueError: A field is missing, of the wrong type, out of range or contradicts another
+            one; names the first such field.
+    """
+    num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
+    record({"world_size": integer(1)})(state, "run")
+    world = state["world_size"]
+    elche = {
+        "anchor": integer(1),
+        "floor": integer(1),
+        "growth_held": of_type(bool),
+        "seconds": items(number(0.0), world),
+        "suspects": items(integer(-1), world),
+    }
+    record(
+        {
+            "global_step": integer(),
+            "num_windows": integer(),
+            "num_averagings": integer(),
+            "num_failed_rounds": integer(),
+            "next_epoch": integer(),
+            "elapsed_s": number(0.0),
+            "elche": record(elche),
+            "guard": record({"row": items(number())}),
+            "ranks": items(_RANK_TOTALS, world),
+            "metrics": items(_metrics_check(num_samples)),
+            "epochs": items(_epoch_check(world, num_samples, num_batches)),
+        },
+        may={
+            "per_global": integer(1, _MOST_RANKS),
+            "saved_ranks": items(integer(high=world - 1), num_rank_states),
+            "transport": _TRANSPORT,
+        },
+    )(state, "run")
+    if not 1 <= num_rank_states <= world:
+        raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
+    closed, next_epoch = len(state["metrics"]), state["next_epoch"]
+    for epoch, metrics in enumerate(state["metrics"]):
+        if metrics["epoch"] != epoch:
+            fail(f"run['metrics'][{epoch}]['epoch']", metrics["epoch"], str(epoch))
+    opened = [epoch["epoch"] for epoch in state["epochs"]]
+    if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
+        raise ValueError(
+            f"run['epochs'] are {opened}, expected all from {closed}, the number of closed, to "
+            f"run['next_epoch'] = {next_epoch}"
+        )
+    if state["global_step"] > num_batches * next_epoch:
+        most = num_batches * next_epoch
+        fail("run['global_step']", state["global_step"], f"at most {most}")
+
+
+def _metrics_check(num_samples: int) -> Check:
+    fields = {
+        "epoch": integer(),
+        "avg_loss": number(),
+        "scalars": mapping(of_type(str), number()),
+        "per_rank": items(_RANK_METRICS),
+        "epoch_s": number(0.0),
+        "num_samples": integer(high=num_samples),
+        "num_retrained": integer(),
+        "num_skipped": integer(),
+        "num_averagings": integer(),
+        "per_rank_throughput": items(number(0.0)),
+        "per_rank_batch_share": items(number(0.0)),
+        "devices": items(of_type(str)),
+    }
+    may = {
+        "divergence": number(),
+        "param_norm": number(),
+        "learning_rate": number(),
+        "machines": items(_MACHINE_METRICS),
+        "partial": of_type(bool),
+    }
+
+    def check(value: Any, where: str) -> None:
+        record(fields, may=may)(value, where)
+        _only_fields(EpochMetrics, value, where)
+        for i, rank in enumerate(value["per_rank"]):
+            _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
+        for i, machine in enumerate(value.get("machines", ())):
+            _only_fields(MachineMetrics, machine, f"{where}['machines'][{i}]")
+
+    return check
+
+
+def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
+    unknown = set(value) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise ValueError(f"{where} has {sorted(map(str, unknown))}, which {kind.__name__} has not")
+
+
+def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
+    batch = integer(high=num_batches)
+    fields = {
+        "epoch": integer(),
+        "epoch_s": optional(number(0.0)),
+        "consumed": items(items(batch, 2)),
+        "num_samples": integer(high=num_samples),
+        "num_retrained": integer(),
+        "num_averagings": integer(),
+        "tally": record({"ranks": items(_SUMS, world)}),
+        "quotas": optional(items(integer(), world)),
+        "parts": optional(mapping(integer(high=world - 1), items(items(batch, 3)))),
+    }
+
+    def check(value: Any, where: str) -> None:
+        record(fields, may={"divergence": optional(number()), "norm": optional(number())})(
+            value, where
+        )
+        end = 0
+        for i, (start, stop) in enumerate(value["consumed"]):
+            if not end <= start < stop:
+                fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
+            end = stop
+        taken = set(_expand(value["consumed"]))
+        for rank, spans in (value["parts"] or {}).items():
+            if not all(step >= 1 for _, _, step in spans):
+                fail(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
+            for b in _order(range(*span) for span in spans):
+                if b in taken:
+                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b} a second time")
+                taken.add(b)
+
+    return check
+
+
+def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
+    """Restore a state of :func:`capture_run` into a new coordinator.
+
+    At the same world size every rank keeps its share of an epoch; at another one open batches are
+    dealt again, under ``SYNC`` in global batches of the same size.
+
+    Args:
+        run: The state of a coordinator that has not started.
+        state: The captured state.
+    """
+    run.global_step = int(state["global_step"])
+    if run.steps is not None:
+        run.steps.step = run.position
+    run.per_global = int(state.get("per_global", state["world_size"]))
+    run.num_windows = int(state["num_windows"])
+    run.num_averagings = int(state["num_averagings"])
+    run.num_failed_rounds = int(state["num_failed_rounds"])
+    run.elche.load_state_dict(state["elche"])
+    run.guard.load_state_dict(state["guard"])
+    if "transport" in state and state["world_size"] == len(run.ranks):
+        run.backend_choice.load_state_dict(state["transport"])
+    for rank, totals in enumerate(state["ranks"]):
+        info = run.ranks[rank % len(run.ranks)]
+        for name in _TOTALS:
+            setattr(info, name, getattr(info, name) + totals[name])
+    run.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
+    # Epochs opened ahead may exceed a smaller num_epochs.
+    last = run.config.num_epochs
+    run.ledger.restore(
+        [_epoch_of(run, saved) for saved in state["epochs"] if saved["epoch"] < last],
+        next_epoch=min(int(state["next_epoch"]), last),
+        num_spent=run.global_step,
+    )
+
+
+def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
+    total = run.ledger.batches_per_epoch
+    consumed = set(_expand(saved["consumed"]))
+    left = BatchSet(compress(b for b in range(total) if b not in consumed))
+    world = len(run.ranks)
+    same = len(saved["tally"]["ranks"]) == world
+    stats = EpochAccumulator(world)
+    stats.load_state_dict(saved["tally"])
+    if run.config.granted:
+        left = BatchSet()  # all its batches are granted
+    quotas = run.ledger.quotas(len(left), run.elche.shares)
+    if same and quotas is not None and saved["quotas"] is not None:
+        quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
+    epoch = Epoch(
+        epoch=int(saved["epoch"]),
+        num_batches=total,
+        stats=stats,
+        open=left,
+        quotas=quotas,
+        num_settled=0 if run.config.granted else len(consumed),
+        num_elsewhere=len(consumed) if run.config.granted else 0,
+        granted=BatchSet() if run.config.granted else None,
+        complete=not run.config.granted,
+        num_samples=int(saved["num_samples"]),
+        num_retrained=int(saved["num_retrained"]),
+        num_averagings=int(saved["num_averagings"]),
+        divergence=saved.get("divergence"),
+        norm=saved.get("norm"),
+    )
+    if same and saved["parts"] is not None:
+        epoch.parts = {
+            int(rank): tuple(range(*span) for span in spans)
+            for rank, spans in saved["parts"].items()
+        }
+    if epoch.settled:
+        epoch.notified = set(range(world))  # no batch of it is left
+    return epoch
+
+
+def _order(spans: Iterable[range]) -> list[int]:
+    return [batch for span in spans for batch in span]
+
+
+def _pairs(batches: Iterable[int]) -> list[list[int]]:
+    return [[span.start, span.stop] for span in compress(batches)]
+
+
+def _expand(pairs: Iterable[Sequence[int]]) -> list[int]:
+    return [batch for start, stop in pairs for batch in range(start, stop)]
+
+
+def _without(batches: Iterable[int], gone: Iterable[int]) -> list[int]:
+    missing = set(gone)
+    return [batch for batch in batches if batch not in missing]
+
+
+def _spans(order: Sequence[int]) -> list[range]:
+    """Batches in any order as ascending ranges with steps."""
+    spans: list[range] = []
+    i = 0
+    while i < len(order):
+        step = order[i + 1] - order[i] if i + 1 < len(order) else 1
+        if step < 1:
+            step = 1
+        j = i + 1
+        while j < len(order) and order[j] - order[j - 1] == step:
+            j += 1
+        spans.append(range(order[i], order[j - 1] + 1, step))
+        i = j
+    return spans
