@@ -23,6 +23,8 @@ _MODULE_HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_COMPILED = ("forward", "_forward", "_compiled_call_impl")
+"""Attributes of ``torch.compile``, which a copy makes anew."""
 _MAX_DEPTH = 3
 """Depth to which objects that a hook captures are searched for tensors of the model."""
 
@@ -198,6 +200,8 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
             for hook in getattr(sub, kind, {}).values():
                 yield f"a hook of {where}", hook
         for key, value in vars(sub).items():
+            if key in _COMPILED and hasattr(value, "_torchdynamo_orig_callable"):
+                continue
             if isinstance(value, FunctionType | functools.partial):
                 yield f"the function {key!r} of {where}", value
 

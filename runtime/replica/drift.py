@@ -132,7 +132,8 @@ class DriftCheck:
 
     def _device_kind(self) -> str:
         device = self._state.params.flats[0].device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        is_cuda = device.type == "cuda"
+        return torch.cuda.get_device_properties(device).name if is_cuda else device.type
 
     def _distance(self, collective: Collective, value: Tensor) -> float:
         """Relative distance from the first rank's tensor."""

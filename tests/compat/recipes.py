@@ -323,7 +323,7 @@ CASES = [
         ),
         lambda: TensorDataset(classes(VOCABULARY, 4), classes(NUM_CLASSES)),
         refused={
-            **dict.fromkeys(("SYNC", "CADENCE", "setup", "coordinator"), SPARSE),
+            **dict.fromkeys(("SYNC", "CADENCE", "coordinator"), SPARSE),
             "FSDP": "the gradient of '0.weight' is sparse",
         },
     ),

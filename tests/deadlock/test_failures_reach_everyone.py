@@ -86,7 +86,9 @@ def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatc
 
     monkeypatch.setattr(AbortableBarrier, "wait", seen)
     step = 0 if way[0] is SYNC else 1
-    planted = faults().hold(rank=1, step=step, until=held)
+    planted = faults()
+    # In lockstep no rank can be ahead, and none loads a batch before all have begun the epoch.
+    (planted.hold if step else planted.stall_at)(rank=1, step=step, until=held)
     getattr(planted, how)(rank=1, step=step)
     if step:
         planted.slow(rank=1, seconds=0.01)

@@ -239,6 +239,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "snapshot_timeout": (5,),
         "collective_timeout": (20,),
         "stall_timeout": (60.0,),
+        "on_drift": ("repair",),
         "on_worker_failure": ("continue",),
         "max_failed_rounds": (5,),
         "vram_fraction": (1.0,),
@@ -292,7 +293,7 @@ class Unsized(Dataset):
     ("dataset", "error", "remedy"),
     [
         ((torch.zeros(0, 3),), ValueError, "empty"),
-        ([], ValueError, "without a tensor"),
+        ([], ValueError, "empty"),
         ((), ValueError, "without a tensor"),
         (TensorDataset(torch.zeros(0)), ValueError, "empty"),
         ((torch.zeros(4), torch.zeros(5)), ValueError, r"unequal lengths: \[4, 5\]"),

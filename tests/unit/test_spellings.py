@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, WorkerFailed
-from runtime.trainer import _CALLED_ELSEWHERE
+from runtime.trainer import _OTHER_LIBRARIES_NAMES
 from tests.support.running import WAIT_S, Counter, builder
 
 
@@ -31,9 +31,9 @@ def test_a_precision_as_lightning_and_accelerate_call_it(word, name):
     assert builder().precision(word)._config.worker.precision == name
 
 
-@pytest.mark.parametrize("name", _CALLED_ELSEWHERE)
+@pytest.mark.parametrize("name", _OTHER_LIBRARIES_NAMES)
 def test_a_setting_by_the_name_of_another_library_leads_to_the_own_one(name):
-    own = _CALLED_ELSEWHERE[name]
+    own = _OTHER_LIBRARIES_NAMES[name]
     assert callable(getattr(builder(), own))
     with pytest.raises(AttributeError, match=f"{name!r}: did you mean {own}"):
         getattr(builder(), name)
@@ -75,7 +75,7 @@ def run_of(model):
     )
 
 
-def test_a_module_is_copied_for_each_worker_and_stays_as_it_is():
+def test_a_module_is_copied_for_each_worker_and_receives_the_trained_weights():
     model, seen = Counter(), set()
     with torch.no_grad():
         model.w.fill_(5.0)
@@ -87,8 +87,8 @@ def test_a_module_is_copied_for_each_worker_and_stays_as_it_is():
 
     state = run_of(model).epoch_fn(note).run().join(WAIT_S)
     assert seen == {(0, False, 5.0), (1, False, 5.0)}
-    assert float(model.w.detach()) == 5.0
     assert float(state.params["w"]) != 5.0
+    assert torch.equal(model.w.detach(), state.params["w"])
 
 
 def test_a_module_that_cannot_be_copied_is_named_with_the_way_out():

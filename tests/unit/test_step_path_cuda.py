@@ -42,6 +42,7 @@ ALLOWED = {
     ("runtime/replica/flat.py", "_square_of_narrow", "item"): "of a snapshot on a CPU",
     ("runtime/core/loss_weights.py", "add", "item"): "a weight of the CPU",
     ("runtime/core/loss_weights.py", "check_weight", "item"): "a weight of the CPU",
+    ("runtime/core/loss_weights.py", "check_meant_as_weight", "item"): "a weight of the CPU",
     ("runtime/replica/reducer.py", "_agree_on_order", "tolist"): "a tensor of the CPU",
     (
         "runtime/replica/reducer.py",
@@ -49,10 +50,21 @@ ALLOWED = {
         "tolist",
     ): "flags of parameters that this rank has not used",
     ("runtime/checkpoint/format.py", "_unpacked", "numpy"): "a tensor of a file, on the CPU",
-    ("runtime/device/metering.py", "_read", "tolist"): "the log of a CPU",
-    ("runtime/data/dataset.py", "index_select", "numpy"): "indices, of the CPU",
+    ("runtime/device/metering.py", "_read", "tolist"): "the log of a device without streams",
+    ("runtime/device/metering.py", "_read", "cpu"): "the log of a device without streams",
+    (
+        "runtime/device/accelerator.py",
+        "finish",
+        "synchronize",
+    ): "a device without streams of its own",
+    (
+        "runtime/collective/nccl.py",
+        "__init__",
+        "current_stream",
+    ): "the stream of an exchange, which its rank has made current",
+    ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
+    ("runtime/data/dataset.py", "content", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
-    ("runtime/data/loader.py", "__next__", "numpy"): "indices, of the CPU",
     ("runtime/device/metering.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads that are none of a device, or documented."""

@@ -272,5 +272,5 @@ def test_unsupported_state_is_reported_and_does_not_stop_training(way, tmp_path,
     state = handle.join(WAIT_S)
     assert len(state.metrics) == 3
     assert "odd" in str(state.checkpoint_errors[0])
-    assert "no checkpoint could be made" in caplog.text
+    assert "no checkpoint could be taken" in caplog.text
     assert list((tmp_path / "own").iterdir()) == []

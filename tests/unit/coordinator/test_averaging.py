@@ -214,13 +214,13 @@ def squares_of(*tensors):
 @pytest.mark.parametrize("weights", [[3, 5], [1, 1], [2, 0], [1, 2, 3]])
 def test_reported_norms_avoid_measuring_and_change_no_result(dtype, weights, monkeypatch):
     payloads = [params(torch.randn(103).to(dtype) + 1, torch.randn(7) - 1) for _ in weights]
-    measured = [squares_of(*payload.params) for payload in payloads]
+    reported = [squares_of(*payload.params) for payload in payloads]
     measured = []
     norm_of = mixing.sum_squares
     monkeypatch.setattr(mixing, "sum_squares", lambda *a: measured.append(a) or norm_of(*a))
     plain = Averager().average(payloads, weights)
     num_plain = len(measured)
-    result = Averager().average(payloads, weights, measured)
+    result = Averager().average(payloads, weights, reported)
     for average, expected in zip(result.average.params, plain.average.params, strict=True):
         assert bits(average) == bits(expected)
     assert result.divergences == pytest.approx(plain.divergences, rel=1e-5)

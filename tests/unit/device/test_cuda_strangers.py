@@ -184,7 +184,7 @@ class ForeignCopies(DelayedCopies):
 def test_tensors_that_a_data_set_makes_on_the_device_are_complete_when_they_are_used():
     copies = ForeignCopies()
     dataset = Foreign(copies)
-    with Rig(dataset, copies=copies, resident=False) as rig:
+    with Rig(dataset, context=copies, resident=False) as rig:
         for plan in EPOCHS[:2]:
             for loaded in rig.take(plan):
                 assert loaded.data[1].device.type == "meta"

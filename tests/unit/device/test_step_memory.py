@@ -188,7 +188,7 @@ def test_a_size_without_room_for_a_graph_is_trained_eagerly_and_reported_once(
     )
     state = train(b.balance(True).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [64] * 5
-    told = [text for text in warnings_of(caplog) if "no room for a graph" in text]
+    told = [text for text in warnings_of(caplog) if "lacks memory for a graph" in text]
     assert len(told) == 1
     assert "rank 0" in told[0]
     assert "5 samples" in told[0]

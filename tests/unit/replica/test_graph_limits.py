@@ -297,13 +297,15 @@ def test_batches_that_cannot_be_captured_are_logged(posing, caplog):
 
 
 def test_a_group_that_is_added_later_is_trained(posing):
-    extra = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    def first(params):
+        return sgd(list(params)[:1])
 
     def add(epoch, worker):
         if epoch == 1:
-            worker.optimizer.add_param_group({"params": [extra]})
+            rest = list(worker.model.parameters())[1:]
+            worker.optimizer.add_param_group({"params": rest})
 
-    state = train(a_run().epoch_fn(add).cuda_graphs(True))
+    state = train(a_run(optim=first).epoch_fn(add).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 3
     assert len(posing.num_replays) == 2
 
