@@ -28,12 +28,12 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _MAX_WEIGHT = 1e300
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long the threads of closed groups may take to end."""
+"""Longest wait for the threads of closed groups to end."""
 
 
 @unique
 class ReduceOp(Enum):
-    """A reduction over the ranks. ``AVG`` is for floating point alone."""
+    """A reduction over the ranks. ``AVG`` supports floating point only."""
 
     SUM = "sum"
     AVG = "avg"
@@ -46,25 +46,24 @@ class Collective(ABC):
 
     Each rank has its own object and calls it from its own thread; :meth:`abort` and
     :meth:`check` may be called from any thread. Every rank must call the same methods in
-    the same order. All of them block until the result is there (at most ``timeout_s`` for
+    the same order. All of them block until the result is available (at most ``timeout_s`` for
     peers to arrive, and for a process group as long again for the exchange).
 
     Tensors are contiguous (``ValueError`` otherwise), and no two ranks' tensors may share
-    memory. Results have the same bits on every rank where the result is the same. float16
-    and bfloat16 are summed in float32, float64 in float64; NaN wins in ``MAX`` and ``MIN``.
+    memory. Results that are equal on all ranks have the same bits there. float16 and bfloat16
+    are summed in float32, float64 in float64; ``MAX`` and ``MIN`` propagate NaN.
 
-    Arguments are checked when all ranks have met: if one rank's are wrong or do not fit
-    the others', *every* rank raises ``ValueError``, nothing was written, and the group
-    stays usable. :class:`~runtime.core.errors.CollectiveAborted`,
-    :class:`~runtime.core.errors.CollectiveTimeout` and any other exception leave the tensors
-    written to with undefined values, and the group aborted for good; nobody writes to
-    them any more when the exception comes out.
+    Arguments are checked when all ranks have arrived: if one rank's are invalid or differ from
+    the others', *every* rank raises ``ValueError``, nothing is written, and the group stays
+    usable. After :class:`~runtime.core.errors.CollectiveAborted`,
+    :class:`~runtime.core.errors.CollectiveTimeout` or any other exception the output tensors
+    are undefined and no longer written to, and the group is aborted permanently.
 
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
-        trails: Whether a mean in parts can be ended without a wait of the host.
+        host_runs_ahead: True if a mean in parts can be ended without a wait of the host.
         lane: Records the rank's waits for the others; ``None``: they are not recorded.
         tally: Sum of the ranks' tallies in the last collective.
         coalesced_bytes: Limit of one meeting of a coalesced collective, a larger tensor aside.
@@ -107,11 +106,11 @@ class Collective(ABC):
         Args:
             tensors: A list or tuple, of the same shapes and dtypes on every rank.
             weight: This rank's weight, finite and not negative. The values of a rank with
-                weight 0 are never used, NaN included; it takes the mean as the others do.
+                weight 0 are never used, NaN included; it receives the mean like the others.
             tally: Any number; the sum over the ranks is in ``tally`` afterwards.
 
         Returns:
-            The sum of the weights. If it is 0 all tensors stay exactly as they were.
+            The sum of the weights. If it is 0 all tensors are unchanged.
         """
         return self._run(Request("weighted_mean_", tensors, None, weight, tally))
 
@@ -119,7 +118,7 @@ class Collective(ABC):
         """:meth:`weighted_mean_` of tensors that become ready one after the other.
 
         The ranks use the group for nothing else until all have ended it. A rank that cannot end it
-        calls :meth:`abort`; the tensors given belong to nobody then, and their memory is given up.
+        calls :meth:`abort`; the tensors added so far must then not be used again.
         """
         return MeanInParts(self, weight, tally)
 
@@ -178,36 +177,37 @@ class Collective(ABC):
         self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op, tally)
 
     def tell(self, number: float) -> tuple[float, ...]:
-        """Returns every rank's number, in order of rank; on the host alone."""
+        """Returns every rank's number, in order of rank; uses no device."""
         self._run(Request("tell", tally=number))
         return self._tallies
 
     def tell_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
-        """As :meth:`tell`, where rows are about to be gathered in a step.
+        """Like :meth:`tell`, before an ``all_gather`` of rows in a step.
 
         Args:
-            num_rows: How many rows this rank gives.
-            call: Which call of the step it is, and of what rows; the same on every rank.
+            num_rows: Number of rows of this rank.
+            call: Describes the call and its rows; must be the same on every rank.
         """
         self._run(Request(_ROWS, detail=call, tally=num_rows))
         return self._tallies
 
     def agree(self, subject: str, *, capable: bool = True, **properties: object) -> bool:
-        """Agree with the other ranks on all that decides how exchanges are made; on the host.
+        """Check on the host that properties which decide the sequence of calls equal those of
+        the other ranks.
 
-        An exchange needs the same calls of every rank, so that what leads to other calls on one
-        rank than on the next is agreed on here, before the first of them.
+        Exchanges require the same calls on every rank; call this before the first of them.
 
         Args:
-            subject: What is made, for the error.
-            capable: True if this rank can do what is asked for.
+            subject: Subject of the agreement, for the error.
+            capable: True if this rank has the optional capability.
             properties: Must have the same values on every rank.
 
         Returns:
             True if every rank is capable.
 
         Raises:
-            ValueError: Values differ; names those of two ranks. Raised on every rank.
+            ValueError: Values differ; the message contains those of two ranks. Raised on every
+                rank.
         """
         described = ", ".join(f"{name}={value!r}" for name, value in properties.items())
         self._run(Request("agree", detail=f"{subject} {described}", tally=capable))
@@ -218,23 +218,23 @@ class Collective(ABC):
         self._run(Request("barrier"))
 
     def abort(self) -> None:
-        """Breaks the group for good: ranks in a collective raise ``CollectiveAborted``.
+        """Aborts the group permanently: ranks in a collective raise ``CollectiveAborted``.
 
         Idempotent. Ranks that wait for a peer wake at once; ranks inside the exchange of a
-        process group end within ``timeout_s``.
+        process group return within ``timeout_s``.
         """
         self._group.barrier.abort(f"the group was aborted through rank {self.rank}")
 
     def check(self) -> None:
-        """Raises ``CollectiveAborted`` if the group was aborted; a peer's close is no abort."""
+        """Raises ``CollectiveAborted`` if the group was aborted; closed peers do not count."""
         self._group.require_intact()
 
     def close(self) -> None:
         """Leaves the group and frees this rank's resources. Idempotent.
 
-        Called by the rank's own thread, or when that thread uses the group no more. Peers
+        Called by the rank's own thread, or once that thread no longer uses the group. Peers
         that start a collective later, or wait in one for this rank, raise
-        ``CollectiveAborted``; collectives that every rank has joined are not disturbed.
+        ``CollectiveAborted``; collectives that every rank has joined complete.
         """
         if not self._closed:
             self._closed = True
@@ -248,7 +248,7 @@ class Collective(ABC):
         op: ReduceOp | None = None,
         tally: float = 0.0,
     ) -> None:
-        """Carries out one operation for each row of tensors, several in one request."""
+        """Runs one operation for each row of tensors, several in one request."""
         request: list[Tensor] = []
         num_bytes = 0
         for row in rows:
@@ -261,7 +261,7 @@ class Collective(ABC):
         self._run(Request(name, tuple(request), op, tally=tally))
 
     def _run(self, request: Request) -> float:
-        """Carries a collective out. Returns the sum of the weights."""
+        """Runs a collective. Returns the sum of the weights."""
         group = self._group
         meeting = None if self.lane is None else Meeting(self.lane)
         on_wait = None if meeting is None else meeting.waits
@@ -285,7 +285,7 @@ class Collective(ABC):
         return plan.total
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
-        """Makes the plan; runs in the last rank to arrive, while all others wait."""
+        """Makes the plan; runs on the last rank to arrive, while all others wait."""
         first = requests[0]
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
@@ -306,15 +306,15 @@ class Collective(ABC):
 
     @abstractmethod
     def _placement_fault(self, tensor: Tensor) -> str | None:
-        """Returns the reason why a tensor's device does not suit this group, if it does not."""
+        """Returns an error if the group does not support a tensor's device."""
 
     @abstractmethod
     def _take_part(self, request: Request, plan: Plan) -> None:
-        """Does this rank's work. If it raises, the group is aborted."""
+        """Executes this rank's part of a plan. If it raises, the group is aborted."""
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until nothing of a closed collective is left, which requires that its peers are
-        closed, too; returns whether that is so."""
+        """Wait until the threads of a closed collective have ended, which requires that its peers
+        are closed, too; returns False on timeout."""
         return True
 
     def _release(self) -> None:
@@ -325,7 +325,7 @@ class Collective(ABC):
 def close_collectives(collectives: Iterable[Collective]) -> None:
     """Close all ranks' collectives of some groups, and wait until their threads have ended.
 
-    Blocks for ``CLOSE_TIMEOUT_S`` at most, where a rank outside of them keeps its part open.
+    Blocks for at most ``CLOSE_TIMEOUT_S``, if a rank that is not included stays open.
     """
     closed = list(collectives)
     for collective in closed:
@@ -336,7 +336,7 @@ def close_collectives(collectives: Iterable[Collective]) -> None:
 
 
 class LateResult(ABC):
-    """The end of an exchange that the host does not wait for. For the rank's own thread."""
+    """Completion of an exchange that the host does not wait for. For the rank's own thread."""
 
     @property
     @abstractmethod
@@ -372,7 +372,7 @@ class MeanInParts:
         self._parts: list[Tensor] = []
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Add tensors, to be replaced by the mean; nobody else uses them until the end.
+        """Add tensors, to be replaced by the mean; they must not be used until the end.
 
         May block until the other ranks have added theirs.
         """
@@ -382,23 +382,23 @@ class MeanInParts:
         """Wait until the parts hold the mean.
 
         Returns:
-            The sum of the weights. If it is 0 all tensors stay exactly as they were.
+            The sum of the weights. If it is 0 all tensors are unchanged.
         """
         parts, self._parts = self._parts, []
         return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
 
     def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
-        """As :meth:`end`, but where the collective ``host_runs_ahead`` only the device waits.
+        """Like :meth:`end`, but only the device waits if the collective ``host_runs_ahead``.
 
-        Work that follows on the current stream finds the mean in the parts, or, if the group
-        was aborted, garbage. Only ``called_off`` distinguishes the two.
+        Later work on the current stream reads the mean from the parts, or garbage if the group
+        was aborted; ``called_off`` distinguishes the two.
 
         Args:
-            called_off: A float32 scalar on the device: 0 behind an exchange that succeeded, 1
-                behind one that may not have.
+            called_off: A float32 scalar on the device, set to 0 after an exchange that
+                succeeded, to 1 after one that may have failed.
 
         Returns:
-            The sum of the weights, and the end of the exchange; ``None``: it has succeeded.
+            The sum of the weights, and the pending completion; ``None``: it has succeeded.
         """
         return self.end(), None
 
@@ -420,7 +420,7 @@ class Meeting:
         self._lane = lane
         self._before = lane.cause
         self._start = time.monotonic()
-        # The last one to arrive makes the plan, and may carry it out at once.
+        # The last rank to arrive makes the plan, and may execute it at once.
         self._exchanging: float | None = self._start
 
     def waits(self) -> None:
@@ -465,7 +465,7 @@ class Request(NamedTuple):
 
 
 LONG = 2**20
-"""Elements from which on an exchange is recorded on the timeline when it begins."""
+"""Minimum number of elements of an exchange that is recorded when it begins."""
 
 
 @dataclass(slots=True)  # not frozen: that costs as much as the rest of a small plan
@@ -505,11 +505,11 @@ _ROWS_REMEDY = (
 def find_fault(
     requests: Sequence[Request], placement_fault: Callable[[Tensor], str | None]
 ) -> str | None:
-    """Returns the first error in the ranks' requests, with the rank; ``None`` if there is none.
+    """Returns the first error in the ranks' requests, with the rank; ``None``: all are valid.
 
     Args:
         requests: One for each rank, in order.
-        placement_fault: Returns the reason why a tensor's device does not suit the group.
+        placement_fault: Returns an error if the group does not support a tensor's device.
     """
     first = requests[0]
     for rank, request in enumerate(requests):
@@ -527,14 +527,14 @@ def find_fault(
 def own_fault(
     request: Request, world_size: int, placement_fault: Callable[[Tensor], str | None]
 ) -> str | None:
-    """Returns the error of one rank's request alone; ``None`` if there is none."""
+    """Returns the first error in one rank's own request; ``None``: it is valid."""
     name, tensors, detail, weight, *_ = request
     if not isinstance(tensors, (tuple, list)):
         return f"passed a {type(tensors).__name__}; pass a list of tensors"
     allowed = _allowed_dtypes(name, detail)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            return f"passed a {type(tensor).__name__} where a tensor is due"
+            return f"passed a {type(tensor).__name__} instead of a tensor"
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             return "passed a tensor that is not contiguous; pass tensor.contiguous() or a flat view"
         if (fault := placement_fault(tensor)) is not None:

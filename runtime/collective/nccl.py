@@ -55,27 +55,27 @@ ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # Connections are made when the group is, so that a launch allocates nothing.
+    # Connect when the group is created, so that a launch allocates nothing.
     "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Read when a group is made. A value that the user has set stands."""
+"""Read when a group is created. Values set by the user are kept."""
 
 SHARED_GPU_ENVIRONMENT = {"CUDA_MODULE_LOADING": "EAGER"}
-"""Where ranks share a GPU: loading a kernel may wait for the device, whose kernels of one rank
-wait for the other's launch. Read when CUDA is initialised; PyTorch then sets ``LAZY`` if it is
-unset."""
+"""For ranks that share a GPU: loading a kernel lazily may wait for the device, where kernels of one
+rank wait for the other's launch. Read when CUDA is initialised; PyTorch then sets ``LAZY`` if
+it is unset."""
 
 END_S = 10.0
 """Longest wait for the communicators of a group to end, by the last rank to leave it and by a new
 group on the same GPUs."""
 ABORT_GRACE_S = 5.0
-"""How long a kernel may take to end once its communicator was aborted."""
+"""Longest wait for a kernel to end after its communicator was aborted."""
 _LAUNCH_GRACE_S = 1.0
 """Longest wait of an abort for a launch in progress."""
 _WATCH_S = 0.05
 """Interval at which exchanges in flight are inspected."""
 _MARGIN_S = 0.5
-"""A rank that waits aborts a late exchange itself; the group's thread does so this much later."""
+"""Delay after which the group's thread aborts a late exchange that the waiting rank has not."""
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 250e-6
 
@@ -85,18 +85,18 @@ _incarnations = itertools.count()
 class NcclCollective(ProcessGroupCollective):
     """One rank of a group over NCCL.
 
-    Each rank allocates what an exchange takes and then meets the others. The last rank to arrive
+    Each rank allocates the memory of an exchange and then meets the others. The last rank to arrive
     launches the exchange for all ranks while their threads are parked: inside one NCCL group, each
     part on the stream that is current in the rank's own thread. So no rank's kernel runs without
     its peers while a thread of the group calls the driver, and exchanges of several groups are
     launched in the same order on all devices. Other threads of the process make calls that may
     wait for a device inside ``CaptureGate.driver_call``.
 
-    The rank then polls an event behind the exchange until it is complete, and keeps the time limit:
-    if a rank is late, all communicators are aborted, and every rank raises. A result is only
-    trusted if the group was not aborted by then, for an aborted exchange ends without an error.
+    The rank then polls an event behind the exchange until it is complete or the timeout expires,
+    upon which all communicators are aborted, and every rank raises. A result is used only if the
+    group was not aborted by then, since an aborted exchange completes without an error.
 
-    Tensors of the CPU, with which ranks take small decisions, are exchanged at the meeting.
+    CPU tensors, which are small, are exchanged at the meeting.
 
     Args:
         rank: This rank.
@@ -139,8 +139,8 @@ class NcclCollective(ProcessGroupCollective):
             self._read_host = self._load_reader()
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
             self._communicators.add(self.rank, backend)
-            # Nobody connects before all can: a connection cannot be broken off (D29). A rank
-            # whose kernel is missing would wait on the host where its peers send parts.
+            # No rank connects before all are ready: connecting cannot be aborted. And a
+            # rank without the kernel would wait on the host where its peers continue.
             self.host_runs_ahead = self.agree("joins", capable=self._read_host is not None)
             backend.eager_connect_single_device(device)
         return backend
@@ -165,12 +165,12 @@ class NcclCollective(ProcessGroupCollective):
             return None
 
     def abort(self) -> None:
-        """As :meth:`Collective.abort`; the exchange in progress ends on every rank."""
+        """Like :meth:`Collective.abort`; the exchange in progress ends on every rank."""
         super().abort()
         self._communicators.abort()
 
     def check(self) -> None:
-        """As :meth:`Collective.check`; includes errors that the backend has noticed."""
+        """Like :meth:`Collective.check`; also raises for errors of the backend."""
         super().check()
         error = self._backend_error()
         if error is not None:
@@ -178,7 +178,7 @@ class NcclCollective(ProcessGroupCollective):
             raise mark_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
 
     def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
-        """As :meth:`Collective.mean_in_parts`; a part is launched once all ranks have added it."""
+        """Like :meth:`Collective.mean_in_parts`; parts are launched once all ranks added them."""
         self._in_parts = LaunchedMean(self, weight, tally)
         return self._in_parts
 
@@ -189,10 +189,10 @@ class NcclCollective(ProcessGroupCollective):
         return None if error == "SUCCESS" else str(error)
 
     def _require_sound(self, name: str) -> None:
-        """Check that the backend broke nothing off by itself, which no stream would show.
+        """Check that the backend has not aborted by itself, which no stream would show.
 
         Raises:
-            RuntimeError: It may have, and the step was made all the same: there is no way back.
+            RuntimeError: It may have, after the optimizer step: the replica is lost.
         """
         error = self._backend_error()
         if error is not None:
@@ -225,7 +225,7 @@ class NcclCollective(ProcessGroupCollective):
             return super()._run(request if staged is None else request._replace(staged=staged))
         except BaseException:
             if staged is not None and staged.in_flight and request.name != PARTS:
-                # Cut off at the meeting, with the exchange launched: it still writes to tensors.
+                # Aborted at the meeting after the launch: the exchange still writes to tensors.
                 self._communicators.abort()
                 with self._api.on_device(self._device):
                     self._api.record(self._event)
@@ -233,9 +233,9 @@ class NcclCollective(ProcessGroupCollective):
             raise
 
     def _staged(self, request: Request) -> LaunchPart | None:
-        """This rank's part, if its tensors are valid and on its GPU; allocates on this stream."""
+        """This rank's part if its tensors are valid and on its GPU; allocates on this stream."""
         if own_fault(request, self.world_size, self._placement_fault) is not None:
-            return None  # every rank raises that at the meeting
+            return None  # every rank raises the error at the meeting
         if not any(tensor.numel() for tensor in request.tensors) or any(
             self._api.device_of(tensor) != self._device for tensor in request.tensors
         ):
@@ -260,7 +260,7 @@ class NcclCollective(ProcessGroupCollective):
         return plan
 
     def _check_placement(self, requests: Sequence[Request]) -> tuple[str | None, bool]:
-        """Returns the error in where tensors lie, if any, and True if they lie on the CPU."""
+        """Returns an error of placement, if any, and True if all tensors are on the CPU."""
         kinds = set()
         for rank, request in enumerate(requests):
             for tensor in request.tensors:
@@ -269,7 +269,7 @@ class NcclCollective(ProcessGroupCollective):
                 if device.type == "cuda" and device != self._devices[rank]:
                     return f"rank {rank} passed a tensor on {device}, not its own device", False
         if len(kinds) > 1:
-            return "some tensors are on the CPU, others on a GPU; pass all on one side", False
+            return "some tensors are on the CPU, others on a GPU; pass all on one of them", False
         return None, kinds == {"cpu"}
 
     def _launch(self, requests: Sequence[Request], plan: Plan) -> None:
@@ -281,7 +281,7 @@ class NcclCollective(ProcessGroupCollective):
         with self._group.writing[self.rank], self._named_faults(requests[0].name):
             self._group.require_intact()
             if plan.factors is not None:
-                # Not in the group below: the first launch of a kernel may wait for its device.
+                # Not in the NCCL group below: a kernel's first launch may wait for its device.
                 for part, factor in zip(parts, plan.factors, strict=True):
                     with part.current():
                         part.staged.scale_(factor)
@@ -330,11 +330,11 @@ class NcclCollective(ProcessGroupCollective):
     def _stage_reduce_scatter(
         self, staged: Staged, output: Tensor, input: Tensor, op: ReduceOp
     ) -> None:
-        """Sends each rank its part alone, without a copy of the input in float32 or float64.
+        """Sends each rank only its part, without a copy of float32 or float64 input.
 
         ``ProcessGroupNCCL::_reduce_scatter_base`` is one ``ncclReduceScatter``.
         """
-        if op in (ReduceOp.MAX, ReduceOp.MIN):  # which NCCL computes without regard to NaN
+        if op in (ReduceOp.MAX, ReduceOp.MIN):  # NCCL's drop NaN
             super()._stage_reduce_scatter(staged, output, input, op)
             return
         whole = as_summed(input)
@@ -368,7 +368,7 @@ class NcclCollective(ProcessGroupCollective):
         return begun
 
     def _follow(self, name: str, called_off: Tensor) -> LateResult:
-        """As :meth:`ProcessGroupCollective._follow`; the thread of the group keeps the limit."""
+        """See :meth:`ProcessGroupCollective._follow`; the group's thread enforces the timeout."""
         assert self._read_host is not None
         seen = torch.empty_like(called_off)
         self._read_host(called_off, self._communicators.called_off)
@@ -378,11 +378,10 @@ class NcclCollective(ProcessGroupCollective):
         return exchange
 
     def _await_end(self, name: str, deadline: float) -> None:
-        """Wait until the current stream is through; past the deadline abort, and let it come to
-        an end.
+        """Wait for all work in the current stream; past the deadline abort, and wait for its end.
 
         Raises:
-            CollectiveTimeout: This rank, or the group's thread for it, has noticed the deadline.
+            CollectiveTimeout: The deadline has passed, for this rank or the group's thread.
         """
         self._api.record(self._event)
         wait = HostWait(name, deadline)
@@ -405,15 +404,15 @@ class NcclCollective(ProcessGroupCollective):
         deadline: float = math.inf,
         give_up: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Wait for an event; of a group that is aborted, for some seconds more.
+        """Wait for an event; after an abort, for at most ``ABORT_GRACE_S`` more.
 
         Args:
-            event: Behind an exchange.
-            deadline: When this rank gives up.
+            event: Recorded behind an exchange.
+            deadline: Time of the abort by this rank.
             give_up: Called then; aborts the group.
 
         Returns:
-            True if it is complete; if not, what the exchange writes to is lost with the device.
+            True if it is complete; if not, the exchange may still write to its tensors.
         """
         barrier, nap_s = self._group.barrier, _FIRST_NAP_S
         grace_end: float | None = None
@@ -496,7 +495,7 @@ class HostWait:
 
     Args:
         name: Name of the exchange.
-        deadline: When the rank gives up.
+        deadline: Time at which the rank aborts.
 
     Attributes:
         is_late: True once the deadline has passed without an end.
@@ -520,7 +519,7 @@ class HostWait:
 class WatchedExchange(LateResult):
     """An exchange that the host does not wait for.
 
-    Its time runs from when the device comes to it, which may be behind by some steps.
+    Its timeout starts when the device reaches it, which may be some steps later.
 
     Args:
         end: The rank's end of the group.
@@ -544,7 +543,7 @@ class WatchedExchange(LateResult):
         self._error: str | None = None
 
     def probe(self) -> None:
-        """Query the device. May block behind it; in the thread that does nothing else."""
+        """Query the device, which may block; runs in a thread for this only."""
         api = self._end._api
         try:
             with api.on_device(self._end._device):
@@ -552,11 +551,11 @@ class WatchedExchange(LateResult):
                     self._since = time.monotonic()
                 if self._since is not None:
                     self._is_over = api.is_complete(self._ended)
-        except RuntimeError as error:  # a device error; its peers would wait for ever
+        except RuntimeError as error:  # of the device; the peers would wait forever
             self._error = str(error)
 
     def overdue(self, now: float, timeout_s: float) -> str | None:
-        """The reason to abort, from what :meth:`probe` has found; calls no driver."""
+        """The reason to abort, from results of :meth:`probe`; makes no driver call."""
         if self._error is not None:
             return f"{self.name} failed: {self._error}"
         if self._since is None or self._is_over or now - self._since < timeout_s:
@@ -570,12 +569,12 @@ class WatchedExchange(LateResult):
         return self._end._api.is_complete(self._ended)
 
     def wait(self) -> None:
-        """As :meth:`LateResult.wait`."""
+        """See :meth:`LateResult.wait`."""
         end = self._end
         with end._api.on_device(end._device):
             has_ended = end._await_event(self._ended)
             failed = not has_ended
-            if float(end._communicators.called_off):  # now; perhaps only after it had ended
+            if float(end._communicators.called_off):  # possibly set after its end
                 failed = failed or float(self._seen) != 0
         end._communicators.forget(self)
         if not failed:
@@ -584,18 +583,18 @@ class WatchedExchange(LateResult):
         elif self._is_late:
             raise end._lateness(self.name)
         else:
-            raise CollectiveAborted(f"rank {end.rank}: {self.name} was broken off")
+            raise CollectiveAborted(f"rank {end.rank}: {self.name} was aborted")
 
 
 class Communicators:
     """The communicators of one group, and the limits of their exchanges; thread-safe.
 
-    NCCL ends a communicator only together with its peers on the machine, and one that is
-    aborted alone can leave theirs hanging. So an abort by anyone aborts all of them, each in
-    a thread of its own, and an orderly end comes when the last rank has left.
+    NCCL shuts a communicator down only together with its peers in the process, and aborting one
+    alone can leave its peers hanging. So an abort by any rank aborts all of them, each in its own
+    thread, and an orderly shutdown starts when the last rank has left.
 
-    Two threads keep the time limit of exchanges in flight. One queries the devices, and may block
-    behind them. The other compares what was found with the limit and aborts; it calls no driver,
+    Two threads enforce the timeout of exchanges in flight. One queries the devices, and may block
+    on them. The other compares its results with the timeout and aborts; it makes no driver call,
     and holds no lock while the first one queries.
 
     Args:
@@ -603,9 +602,9 @@ class Communicators:
         devices: Their GPUs.
 
     Attributes:
-        called_off: In pinned memory: 1 once the group is aborted, before any backend is; else 0.
-            What a kernel reads of it behind an exchange is 0 only if no abort can have ended that
-            exchange. There from the first backend on.
+        called_off: In pinned memory: set to 1 when the group is aborted, before any backend is;
+            else 0. A kernel behind an exchange reads 0 only if no abort can have ended that
+            exchange. Exists from the first backend on.
     """
 
     called_off: Tensor
@@ -630,7 +629,7 @@ class Communicators:
         self._ended = False
 
     def add(self, rank: int, backend: Any) -> None:
-        """Register a rank's backend; in its thread, on its device."""
+        """Register a rank's backend; called in its thread, on its device."""
         with self._lock:
             if not self._backends:
                 self.called_off = cuda_api.API.empty_pinned((), torch.float32)
@@ -641,7 +640,7 @@ class Communicators:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Context of a launch: an abort waits for its end, or refuses it.
+        """Context of a launch; an abort waits for its end, and prevents later ones.
 
         Raises:
             CollectiveAborted: The communicators are aborted.
@@ -652,21 +651,21 @@ class Communicators:
             yield
 
     def abort(self) -> None:
-        """Abort every backend, made or to be made. Idempotent; waits for none of them."""
+        """Abort every backend, also those added later. Idempotent; does not wait."""
         with self._lock:
             if self._aborted or self._ended:
                 return
             self._aborted = True
             if self._backends:
-                # A kernel that is aborted signals its peers that data has come: theirs may end
-                # with garbage before they are aborted themselves.
+                # An aborted kernel signals its peers that data has arrived: theirs may complete
+                # with garbage before they are aborted.
                 self.called_off.fill_(1)
             self._changed.notify_all()
             for rank, backend in self._backends.items():
                 self._start("abort", rank, backend.abort)
 
     def leave(self, rank: int) -> None:
-        """A rank uses its backend no more. Once all have left, waits until all have ended."""
+        """Release a rank's backend. The last rank to leave waits until all have ended."""
         with self._lock:
             self._left.add(rank)
             if self._ended or len(self._left) < self._world_size:
@@ -683,7 +682,7 @@ class Communicators:
             self._backends.clear()
 
     def settle(self, timeout_s: float) -> list[str]:
-        """Wait for aborts, or the end, that were begun; returns the threads that are not over."""
+        """Wait for aborts and shutdowns in progress; returns the names of live threads."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             threads = list(self._threads)
@@ -692,7 +691,7 @@ class Communicators:
         return [thread.name for thread in threads if thread.is_alive()]
 
     def watch(self, exchange: WatchedExchange) -> None:
-        """Abort the group if an exchange does not end in time."""
+        """Watch an exchange: abort the group if it does not end in time."""
         with self._changed:
             self._late_results.append(exchange)
             if self._prober is None:
@@ -700,13 +699,13 @@ class Communicators:
             self._notify_watcher()
 
     def expect(self, wait: HostWait) -> None:
-        """Abort the group if a rank that waits does not notice its deadline."""
+        """Watch a rank's wait: abort the group if the rank misses its deadline."""
         with self._changed:
             self._host_waits.append(wait)
             self._notify_watcher()
 
     def forget(self, exchange: WatchedExchange | HostWait) -> None:
-        """The rank has seen the end of an exchange."""
+        """Stop watching an exchange."""
         watched: list[Any] = (
             self._host_waits if isinstance(exchange, HostWait) else self._late_results
         )
@@ -731,8 +730,8 @@ class Communicators:
     def _start(self, what: str, rank: int, end: Callable[[], object]) -> None:
         def run() -> None:
             try:
-                # A launch in progress must not find its communicator freed; one that is stuck
-                # in the driver ends only by this.
+                # A launch in progress must not use a freed communicator; but one that is stuck
+                # in the driver ends only by the abort.
                 if self._launching.acquire(timeout=_LAUNCH_GRACE_S):
                     self._launching.release()
                 end()
@@ -799,8 +798,8 @@ def await_ended(devices: Iterable[torch.device]) -> None:
     """Wait until earlier groups on these GPUs have ended.
 
     Raises:
-        GpuWorkerError: One has not within ``END_S`` seconds. A new communicator beside it could
-            wait for ever for the kernels of the old one.
+        GpuWorkerError: One has not ended within ``END_S`` seconds. A new communicator could wait
+            forever for the kernels of the old one.
     """
     deadline = time.monotonic() + END_S
     for earlier in [group for group in list(_ENDING) if not group.devices.isdisjoint(devices)]:
@@ -808,9 +807,9 @@ def await_ended(devices: Iterable[torch.device]) -> None:
         if stuck:
             raise GpuWorkerError(
                 f"the communicators of the previous group did not end within {END_S:g} s "
-                f"({', '.join(stuck)}), so that no new group can be made on "
-                f"{', '.join(sorted(map(str, earlier.devices)))}: start the program anew, and "
-                "resume from a checkpoint"
+                f"({', '.join(stuck)}), so that no new group can be created on "
+                f"{', '.join(sorted(map(str, earlier.devices)))}: restart the program and resume "
+                "from a checkpoint"
             )
 
 
@@ -818,7 +817,7 @@ def new_backend(store: Store, rank: int, world_size: int, timeout_s: float) -> A
     """One rank's process group, not connected yet."""
     backend = _c10d.ProcessGroupNCCL
     options = backend.Options()
-    # The watchdog's own limit, never the first to be reached.
+    # The watchdog's timeout, longer than all others.
     options._timeout = timedelta(seconds=2 * timeout_s + 60.0)
     return backend(store, rank, world_size, options)
 
@@ -826,15 +825,14 @@ def new_backend(store: Store, rank: int, world_size: int, timeout_s: float) -> A
 def create_nccl_groups(devices: Sequence[torch.device], timeout_s: float) -> list[NcclCollective]:
     """Connects the ranks of one group over NCCL; see :func:`connect_ranks`.
 
-    A rank that does not come back from NCCL's own connection cannot be called back: its
-    thread stays, a daemon.
+    A rank stuck in NCCL's connection cannot be interrupted: its daemon thread stays alive.
 
     Args:
         devices: The GPU of each rank.
-        timeout_s: How long the connection, a meeting or an exchange may take, in seconds.
+        timeout_s: Limit of the connection, of a meeting and of an exchange, in seconds.
 
     Raises:
-        GpuWorkerError: An earlier group on these GPUs does not end.
+        GpuWorkerError: An earlier group on these GPUs has not ended.
     """
     await_ended(devices)
     environment = ENVIRONMENT

@@ -54,7 +54,7 @@ class Staged:
     Attributes:
         scaled: Parts of a weighted mean, to be multiplied by the rank's factor.
         issues: Operations of the backend; each returns its work.
-        reductions: Computations on what the operations leave.
+        reductions: Computations on the operations' outputs.
         copies: Targets and sources of the results.
     """
 
@@ -69,7 +69,7 @@ class Staged:
             scale_(wire, factor)
 
     def finish(self) -> None:
-        """Compute the results and copy them to where they belong."""
+        """Compute the results and copy them to their targets."""
         for reduction in self.reductions:
             reduction()
         for target, source in self.copies:
@@ -80,7 +80,7 @@ class ProcessGroupCollective(Collective):
     """One rank of a process group whose ranks are threads of this process.
 
     Before every exchange the ranks meet at ``gate``, which an abort breaks at once. A rank
-    that dies inside the exchange holds its peers up for at most ``timeout_s``.
+    that dies inside the exchange delays its peers by at most ``timeout_s``.
 
     The constructor blocks until every rank has connected; use
     :func:`create_process_groups`.
@@ -95,7 +95,7 @@ class ProcessGroupCollective(Collective):
     """
 
     kind = "gloo"
-    # All copies in float32 that a request takes exist at once.
+    # All float32 copies of a request exist at once.
     coalesced_bytes = 100 * 2**20
 
     def __init__(
@@ -129,7 +129,7 @@ class ProcessGroupCollective(Collective):
             held.clear()  # the backend's destructor closes sockets and joins its threads
             return
         held += broken_off.take_sent()
-        # It waits for what has not arrived, which ends once the peers let go of theirs.
+        # Freeing waits for parts in flight, which ends once the peers have freed theirs.
         self._closer = threading.Thread(target=held.clear, name="collective-close", daemon=True)
         self._closer.start()
 
@@ -145,9 +145,9 @@ class ProcessGroupCollective(Collective):
         return f"passed a tensor on {tensor.device}; GLOO takes CPU tensors, pass tensor.cpu()"
 
     def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
-        """As :meth:`Collective.mean_in_parts`: parts travel as soon as they are given.
+        """Like :meth:`Collective.mean_in_parts`; parts are sent as soon as they are added.
 
-        The first one waits until every rank has given its first.
+        The first one waits until every rank has added its first.
         """
         self._in_parts = SentMean(self, weight, tally)
         return self._in_parts
@@ -163,7 +163,7 @@ class ProcessGroupCollective(Collective):
 
     @contextmanager
     def _named_faults(self, name: str, start: float | None = None) -> Iterator[None]:
-        """Context of an exchange that began at ``start``; names the backend's errors."""
+        """Context of an exchange that began at ``start``; converts the backend's errors."""
         start = time.monotonic() if start is None else start
         try:
             with torch.no_grad():
@@ -185,7 +185,7 @@ class ProcessGroupCollective(Collective):
             ) from error
 
     def _stage(self, request: Request) -> Staged:
-        """Allocate what a valid request takes, and name its operations; issues none of them."""
+        """Allocate the memory of a valid request and list its operations, without issuing them."""
         staged = Staged()
         op = request.detail
         match request.name:
@@ -216,19 +216,19 @@ class ProcessGroupCollective(Collective):
         return staged
 
     def _send(self, flat: Tensor, factor: float) -> Any:
-        """Begin the weighted sum of a flat tensor; returns an item for :meth:`_arrived`."""
+        """Start the weighted sum of a flat tensor; returns an item for :meth:`_arrived`."""
         wire = scale_(as_summed(flat), factor)
         return self._begin_sum(wire), wire, flat
 
     def _arrived(self, sent: Sequence[Any]) -> None:
-        """Wait for the sums that were begun."""
+        """Wait for the sums started by :meth:`_send`."""
         for work, wire, flat in sent:
             self._await(work)
             if wire is not flat:
                 flat.copy_(wire)
 
     def _follow(self, name: str, called_off: Tensor) -> LateResult:
-        """The end of an exchange given to the current stream, which the host does not wait for."""
+        """Completion of the exchange in the current stream, without a wait of the host."""
         raise NotImplementedError(f"over {self.kind} the host waits")
 
     def _await(self, work: Any) -> None:
@@ -276,7 +276,7 @@ class ProcessGroupCollective(Collective):
     def _stage_reduce_scatter(
         self, staged: Staged, output: Tensor, input: Tensor, op: ReduceOp
     ) -> None:
-        """Gloo has none of its own: everything is reduced, and the rank's part kept."""
+        """Reduce everything and keep the rank's part, since Gloo has no reduce-scatter."""
         whole = input.clone()
         self._stage_all_reduce(staged, whole, op)
         staged.copies.append((output, whole.view(self.world_size, -1)[self.rank]))
@@ -296,7 +296,7 @@ class SentMean(MeanInParts):
     """Sends each part as it is added, and waits at the end.
 
     The ranks meet once, before the first part, so that nothing is sent to a rank that does not
-    come; one that dies later holds the others up for at most the limit of an exchange.
+    arrive; one that dies later delays the others by at most the timeout of an exchange.
     """
 
     def __init__(self, collective: ProcessGroupCollective, weight: float, tally: float) -> None:
@@ -338,7 +338,7 @@ class SentMean(MeanInParts):
         return total
 
     def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
-        """As :meth:`MeanInParts.end_late`."""
+        """See :meth:`MeanInParts.end_late`."""
         end, total = self._end, self._begun()
         if not (end.host_runs_ahead and self._sent):
             return self.end(), None
@@ -349,7 +349,7 @@ class SentMean(MeanInParts):
         return total, outcome
 
     def _begun(self) -> float:
-        """The sum of the weights, agreed on with the other ranks."""
+        """The sum of all ranks' weights; meets the other ranks if no part was added."""
         if self._total is None:
             self.add(())
         assert self._total is not None
@@ -392,10 +392,10 @@ def connect_ranks(
     Blocks until all have connected, or failed.
 
     Args:
-        connect: Gives the connected end of a rank; called in that rank's thread.
+        connect: Returns a rank's connected collective; called in that rank's thread.
         world_size: Number of ranks.
-        timeout_s: How long they may take, in seconds.
-        give_up: Called as soon as one of them fails, from any thread, and when time is up.
+        timeout_s: Limit of the connection, in seconds.
+        give_up: Called on the first failure, from any thread, and on timeout.
 
     Raises:
         CollectiveAborted: A rank could not connect; the cause is the original exception.
@@ -417,7 +417,7 @@ def connect_ranks(
     ]
     for thread in threads:
         thread.start()
-    # The backend's own timeout ends the threads; the margin is for the case it does not.
+    # The backend's own timeout ends the threads; the margin is for when it does not.
     deadline = time.monotonic() + timeout_s + 5.0
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
@@ -429,7 +429,7 @@ def connect_ranks(
     if not errors:
         missing = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         raise CollectiveTimeout(f"ranks {missing} did not connect within {timeout_s:g} s")
-    # The first to fail; the others failed because it did not come.
+    # The first failure; the others are its consequence.
     rank, error = errors[0]
     if isinstance(error, CollectiveTimeout):
         raise error
@@ -442,11 +442,11 @@ def _close_all(ends: Sequence[Collective]) -> None:
 
 
 def _turn_off_flight_recorder() -> None:
-    """One recorder serves the whole process, and up to PyTorch 2.11 it notes a new group without
-    its lock (pytorch#179449): where ranks are threads, the process crashes.
+    """Disable PyTorch's flight recorder, which is unsafe if ranks are threads of one process.
 
-    It stays as the user has set it, by either name. PyTorch reads the size once, at the first
-    collective of the process.
+    Up to PyTorch 2.11 it registers a new group without its lock (pytorch#179449), and the process
+    crashes. A size set by the user, under either name, is kept. PyTorch reads the size once, at
+    the first collective of the process.
     """
     if not any(name in os.environ for name in FLIGHT_RECORDER):
         os.environ[FLIGHT_RECORDER[0]] = "0"
@@ -463,10 +463,12 @@ def _connect_gloo(rank: int, world_size: int, store: Store, timeout_s: float) ->
 
 
 def as_summed(tensor: Tensor) -> Tensor:
-    """A tensor in the dtype in which it is summed; itself if that is its own."""
+    """A tensor in the dtype of summation; the tensor itself if it has that dtype."""
     if tensor.dtype in LOW_PRECISION:
         return tensor.float()
-    return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor  # no backend has it
+    return (
+        tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
+    )  # unsupported by the backends
 
 
 def scale_(wire: Tensor, factor: float) -> Tensor:
@@ -476,5 +478,5 @@ def scale_(wire: Tensor, factor: float) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, as which every dtype is sent where nothing is computed."""
+    """A tensor's bytes, for transfers without computation: backends lack some dtypes."""
     return tensor.view(-1).view(torch.uint8)

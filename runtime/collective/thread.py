@@ -20,11 +20,11 @@ from runtime.collective.base import (
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 
-# Elements. A block stays in cache while it is reduced and copied back; smaller ones cost
-# more in calls, each of which may have to wait for the interpreter, than they gain.
+# Elements. A block stays in cache while it is reduced and copied back; smaller ones cost more
+# in calls, each of which may wait for the interpreter lock, than they gain.
 _BLOCK = 1 << 19
-# Elements of all ranks together. Up to here the last to arrive does all the work: one
-# meeting, not two.
+# Elements of all ranks together up to which the last rank to arrive does all the work: one
+# meeting instead of two.
 _SMALL = 1 << 19
 
 
@@ -32,7 +32,7 @@ _SMALL = 1 << 19
 class Step:
     """Views of the ranks' tensors: the sources are reduced, the result is copied to targets.
 
-    Sources that are also the targets hold the result at once; others are not changed.
+    Sources that are also targets are reduced in place; others are not changed.
     """
 
     sources: Sequence[Tensor]
@@ -53,10 +53,10 @@ class ThreadCollective(Collective):
     Every rank publishes its tensors and meets the others; each then reduces its share
     over all ranks' tensors, in order of rank, and writes the result to all of them; a
     second meeting ends the call (a reduce-scatter and an all-gather without a transfer).
-    No buffer is allocated but one block in float32 for float16 and bfloat16, or for
-    ``reduce_scatter_into``. Small tensors are reduced by the rank that arrives last while
-    the others wait. The order of summation depends on sizes alone, so the same input
-    gives the same bits whoever comes first.
+    The only buffer is one block, in float32 for float16 and bfloat16, or for
+    ``reduce_scatter_into``. Small tensors are reduced by the last rank to arrive while
+    the others wait. The order of summation depends only on sizes, so the same input gives
+    the same bits in any order of arrival.
     """
 
     kind = "thread"
@@ -69,8 +69,8 @@ class ThreadCollective(Collective):
         return f"passed a tensor on {tensor.device}; THREAD reduces CPU tensors, pass tensor.cpu()"
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
-        # The views are made here, while all others sleep: every call into PyTorch gives
-        # up the interpreter, and ranks that run would take it from each other.
+        # The views are made here, while all others sleep: every call into PyTorch releases the
+        # interpreter lock, and running ranks would contend for it.
         plan = super()._plan(requests)
         if plan.done:
             return plan
@@ -102,9 +102,9 @@ def _carry_out(
     op: ReduceOp | None,
     factors: Sequence[float] | None,
 ) -> None:
-    """Does a share of the work in the thread of a rank."""
-    # A rank that leaves by an abort waits for this lock, so that nobody writes to
-    # its tensors any more; whoever takes it later finds the group aborted.
+    """Executes a share of the work in the thread of a rank."""
+    # A rank that leaves because of an abort waits for this lock, so that its tensors are no
+    # longer written to; a thread that acquires it later finds the group aborted.
     with group.writing[rank], torch.no_grad():
         for step in steps:
             group.require_intact()
@@ -118,7 +118,7 @@ def reduce_at_once(group: Group, rank: int, requests: Sequence[Request], plan: P
     """Does all the work in the thread of one rank, while the others sleep.
 
     Returns:
-        What is left to do: nothing.
+        The plan, done.
     """
     detail = requests[0].detail
     op = detail if isinstance(detail, ReduceOp) else None
@@ -132,7 +132,7 @@ def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) ->
     """Reduces the sources in order of rank.
 
     Returns:
-        The first source that counts, or a new tensor (in float32 for low precision).
+        The first source with a weight above 0, or a new tensor (in float32 for low precision).
     """
     values = step.sources
     if factors is not None:
@@ -157,15 +157,15 @@ def _reduce(step: Step, op: ReduceOp | None, factors: Sequence[float] | None) ->
 
 
 def weighted_sums(values: Sequence[list[Tensor]], factors: Sequence[float]) -> list[Tensor]:
-    """Weighted sums over the ranks, in order of rank; tensors of the factor 0 are not read.
+    """Weighted sums over the ranks, in order of rank; tensors with the factor 0 are not read.
 
     Args:
         values: ``values[rank][i]``, of the same shapes and one dtype.
         factors: One for each rank, not all 0.
 
     Returns:
-        The tensors of the first rank that counts, changed in place, or new ones in float32
-        for float16 and bfloat16; the same ones, unchanged, where no other rank counts.
+        The tensors of the first rank with a factor above 0, changed in place, or new ones in
+        float32 for float16 and bfloat16; the same ones, unchanged, if it is the only such rank.
     """
     first, *others = [rank for rank, factor in enumerate(factors) if factor]
     sums = values[first]
@@ -181,7 +181,7 @@ def weighted_sums(values: Sequence[list[Tensor]], factors: Sequence[float]) -> l
 
 
 def _shares(requests: Sequence[Request], num_shares: int) -> Sequence[Sequence[Step]]:
-    """The work, cut for ``num_shares`` ranks; not cut by rank where each has its own output."""
+    """The work in ``num_shares`` shares; one per rank if each rank has its own output."""
     first = requests[0]
     world_size = len(requests)
     if first.name in ("all_reduce_", "weighted_mean_"):
@@ -267,15 +267,15 @@ _ALIGNMENT_BYTES = 64
 class StagedThreadCollective(ThreadCollective):
     """A rank on a GPU: its tensors are reduced in CPU memory, with those of its peers.
 
-    Tensors of its GPU are copied to pinned memory of its own, reduced there and copied
-    back; tensors of the CPU are taken as they are. Ranks may share a GPU, and others may be
-    on the CPU. Copies run on the stream that is current in the calling thread: a result is
-    ordered there, and a call blocks until the work before it is done. After a failure the
-    tensors of the GPU are as they were.
+    Tensors on its GPU are copied to its own pinned memory, reduced there and copied back; CPU
+    tensors are used directly. Ranks may share a GPU, and others may be on the CPU. Copies run
+    on the stream that is current in the calling thread: a result is ordered there, and a call
+    blocks until earlier work on it is done. After a failure the tensors on the GPU are
+    unchanged.
 
     Args:
         rank: This rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
         group: Shared by the ranks.
         device: The rank's GPU.
     """
@@ -290,7 +290,7 @@ class StagedThreadCollective(ThreadCollective):
         self._returned: Event | None = None
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
-        # The rank that arrives last judges them all, when each has staged its own.
+        # Called by the last rank to arrive for the tensors of all ranks, already staged.
         device = self._api.device_of(tensor)
         if device.type == "cpu":
             return None
@@ -314,7 +314,7 @@ class StagedThreadCollective(ThreadCollective):
     def _views(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """Pinned twins of the tensors on this rank's GPU; ``None`` if there are none.
 
-        What is not as it should be stays what it is, to be judged with the others'.
+        Invalid arguments are passed through: the meeting reports them on every rank.
         """
         if not isinstance(tensors, (tuple, list)):
             return None
@@ -353,7 +353,7 @@ class StagedThreadCollective(ThreadCollective):
     def _fetch(
         self, tensors: Sequence[Tensor], staged: Sequence[Tensor], read: Sequence[bool]
     ) -> None:
-        """Copy to pinned memory; on return it is there, and nothing else uses the memory."""
+        """Copy to pinned memory; on return the copy is complete, and no other copy uses it."""
         pairs = list(zip(tensors, staged, read, strict=True))
         if not any(wanted and twin is not tensor for tensor, twin, wanted in pairs):
             self._sync.wait_host(self._returned)  # the last result has left the pinned memory
@@ -374,12 +374,12 @@ class StagedThreadCollective(ThreadCollective):
         self._returned = self._sync.mark(self._device, self._returned)
 
     def _release(self) -> None:
-        # The allocator of pinned memory keeps it until the copies that use it are over.
+        # The pinned allocator keeps the memory until the copies that use it are complete.
         self._pinned = self._fetched = self._returned = None
 
 
 def _roles(request: Request, rank: int) -> tuple[list[bool], list[bool]]:
-    """Which tensors a collective reads on this rank, and which it writes."""
+    """Flags for the tensors that a collective reads, and that it writes, on this rank."""
     if request.name in ("all_gather_into", "reduce_scatter_into"):
         num_pairs = len(request.tensors) // 2
         return [False, True] * num_pairs, [True, False] * num_pairs

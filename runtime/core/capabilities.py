@@ -34,7 +34,7 @@ class DeviceCapabilities:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceCapabilities:
-        """The capabilities of a device's kind; asks no device.
+        """The capabilities of a device's kind; queries no device.
 
         PyTorch built for ROCm names its devices ``cuda``, and has no PTX for them.
         """

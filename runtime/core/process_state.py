@@ -75,7 +75,7 @@ class _Modes(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Set the modes as they were, with a warning that names what had changed."""
+        """Restore the modes, with a warning that lists the changes."""
         now = _Modes.capture()
         if now.dtype is not self.dtype:
             torch.set_default_dtype(self.dtype)
@@ -142,7 +142,7 @@ def _entering(enter: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leaving(leave: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if not _ENTERED.depth:  # PyTorch leaves what it could not enter, too
+        if not _ENTERED.depth:  # PyTorch calls this after a failed enter, too
             return None
         try:
             return leave(*args, **kwargs)

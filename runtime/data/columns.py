@@ -32,7 +32,7 @@ class MappedArray:
 
     @property
     def address(self) -> int:
-        """Where the first row is mapped."""
+        """Address of the first row in the mapping."""
         return _address(self._array)
 
     def index_select(self, dim: int, indices: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ class DataPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """How a run reads its data set; see :class:`~gpuworker.TrainerBuilder` for each.
+    """Settings of the data path; documented by :class:`~gpuworker.TrainerBuilder`.
 
     Attributes:
         batch_size: Samples in a batch of one worker.

@@ -456,7 +456,7 @@ class LoadedBatch:
 
 
 class SizingSchedule:
-    """When to set the prefetch depth: after the first steps, then at the end of a plan.
+    """Times to set the prefetch depth: after the first steps, then at the end of a plan.
 
     Used by the worker's thread only.
 

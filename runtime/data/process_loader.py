@@ -33,11 +33,11 @@ from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
 _EXIT_S = 10.0  # the DataLoader notices a dead process within this time
 
 EXIT_SEEN_S = 1.0
-"""How long after a broken transfer a process may take to end."""
+"""Longest wait for a process to end after a broken transfer."""
 
 TERM_GRACE_S = 5.0
-"""How long a loader process that receives SIGTERM still reads: the run may have received it, too,
-and needs its data up to a step boundary."""
+"""Time for which a loader process that receives SIGTERM still reads: the run may have received it,
+too, and needs data up to a step boundary."""
 
 
 class ProcessLoader(ThreadLoader):

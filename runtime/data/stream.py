@@ -265,7 +265,7 @@ class StreamAdapter(DatasetAdapter):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can be iterated but not read by index."""
+    """True if a data set can be iterated but not read by index."""
     if isinstance(dataset, IterableDataset):
         return True
     kind = type(dataset)

@@ -1,7 +1,7 @@
-"""Admission of what must not run beside other calls to the driver: captures and launches.
+"""Mutual exclusion of CUDA graph captures, launches and other driver calls.
 
-CUDA graph captures run one at a time in the process, none beside a read of data. Exchanges
-between ranks are launched one at a time, none beside a call that may wait for a device.
+CUDA graph captures run one at a time in the process, never during a read of data. Exchanges
+between ranks are launched one at a time, never during a call that may wait for a device.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ LAUNCH_WAIT_S = 5.0
 class CaptureGate:
     """Mutual exclusion of captures, reads of data sets, launches and driver calls; thread-safe.
 
-    A capture in the mode ``thread_local`` bears allocations, waits for events and NCCL's watchdog
-    in other threads (``cudaThreadExchangeStreamCaptureMode`` in CUDA's reference; pytorch#104555),
-    so that no worker is parked. It does not bear a second capture in the process
-    (``torch/cuda/graphs.py``), nor that another thread synchronizes its device ("Prohibited and
-    Unhandled Operations" in the CUDA C++ Programming Guide), nor, up to PyTorch 2.12, that one
-    draws from its device's default generator (pytorch#172390): data sets and other workers on
-    the GPU may.
+    A capture in the mode ``thread_local`` permits allocations, waits for events and NCCL's
+    watchdog in other threads (``cudaThreadExchangeStreamCaptureMode`` in CUDA's reference;
+    pytorch#104555), so workers are not parked. It permits neither a second capture in the process
+    (``torch/cuda/graphs.py``), nor synchronization of its device by another thread ("Prohibited
+    and Unhandled Operations" in the CUDA C++ Programming Guide), nor, up to PyTorch 2.12, draws
+    from its device's default generator (pytorch#172390), which data sets and other workers on
+    the GPU may make.
 
-    Every wait is bounded: a thread that is stuck in the user's code costs others a graph, not
-    the run.
+    Every wait is bounded: if a thread is stuck in user code, others lose a graph, but the run
+    continues.
 
-    The kernel of an exchange occupies its device until the kernels of all peers run. A call of
-    the driver that waits for that device, or holds a lock while it waits, can keep a peer's
-    launch from ever being made (nccl#613). The ranks' own threads are parked while an exchange
-    is launched; other threads make such calls inside :meth:`driver_call`. Both sides are short:
-    a launch of all ranks, and one allocation or one batch of asynchronous copies.
+    The kernel of an exchange occupies its device until the kernels of all peers run. A driver
+    call that waits for that device, or holds a lock while it waits, can block a peer's launch
+    forever (nccl#613). The ranks' own threads are parked while an exchange is launched; other
+    threads make such calls inside :meth:`driver_call`. Both sides are short: a launch of all
+    ranks, and one allocation or one batch of asynchronous copies.
 
     Args:
-        capture_wait_s: How long a capture waits for data sets that are being read.
-        read_wait_s: How long a reader, or another capture, waits for a capture.
-        launch_wait_s: How long a launch and a call to the driver wait for each other.
+        capture_wait_s: Longest wait of a capture for data sets that are being read.
+        read_wait_s: Longest wait of a reader, or of another capture, for a capture.
+        launch_wait_s: Longest wait of a launch for driver calls, and of a driver call for a launch.
     """
 
     def __init__(

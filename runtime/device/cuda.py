@@ -1,4 +1,4 @@
-"""A worker's CUDA device: its streams, what orders them, and the copies to and from the CPU.
+"""A worker's CUDA device: its streams, their order, and copies to and from the CPU.
 
 Training runs on the compute stream, everything that moves state on the comm stream, batches
 on the copy stream. Nothing runs on the default stream, and nothing waits for the whole

@@ -48,7 +48,7 @@ class ModelMirror:
     device. So gradients of a rank never reach the parameters directly, and hooks of parameters
     run once, on the sum.
 
-    :meth:`follow` brings the copies up to date: modules, hooks, attributes, modes, frozen
+    :meth:`follow` updates the copies: modules, hooks, attributes, modes, frozen
     parameters, weights and buffers. A number, string or flag that has changed is set on the
     copies; any other change replaces the copies, which hold no state. Not seen are tensors that
     are neither parameters nor buffers and change in place, and objects implemented in C. Large

@@ -194,7 +194,7 @@ class Scatter:
 
 
 class InputRules:
-    """How a model's inputs are cut into shards.
+    """Rules for cutting a model's inputs into shards.
 
     Args:
         batch_dim: The dimension that counts the samples.

@@ -200,6 +200,6 @@ class EpochStarts:
             wake()
 
     def all_begun(self, epoch: int) -> bool:
-        """Whether every rank has begun an epoch, or a later one."""
+        """True if every rank has begun an epoch or a later one."""
         with self._lock:
             return all(begun >= epoch for begun in self._begun.values())

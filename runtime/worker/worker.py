@@ -486,7 +486,7 @@ class GpuWorker:
             self._submit(plan)
 
     def _may_load(self, epoch: int) -> bool:
-        """Whether ``epoch_fn`` was called for an epoch, under lockstep on every rank."""
+        """True if ``epoch_fn`` was called for an epoch, under lockstep on every rank."""
         if epoch > self._progress.begun_epoch:
             return False
         return not self._is_lockstep or self._lockstep.epoch_starts.all_begun(epoch)

@@ -611,7 +611,7 @@ WRONG: dict[str, tuple[Callable[[Collective], Any], str]] = {
         lambda end: end.all_reduce_(torch.ones(3, device="meta" if end.rank else "cpu")),
         "rank 1 passed a tensor on meta",
     ),
-    "no tensor": (lambda end: end.all_reduce_([1.0]), "rank 0 passed a list where a tensor"),
+    "no tensor": (lambda end: end.all_reduce_([1.0]), "rank 0 passed a list instead of a tensor"),
     "no list": (lambda end: end.weighted_mean_(torch.ones(3), 1), "pass a list of tensors"),
     "no op": (lambda end: end.all_reduce_(torch.ones(3), "sum"), "pass a ReduceOp"),
     "integer average": (
