@@ -166,11 +166,11 @@ class Run:
     def _follow(self, stream: StreamAdapter) -> None:
         """Release items of the stream after each event, once no rank can require them again."""
 
-        def tell(*_: object) -> None:
+        def release(*_: object) -> None:
             stream.release_before(*self._machine.first_needed())
 
-        tell()
-        self._service.observe(tell)
+        release()
+        self._service.observe(release)
 
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator

@@ -80,7 +80,7 @@ def create_collectives(
 
 
 def _place(device: torch.device | str) -> torch.device:
-    """The device with its number, as its tensors tell it."""
+    """The device with its number, as in ``tensor.device``."""
     placed = torch.device(device)
     if placed.type not in ("cpu", "cuda"):
         raise ValueError(f"no collective serves {placed}; pass CPU or CUDA devices")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Collective(ABC):
         rank: This rank.
         world_size: Number of ranks.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
-        host_runs_ahead: True if a mean in parts can be ended without a wait of the host.
+        host_runs_ahead: True if :meth:`BucketedMean.end_async` lets only the device wait.
         lane: Records the rank's waits for the others; ``None``: they are not recorded.
         tally: Sum of the ranks' tallies in the last collective.
         coalesced_bytes: Limit of one meeting of a coalesced collective, a larger tensor aside.
@@ -114,13 +115,18 @@ class Collective(ABC):
         """
         return self._run(Request("weighted_mean_", tensors, None, weight, tally))
 
-    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
+    def bucketed_mean(self, weight: float, *, tally: float = 0.0) -> BucketedMean:
         """:meth:`weighted_mean_` of tensors that become ready one after the other.
 
         The ranks use the group for nothing else until all have ended it. A rank that cannot end it
         calls :meth:`abort`; the tensors added so far must then not be used again.
         """
-        return MeanInParts(self, weight, tally)
+        return BucketedMean(self, weight, tally)
+
+    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> BucketedMean:
+        """Deprecated name of :meth:`bucketed_mean`."""
+        _warn_renamed("mean_in_parts", "bucketed_mean")
+        return self.bucketed_mean(weight, tally=tally)
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         """Copies rank ``src``'s tensor of any dtype to every rank, in place."""
@@ -176,13 +182,18 @@ class Collective(ABC):
         """
         self._run_coalesced("reduce_scatter_into", list(zip_longest(outputs, inputs)), op, tally)
 
-    def tell(self, number: float) -> tuple[float, ...]:
+    def all_gather_number(self, number: float) -> tuple[float, ...]:
         """Returns every rank's number, in order of rank; uses no device."""
-        self._run(Request("tell", tally=number))
+        self._run(Request("all_gather_number", tally=number))
         return self._tallies
 
-    def tell_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
-        """Like :meth:`tell`, before an ``all_gather`` of rows in a step.
+    def tell(self, number: float) -> tuple[float, ...]:
+        """Deprecated name of :meth:`all_gather_number`."""
+        _warn_renamed("tell", "all_gather_number")
+        return self.all_gather_number(number)
+
+    def all_gather_num_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
+        """Like :meth:`all_gather_number`, before an ``all_gather`` of rows in a step.
 
         Args:
             num_rows: Number of rows of this rank.
@@ -290,7 +301,7 @@ class Collective(ABC):
         fault = find_fault(requests, self._placement_fault)
         if fault is not None:
             return Plan(fault=fault)
-        if first.name in ("tell", "agree", _ROWS):
+        if first.name in ("all_gather_number", "agree", _ROWS):
             return Plan(tallies=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
         tally = float(sum([request.tally for request in requests]))
@@ -322,6 +333,10 @@ class Collective(ABC):
         return
 
 
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"Collective.{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+
+
 def close_collectives(collectives: Iterable[Collective]) -> None:
     """Close all ranks' collectives of some groups, and wait until their threads have ended.
 
@@ -335,8 +350,8 @@ def close_collectives(collectives: Iterable[Collective]) -> None:
         collective.wait_closed(max(0.0, deadline - time.monotonic()))
 
 
-class LateResult(ABC):
-    """Completion of an exchange that the host does not wait for. For the rank's own thread."""
+class CollectiveWork(ABC):
+    """An asynchronous exchange, like ``torch.distributed.Work``. For the rank's own thread."""
 
     @property
     @abstractmethod
@@ -353,11 +368,11 @@ class LateResult(ABC):
         """
 
 
-class MeanInParts:
-    """A weighted mean over all ranks whose tensors are added one after the other.
+class BucketedMean:
+    """A weighted mean over all ranks whose tensors are added bucket by bucket.
 
-    Every rank adds the same parts in the same order, and ends. This class exchanges them all at
-    the end; over a process group each part is sent as soon as it is added.
+    Every rank adds the same buckets in the same order, then calls :meth:`end`, which exchanges
+    them all; over a process group each bucket is sent as soon as it is added.
 
     Args:
         collective: This rank's end of the group.
@@ -379,7 +394,7 @@ class MeanInParts:
         self._parts.extend(tensors)
 
     def end(self) -> float:
-        """Wait until the parts hold the mean.
+        """Wait until the buckets hold the mean.
 
         Returns:
             The sum of the weights. If it is 0 all tensors are unchanged.
@@ -387,14 +402,14 @@ class MeanInParts:
         parts, self._parts = self._parts, []
         return self._collective.weighted_mean_(parts, self._weight, tally=self._tally)
 
-    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
+    def end_async(self, abort_flag: Tensor) -> tuple[float, CollectiveWork | None]:
         """Like :meth:`end`, but only the device waits if the collective ``host_runs_ahead``.
 
-        Later work on the current stream reads the mean from the parts, or garbage if the group
-        was aborted; ``called_off`` distinguishes the two.
+        Later work on the current stream reads the mean from the buckets, or garbage if the group
+        was aborted; ``abort_flag`` distinguishes the two.
 
         Args:
-            called_off: A float32 scalar on the device, set to 0 after an exchange that
+            abort_flag: A float32 scalar on the device, set to 0 after an exchange that
                 succeeded, to 1 after one that may have failed.
 
         Returns:
@@ -493,8 +508,8 @@ class Plan:
 
 Group = Rendezvous[Request, Plan]
 
-PARTS = "mean_in_parts"
-MEANS = ("weighted_mean_", PARTS)
+BUCKETED_MEAN = "bucketed_mean"
+MEANS = ("weighted_mean_", BUCKETED_MEAN)
 _ROWS = "all_gather"
 _ROWS_REMEDY = (
     "; in train_fn, all ranks that have a batch call all_gather equally often, in the same order, "

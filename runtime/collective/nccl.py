@@ -17,18 +17,18 @@ import torch
 import torch.distributed
 
 from runtime.collective.base import (
-    PARTS,
+    BUCKETED_MEAN,
+    BucketedMean,
+    CollectiveWork,
     Group,
-    LateResult,
-    MeanInParts,
     Plan,
     ReduceOp,
     Request,
     own_fault,
 )
 from runtime.collective.process_group import (
+    ProcessGroupBucketedMean,
     ProcessGroupCollective,
-    SentMean,
     Staged,
     as_summed,
     connect_ranks,
@@ -177,10 +177,10 @@ class NcclCollective(ProcessGroupCollective):
             self.abort()
             raise mark_failed(CollectiveAborted(f"rank {self.rank}: NCCL has failed: {error}"))
 
-    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
-        """Like :meth:`Collective.mean_in_parts`; parts are launched once all ranks added them."""
-        self._in_parts = LaunchedMean(self, weight, tally)
-        return self._in_parts
+    def bucketed_mean(self, weight: float, *, tally: float = 0.0) -> BucketedMean:
+        """Like :meth:`Collective.bucketed_mean`; buckets are launched once all ranks added them."""
+        self._bucketed_mean = NcclBucketedMean(self, weight, tally)
+        return self._bucketed_mean
 
     def _backend_error(self) -> str | None:
         # Not every build of PyTorch has it.
@@ -224,7 +224,7 @@ class NcclCollective(ProcessGroupCollective):
                 raise
             return super()._run(request if staged is None else request._replace(staged=staged))
         except BaseException:
-            if staged is not None and staged.in_flight and request.name != PARTS:
+            if staged is not None and staged.in_flight and request.name != BUCKETED_MEAN:
                 # Aborted at the meeting after the launch: the exchange still writes to tensors.
                 self._communicators.abort()
                 with self._api.on_device(self._device):
@@ -241,7 +241,7 @@ class NcclCollective(ProcessGroupCollective):
         ):
             return None
         with self._named_faults(request.name):
-            if request.name == PARTS and self._first_sent is None:
+            if request.name == BUCKETED_MEAN and self._first_sent is None:
                 self._first_sent = self._events.record()
             return LaunchPart(self, self._stage(request))
 
@@ -302,7 +302,7 @@ class NcclCollective(ProcessGroupCollective):
         part: LaunchPart = request.staged
         with self._named_faults(request.name):
             part.staged.finish()
-            if request.name == PARTS:  # its end is awaited once, after the last part
+            if request.name == BUCKETED_MEAN:  # its end is awaited once, after the last part
                 return
             try:
                 self._await_end(request.name, time.monotonic() + self._timeout_s)
@@ -359,7 +359,7 @@ class NcclCollective(ProcessGroupCollective):
         begun = self._take_first_sent()
         if begun is None:  # the weights sum to 0, or all parts were on the CPU
             return
-        self._await_end(PARTS, time.monotonic() + self._timeout_s)
+        self._await_end(BUCKETED_MEAN, time.monotonic() + self._timeout_s)
         self._events.give_back(begun)
         self.check()
 
@@ -367,12 +367,12 @@ class NcclCollective(ProcessGroupCollective):
         begun, self._first_sent = self._first_sent, None
         return begun
 
-    def _follow(self, name: str, called_off: Tensor) -> LateResult:
+    def _follow(self, name: str, abort_flag: Tensor) -> CollectiveWork:
         """See :meth:`ProcessGroupCollective._follow`; the group's thread enforces the timeout."""
         assert self._read_host is not None
-        seen = torch.empty_like(called_off)
-        self._read_host(called_off, self._communicators.called_off)
-        self._api.copy(seen, called_off)
+        seen = torch.empty_like(abort_flag)
+        self._read_host(abort_flag, self._communicators.abort_flag)
+        self._api.copy(seen, abort_flag)
         exchange = WatchedExchange(self, name, self._take_first_sent(), self._events.record(), seen)
         self._communicators.watch(exchange)
         return exchange
@@ -465,14 +465,14 @@ class LaunchPart:
             yield
 
 
-class LaunchedMean(SentMean):
+class NcclBucketedMean(ProcessGroupBucketedMean):
     """Launches each part once every rank has added it.
 
     The ranks meet for each part, which includes the check that all have added the same.
     """
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Launch parts, one after the other. Blocks until the other ranks have added them."""
+        """Launch the tensors, one after the other. Blocks until the other ranks have added them."""
         for tensor in tensors:
             if tensor.numel():
                 self._meet((tensor,))
@@ -485,7 +485,7 @@ class LaunchedMean(SentMean):
 
     def _meet(self, tensors: Sequence[Tensor]) -> None:
         if self._total != 0:
-            request = Request(PARTS, tensors, None, self._weight, self._tally)
+            request = Request(BUCKETED_MEAN, tensors, None, self._weight, self._tally)
             self._total = self._end._run(request)
             self._sent.extend(tensors)
 
@@ -516,7 +516,7 @@ class HostWait:
         return f"{self.name} did not end within {timeout_s:g} s"
 
 
-class WatchedExchange(LateResult):
+class WatchedExchange(CollectiveWork):
     """An exchange that the host does not wait for.
 
     Its timeout starts when the device reaches it, which may be some steps later.
@@ -526,7 +526,7 @@ class WatchedExchange(LateResult):
         name: Name of the exchange.
         begun: Recorded in front of it.
         ended: Recorded behind it, and behind ``seen``.
-        seen: Written by a kernel behind the exchange, from ``Communicators.called_off``.
+        seen: Written by a kernel behind the exchange, from ``Communicators.abort_flag``.
     """
 
     def __init__(
@@ -569,12 +569,12 @@ class WatchedExchange(LateResult):
         return self._end._api.is_complete(self._ended)
 
     def wait(self) -> None:
-        """See :meth:`LateResult.wait`."""
+        """See :meth:`CollectiveWork.wait`."""
         end = self._end
         with end._api.on_device(end._device):
             has_ended = end._await_event(self._ended)
             failed = not has_ended
-            if float(end._communicators.called_off):  # possibly set after its end
+            if float(end._communicators.abort_flag):  # possibly set after its end
                 failed = failed or float(self._seen) != 0
         end._communicators.forget(self)
         if not failed:
@@ -602,12 +602,12 @@ class Communicators:
         devices: Their GPUs.
 
     Attributes:
-        called_off: In pinned memory: set to 1 when the group is aborted, before any backend is;
+        abort_flag: In pinned memory: set to 1 when the group is aborted, before any backend is;
             else 0. A kernel behind an exchange reads 0 only if no abort can have ended that
             exchange. Exists from the first backend on.
     """
 
-    called_off: Tensor
+    abort_flag: Tensor
 
     def __init__(self, group: Group, devices: Sequence[torch.device] = ()) -> None:
         self.devices = frozenset(devices)
@@ -632,8 +632,8 @@ class Communicators:
         """Register a rank's backend; called in its thread, on its device."""
         with self._lock:
             if not self._backends:
-                self.called_off = cuda_api.API.empty_pinned((), torch.float32)
-                self.called_off.fill_(float(self._aborted))
+                self.abort_flag = cuda_api.API.empty_pinned((), torch.float32)
+                self.abort_flag.fill_(float(self._aborted))
             self._backends[rank] = backend
             if self._aborted:
                 self._start("abort", rank, backend.abort)
@@ -659,7 +659,7 @@ class Communicators:
             if self._backends:
                 # An aborted kernel signals its peers that data has arrived: theirs may complete
                 # with garbage before they are aborted.
-                self.called_off.fill_(1)
+                self.abort_flag.fill_(1)
             self._changed.notify_all()
             for rank, backend in self._backends.items():
                 self._start("abort", rank, backend.abort)

@@ -16,12 +16,12 @@ import torch.distributed
 from torch import Tensor
 
 from runtime.collective.base import (
+    BUCKETED_MEAN,
     LOW_PRECISION,
-    PARTS,
+    BucketedMean,
     Collective,
+    CollectiveWork,
     Group,
-    LateResult,
-    MeanInParts,
     Meeting,
     Plan,
     ReduceOp,
@@ -110,7 +110,7 @@ class ProcessGroupCollective(Collective):
         super().__init__(rank, world_size, gate)
         _turn_off_flight_recorder()
         self._timeout_s = timeout_s
-        self._in_parts: SentMean | None = None
+        self._bucketed_mean: ProcessGroupBucketedMean | None = None
         self._closer: threading.Thread | None = None
         self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
 
@@ -124,7 +124,7 @@ class ProcessGroupCollective(Collective):
 
     def _release(self) -> None:
         held, self._backend = [self._backend], None
-        broken_off, self._in_parts = self._in_parts, None
+        broken_off, self._bucketed_mean = self._bucketed_mean, None
         if broken_off is None:
             held.clear()  # the backend's destructor closes sockets and joins its threads
             return
@@ -144,13 +144,13 @@ class ProcessGroupCollective(Collective):
             return None
         return f"passed a tensor on {tensor.device}; GLOO takes CPU tensors, pass tensor.cpu()"
 
-    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> MeanInParts:
-        """Like :meth:`Collective.mean_in_parts`; parts are sent as soon as they are added.
+    def bucketed_mean(self, weight: float, *, tally: float = 0.0) -> BucketedMean:
+        """Like :meth:`Collective.bucketed_mean`; buckets are sent as soon as they are added.
 
         The first one waits until every rank has added its first.
         """
-        self._in_parts = SentMean(self, weight, tally)
-        return self._in_parts
+        self._bucketed_mean = ProcessGroupBucketedMean(self, weight, tally)
+        return self._bucketed_mean
 
     def _take_part(self, request: Request, plan: Plan) -> None:
         with self._named_faults(request.name):
@@ -227,7 +227,7 @@ class ProcessGroupCollective(Collective):
             if wire is not flat:
                 flat.copy_(wire)
 
-    def _follow(self, name: str, called_off: Tensor) -> LateResult:
+    def _follow(self, name: str, abort_flag: Tensor) -> CollectiveWork:
         """Completion of the exchange in the current stream, without a wait of the host."""
         raise NotImplementedError(f"over {self.kind} the host waits")
 
@@ -292,7 +292,7 @@ class ProcessGroupCollective(Collective):
         return self._connected().allreduce([wire], options)
 
 
-class SentMean(MeanInParts):
+class ProcessGroupBucketedMean(BucketedMean):
     """Sends each part as it is added, and waits at the end.
 
     The ranks meet once, before the first part, so that nothing is sent to a rank that does not
@@ -310,7 +310,7 @@ class SentMean(MeanInParts):
         """Send a part. The first one waits for the other ranks."""
         end = self._end
         if self._total is None:
-            request = Request(PARTS, weight=self._weight, tally=self._tally)
+            request = Request(BUCKETED_MEAN, weight=self._weight, tally=self._tally)
             self._total = end._run(request)
             self._start = time.monotonic()
         if self._total == 0:
@@ -322,7 +322,7 @@ class SentMean(MeanInParts):
                     self._sent.append(end._send(tensor.view(-1), factor))
 
     def end(self) -> float:
-        """Wait for all parts sent."""
+        """Wait for all buckets sent."""
         end, total = self._end, self._begun()
         meeting = None if end.lane is None else Meeting(end.lane)
         if meeting is not None:
@@ -334,18 +334,18 @@ class SentMean(MeanInParts):
             if meeting is not None:
                 meeting.over()
         self._sent.clear()
-        end._in_parts = None
+        end._bucketed_mean = None
         return total
 
-    def end_late(self, called_off: Tensor) -> tuple[float, LateResult | None]:
-        """See :meth:`MeanInParts.end_late`."""
+    def end_async(self, abort_flag: Tensor) -> tuple[float, CollectiveWork | None]:
+        """See :meth:`BucketedMean.end_async`."""
         end, total = self._end, self._begun()
         if not (end.host_runs_ahead and self._sent):
             return self.end(), None
         with self._failing():
-            outcome = end._follow(PARTS, called_off)
+            outcome = end._follow(BUCKETED_MEAN, abort_flag)
         self._sent.clear()
-        end._in_parts = None
+        end._bucketed_mean = None
         return total, outcome
 
     def _begun(self) -> float:
@@ -363,7 +363,7 @@ class SentMean(MeanInParts):
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            with self._end._named_faults(PARTS, self._start):
+            with self._end._named_faults(BUCKETED_MEAN, self._start):
                 yield
         except BaseException as error:
             self._end._group.fail(error)

@@ -316,14 +316,16 @@ class ReplicaAverager:
         """This rank's weight, given the health of all; a negative weight means not healthy."""
         collective = self.collective
         assert collective is not None
-        weights = usable_weights([None if w < 0 else w for w in collective.tell(weight)])
+        weights = usable_weights(
+            [None if w < 0 else w for w in collective.all_gather_number(weight)]
+        )
         return weights[collective.rank]
 
     def _copy_from_heaviest(self, others: tuple[Tensor, ...], weight: float) -> None:
         """Copy integer buffers from the rank of largest weight, the lowest rank on ties."""
         collective = self.collective
         assert collective is not None
-        weights = collective.tell(weight)
+        weights = collective.all_gather_number(weight)
         for flat in others:
             collective.broadcast_(flat, src=weights.index(max(weights)))
 

@@ -67,7 +67,7 @@ class DriftCheck:
         Returns:
             The first difference that is more than rounding; the same on every rank.
         """
-        digests = collective.tell(self._digest(frozen=frozen))
+        digests = collective.all_gather_number(self._digest(frozen=frozen))
         if len(set(digests)) == 1:
             return None
         return self._first_difference(collective)
@@ -112,19 +112,19 @@ class DriftCheck:
     def _first_difference(self, collective: Collective) -> Drift | None:
         """Compare tensor by tensor. Collective."""
         tensors = self._tensors()
-        counts = collective.tell(len(tensors))
+        counts = collective.all_gather_number(len(tensors))
         if len(set(counts)) > 1:
             return Drift("the number of tensors of the optimizer's state", _unlike(counts), None)
-        kinds = collective.tell(_mixed(self._device_kind()))
+        kinds = collective.all_gather_number(_mixed(self._device_kind()))
         is_mixed = len(set(kinds)) > 1
         for name, value in tensors:
-            ranks = _unlike(collective.tell(_fingerprint(value)))
+            ranks = _unlike(collective.all_gather_number(_fingerprint(value)))
             if not ranks:
                 continue
             is_frozen = any(value is p for _, p in self._frozen)
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return Drift(name, ranks, None, is_frozen)
-            distance = max(collective.tell(self._distance(collective, value)))
+            distance = max(collective.all_gather_number(self._distance(collective, value)))
             rounding = _MIXED_TOLERANCE if is_mixed else _TOLERANCE_EPS * _eps(value.dtype)
             if not distance <= rounding:
                 return Drift(name, ranks, distance, is_frozen)

@@ -84,7 +84,7 @@ class GlobalBatchComm:
             return
         self.share_statistics()
         with self._untimed():
-            counts = self._collective.tell(num_batches)
+            counts = self._collective.all_gather_number(num_batches)
             most = int(max(counts))
             self._complete_rank = counts.index(most) if min(counts) < most else None
             members = [_ranks_with_batch(i, counts) for i in range(most)]
@@ -214,7 +214,7 @@ class GlobalBatchComm:
             f"{tuple(tensor.shape[1:])} {tensor.dtype} {'with' if has_grad else 'without'} gradient"
         )
         with self._untimed():
-            counts = [int(count) for count in self._group.tell_rows(num_rows, call)]
+            counts = [int(count) for count in self._group.all_gather_num_rows(num_rows, call)]
         start = sum(counts[: self._group.rank])
         rows = slice(start, start + num_rows)
         if not has_grad:

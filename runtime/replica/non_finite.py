@@ -257,7 +257,7 @@ class StepFiniteCheck:
             return False
         # Exactly one rank raises the error, even if only the sum overflowed: if none did, all
         # would wait for the end of the run.
-        at_fault = collective.tell(fault is not None)
+        at_fault = collective.all_gather_number(fault is not None)
         if collective.rank == at_fault.index(max(at_fault)):
             raise fault or NonFiniteError(self._rank, self._mark.step, "gradient")
         raise CollectiveAborted("a peer's loss or gradient is not finite")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION, LateResult, MeanInParts
+from runtime.collective.base import LOW_PRECISION, BucketedMean, CollectiveWork
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatLayout, NamedParams
@@ -88,7 +88,7 @@ class GradientReducer:
         self._recorded: list[int] | None = None  # order of the backward pass in progress
         self._own_order: list[int] = []  # order on this rank, until the ranks agree
         self._order: list[int] | None = None
-        self._mean: MeanInParts | None = None
+        self._mean: BucketedMean | None = None
         self._armed: tuple[int, WindowWeight | None] | None = None
         self._failure: BaseException | None = None
         self._aborted_flats: list[Tensor] = []
@@ -96,7 +96,7 @@ class GradientReducer:
         self.is_empty = False
         device = self._params[0].device
         self.skip_flag = torch.zeros((), dtype=torch.float32, device=device)
-        self._late_result: LateResult | None = None
+        self._pending_work: CollectiveWork | None = None
         self._arrange(None)
         self._hooks: list[Any] = []
         if bucket_bytes is not None:
@@ -198,13 +198,13 @@ class GradientReducer:
         """True if gradients are sent in buckets, during the backward pass."""
         return self._bucket_bytes is not None
 
-    def take_late_result(self) -> LateResult | None:
+    def take_pending_work(self) -> CollectiveWork | None:
         """The pending result of the last exchange; ``None`` if it has completed."""
-        result, self._late_result = self._late_result, None
+        result, self._pending_work = self._pending_work, None
         return result
 
     @property
-    def _in_parts(self) -> bool:
+    def _is_bucketed(self) -> bool:
         """True if an exchange has several parts, on every rank alike."""
         return self._bucket_bytes is not None or self.collective.host_runs_ahead
 
@@ -290,7 +290,7 @@ class GradientReducer:
     def _send(self, bucket: _Bucket, num_samples: int, *, weighed: bool) -> None:
         if self._mean is None:
             tally = num_samples if weighed else 0
-            self._mean = self.collective.mean_in_parts(num_samples, tally=tally)
+            self._mean = self.collective.bucketed_mean(num_samples, tally=tally)
         bucket.sent = True
         self._timer.pause()  # an exchange may wait for the other ranks
         try:
@@ -378,18 +378,18 @@ class GradientReducer:
             self._order = first + sorted(set(range(num)) - set(first))
         self._arrange(self._order)
 
-    def can_end_late(self) -> bool:
+    def can_end_async(self) -> bool:
         """True if the host need not read the device between the exchange and the packed step."""
         judged = self._finite_check is not None and self._finite_check.reads
         return self.collective.host_runs_ahead and self.packed.complete and not judged
 
-    def exchange(self, num_samples: int, *, late: bool = False) -> bool:
+    def exchange(self, num_samples: int, *, async_op: bool = False) -> bool:
         """Replace the packed values by their weighted mean over the ranks. Collective.
 
         Args:
             num_samples: As passed to :meth:`pack`.
-            late: If :meth:`can_end_late`, do not wait: the step must be gated by
-                :attr:`skip_flag`, and :meth:`take_late_result` returns the pending result.
+            async_op: If :meth:`can_end_async`, do not wait: the step must be gated by
+                :attr:`skip_flag`, and :meth:`take_pending_work` returns the pending result.
 
         Returns:
             False if the step was dropped, because a value was not finite. See also
@@ -402,15 +402,15 @@ class GradientReducer:
         weighed = {"tally": num_samples} if self.packed.weighed else {}
         try:
             with self._comm():
-                if self._in_parts:
-                    mean = self._mean or self.collective.mean_in_parts(num_samples, **weighed)
+                if self._is_bucketed:
+                    mean = self._mean or self.collective.bucketed_mean(num_samples, **weighed)
                     waiting = self._waiting()
                     self._mean = mean
                     mean.add([bucket.flat for bucket in waiting])
                     if self._weight_apart and self.collective.host_runs_ahead:
                         mean.add([self._weight])
-                    if late:
-                        total, self._late_result = mean.end_late(self.skip_flag)
+                    if async_op:
+                        total, self._pending_work = mean.end_async(self.skip_flag)
                     else:
                         total = mean.end()
                     self._mean = None
@@ -421,9 +421,9 @@ class GradientReducer:
             raise
         # The same on every rank: part of the exchange.
         num_weighed = self.collective.tally
-        if late:
+        if async_op:
             if num_weighed:
-                self._divide_late((total - num_weighed) / total)
+                self._divide_async((total - num_weighed) / total)
             return True
         mean_weight = self._mean_weight(total, num_weighed, num_samples) if num_weighed else 1.0
         if self._finite_check is not None and not self._finite_check.accept_reduced(
@@ -439,7 +439,7 @@ class GradientReducer:
             self.skip_flag.zero_()
         return True
 
-    def _divide_late(self, plain: float) -> None:
+    def _divide_async(self, plain: float) -> None:
         """Divide by the reduced weight for each sample, a value on the device.
 
         Args:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.collective.base import LateResult
+from runtime.collective.base import CollectiveWork
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.loss_weights import (
     GradientMask,
@@ -287,7 +287,7 @@ class AccumulationWindow:
         self._losses: list[Tensor] = []
         self._plain_units = 0.0  # sum over micro-batches before the first weight
         self._weights: WeightAccumulator | None = None
-        self._pending: LateResult | None = None
+        self._pending: CollectiveWork | None = None
 
     def __enter__(self) -> AccumulationWindow:
         self._stepper._is_open = True
@@ -504,13 +504,13 @@ class AccumulationWindow:
         stepper, part = self._stepper, self._part
         if part.reducer is not None:
             # The first step creates the optimizer's state, so it must not be skipped.
-            late = self._run_ahead and stepper._has_stepped and self._is_gated
-            late = late and part.reducer.can_end_late()
+            async_op = self._run_ahead and stepper._has_stepped and self._is_gated
+            async_op = async_op and part.reducer.can_end_async()
             stepper._timer.pause()
-            accepted = part.reducer.exchange(self.num_samples, late=late)
+            accepted = part.reducer.exchange(self.num_samples, async_op=async_op)
             stepper._timer.resume()
-            if late:
-                self._pending = part.reducer.take_late_result()
+            if async_op:
+                self._pending = part.reducer.take_pending_work()
             if not accepted:
                 return DROPPED
             return self._end() if part.reducer.is_empty else None
@@ -623,7 +623,7 @@ class StepEnd(NamedTuple):
 
     dropped: bool
     weight: WindowWeight | None = None
-    pending: LateResult | None = None
+    pending: CollectiveWork | None = None
 
 
 MADE, DROPPED = StepEnd(False), StepEnd(True)

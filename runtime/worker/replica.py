@@ -368,7 +368,7 @@ class WorkerReplica:
             if drift is None:
                 self.lockstep.compared()
                 return False
-            ranks = [int(rank) for rank in collective.tell(self.rank)]
+            ranks = [int(rank) for rank in collective.all_gather_number(self.rank)]
         message = self._describe_drift(drift, ranks)
         donor = None if peers is None else peers.replicas.get(ranks[0])
         repairs = self._repairs_drift or drift.is_frozen

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.collective.base import LateResult
+from runtime.collective.base import CollectiveWork
 from runtime.core.errors import (
     CollectiveAborted,
     CollectiveTimeout,
@@ -483,7 +483,7 @@ class _LaunchedStep:
         num_empty: Following batches without samples for this rank.
     """
 
-    pending: LateResult
+    pending: CollectiveWork
     before: _BeforeStep
     values: PendingStep
     num_batches: int

@@ -185,14 +185,14 @@ def test_the_abort_flag_is_read_by_the_device_after_the_collective(make, aborts)
     ranks = make(1)
 
     def work(end, device):
-        called_off = torch.full((), 7.0, device=device)
+        abort_flag = torch.full((), 7.0, device=device)
         tensor = torch.ones(10, device=device)
         end.all_reduce_(tensor)
         torch.cuda._sleep(LONG_CYCLES // 8)
-        mean = end.mean_in_parts(1.0)
+        mean = end.bucketed_mean(1.0)
         mean.add([tensor])
         begin = time.monotonic()
-        _, outcome = mean.end_late(called_off)
+        _, outcome = mean.end_async(abort_flag)
         assert time.monotonic() - begin < 0.5, "the host waited"
         if aborts:
             end.abort()
@@ -200,7 +200,7 @@ def test_the_abort_flag_is_read_by_the_device_after_the_collective(make, aborts)
                 outcome.wait()
         else:
             outcome.wait()
-        return called_off.item()
+        return abort_flag.item()
 
     assert ranks.run(work) == [float(aborts)]
 

@@ -234,7 +234,7 @@ class NcclRun:
         size = step.sizes[0]
         whole = float(sum(range(1, n + 1)))
         if step.kind == "tell":
-            assert end.tell(rank) == tuple(range(n))
+            assert end.all_gather_number(rank) == tuple(range(n))
         elif step.kind == "sum":
             tensor = self._tensor(end, [rank + 1.0] * size, dtype)
             end.all_reduce_(tensor)
@@ -266,7 +266,7 @@ class NcclRun:
             for tensor in tensors:
                 self._expect(end, tensor, [mean] * tensor.numel())
             return
-        parts = end.mean_in_parts(rank + 1.0)
+        parts = end.bucketed_mean(rank + 1.0)
         order = tensors[::-1] if rank == self.plan.reversed_rank else tensors
         for tensor in order:
             parts.add([tensor])
@@ -276,8 +276,8 @@ class NcclRun:
             for tensor in tensors:
                 self._expect(end, tensor, [mean] * tensor.numel())
             return
-        called_off = self._tensor(end, 7.0, torch.float32)
-        _, result = parts.end_late(called_off)
+        abort_flag = self._tensor(end, 7.0, torch.float32)
+        _, result = parts.end_async(abort_flag)
         self._compute(self.devices[rank], step)
         if result is not None:
             result.wait()

@@ -137,7 +137,7 @@ class Meeting(ThreadCollective):
                 return mine
             case "weighted_mean_":
                 return mine._replace(tensors=[t.clone() for t in peer.reals], weight=peer.weight)
-            case "tell":
+            case "all_gather_number":
                 return mine._replace(tally=peer.weight)
             case "broadcast_":
                 return mine._replace(tensors=(peer.others[self._num_broadcasts].clone(),))

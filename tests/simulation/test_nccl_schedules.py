@@ -66,7 +66,7 @@ def test_a_rank_with_another_order_of_buckets_is_found():
         plan.reversed_rank = 1
         plan.failing, plan.aborter = None, False
 
-    assert found("mean_in_parts: rank 1 passed shape", change) is not None
+    assert found("bucketed_mean: rank 1 passed shape", change) is not None
 
 
 def test_an_abort_between_two_launches_is_found(monkeypatch):
@@ -84,4 +84,4 @@ def test_ranks_that_disagree_on_late_results_are_found(monkeypatch):
     monkeypatch.setattr(
         nccl.NcclCollective, "agree", lambda self, subject, *, capable=True, **_: capable
     )
-    assert found("called weighted_mean_, rank 0 called mean_in_parts", change) is not None
+    assert found("called weighted_mean_, rank 0 called bucketed_mean", change) is not None

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psutil
@@ -266,7 +266,7 @@ def test_with_all_weights_0_nothing_changes(kind, world_size):
 
 @each_kind
 @each_world_size
-def test_a_mean_in_parts_equals_the_reference(kind, world_size):
+def test_a_bucketed_mean_equals_the_reference(kind, world_size):
     """Parts of any dtype, empty ones, and a rank with weight 0 whose values are not used."""
     weights = [3, 0.5, 0, 1][:world_size]
     values = [[v[:2_000], v[2_000:5_000], v[:0], v[5_000:]] for v in values_of(world_size, LARGE)]
@@ -278,7 +278,7 @@ def test_a_mean_in_parts_equals_the_reference(kind, world_size):
     def work(end):
         totals = []
         for _ in range(2):  # the second time what was reduced, which stays as it is
-            mean = end.mean_in_parts(weights[end.rank], tally=end.rank + 1)
+            mean = end.bucketed_mean(weights[end.rank], tally=end.rank + 1)
             for part in tensors[end.rank]:
                 mean.add([part])
             totals.append(mean.end())
@@ -296,13 +296,23 @@ def test_a_mean_in_parts_equals_the_reference(kind, world_size):
         assert_same_bits([own[index] for own in tensors])
 
 
+def test_deprecated_names_of_collectives_warn_and_work():
+    (end,) = create_collectives(1, "thread")
+    with closing(end):
+        with pytest.warns(DeprecationWarning, match="use all_gather_number"):
+            assert end.tell(3.0) == (3.0,)
+        with pytest.warns(DeprecationWarning, match="use bucketed_mean"):
+            mean = end.mean_in_parts(2.0)
+        assert mean.end() == 2.0
+
+
 @each_kind
-def test_a_mean_in_parts_with_all_weights_0_changes_nothing(kind):
+def test_a_bucketed_mean_with_all_weights_0_changes_nothing(kind):
     values = values_of(2, 33)
     tensors = [value.clone() for value in values]
 
     def work(end):
-        mean = end.mean_in_parts(0)
+        mean = end.bucketed_mean(0)
         mean.add([tensors[end.rank]])
         return mean.end()
 
@@ -316,13 +326,13 @@ def test_a_mean_in_parts_with_all_weights_0_changes_nothing(kind):
     ("kind", "given"),
     [(kind, given) for kind in KINDS for given in (0, 1) if (kind, given) != ("nccl", 1)],
 )
-def test_a_mean_in_parts_that_a_rank_breaks_off_wakes_the_others(kind, given):
+def test_a_bucketed_mean_that_a_rank_breaks_off_wakes_the_others(kind, given):
     """What poses as NCCL carries each part out at once."""
     with group_of(2, kind, timeout_s=10 * WAKE_S) as ends:
         ready = threading.Event()
 
         def work(end):
-            mean = end.mean_in_parts(1)
+            mean = end.bucketed_mean(1)
             for k in range(given if end.rank else 3):
                 mean.add([torch.ones(7) * k])
             if end.rank:
@@ -347,7 +357,7 @@ def test_no_thread_of_a_broken_group_is_left_once_all_ranks_are_closed():
     ends = create_collectives(2, "gloo", timeout_s=TIMEOUT_S)
 
     def work(end):
-        mean = end.mean_in_parts(1)
+        mean = end.bucketed_mean(1)
         for k in range(1 if end.rank else 3):
             mean.add([torch.ones(7) * k])
 

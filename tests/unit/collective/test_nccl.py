@@ -327,7 +327,7 @@ def test_no_rank_is_launched_before_every_rank_has_added_the_part(scene):
     held, added = threading.Event(), threading.Event()
 
     def work(end):
-        mean = end.mean_in_parts(1.0)
+        mean = end.bucketed_mean(1.0)
         mean.add([scene.tensor(end, end.rank + 1.0)])
         if end.rank == 1:
             assert held.wait(TIMEOUT_S)
@@ -576,20 +576,20 @@ def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch
 
 def late_mean(scene, end):
     """Starts a mean in parts that nobody waits for; gives how it ends, and its flag."""
-    called_off = scene.tensor(end, 7.0, 1).reshape(())
-    mean = end.mean_in_parts(1.0)
+    abort_flag = scene.tensor(end, 7.0, 1).reshape(())
+    mean = end.bucketed_mean(1.0)
     mean.add([scene.tensor(end, end.rank + 1.0)])
-    total, outcome = mean.end_late(called_off)
+    total, outcome = mean.end_async(abort_flag)
     assert total == end.world_size
-    return outcome, called_off
+    return outcome, abort_flag
 
 
 def test_the_device_reads_behind_an_exchange_whether_it_can_be_used(scene):
     ends = scene.group()
     found = on_ranks(ends, scene.on_stream(lambda end: late_mean(scene, end)))
-    for outcome, called_off in found:
+    for outcome, abort_flag in found:
         outcome.wait()
-        assert called_off.item() == 0.0
+        assert abort_flag.item() == 0.0
     ends[0].abort()
     for outcome, _ in found:  # it had ended by then
         outcome.wait()
@@ -620,11 +620,11 @@ def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadl
         assert not outcome.done
         stuck.fake.wait_host(outcome._begun)
     kinds = []
-    for outcome, called_off in found:
+    for outcome, abort_flag in found:
         with pytest.raises((CollectiveAborted, CollectiveTimeout)) as caught:
             outcome.wait()
         kinds.append(type(caught.value))
-        assert called_off.item() == 1.0
+        assert abort_flag.item() == 1.0
     assert 0.25 < time.monotonic() - begin < 0.3 + SOON_S
     assert CollectiveTimeout in kinds
     assert sorted(rank for name, rank in stuck.calls if name == "abort") == [0, 1]

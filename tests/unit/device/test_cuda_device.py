@@ -137,7 +137,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
         host_runs_ahead = False
         world_size = 1
         tally = 0.0
-        mean_in_parts = Mean
+        bucketed_mean = Mean
 
         def agree(self, subject, **properties):
             return True
