@@ -84,7 +84,7 @@ def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dic
 
 
 def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
-    """What a rank does in a round, a snapshot in two passes as well; ``sources[3]`` changes.
+    """Work of a rank in a round, also with a snapshot in two passes; changes ``sources[3]``.
 
     A snapshot reads one and writes one, an update reads three and writes one.
     """
@@ -168,7 +168,7 @@ def measure_arithmetic(
 
 
 def num_passes(world: int, way: str) -> int:
-    """How many replicas' worth of memory a way has to read and write."""
+    """Memory that an implementation reads and writes, in replicas."""
     return 4 if way.startswith("update") else world + 1
 
 

@@ -82,7 +82,7 @@ class Gap:
     num_faults: int
 
     def overlaps(self, window: tuple[float, float]) -> bool:
-        """Whether it has a moment in common with a period."""
+        """True if it overlaps a period."""
         return self.start < window[1] and self.start + self.wall_s > window[0]
 
 
@@ -165,11 +165,11 @@ def epoch_times(
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """What copying a state takes, in as many threads at once as there are ranks.
+    """Cost of copying a state in one thread per rank at once.
 
     Attributes:
         wall_s: Time of a thread.
-        cpu_s: What it computed.
+        cpu_s: Its CPU time.
         num_faults: Its page faults.
     """
 
@@ -321,7 +321,7 @@ def report_pauses(found: list[Pause]) -> Iterator[str]:
 
 
 def cost(args: argparse.Namespace) -> int:
-    """What checkpoints cost: the pause of training, and throughput."""
+    """Cost of checkpoints: the pause of training, and throughput."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": describe(), "mb": args.mb, "systems": {}}
     size = state_bytes(make_model(args.mb * MB))
@@ -355,7 +355,7 @@ def cost(args: argparse.Namespace) -> int:
 POLICIES = [policy.value for policy in ApplyPolicy]
 NUM_SAMPLES, SMALL_BATCH, UNITS = 480, 4, 256
 LONGER = 1.3
-"""What lives are lengthened by after one that got nowhere, as on a busy machine."""
+"""Factor on the lifetime of a process after one without progress, as on a busy machine."""
 LEFTOVER = ".unfinished-*"
 
 
@@ -458,12 +458,12 @@ def forked(work: Callable[[], None]) -> int:
 
 @dataclass
 class Record:
-    """What the kills have shown.
+    """Results of the kills.
 
     Attributes:
         num_kills: Processes killed.
         num_while_writing: Kills that left an unfinished checkpoint behind.
-        num_mid_epoch: Kills after which the middle of an epoch was gone on from.
+        num_mid_epoch: Kills after which training resumed within an epoch.
         num_before_first: Kills before there was any checkpoint.
         lost_s: For each kill, the age of the checkpoint that was gone on from.
         num_finished: Lives that came to their end before the kill.
@@ -562,7 +562,7 @@ class Killer:
             record.faults.append(f"refused: {loaded.refused}")
         told = self._written.read_text().split() if self._written.exists() else []
         if told and serial(loaded.name) < serial(told[-1]):
-            record.faults.append(f"{loaded.name} is taken, {told[-1]} was written")
+            record.faults.append(f"{loaded.name} is resumed, {told[-1]} was written")
         if loaded.data.global_step < self._step:
             record.faults.append(f"step {self._step} was reached before {loaded.name}")
         if loaded.data.global_step == self._step:

@@ -65,7 +65,7 @@ COST_TARGET_S, COST_TARGET_SHARE = 0.015, 0.01
 """Bounds of what a round takes from the training of a machine, and of its part of a period."""
 COST_PERIOD_S, DEFAULT_PERIOD_S = 1.0, 30.0
 AROUND_S = 0.25
-"""What of the time before and behind a round counts as its own."""
+"""Time before and after a round that counts as part of it."""
 NUM_DEALT, DEAL_TARGET_S = 1000, 0.020
 ROUND_TARGET_S = 0.015
 """Bound of a round's calls between two machines on one host, nothing compressed."""
@@ -105,7 +105,7 @@ MILLION = Workload(
 
 
 PAUSES = (Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.AVERAGING, Cause.CALLBACKS)
-"""What one worker alone does for rounds between machines, and for nothing else."""
+"""Causes that a single worker has only because of rounds between machines."""
 
 
 class Clocked(Mean):
@@ -352,7 +352,7 @@ def round_cpu_s(found: dict[str, Any]) -> list[float]:
 
 
 def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """What a round between two machines takes from the training of each."""
+    """Cost of a round between two machines in training time of each."""
     load = MachineLoad()
     with machines(NUM_MACHINES) as ask:
         own = sum(own_rates(ask, [0.0] * NUM_MACHINES))
@@ -702,7 +702,7 @@ def rounds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
 
 
 def facts_of(ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random) -> list[Facts]:
-    """What machines of these speeds would tell at the end of a period."""
+    """Facts that machines of these speeds would report at the end of a period."""
     found = []
     for i, batch_s in enumerate(seconds):
         name = f"machine-{i:04}"

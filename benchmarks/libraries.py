@@ -32,11 +32,11 @@ TIMEOUT_S = 240.0
 
 
 marked: set[str] = set()
-"""What was told; of batches the first alone is."""
+"""Marks already sent to the parent; "batch" is sent once."""
 
 
 def mark(what: str) -> None:
-    """Tell the parent when something came about."""
+    """Send the time of an event to the parent."""
     if what not in marked or what != "batch":
         marked.add(what)
         print(f"mark {what} {time.time()}", flush=True)

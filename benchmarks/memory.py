@@ -1,4 +1,4 @@
-"""What averaging on the CPU path holds in memory, in units of the model's size.
+"""Memory use of averaging on the CPU path, in units of the model's size.
 
 Usage: ``python benchmarks/memory.py [--epochs 12]``. Needs Linux with glibc 2.33 or later.
 What is measured and how stands in ``benchmarks/README.md``.

@@ -1,4 +1,4 @@
-"""What the runtime adds to a step, what recording and being watched cost, what prefetch gives.
+"""Overhead of the runtime per step, of recording and of monitoring; gain of prefetching.
 
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
 ``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``,
@@ -189,7 +189,7 @@ def step_table(rows: list[dict[str, Any]]) -> str:
 
 
 def step(args: argparse.Namespace) -> None:
-    """What a worker adds to a step."""
+    """Overhead of a worker per step."""
     if min(args.workers) < 1 or args.seconds < 20 * BLOCK_S:
         sys.exit(f"--workers must be at least 1 and --seconds at least {20 * BLOCK_S:g}")
     result = begin()
@@ -273,7 +273,7 @@ def measure_prefetch(
 
 
 def prefetch(args: argparse.Namespace) -> None:
-    """What loading ahead gives."""
+    """Gain of loading ahead."""
     result: dict[str, Any] = {**begin(), "models": {}}
     for name in args.models:
         record, disturbed = measure_prefetch(WORKLOADS[name], args.repeat, args.seconds, args.retry)
@@ -617,21 +617,21 @@ def judge_pairs(
 
 
 def timeline(args: argparse.Namespace) -> None:
-    """What recording a timeline costs."""
+    """Cost of recording a timeline."""
     cases: Cases = {(way,): partial(in_runs, partial(recorded_rates, way)) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, TIMELINE_TARGET))
 
 
 def metrics(args: argparse.Namespace) -> None:
-    """What metrics of every ten batches cost."""
+    """Cost of metrics every ten batches."""
     cases: Cases = {(way,): partial(told_in_stretches, way) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
 def monitor(args: argparse.Namespace) -> None:
-    """What watching a run costs: a monitor and a page over neither.
+    """Cost of monitoring a run: with a monitor and a page over without.
 
-    Half-sent requests are judged beside a monitor and a page in both runs, in a process of few
+    Half-sent requests are measured with a monitor and a page in both runs, in a process with few
     descriptors.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -668,7 +668,7 @@ def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, judged: 
 
 
 def buckets(args: argparse.Namespace) -> None:
-    """What buckets gain or cost over Gloo, with two workers."""
+    """Gain or cost of buckets over Gloo, with two workers."""
     result = begin() | {"models": {}}
     print("| model | buckets of MiB | with over without | 95 % interval | target |")
     print("| --- " * 5 + "|")
@@ -702,7 +702,7 @@ DRAWS_WARM = 10
 
 
 def draws(args: argparse.Namespace) -> None:
-    """What a step of a millisecond takes with kernels that draw from the thread's generator, over
+    """Time of a one-millisecond step with kernels that draw from the thread's generator, over
     PyTorch's own: blocks of one loop in turn, in one thread."""
     result = begin() | {"models": {}}
     width = fitting_width()
@@ -939,7 +939,7 @@ def readings_us(num_readings: int) -> list[float]:
 
 
 def parts(args: argparse.Namespace) -> None:
-    """What a timeline's parts cost on their own."""
+    """Cost of a timeline's parts, each on its own."""
     begin()
     step_ns, message_ns = added_ns(ApplyPolicy.CADENCE, 1, args.count)
     collective_ns, _ = added_ns(ApplyPolicy.SYNC, 2, args.count)

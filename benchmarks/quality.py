@@ -75,7 +75,7 @@ CHILD = "from benchmarks.quality import child; child()"
 RESULT = "result: "
 """Begins the line of a run's result."""
 NUMBERS = {"lr": float, "num_epochs": int, "batch_size": int, "part": float}
-"""What ``--override`` may change in a study."""
+"""Fields of a study that ``--override`` may change."""
 SETTINGS = {
     "anchor": int,
     "min_anchor": int,
@@ -89,7 +89,7 @@ SETTINGS = {
 }
 """Settings of the trainer's builder that ``--set`` may give the averaged modes."""
 RECOMMENDED = ["lr_scale_ratio=0.2"]
-"""What they have otherwise, as docs/policies.md recommends with Adam and its like."""
+"""Their defaults, as docs/policies.md recommends for Adam and similar optimizers."""
 
 
 # -- one training run, in a process of its own -------------------------------------------
@@ -111,9 +111,9 @@ AVERAGED = tuple(mode for mode, (policy, _) in RUNTIME.items() if policy is not 
 SLOWED = "-slowed"
 """Ends the name of a mode of the runtime in which rank 1 is slowed."""
 CURVE_SAMPLES = 500
-"""Held-out samples by which the loss over time is told; that of the result is by all."""
+"""Held-out samples for the loss over time; the final loss uses all."""
 SLOWDOWN = 3.0
-"""How many times a slowed rank takes what it takes otherwise."""
+"""Factor on the step time of a slowed rank."""
 SYNC_MODES = (
     "solo-global",
     *("sync-shares", "cpu-cadence"),
@@ -128,7 +128,7 @@ PERIODS = (8, 32, 128)
 MACHINES = {f"{name}-{period}": (name, period) for name in OUTER for period in PERIODS}
 """Modes of two machines, by outer optimizer and batches of each machine between two rounds."""
 ONE_MACHINE = "solo-small"
-"""What they are judged against: the same script, on one machine."""
+"""Their baseline: the same script, on one machine."""
 
 
 def study_of(spec: Mapping[str, Any]) -> Study:
@@ -378,7 +378,7 @@ def snapshot(model: nn.Module) -> Payload:
 def next_global(
     state: Payload, parts: Sequence[Payload], weights: Sequence[int], outer: OuterOptimizer
 ) -> Payload:
-    """What a round between machines makes of the global state."""
+    """The global state after a round between machines."""
     sums = [
         sum(tensors[1:], start=tensors[0])
         for tensors in zip(
@@ -648,7 +648,7 @@ def judge(results: Mapping[str, Runs], modes: Sequence[str]) -> dict[str, Any]:
 
 
 def tally(models: Mapping[str, Any]) -> dict[str, Any]:
-    """How many cells were judged against the global batch, and which are worse, by loss."""
+    """Number of cells compared with the global batch by loss, and the worse ones."""
     judged = [
         (model, row["mode"], row["measures"]["loss"]["against_global"])
         for model, found in models.items()
@@ -781,7 +781,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: what the child is told, and what tells it apart in the record."""
+    """One run: the spec sent to the child process, and the key of its record."""
 
     spec: Line
     definition: str
@@ -792,14 +792,14 @@ class Job:
         return f"{self.spec['model']} {self.spec['mode']} seed {self.spec['seed']}"
 
     def key(self) -> Line:
-        """What a line of the record must have to be this run's result."""
+        """Fields by which a line of the record is this run's result."""
         kept = {name: self.spec[name] for name in ("model", "mode", "seed", "settings")}
         more = {"with_curve": True} if self.spec["curve"] else {}
         return {**kept, **more, "definition": self.definition}
 
 
 def overrides_of(args: argparse.Namespace, model: str) -> Line:
-    """What ``--override`` gives for a model: under its own name, or for all of them."""
+    """Values of ``--override`` for a model: under its own name, or for all models."""
     given = {**args.override}
     own = {name: given.pop(f"{model}.{name}") for name in NUMBERS if f"{model}.{name}" in given}
     return {**{name: value for name, value in given.items() if name in NUMBERS}, **own}
@@ -910,7 +910,7 @@ def _line(job: Job, result: str, others: float) -> Line:
 
 
 def _is_wanted(args: argparse.Namespace, job: Job, line: Line | None) -> bool:
-    """Whether a run is to be made: it is not there, or its time is wanted and was disturbed."""
+    """True if a run is missing, or was disturbed while its time is measured."""
     if args.timed and job.spec["mode"] in SOLO:
         return False
     return line is None or (args.timed and line["used_by_others"] > QUIET)
@@ -1085,11 +1085,11 @@ SIZES = ["lenet.part=0.5", "autoencoder.part=0.5"]
 SIZES += [
     f"{model}.{size}" for model in ("char-rnn", "gpt") for size in ("part=0.2", "num_epochs=4")
 ]
-"""What ``sync`` overrides if nothing else is given: less data, more epochs, which are points."""
+"""Default overrides of ``sync``: less data, and more epochs; each is a point."""
 
 
 def beside_solo(runs: Runs, mode: str, margin: float) -> Difference | None:
-    """By what part of it a mode's held-out loss is above solo's, paired by seed.
+    """Relative excess of a mode's held-out loss over solo's, paired by seed.
 
     The verdict is ``"no worse"`` if the mean and two standard errors are within the margin,
     ``"worse"`` if they are not and the mean is more than two above 0, else ``"undecided"``.
@@ -1124,7 +1124,7 @@ def time_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 
 
 def targets(solo: Result, margin: float) -> tuple[float, float]:
-    """The losses to which times are told: near one device's last one, and it with the margin."""
+    """Target losses of the times: near one device's final loss, and that plus the margin."""
     first, last = solo["curve"][0][1], solo["curve"][-1][1]
     return first + REACHED * (last - first), last * (1 + margin)
 
@@ -1242,7 +1242,7 @@ class Case:
 
 
 def averaged_state(model: nn.Module) -> list[Tensor]:
-    """What is averaged of a replica: parameters and floating-point buffers."""
+    """Averaged tensors of a replica: parameters and floating-point buffers."""
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     return [*(p.data for p in model.parameters()), *buffers]
 
@@ -1256,7 +1256,7 @@ def mean_of(models: Sequence[nn.Module]) -> list[Tensor]:
 
 @torch.no_grad()
 def move(models: Sequence[nn.Module], deltas: Sequence[Sequence[Tensor]]) -> None:
-    """Add to each replica what an average brings it."""
+    """Add to each replica its change by an average."""
     for model, delta in zip(models, deltas, strict=True):
         for tensor, change in zip(averaged_state(model), delta, strict=True):
             tensor.add_(change)
@@ -1379,7 +1379,7 @@ def parse_drift(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def drift(arguments: Sequence[str] | None = None) -> None:
-    """What averaging seldom or late costs in quality, apart from timing: replicas in one thread."""
+    """Cost in quality of rare or late averaging, apart from timing: replicas in one thread."""
     args = parse_drift(arguments)
     try:
         if args.data is not None:

@@ -70,7 +70,7 @@ LONGER = 6.0
 """Times a measurement, in ``efficiency`` and ``coordinator``: with epochs of about 2 seconds their
 ends, where plans are short, count as in short training, and no more."""
 FOLLOW_AT, FOLLOW_STEPS, FOLLOW_STEADY = 60, 140, 20
-"""Steps before rank 1 changes its speed, in all, and those before it that are looked at."""
+"""Steps before rank 1 changes its speed, in all, and the number before it that is evaluated."""
 FOLLOW_BATCH, FOLLOW_SAMPLE_S = 64, 3e-4
 """Samples of a rank, and the time that it sleeps for each."""
 NEAR = 0.05
@@ -339,7 +339,7 @@ def world_checks(rates: Rates, sizes: Sequence[int], step_ms: float) -> list[Che
 
 
 def rounds_table(rates: Rates, rounds: Mapping[str, Mapping[str, float]]) -> str:
-    """What averaging costs by the size of the model.
+    """Table of the cost of averaging by model size.
 
     Args:
         rates: Samples/s of the bare loop and of the policies at each size.
@@ -375,7 +375,7 @@ def lockstep_table(rates: Rates, sizes: Sequence[int], batch_size: int) -> str:
 
 
 def step_table(rates: Rates, steps: Sequence[tuple[str, float]], batch_size: int) -> str:
-    """What remains of the bare rates as the step shrinks.
+    """Table of the fraction of the bare rates that is left as the step shrinks.
 
     Args:
         rates: Samples/s at ``SYSTEM@STEP_MS/KIND`` (see :func:`step_cell`).
@@ -450,12 +450,12 @@ def coordinator_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a section measures.
+    """Measurement options of a section.
 
     Attributes:
         seconds: Length of one measurement.
         repeat: Repetitions of each cell.
-        num_retries: How often a disturbed measurement is repeated.
+        num_retries: Maximum number of repetitions of a disturbed measurement.
         quick: Whether the section measures fewer cells.
         models: Workloads of the sections ``peers``, ``efficiency``, ``shares`` and
             ``transports``.
@@ -476,7 +476,7 @@ class Options:
 
 @dataclass
 class Section:
-    """What a section gives.
+    """Results of a section.
 
     Attributes:
         markdown: Its tables.
@@ -603,7 +603,7 @@ def _shares_cells(cells: Cells, step_s: float, slowdown: float) -> list[Cell]:
 
 
 def follow(options: Options) -> Section:
-    """How soon shares follow a rank that changes its speed, and how steady they are before."""
+    """Delay with which shares follow a rank's change of speed, and their steadiness before it."""
     section, rows = Section(), []
     for before, after in ((1.0, 3.0), (3.0, 1.0)):
         found = [follow_once(before, after, FOLLOW_AT + i) for i in range(options.repeat)]
@@ -918,12 +918,12 @@ class Contest:
 
     @property
     def is_overhead(self) -> bool:
-        """Whether it is a step's time over a bare one's, of which less is better."""
+        """True for a step's time over a bare one's, of which less is better."""
         return self.request["what"] == "overhead"
 
 
 def contests(args: argparse.Namespace) -> list[Contest]:
-    """What the arguments ask for: rates, then steps against bare ones."""
+    """The measurements that the arguments select: rates, then steps against bare ones."""
     found = []
     for model in args.models:
         workload = workload_of(model)

@@ -1,4 +1,4 @@
-"""What each tuning gains on this machine: with it over without it, in turn.
+"""Speed-up of each tuning on this machine: blocks with and without it, in turn.
 
 Usage: ``python benchmarks/tunings.py [--names NAME ...] [--json FILE]``.
 What is measured and how stands in ``benchmarks/README.md``.
@@ -84,7 +84,7 @@ class Run:
 
     @contextmanager
     def __call__(self, seconds: float) -> Iterator[Measure]:
-        """Starts the run, which goes on while a tuning is switched off and on."""
+        """Start the run, which continues while a tuning is switched off and on."""
         workload = tiny() if self.model == "tiny" else WORKLOADS[self.model]
         handle = runtime_builder(
             workload,
@@ -162,12 +162,12 @@ class Arithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What is judged.
+    """One tuning and its measurements.
 
-    Attributes:
-        what: In words.
-        off: Switches it off in this process.
-        cases: What is measured, by what the table calls it.
+        Attributes:
+    what: Description.
+            off: Context in which it is off in this process.
+            cases: Measurements, by their names in the table.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Where does the time go? Workers of unequal speed, with a page and a trace to look at."""
+"""Profile workers of unequal speed: writes a page and a trace of the timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every test: no thread left, intra-op threads as found, known seeds."""
+"""Checks around every test: no leaked thread, intra-op threads unchanged, fixed seeds."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from runtime.collective.nccl_library import shared_gpu_fault
 sys.dont_write_bytecode = False
 
 GRACE_S = 5.0
-"""How long a thread may take to end once its test has ended, for all of them together."""
+"""Time limit for all threads of a test together to end after it."""
 
 POOLS = ("pytest_timeout", "tqdm_monitor")
-"""Threads of the tools that run the tests, known by the start of their names."""
+"""Prefixes of the names of the test tools' threads."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a background job of a shell without job control, where tests of Ctrl-C, and the
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _old_objects_are_left_alone() -> None:
-    """What earlier files have left is no work for the collector of cycles any more.
+    """Exclude objects of earlier files from garbage collection.
 
-    There are millions of objects in the end, and many tests call for it.
+    Millions of objects accumulate, and many tests call ``gc.collect()``.
     """
     gc.collect()
     gc.freeze()

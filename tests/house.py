@@ -294,7 +294,7 @@ class House:
     # -- figures --------------------------------------------------------------------------
 
     def figures(self):
-        """What the size and the order of the tree come to, by name."""
+        """Figures on the size and structure of the tree, by name."""
         own = [f for f in self.files if f.startswith("runtime/")]
         coordinator = [f for f in self.files if f.startswith("coordinator/")]
         names = Counter(f.split("/")[-1] for f in self.files if not f.endswith("/__init__.py"))

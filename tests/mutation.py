@@ -396,10 +396,10 @@ class Run:
                 self.verdicts[result["key"]] = result
 
     def limit_s(self, tests: tuple[str, ...]) -> float:
-        """How long the tests may take: some times what they take without a change.
+        """Time limit of tests: a multiple of their time without a mutation.
 
         Returns:
-            Seconds; 0 if they fail without a change, so that they can tell nothing.
+            Seconds; 0 if they fail without a mutation and are useless.
         """
         if tests not in self._limits_s:
             start = time.monotonic()

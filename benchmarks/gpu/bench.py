@@ -1,8 +1,8 @@
-"""What the GPU benchmark is made with: sections and their figures, and the process they run in.
+"""Framework of the GPU benchmark: sections, their figures, and the process they run in.
 
 A section that hangs is ended together with its process, and one that fails may leave the
 device in a state that spoils those behind it: then the process is ended and another one started.
-Whatever happens there, all results so far are kept, and the run ends in time.
+All results so far are kept in any case, and the run ends in time.
 
 No PyTorch is imported in here before a section is.
 """
@@ -61,7 +61,7 @@ class Row:
         name: What was measured or checked.
         figure: The number; ``None``: it could not be measured.
         unit: Of the figure; a ratio has none, ``"yes"`` makes it a check that is 0 or 1.
-        target: The bound; ``None``: the figure is only told.
+        target: The bound; ``None``: the figure is only reported.
         at_most: Whether ``target`` bounds the figure from above.
     """
 
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; ``None`` without one."""
+        """True if the target is met; ``None`` without one."""
         if self.target is None:
             return None
         if self.figure is None:
@@ -94,15 +94,15 @@ class Row:
 
 @dataclass(kw_only=True)
 class SectionResult:
-    """What came of one section.
+    """Results of one section.
 
     Attributes:
         name: As given to ``--sections``.
         title: In words.
         status: ``"not run"``, ``"running"``, ``"done"``, ``"skipped"``, ``"failed"``,
             ``"timed out"`` or ``"died"``.
-        reason: Why it did not come to its end.
-        seconds: How long it took.
+        reason: The reason if it did not complete.
+        seconds: Its duration.
         budget_s: How long it was given.
         rows: Figures, in order.
         raw: Every measurement behind them, by system and unit.
@@ -164,12 +164,12 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether every section came to its end or was skipped."""
+        """True if every section completed or was skipped."""
         return not any(section.status in (*BAD, "running") for section in self.sections)
 
     @property
     def met(self) -> bool:
-        """Whether every target is met."""
+        """True if every target is met."""
         return not any(row.met is False for section in self.sections for row in section.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class SystemFailed(Exception):
 
 
 class Bench:
-    """What a section is given: its sizes, its time, and where its figures go.
+    """Context of a section: sizes, time budget and output of figures.
 
     Args:
         dry: Walk the code paths on the CPU with tiny sizes.
@@ -281,17 +281,17 @@ class Bench:
 
     @property
     def device(self) -> Any:
-        """Where to measure."""
+        """The device to measure."""
         import torch
 
         return torch.device("cpu") if self.dry else torch.device("cuda", 0)
 
     def left_s(self) -> float:
-        """Seconds that are left of the budget; negative behind it."""
+        """Seconds left of the budget; negative once it is exceeded."""
         return self._end - time.monotonic()
 
     def patience_s(self) -> float:
-        """How long to wait for something that must come."""
+        """Timeout for an expected event, in seconds."""
         return max(10.0, self.left_s() + 10.0)
 
     def pick(self, real: T, dry: T) -> T:
@@ -401,7 +401,7 @@ def tidy() -> None:
 
 @dataclass
 class Rates:
-    """What systems reached in rounds that were measured in turn.
+    """Rates of systems in rounds that were measured in turn.
 
     Attributes:
         values: Of each system, one for each round that it was measured in.
@@ -422,7 +422,7 @@ class Rates:
         return statistics.median(values) if values else None
 
     def require(self, systems: Iterable[str]) -> None:
-        """Raise if one of these could not be measured, after all has been told.
+        """Raise if one of these could not be measured, after all figures were reported.
 
         Raises:
             SystemFailed: With the text of the first one's error.
@@ -476,7 +476,7 @@ def interleaved(
 RESERVE_S = 5.0
 """Kept back of the whole time, to write and print the results."""
 GRACE_S = 10.0
-"""What a section may overrun its budget by before it is ended, on top of half of it."""
+"""Time by which a section may exceed 1.5 times its budget before it is terminated."""
 LEAST_S = 3.0
 """A section that would get less is not run."""
 START_S = 120.0
@@ -502,7 +502,7 @@ class Trouble(Exception):
 
 
 def budgets(sections: Sequence[Section], left_s: float) -> tuple[float, float]:
-    """What the first of these gets: its budget, and when it is ended.
+    """Budget of the first of these sections, and the time after which it is terminated.
 
     The time left is shared out in proportion to what each takes by plan, of which none gets
     more than half as much again.
@@ -521,7 +521,7 @@ class Child:
         until: Monotonic time by which it must be ready.
 
     Attributes:
-        facts: What it told of the machine.
+        facts: The facts that it reported on the machine.
 
     Raises:
         Trouble: It did not get ready.
@@ -563,7 +563,7 @@ class Child:
             os.write(self._commands, line.encode())
 
     def messages(self, until: float) -> Iterator[dict[str, Any]]:
-        """What it tells, as it comes.
+        """Yield the messages of the process as they arrive.
 
         Raises:
             Trouble: ``until`` has passed, or the process has ended.
@@ -589,7 +589,7 @@ class Child:
             self._rest += block
 
     def stacks(self) -> str:
-        """Where its threads are, and what it wrote to stderr last."""
+        """Stacks of its threads, and the tail of its stderr."""
         if self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGUSR1)
         end = time.monotonic() + STACKS_S

@@ -1,4 +1,4 @@
-"""What must hold on a GPU: no wait in the step loop, streams in order, memory, NCCL."""
+"""Checks on a GPU: no wait in the step loop, order of streams, memory, NCCL."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def waits(model: nn.Module, batch: Any) -> Tensor:
 
 
 def set_mode(bench: Bench, mode: str) -> None:
-    """What PyTorch does at a wait for the device, in the whole process; nothing on a CPU."""
+    """Set PyTorch's sync debug mode for the whole process; no effect on a CPU."""
     if not bench.dry:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is called a prototype
@@ -359,7 +359,7 @@ class Replica:
         return arrival
 
     def is_exact(self) -> bool:
-        """Whether the replica holds what it must. Waits for the device."""
+        """True if the replica has the expected values. Waits for the device."""
         tensors = (self._model.w, self._model.seen)
         return all(bool((tensor == self.expected).all()) for tensor in tensors)
 
@@ -518,7 +518,7 @@ def _one_budget(bench: Bench, gib: int, total: int, depths: Depths) -> None:
     bench.raw(f"{gib} GiB: peak bytes reserved", [peak])
     bench.raw(f"{gib} GiB: peak bytes allocated", [allocated])
     retries = torch.cuda.memory_stats(bench.device).get("num_alloc_retries", 0)
-    told = depths.told[-1] if depths.told else "no depth was told"
+    told = depths.told[-1] if depths.told else "no depth was logged"
     bench.note(
         f"{gib} GiB: {told}; {before:,} bytes reserved before; {retries} allocation retries "
         "in the process so far; "

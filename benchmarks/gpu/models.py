@@ -1,4 +1,4 @@
-"""What the GPU benchmark trains, the loops that it is measured against, and the runtime itself.
+"""Models of the GPU benchmark, reference loops, and training with the runtime.
 
 Loops give samples/s. All begin with new weights and leave their first steps out of the clock; what
 keeps the device busy behind the host is waited for at both ends of it.
@@ -486,7 +486,7 @@ class StepClock:
         return sum(stamps[-1] - stamps[0] for stamps in interiors if stamps) / num_steps
 
     def ends_s(self) -> list[float]:
-        """What each epoch but the first and the last took beyond the time of its steps."""
+        """Time of each epoch but the first and the last beyond that of its steps."""
         pairs = zip(self.epochs[1:], self.epochs[2:], strict=False)
         step_s = self.step_s()
         return [after[0] - stamps[0] - len(stamps) * step_s for stamps, after in pairs]

@@ -135,7 +135,7 @@ def graphs(bench: Bench) -> None:
 
 
 def crowd(bench: Bench) -> None:
-    """Two workers on one GPU against one, under CADENCE over the CPU; only told."""
+    """Two workers on one GPU against one, under CADENCE over the CPU; without a target."""
     for workload in (conv(dry=bench.dry), small_mlp(dry=bench.dry)):
         num_batches = bench.pick({"conv": 40, "mlp": 600}[workload.name], 12)
         data = workload.make_data(num_batches * workload.batch_size)
@@ -449,7 +449,7 @@ def shared_memory_gib() -> float | None:
 
 
 def facts() -> dict[str, Any]:
-    """What a reader of the results must know of the machine. Wakes the device."""
+    """Facts on the machine for readers of the results. Wakes the device."""
     machine = {key: value for key, value in describe().items() if key != "environment"}
     properties = torch.cuda.get_device_properties(0)
     return {

@@ -1,4 +1,4 @@
-"""What the benchmarks share: measuring, models, cells, processes. Imports no PyTorch by itself."""
+"""Shared parts of the benchmarks: measuring, models, cells, processes. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""How many collectives PyTorch's flight recorder keeps: its name, and the one of before, which
-2.11 reads in one place alone."""
+"""Number of collectives that PyTorch's flight recorder keeps: its name, and the older one, which
+2.11 still reads in one place."""
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -125,7 +125,7 @@ JOIN_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the runtime is to train.
+    """A training job for the runtime.
 
     Attributes:
         workload: Model, optimizer and loss.
@@ -154,12 +154,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run took.
+    """Measurements of a run.
 
     Attributes:
         rate: Samples/s from the close of epoch 0 to the return of ``join()``.
         steady_rate: The same to the close of the last epoch.
-        tail_s: What lies between the two ends.
+        tail_s: Time between the two ends.
         averagings: Rounds in the steady part; under SYNC the global steps.
         pause_s: Time that such a round cost the rank that it cost most; ``nan`` without one.
         round_s: Whole time of each round, from the requests to the last acknowledgement.
@@ -197,7 +197,7 @@ class Moment:
         return sum(found) if found else math.nan
 
     def pauses(self, earlier: Moment) -> list[float]:
-        """What averaging cost each rank since ``earlier``, in seconds."""
+        """Time that averaging cost each rank since ``earlier``, in seconds."""
         pairs = zip(self.stats.ranks, earlier.stats.ranks, strict=True)
         return [now.sync_s - then.sync_s for now, then in pairs]
 

@@ -41,7 +41,7 @@ def restart_with(environment: Mapping[str, str]) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """What a reader of the results must know, without names or paths."""
+    """Facts on the machine for readers of the results, without names or paths."""
     return {
         "cores": os.cpu_count(),
         "architecture": platform.machine(),
@@ -52,7 +52,7 @@ def describe() -> dict[str, Any]:
 
 
 class MachineLoad:
-    """How much of the machine other processes took: a busy machine spoils the ratios."""
+    """CPU use by other processes, which would distort the ratios."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -169,7 +169,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """What all repetitions gave.
+    """Results of all repetitions.
 
     Attributes:
         rates: Samples/s of every repetition, for each cell.
@@ -291,7 +291,7 @@ class Check:
 
     @property
     def met(self) -> bool:
-        """Whether it is kept; a number that is missing, ``nan``, keeps none."""
+        """True if the target is met; ``nan``, a missing number, meets none."""
         if self.at_most:
             return self.measured <= self.wanted
         return self.measured >= self.wanted
@@ -342,7 +342,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def disturbed_line(disturbed: Sequence[bool]) -> str:
-    """How many measurements others spoiled."""
+    """A line with the number of disturbed measurements."""
     return (
         f"Other processes used over {QUIET:.0%} of the cores in {sum(disturbed)} of "
         f"{len(disturbed)} measurements."

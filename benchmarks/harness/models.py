@@ -1,4 +1,4 @@
-"""What the speed benchmarks train: models, optimizers, synthetic data, and bare loops over them."""
+"""Models, optimizers, synthetic data and bare loops of the speed benchmarks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def language_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained in a measurement.
+    """Model, optimizer and data of a measurement.
 
     Attributes:
         name: As given to ``--models``.

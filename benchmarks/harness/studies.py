@@ -1,4 +1,4 @@
-"""What the quality benchmark trains, defined once for all modes, and its data.
+"""Studies of the quality benchmark: models, hyperparameters and data, the same for all modes.
 
 The models are those of flodl's ``ddp-bench`` that need no download, made small enough for a
 minute on one core: no dropout (its draws would unpair the seeds), narrower networks on the
@@ -44,7 +44,7 @@ class DataMissing(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is trained and what is held out: tensors with the samples along dimension 0.
+    """Training and held-out data: tensors with the samples along dimension 0.
 
     Attributes:
         train: Tensors of a sample's parts, as ``train_fn`` gets them.
@@ -163,7 +163,7 @@ def _split(columns: Columns, num_train: int, num_symbols: int) -> Data:
 WARM_UP = 0.05
 """Part of the training in which the learning rate rises to its value."""
 FINAL_LR = 0.05
-"""What is left of the learning rate at the end of the cosine."""
+"""Fraction of the learning rate at the end of the cosine."""
 EVALUATED_AT_ONCE = 250
 
 
@@ -265,7 +265,7 @@ class Study:
         batch_size: Samples in a batch of one worker; the global batch is two of them.
         part: Part of the training samples that is used; less than 1 for a quick look.
         is_text: Whether it reads the text, not the digits.
-        accuracy: Whether the share of digits told right is reported as well.
+        accuracy: True if the fraction of digits classified correctly is reported, too.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a model or recipe of the matrix is, and the data that it trains on."""
+"""A model or recipe of the compatibility matrix, and its training data."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ def cut_labels(tokens: Tensor) -> Tensor:
 
 
 def labels_that_count(batch: Any) -> Tensor:
-    """How many labels a batch's loss is a mean over."""
+    """Number of labels over which a batch's loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 
 def labels_after_the_first(batch: Any) -> Tensor:
-    """The same for a causal language model, which predicts no first token."""
+    """Likewise for a causal language model, which does not predict the first token."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 

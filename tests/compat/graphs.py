@@ -34,7 +34,7 @@ def small_graphs() -> Listed:
 
 
 def together(samples: list[Any]) -> Any:
-    """What the ``DataLoader`` of PyTorch Geometric makes of samples."""
+    """Collate samples like the ``DataLoader`` of PyTorch Geometric."""
     from torch_geometric.data import Batch
 
     return Batch.from_data_list(samples)

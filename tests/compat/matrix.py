@@ -25,7 +25,7 @@ def all_cases() -> list[Case]:
 
 
 def reason_to_skip(group: str) -> str:
-    """Why a group's rows cannot run here; empty: they can."""
+    """Reason why a group's rows cannot run here; empty if they can."""
     for name in PACKAGES[group]:
         try:
             importlib.metadata.version(name)

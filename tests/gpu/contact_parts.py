@@ -42,11 +42,11 @@ Case = Callable[[], Figures]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the cases of a part depend on.
+    """Parameters of the cases of a part.
 
     Attributes:
-        placement: Devices of the ranks, and how they exchange.
-        times: How often each probe is fired, at least.
+        placement: Devices of the ranks, and their transport.
+        times: Minimum number of firings of each probe.
         limit_s: Seconds for the whole part.
     """
 

@@ -170,10 +170,10 @@ def _fill_address_space() -> None:
 
 @contextmanager
 def cpu_call(kind: str) -> Iterator[Callable[[], object]]:
-    """What a CPU has in place of the call.
+    """Context of a CPU substitute for the call.
 
     Raises:
-        NotHere: There is nothing like it.
+        NotHere: The CPU has no substitute.
     """
     blocks: list[torch.Tensor] = []
     calls = {

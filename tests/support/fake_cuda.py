@@ -55,7 +55,7 @@ class Pool:
 
 
 class FakeGraph:
-    """What the runtime holds of a capture; the stand-in keeps the tape."""
+    """Stand-in for a CUDA graph; holds the captured tape."""
 
     def __init__(self, tape):
         self.tape = tape
@@ -271,11 +271,11 @@ class FakeCuda(CudaApi):
         return tensor
 
     def is_pinned(self, tensor):
-        """Whether a tensor lies in pinned memory, from which copies do not block."""
+        """True if a tensor is in pinned memory, from which copies do not block."""
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def mark(self, name):
-        """Give the current stream a piece of work that tells when it runs."""
+        """Enqueue work on the current stream that records its execution."""
         stream = self._used(None, name)
         with self._lock:
             stream.queue.append(("run", lambda: self.done.append(name)))
@@ -332,13 +332,13 @@ class FakeCuda(CudaApi):
 
 
 def _same_bytes(one, other):
-    """Whether two tensors are the same, NaN included."""
+    """True if two tensors have the same bytes, NaN included."""
     one, other = (t.detach().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(one, other)
 
 
 def pinned_alive_at_allocation(fake):
-    """From here on, how many blocks of pinned memory were in use at each new allocation."""
+    """Numbers of pinned blocks in use at each new allocation from here on."""
     allocate, blocks, alive = fake.empty_pinned, [], []
 
     def users(tensor):  # of its memory, the stand-in among them, which keeps every tensor

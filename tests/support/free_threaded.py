@@ -15,7 +15,7 @@ VARIABLE = "GPUWORKER_FREE_THREADED_PYTHON"
 NAMES = ("python3.15t", "python3.14t", "python3.13t")
 NEEDED = ("torch", "pytest", "pytest_timeout", "hypothesis", "runtime")
 PROBE_S = 60.0
-"""How long an interpreter may take to import what is needed."""
+"""Time limit for an interpreter to import the required packages."""
 MARK = "interpreter lock at the end:"
 
 _PROBE = f"""
@@ -39,12 +39,12 @@ sys.exit(code)
 
 @dataclass(frozen=True)
 class Report:
-    """What became of a run of tests.
+    """Result of a run of tests.
 
     Attributes:
         code: The exit status of pytest; ``None``: it took too long.
-        is_lock_off: Whether the global lock was off when all tests were through.
-        output: Of the run, both streams.
+        is_lock_off: True if the global lock was off after all tests.
+        output: Output of the run, both streams.
     """
 
     code: int | None
@@ -53,12 +53,12 @@ class Report:
 
 
 def is_free_threaded() -> bool:
-    """Whether this interpreter runs without the global lock."""
+    """True if this interpreter runs without the global lock."""
     return not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def find() -> tuple[str | None, str]:
-    """The path of an interpreter that can run the tests, or ``None`` and why there is none.
+    """The path of an interpreter that can run the tests, or ``None`` and the reason.
 
     The one that the variable names is taken alone; without it, the first on ``PATH`` that
     will do.
@@ -79,7 +79,7 @@ def find() -> tuple[str | None, str]:
 
 
 def probe(path: str) -> str | None:
-    """Why an interpreter cannot run the tests without the lock; ``None``: it can."""
+    """Reason why an interpreter cannot run the tests without the lock; ``None`` if it can."""
     try:
         done = _start(path, ["-c", _PROBE], PROBE_S)
     except OSError as error:

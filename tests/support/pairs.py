@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 SCALE = int(os.environ.get("TEST_SCALE", "1"))
-"""How many times as much is tried as in every run of the tests."""
+"""Factor on the number of cases; 1 in ordinary runs of the tests."""
 
 
 def pairwise(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:

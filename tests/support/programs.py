@@ -49,9 +49,9 @@ PRELOADED = (
     "tests.support.running",
 )
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_")
-"""How the names of variables begin that are read while an interpreter or PyTorch starts."""
+"""Prefixes of variables that are read while an interpreter or PyTorch starts."""
 UNDERSTOOD = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
-"""Those of them that a forked program follows."""
+"""Those of them that also apply to a forked program."""
 PR_SET_PDEATHSIG = 1
 
 # Leaves no name behind in the main module.
@@ -88,7 +88,7 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
 
     def _ended(self, timeout_s: float) -> bool:
-        """Whether the server says within a time that it has ended; notes how."""
+        """Wait for the server's exit message and store the status; False on timeout."""
         if self.returncode is None:
             ready, _, _ = select.select([self._channel], [], [], max(0.0, timeout_s))
             if not ready:

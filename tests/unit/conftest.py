@@ -1,4 +1,4 @@
-"""What the tests of single parts share: one browser for the pages of a module."""
+"""Shared fixtures of the unit tests: one browser per module."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].na
 
 
 class Planted(Exception):
-    """What the user's code raises in these tests."""
+    """The exception that user code raises in these tests."""
 
 
 def boom(*args):

@@ -28,7 +28,7 @@ TIMEOUT_S = 150
 
 @dataclass
 class Done:
-    """How a program ended."""
+    """Result of a program."""
 
     returncode: int
     stdout: str

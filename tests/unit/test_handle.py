@@ -1,4 +1,4 @@
-"""What the holder of a run can ask of it: waiting, stopping, metrics, statistics."""
+"""TrainerHandle: waiting, stopping, metrics, statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for the source as a whole: who imports whom, where things lie, what is shipped."""
+"""Structure of the source: imports between packages, layout, contents of the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``python -m runtime`` tells of a machine."""
+"""The machine report of ``python -m runtime``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Read(Dataset):
 
 @pytest.fixture
 def no_garbage_collection():
-    """What a run frees only by the collector of cycles, it does not free in time."""
+    """Disable garbage collection: a run must free its memory by reference counts."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,4 @@
-"""How many files a batch and a round pass in a real run: what docs/design.md names, no more."""
+"""Files on the path of a batch and of a round in a real run: only those in docs/design.md."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WAIT_S = 50
 
 
 def both(args, **kwargs):
-    """What a real start and a forked program gave: exit status, stdout, stderr."""
+    """Exit status, stdout and stderr of a new interpreter and of a forked program."""
     given = {"capture_output": True, "text": True, "timeout": WAIT_S, "cwd": ROOT, **kwargs}
     found = [run([sys.executable, *args], **given) for run in (subprocess.run, programs.run)]
     return [(done.returncode, done.stdout, done.stderr) for done in found]
@@ -165,7 +165,7 @@ LIVING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
 def gone(pid):
-    """Whether a process has ended; nobody may have waited for it."""
+    """True if a process has ended, waited for or not."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -15,10 +15,10 @@ ENTRIES = (
 )
 
 BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
-"""What speaks to CUDA, and has stand-ins in tests."""
+"""Modules that call CUDA; tests replace them with stand-ins."""
 
 HARMLESS = {"is_available", "device_count", "get_device_properties"}
-"""Asked before a run, of no stream."""
+"""Calls made before a run, on no stream."""
 
 FORBIDDEN = {
     "synchronize": "waits for the whole device",
@@ -72,7 +72,7 @@ ALLOWED = {
 
 @cache
 def step_path():
-    """What runs in a step: the entries and whatever of the runtime they import."""
+    """Files that run in a step: the entries and the runtime modules that they import."""
     below = House().below(*(f"runtime/{name}" for name in ENTRIES))
     return [ROOT / file for file in below if file not in BOUNDARY]
 

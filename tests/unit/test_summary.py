@@ -1,4 +1,4 @@
-"""What a run says of itself on stderr: once, and nothing where it is to be quiet."""
+"""Summary of a run on stderr: printed once, and not at all with progress off."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_log_that_is_configured_gets_it_instead():
     ],
 )
 def test_off_a_terminal_each_epoch_has_a_line(how, before, start):
-    """Where it was asked for, or where a log is configured that takes it."""
+    """With progress(True), or with a logger enabled for INFO."""
     lines = [line for line in stderr_of(how, before).splitlines() if "epoch 0" in line]
     assert len(lines) == 1
     assert lines[0].startswith(start)

@@ -1,4 +1,4 @@
-"""What the benchmarks make of measurements that others disturbed."""
+"""Disturbed measurements in the benchmarks."""
 
 from __future__ import annotations
 

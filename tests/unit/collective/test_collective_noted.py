@@ -1,4 +1,4 @@
-"""What a collective notes on the lanes of its ranks."""
+"""Intervals that a collective records on its ranks' lanes."""
 
 from __future__ import annotations
 

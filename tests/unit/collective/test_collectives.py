@@ -327,7 +327,7 @@ def test_a_bucketed_mean_with_all_weights_0_changes_nothing(kind):
     [(kind, given) for kind in KINDS for given in (0, 1) if (kind, given) != ("nccl", 1)],
 )
 def test_a_bucketed_mean_that_a_rank_breaks_off_wakes_the_others(kind, given):
-    """What poses as NCCL carries each part out at once."""
+    """The NCCL stand-in exchanges each part as soon as it is added."""
     with group_of(2, kind, timeout_s=10 * WAKE_S) as ends:
         ready = threading.Event()
 

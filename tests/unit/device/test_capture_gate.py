@@ -34,13 +34,13 @@ def pool():
 
 
 def capture(gate):
-    """Whether a capture was let in."""
+    """True if a capture was admitted."""
     with gate.capturing() as granted:
         return granted
 
 
 class Data:
-    """Tells when it is read."""
+    """A data set that signals when it is read."""
 
     def __init__(self):
         self.entered, self.leave = threading.Event(), threading.Event()

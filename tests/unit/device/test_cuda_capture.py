@@ -80,7 +80,7 @@ def log(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def probes(monkeypatch):
-    """Whether a generator can draw after a broken capture; the default one cannot."""
+    """Draws after a broken capture: only the default generator raises."""
 
     def uniform_(self, *, generator):
         if generator._name == "default":

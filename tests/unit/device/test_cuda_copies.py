@@ -115,7 +115,7 @@ def test_a_pinned_copy_is_made_of_plain_host_tensors_alone():
 
 @pytest.fixture
 def moved(monkeypatch):
-    """What goes to a device: the sources, and how."""
+    """Records calls of ``Tensor.to``: sources and arguments."""
     found, to = [], torch.Tensor.to
 
     def spy(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""How large a device's memory lets steps become, on stand-ins whose memory is written down."""
+"""Limits of step sizes by device memory, on stand-ins with simulated memory."""
 
 from __future__ import annotations
 
