@@ -50,8 +50,8 @@ NUM_SLICE = 1024
 """Parameters that the whole round's model computes with; all of them are stepped."""
 NUM_BATCHES, ANCHOR = 24, 2
 JOIN_S = 170.0
-OURS, UNTOLD = "this runtime", "the same, no norms told"
-"""Ranks tell the norms of their snapshots, which they measure to judge them; those of CPUs do."""
+OURS, NO_NORMS = "this runtime", "the same, without norms"
+"""Ranks on CPUs report the norms of their snapshots; ``NO_NORMS`` omits them."""
 SNAPSHOT, UPDATE = "snapshot: this runtime", "update: this runtime"
 ALLOCATING = "stack, then mean (unweighted)"
 """The way that takes and gives back memory of the models' size, which slows those after it."""
@@ -114,7 +114,7 @@ def measure_arithmetic(
     """One row for each number of ranks and way; all ways in turn, ``repeat`` times.
 
     The copy that a ratio refers to is measured in the same turns with the same threads, and
-    all memory was written to before. The way that allocates has turns of its own, afterwards.
+    all memory was written to before. The allocating variant is measured afterwards.
     """
     torch.set_num_threads(num_threads)
     weights = [3, 5, 4, 6]
@@ -131,7 +131,7 @@ def measure_arithmetic(
         given = payloads, weights[:world]
         works[world, OURS] = partial(averager.average, *given)
         if world == 2 and dtype is torch.float32:
-            works[world, UNTOLD] = works[world, OURS]
+            works[world, NO_NORMS] = works[world, OURS]
             works[world, OURS] = partial(averager.average, *given, squares)
         for way, work in naive(out, sources[:world], weights[:world]).items():
             works[world, way] = work

@@ -388,7 +388,7 @@ def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(directory: Path | None, policy: str, num_epochs: int, result: Path) -> None:
-    """One life: begin or go on, to the end if it is let."""
+    """One process: start or resume training, to the end unless killed."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(NUM_SAMPLES, 16, generator=generator)
     y = torch.randint(4, (NUM_SAMPLES,), generator=generator)
@@ -465,7 +465,7 @@ class Record:
         num_while_writing: Kills that left an unfinished checkpoint behind.
         num_mid_epoch: Kills after which training resumed within an epoch.
         num_before_first: Kills before there was any checkpoint.
-        lost_s: For each kill, the age of the checkpoint that was gone on from.
+        lost_s: For each kill, the age of the checkpoint that was resumed.
         num_finished: Lives that came to their end before the kill.
         faults: What should not have happened.
     """
@@ -520,7 +520,7 @@ class Killer:
             os.kill(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
             if status != signal.SIGKILL:
-                self.record.faults.append(f"a life ended by itself with status {status}")
+                self.record.faults.append(f"a process ended on its own with status {status}")
                 self.record.num_finished += 1
                 if self.record.num_finished > 3:
                     return 0
@@ -560,9 +560,9 @@ class Killer:
             return
         if loaded.refused:
             record.faults.append(f"refused: {loaded.refused}")
-        told = self._written.read_text().split() if self._written.exists() else []
-        if told and serial(loaded.name) < serial(told[-1]):
-            record.faults.append(f"{loaded.name} is resumed, {told[-1]} was written")
+        written = self._written.read_text().split() if self._written.exists() else []
+        if written and serial(loaded.name) < serial(written[-1]):
+            record.faults.append(f"{loaded.name} is resumed, {written[-1]} was written")
         if loaded.data.global_step < self._step:
             record.faults.append(f"step {self._step} was reached before {loaded.name}")
         if loaded.data.global_step == self._step:
@@ -572,7 +572,7 @@ class Killer:
         record.lost_s.append(killed_at - loaded.path.stat().st_mtime)
 
     def compare(self, num_epochs: int, straight: Path) -> None:
-        """The last life's result against a run that nobody disturbed."""
+        """The last process's result compared with an uninterrupted run."""
         if not self._result.exists():
             self.record.faults.append("there is no result")
             return
@@ -610,13 +610,13 @@ def summary(record: Record, policy: str, num_epochs: int) -> str:
         f"{policy}: {record.num_kills} kills over {num_epochs} epochs, "
         f"{record.num_while_writing} while a checkpoint was written, "
         f"{record.num_before_first} before the first, {record.num_mid_epoch} went on within an "
-        f"epoch; time since the checkpoint gone on from: "
+        f"epoch; age of the resumed checkpoint: "
         f"median {lost[len(lost) // 2]:.2f} s, at most {lost[-1]:.2f} s; {verdict}"
     )
 
 
 def kills(args: argparse.Namespace) -> int:
-    """Kill a run with SIGKILL at random moments, go on each time, and compare; 1 for a fault."""
+    """Kill a run with SIGKILL at random moments, resume it, and compare; 1 for a fault."""
     torch.set_num_threads(1)  # no threads, which a fork would lose
     warm_up()
     place = Path(tempfile.mkdtemp(prefix="kill-resume-"))

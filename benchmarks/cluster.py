@@ -185,7 +185,7 @@ def train(
 
 
 def serve_machine() -> None:
-    """Be a machine that trains when it is asked to."""
+    """Run one machine, which trains on request."""
     torch.set_num_threads(1)
     step_seconds()  # PyTorch imports and prepares much at the first step
     serve(train)

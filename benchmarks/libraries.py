@@ -181,7 +181,7 @@ def run(system: str) -> dict[str, float]:
             peer.wait()
     marks = re.findall(r"mark (\w+) ([\d.]+)", done.stdout)
     batches = [float(when) for what, when in marks if what == "batch"]
-    # Two processes tell of each epoch twice where the second writes to the same pipe.
+    # With two processes each epoch is reported twice if both write to one pipe.
     epochs = sorted(float(when) for what, when in marks if what == "epoch")
     per_epoch = len(epochs) // NUM_EPOCHS
     ends = epochs[per_epoch - 1 :: per_epoch]

@@ -129,7 +129,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--epochs", type=int, default=12)
     args = parser.parse_args()
-    # glibc then maps every block from 32 MiB on by itself, and can tell their sum.
+    # glibc then maps every block of 32 MiB or more separately, and reports their sum.
     result: dict[str, Any] = {**begin(), "rows": []}
     print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peaks beside the replicas, in models:\n")
     rows, checks = [], []

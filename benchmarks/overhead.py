@@ -409,7 +409,7 @@ def recorded_rates(way: str, width: int, num_batches: int, judged: bool) -> Rate
 
 @contextmanager
 def viewer(url: str) -> Iterator[None]:
-    """A page that reads all that is sent, in a process of its own, as a browser is one."""
+    """A page that reads everything sent, in a separate process like a browser."""
     process = subprocess.Popen([sys.executable, "-c", VIEWER, url], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -445,7 +445,7 @@ def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: 
         setting: ``both`` or ``plain`` of :data:`SETTINGS`: with a timeline as well, or without.
         width: Of the model.
         num_batches: In an epoch.
-        judged: Whether it is watched.
+        judged: True if it is watched.
     """
     builder = builder_of(way, width, num_batches)
     if not judged:
@@ -513,11 +513,10 @@ def in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
         handle.join(JOIN_S)
 
 
-class StepsTold:
+class StepMetricsSwitch:
     """Switches the metrics of steps of a run on and off, in the workers' threads.
 
-    A worker that keeps no losses for them tells the coordinator none, so that nothing is left of
-    them but the settings.
+    A worker that keeps no losses for them sends none: only the settings remain.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -525,7 +524,7 @@ class StepsTold:
         self._is_on = False
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The workload's; brings the worker that calls it to what is set."""
+        """The workload's loss; applies the switch to the calling worker."""
         log = current_worker()._values.log  # type: ignore[attr-defined]
         if (log.each is None) is self._is_on:
             log.each = [] if self._is_on else None
@@ -533,7 +532,7 @@ class StepsTold:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Metrics of steps are made meanwhile."""
+        """Context in which step metrics are collected."""
         self._is_on = True
         try:
             yield
@@ -542,13 +541,13 @@ class StepsTold:
 
 
 @contextmanager
-def told_in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
-    """One run, with metrics of steps in some stretches of it; somebody takes them."""
-    told = StepsTold(of_width(width))
-    builder = builder_of(way, width, count, loss=told.loss).num_epochs(10**6)
+def switched_metrics(way: str, width: int, count: int) -> Iterator[Measured]:
+    """One run, with step metrics passed to a function in alternate stretches."""
+    switch = StepMetricsSwitch(of_width(width))
+    builder = builder_of(way, width, count, loss=switch.loss).num_epochs(10**6)
     handle = builder.metrics_fn(lambda _: None).metrics_every(METRICS_EVERY).run()
     handle.next_metrics(JOIN_S)
-    yield stretches(handle, 2 * count * STEP_S, told.on, SETTLE_S / 10)
+    yield stretches(handle, 2 * count * STEP_S, switch.on, SETTLE_S / 10)
     handle.stop()
     handle.join(JOIN_S)
 
@@ -624,7 +623,7 @@ def timeline(args: argparse.Namespace) -> None:
 
 def metrics(args: argparse.Namespace) -> None:
     """Cost of metrics every ten batches."""
-    cases: Cases = {(way,): partial(told_in_stretches, way) for way in args.ways}
+    cases: Cases = {(way,): partial(switched_metrics, way) for way in args.ways}
     judge_pairs(args, cases, dict.fromkeys(cases, METRICS_TARGET))
 
 
@@ -825,8 +824,8 @@ def loaders(args: argparse.Namespace) -> None:
     for pair in range(args.pairs):
         for name in FIRST if pair % 2 == 0 else reversed(FIRST):
             command = [sys.executable, __file__, "loaders", "--child", name]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            seconds[name].append(float(told.split()[-1]))
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            seconds[name].append(float(output.split()[-1]))
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
     ratio, low, high = median_interval(ratios)
     result |= {"seconds": seconds, "ratios": ratios, "ratio": (ratio, low, high)}

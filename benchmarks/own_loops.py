@@ -283,7 +283,7 @@ class StorageMeter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A view that this thread makes of another's tensor is no memory of its own.
+        # A view of another thread's tensor does not count as this thread's memory.
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(result):
             if storage._cdata not in given:

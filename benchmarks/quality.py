@@ -149,7 +149,7 @@ def fingerprint(model: nn.Module) -> float:
 
 
 def warm_up(study: Study, data: Data) -> None:
-    """A step on a model of its own: PyTorch imports and prepares much at the first one."""
+    """A step on a separate model: PyTorch imports and prepares much at the first one."""
     model = make_model(study, data.num_symbols, 0)
     optimizer = study.make_optimizer(model.parameters(), study.lr)
     loss = study.loss(model, tuple(c[: study.batch_size] for c in data.train))
@@ -484,7 +484,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def child() -> None:
-    """Make the runs that the arguments tell as JSON; each prints a line, its result.
+    """Make the runs given as JSON in the arguments; each prints its result as a line.
 
     An argument has ``model``, ``mode``, ``seed``, ``data`` (a folder, or null for the tiny
     stand-in), ``overrides`` of the study's numbers, ``settings`` of the trainer's builder, and
@@ -874,13 +874,13 @@ def run_jobs(jobs: Sequence[Job], *, in_turn: bool) -> list[Line | None]:
     by_child = [jobs] if in_turn else [[job] for job in jobs]
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, *(json.dumps(job.spec) for job in told)],
+            [sys.executable, "-c", CHILD, *(json.dumps(job.spec) for job in batch)],
             stdout=subprocess.PIPE,
             env=env,
             text=True,
             start_new_session=True,
         )
-        for told in by_child
+        for batch in by_child
     ]
     outputs: list[str] = []
     try:
@@ -897,10 +897,10 @@ def run_jobs(jobs: Sequence[Job], *, in_turn: bool) -> list[Line | None]:
             child.communicate()
     others = round(load.others(), 4)
     lines: list[Line | None] = []
-    for told, output in zip(by_child, outputs, strict=True):
+    for batch, output in zip(by_child, outputs, strict=True):
         found = [x.removeprefix(RESULT) for x in output.splitlines() if x.startswith(RESULT)]
-        lines += [_line(job, result, others) for job, result in zip(told, found, strict=False)]
-        lines += [None] * (len(told) - len(found))
+        lines += [_line(job, result, others) for job, result in zip(batch, found, strict=False)]
+        lines += [None] * (len(batch) - len(found))
     return lines
 
 
@@ -929,7 +929,7 @@ def make_runs(args: argparse.Namespace) -> bool:
         if not wanted:
             continue
         if until is not None and time.monotonic() > until:
-            print("Out of time: call again to go on.")
+            print("Out of time: call again to continue.")
             return well
         made = run_jobs(wanted, in_turn=args.command == "sync")
         for job, line in zip(wanted, made, strict=True):
@@ -1228,7 +1228,7 @@ class Case:
         model: Name of a study.
         seed: Of the weights and of the order of the samples.
         every: Steps between two averagings.
-        late: Whether a replica makes a step before it takes an average, 0 or 1.
+        late: True if a replica makes a step before it takes an average, 0 or 1.
         lr_scale: Factor on the study's learning rate.
         folder: Of the data; ``None``: the tiny stand-in.
     """
@@ -1315,7 +1315,7 @@ def train_case(case: Case) -> dict[str, Any]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Every training that is asked for."""
+    """Every requested training."""
     folder = None if args.data is None else str(args.data)
     cases: list[Case] = []
     for seed in range(args.seeds):
@@ -1432,7 +1432,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     sync = command == "sync"
     add("--modes", nargs="+", choices=(*MODES, *MACHINES), default=list(modes))
     add("--seeds", type=int, default=10 if sync else 5, help="runs of each cell (%(default)s)")
-    add("--minutes", type=float, help="start no run after that long; call again to go on")
+    add("--minutes", type=float, help="start no run after that long; call again to continue")
     add("--pair-solo", action="store_true", help="two seeds at once where a mode is one thread")
     timed = "sync: only runs whose time counts, those that others disturbed once more"
     add("--timed", action="store_true", help=timed)

@@ -456,7 +456,7 @@ class Options:
         seconds: Length of one measurement.
         repeat: Repetitions of each cell.
         num_retries: Maximum number of repetitions of a disturbed measurement.
-        quick: Whether the section measures fewer cells.
+        quick: True if the section measures fewer cells.
         models: Workloads of the sections ``peers``, ``efficiency``, ``shares`` and
             ``transports``.
         slowdowns: How often rank 1's step takes a bare one's there.
@@ -908,7 +908,7 @@ class Contest:
         title: For the table.
         model: The workload's name.
         guess: First guess of the rate; later the fastest of either checkout sizes a run.
-        request: What the processes are asked, but for the rate.
+        request: Request to the processes, except for the rate.
     """
 
     title: str
@@ -1055,7 +1055,7 @@ def against(args: argparse.Namespace, result: dict[str, Any]) -> int:
 
 
 def sections(args: argparse.Namespace, result: dict[str, Any]) -> int:
-    """Measure the sections that were asked for."""
+    """Measure the requested sections."""
     options = Options(
         seconds=args.seconds,
         repeat=args.repeat,

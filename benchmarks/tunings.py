@@ -121,7 +121,7 @@ class Arithmetic:
         numel: Elements of a rank's one tensor, in float32.
         num_threads: Intra-op threads.
         num_ranks: Whose average is formed; 1: a snapshot is taken.
-        fresh: Whether each measurement allocates its tensors anew.
+        fresh: True if each measurement allocates its tensors anew.
     """
 
     numel: int

@@ -62,7 +62,7 @@ class Row:
         figure: The number; ``None``: it could not be measured.
         unit: Of the figure; a ratio has none, ``"yes"`` makes it a check that is 0 or 1.
         target: The bound; ``None``: the figure is only reported.
-        at_most: Whether ``target`` bounds the figure from above.
+        at_most: True if ``target`` bounds the figure from above.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Report:
 
     Attributes:
         date: Of the run, as ``YYYY-MM-DD``.
-        dry: Whether only the code paths were walked, on the CPU with tiny sizes.
+        dry: True if only the code paths were walked, on the CPU with tiny sizes.
         minutes: What the run was given.
         facts: The machine.
         sections: In order.
@@ -317,7 +317,7 @@ class Bench:
         self.row(name, float(ok), unit="yes", target=1.0)
 
     def raw(self, name: str, values: Any) -> None:
-        """Tell, or tell anew, the measurements behind a figure; the unit is in the name."""
+        """Report or replace the measurements behind a figure; the unit is in the name."""
         self._emit({"type": "raw", "name": name, "values": plain(values)})
 
     def note(self, text: str) -> None:
@@ -334,7 +334,7 @@ class Section:
         title: In words.
         seconds: How long it takes on the machine that it is made for.
         run: Measures.
-        needs_cuda: Whether a dry run leaves it out.
+        needs_cuda: True if a dry run leaves it out.
     """
 
     name: str
@@ -387,7 +387,7 @@ def run_section(section: Section, *, dry: bool, seconds: float, emit: Emit) -> b
 
 
 def tidy() -> None:
-    """Free what nobody uses any more on the device, caches included."""
+    """Free unused memory of the device, caches included."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         gc.collect()
@@ -557,7 +557,7 @@ class Child:
             raise
 
     def order(self, section: str, seconds: float) -> None:
-        """Have it run a section; if it has ended, :meth:`messages` tells."""
+        """Request a section; :meth:`messages` raises if the process has ended."""
         line = json.dumps({"section": section, "seconds": seconds}) + "\n"
         with suppress(BrokenPipeError):
             os.write(self._commands, line.encode())

@@ -40,7 +40,7 @@ from runtime.device.cuda_api import CudaApi
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 
-# -- no wait for the device in the step loop, as far as PyTorch can tell -----------------
+# -- no wait for the device in the step loop, as far as PyTorch detects it -----------------
 
 
 BATCH, WIDTH, NUM_CLASSES = 64, 64, 10
@@ -297,7 +297,7 @@ class Counter(nn.Module):
 
 
 class Replica:
-    """A replica in a thread of its own, and the number that it must hold. A context manager.
+    """A replica in a separate thread, and the value that it must have. A context manager.
 
     Args:
         bench: Says where, and how long to wait.
@@ -441,15 +441,15 @@ class ClusterCheckpointer(nn.Module):
 
 
 class Depths(logging.Handler):
-    """Notes what the prefetcher tells of its depth, to a logger of its package."""
+    """Records the prefetcher's log messages on its depth."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.endswith("prefetch"):
-            self.told.append(record.getMessage())
+            self.messages.append(record.getMessage())
 
 
 def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None) -> None:
@@ -505,7 +505,7 @@ def _one_budget(bench: Bench, gib: int, total: int, depths: Depths) -> None:
         return
     tidy()  # resets the peak, too
     before = torch.cuda.memory_reserved(bench.device)
-    depths.told.clear()
+    depths.messages.clear()
     begin = time.monotonic()
     try:
         train(bench, gib * GIB / total, gib * GIB // SHARES)
@@ -518,16 +518,16 @@ def _one_budget(bench: Bench, gib: int, total: int, depths: Depths) -> None:
     bench.raw(f"{gib} GiB: peak bytes reserved", [peak])
     bench.raw(f"{gib} GiB: peak bytes allocated", [allocated])
     retries = torch.cuda.memory_stats(bench.device).get("num_alloc_retries", 0)
-    told = depths.told[-1] if depths.told else "no depth was logged"
+    depth = depths.messages[-1] if depths.messages else "no depth was logged"
     bench.note(
-        f"{gib} GiB: {told}; {before:,} bytes reserved before; {retries} allocation retries "
+        f"{gib} GiB: {depth}; {before:,} bytes reserved before; {retries} allocation retries "
         "in the process so far; "
         f"{time.monotonic() - begin:.1f} s"
     )
 
 
 def _out_of_memory(bench: Bench, total: int) -> None:
-    """A step that asks for too much, after some that did not."""
+    """A step that allocates too much, after some that did not."""
     steps = 0
 
     def greedy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -563,7 +563,7 @@ ABORT_S, LIMIT_S = 10.0, 60.0
 
 
 class LoneRank:
-    """A lone rank, used in a thread and a stream of its own. A context manager."""
+    """A single rank, used in a separate thread and stream. A context manager."""
 
     def __init__(self, bench: Bench) -> None:
         self._device = bench.device

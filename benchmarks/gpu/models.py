@@ -264,7 +264,7 @@ class BareStep:
     Args:
         workload: What is trained.
         device: Where.
-        capturable: Whether a CUDA graph can hold the optimizer's step.
+        capturable: True if a CUDA graph can hold the optimizer's step.
     """
 
     def __init__(

@@ -420,7 +420,7 @@ SECTIONS = (
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver, as ``nvidia-smi`` tells it."""
+    """Version of the NVIDIA driver, from ``nvidia-smi``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown"

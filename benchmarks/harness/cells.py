@@ -80,8 +80,8 @@ def runtime_builder(
         pauses_s: Sleep of each rank within a step of a whole batch, in seconds; a smaller
             batch sleeps in proportion. Empty: none.
         backend: How replicas are averaged.
-        pinned: Whether each worker's thread is kept on a core of its own (Linux).
-        balance: Whether ``SYNC`` cuts global batches by measured speed.
+        pinned: True if each worker's thread is pinned to a separate core (Linux).
+        balance: True if ``SYNC`` cuts global batches by measured speed.
         train_fn: What is done in a step, instead of the workload's loss, the pause and the
             count.
     """
@@ -135,9 +135,9 @@ class Job:
         backend: How replicas are averaged; all else has the defaults.
         num_epochs: Epochs, the first of which warms up; at least 3.
         pauses_s: Sleep of each rank within a step; empty: none.
-        recorded: Whether a timeline tells of the rounds.
-        pinned: Whether each worker's thread is kept on a core of its own.
-        balance: Whether ``SYNC`` cuts global batches by measured speed.
+        recorded: True if a timeline records the rounds.
+        pinned: True if each worker's thread is pinned to a separate core.
+        balance: True if ``SYNC`` cuts global batches by measured speed.
     """
 
     workload: Workload
@@ -377,10 +377,10 @@ class Cells:
             policy: The policy.
             pauses_s: Sleep of each rank within a step.
             backend: How replicas are averaged.
-            recorded: Whether a timeline tells of the rounds.
-            steady: Whether the rate leaves out what follows the last epoch.
-            pinned: Whether each worker's thread is kept on a core of its own.
-            balance: Whether ``SYNC`` cuts global batches by measured speed.
+            recorded: True if a timeline records the rounds.
+            steady: True if the rate leaves out what follows the last epoch.
+            pinned: True if each worker's thread is pinned to a separate core.
+            balance: True if ``SYNC`` cuts global batches by measured speed.
         """
         num_workers = len(pauses_s)
 

@@ -106,7 +106,7 @@ def parser_of_sections(
 
 
 def save(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write what there is, if a file was asked for. A run that is cut short keeps that."""
+    """Write the results so far, if a file was requested; an interrupted run keeps them."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -195,7 +195,7 @@ class Measured:
     def ratios(self, key: str, base: str) -> list[float]:
         """One cell over another in each repetition, where they were measured in turn.
 
-        Of the pairs that nobody disturbed, if there are any.
+        Of the undisturbed pairs, if there are any.
         """
         pairs = [
             (rate / other, max(loads) <= QUIET)
@@ -281,7 +281,7 @@ class Check:
         what: The sentence in the report.
         measured: The number.
         wanted: The bound.
-        at_most: Whether ``wanted`` bounds it from above.
+        at_most: True if ``wanted`` bounds it from above.
     """
 
     what: str

@@ -264,7 +264,7 @@ class Study:
         num_epochs: Epochs.
         batch_size: Samples in a batch of one worker; the global batch is two of them.
         part: Part of the training samples that is used; less than 1 for a quick look.
-        is_text: Whether it reads the text, not the digits.
+        is_text: True if it reads the text, not the digits.
         accuracy: True if the fraction of digits classified correctly is reported, too.
     """
 

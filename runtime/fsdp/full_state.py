@@ -29,7 +29,7 @@ def gather_state(
         module: The bare module.
         parameters: The module's parameters.
         world: All ranks.
-        keep: Whether this rank gets the state; otherwise it gets an empty dict.
+        keep: True if this rank gets the state; otherwise it gets an empty dict.
 
     Returns:
         Full parameters, and rank 0's buffers. Tied names share their memory.
@@ -59,7 +59,7 @@ def load_state(
         module: The bare module.
         parameters: The module's parameters.
         state: Tensors of full shapes on any device, under the bare module's keys, compiled or not.
-        strict: Whether the keys must be exactly those of the module.
+        strict: True if the keys must be exactly those of the module.
 
     Raises:
         ValueError: Keys or shapes do not fit; nothing was changed.

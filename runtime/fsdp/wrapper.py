@@ -334,7 +334,7 @@ class FSDP(nn.Module):
         Args:
             max_norm: Largest norm after clipping.
             norm_type: Order of the norm, infinity included.
-            error_if_nonfinite: Whether a norm that is NaN or infinite is an error.
+            error_if_nonfinite: True if a norm that is NaN or infinite is an error.
 
         Returns:
             The norm before clipping, a scalar, the same on every rank.
@@ -417,7 +417,7 @@ class FSDP(nn.Module):
 
         Args:
             state_dict: Tensors of the full shapes, on any device.
-            strict: Whether the keys must be exactly those of the bare module.
+            strict: True if the keys must be exactly those of the bare module.
 
         Raises:
             ValueError: Keys or shapes do not fit; nothing was changed.
@@ -524,7 +524,7 @@ class FSDP(nn.Module):
         Arguments are checked outside, since a caller may call again with valid ones.
 
         Args:
-            counts: Whether the call that follows is collective.
+            counts: True if the call that follows is collective.
         """
         try:
             yield

@@ -43,7 +43,7 @@ class AccumulationSchedule:
         Args:
             world_size: Number of devices; with one device nothing is reduced.
             config: The settings; ``max_anchor`` 0 disables ElChe.
-            use_el_che: Whether ElChe is enabled otherwise.
+            use_el_che: True if ElChe is enabled otherwise.
         """
         if world_size == 1 or not use_el_che or config.max_anchor == 0:
             return cls(world_size)

@@ -39,7 +39,7 @@ class Balancer:
     Args:
         world_size: Number of devices, at least 1.
         speed_hint: ``(slow rank, ratio)``: initial ratios, corrected after the first step.
-        fixed: Whether to keep the initial ratios.
+        fixed: Keep the initial ratios.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ class CallerModes:
     """Gradient mode, inference mode and autocast of a thread.
 
     Attributes:
-        grad: Whether gradients are enabled.
-        inference: Whether ``torch.inference_mode`` is enabled.
+        grad: True if gradients are enabled.
+        inference: True if ``torch.inference_mode`` is enabled.
         autocasts: Device type and dtype of each enabled autocast.
-        cache: Whether autocast caches cast weights.
+        cache: True if autocast caches cast weights.
     """
 
     grad: bool

@@ -112,7 +112,7 @@ class OutputGather:
             grads: Each output's gradient.
             wanted: The parameters that get one; ``None``: all, and every other leaf of the
                 shards' graphs.
-            retain_graph: Whether to keep the shards' graphs.
+            retain_graph: Keep the shards' graphs.
         """
         if any(shard.outputs is None for shard in self._shards):
             raise RuntimeError(
@@ -198,11 +198,11 @@ class GatheredTensor:
         shards: The shards.
         device: The device of the combined tensor.
         batch_dim: The dimension that counts the samples, in parts that have it.
-        is_weight: Whether the parts are the shards' weights.
+        is_weight: True if the parts are the shards' weights.
 
     Attributes:
         value: The combined tensor, without a graph.
-        requires_grad: Whether any part requires a gradient.
+        requires_grad: True if any part requires a gradient.
         weight_is_guessed: True if parts without a known weight were weighted by samples.
 
     Raises:
@@ -364,7 +364,7 @@ class ShardOutput:
             grads: Each output's gradient, on the replica's device.
             wanted: The parameters that get a gradient; ``None``: all.
             first_leaves: Rank 0's leaves, which hooks of other ranks may use.
-            retain_graph: Whether to keep the graph.
+            retain_graph: Keep the graph.
 
         Returns:
             The gradient of each tensor of the shard's input; ``None`` if not required.

@@ -66,7 +66,7 @@ class ModelMirror:
         models: Each rank's model; rank 0's is the user's.
         params: The model's parameters, frozen ones too.
         leaves: Each rank's leaves, in order of ``params``.
-        shares_memory: Whether the leaves share the parameters' memory.
+        shares_memory: True if the leaves share the parameters' memory.
 
     Raises:
         ValueError: The model cannot be copied, and there is no factory.
@@ -527,7 +527,7 @@ class CopiedMemory:
         devices: One per rank.
 
     Attributes:
-        is_current: Whether no step was made since :meth:`refresh`.
+        is_current: True if no step was made since :meth:`refresh`.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

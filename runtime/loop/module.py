@@ -153,7 +153,7 @@ class ReplicatedModule(Closeable, nn.Module):
                 optimizers do not step, while the schedule advances; with a 0 in a tensor on a
                 GPU they step with gradients of zero.
 
-            reduce: Whether to reduce at this call, overriding the schedule: ``True`` for the last
+            reduce: Reduce at this call, overriding the schedule: ``True`` for the last
                 batch of a loop. ``None``: by the schedule. Without ``max_anchor``, and after
                 ``accumulate``, every call reduces.
 

@@ -152,7 +152,7 @@ class RankReplica:
         Args:
             collective: This rank's collective.
             row: This rank's gradients.
-            has_grad: Whether any rank has one, for each parameter.
+            has_grad: True if any rank has one, for each parameter.
             names: Name of each parameter.
         """
         start_s = time.monotonic()

@@ -54,7 +54,7 @@ class Runner:
         recorder: Records tasks on a timeline.
         sync: Orders the ranks' streams and the caller's; ``None``: by events.
         name: Prefix of the threads' names; ``None``: ``replica-<number of the loop>``.
-        waits_on_interrupt: Whether an interrupted call waits for tasks that were posted.
+        waits_on_interrupt: True if an interrupted call waits for tasks that were posted.
 
     Attributes:
         contexts: Each rank's device context.
@@ -151,7 +151,7 @@ class Runner:
             tasks: One per rank; ``None``: no task.
             operation: Name of the tasks in errors and on the timeline.
             tensors: The caller's tensors that the tasks read; their streams are waited for.
-            changes: Whether a failed task leaves the replicas permanently different.
+            changes: True if a failed task leaves the replicas permanently different.
 
         Raises:
             ReplicaFailed: A task raised.

@@ -447,7 +447,7 @@ class ThreadedEngine:
         Args:
             num_stashed: Number of steps stashed for the next reduction, this one included; 0:
                 each step reduces.
-            reduces: Whether this step reduced.
+            reduces: True if this step reduced.
         """
         for replica in self._replicas:
             seconds, num_samples = replica.sample_timer.take(wait=False)

@@ -49,7 +49,7 @@ class Case:
         absent: Doors that the recipe has no use for, with the reason.
         refused: Doors that refuse it, with the error's first words.
         bare: Builds the module that loads the trained weights, where it is another one.
-        double: Whether it is trained in float64.
+        double: True if it is trained in float64.
         tolerance: Of the relative difference of the parameters' change to that on one device.
     """
 

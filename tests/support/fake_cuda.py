@@ -67,14 +67,14 @@ class FakeCuda(CudaApi):
     Attributes:
         patience: An event completes by itself once it was asked about this often; ``None``:
             never, only waiting for it helps.
-        allow_default: Whether work may be given to the default stream.
-        prompt: Whether what is copied to a device is there at once, as if a test had asked
+        allow_default: True if work may be given to the default stream.
+        prompt: True if what is copied to a device is there at once, as if a test had asked
             its stream.
         log: ``(what, ...)`` of every call, in order.
         done: Names of the marks that have run, in order.
         violations: What nobody may do.
         graphs: The captures that succeeded, in order.
-        capturing: Whether one is under way.
+        capturing: True if one is under way.
     """
 
     def __init__(self, *, patience=2, allow_default=False, prompt=False):
