@@ -69,9 +69,9 @@ class Gap:
 
     Attributes:
         rank: The rank.
-        start: When the earlier call returned.
-        wall_s: How long it was.
-        cpu_s: What the rank's thread computed in it.
+        start: Time of the earlier call's return.
+        wall_s: Its duration.
+        cpu_s: CPU time of the rank's thread in it.
         num_faults: Page faults of that thread.
     """
 
@@ -467,7 +467,7 @@ class Record:
         num_before_first: Kills before there was any checkpoint.
         lost_s: For each kill, the age of the checkpoint that was resumed.
         num_finished: Lives that came to their end before the kill.
-        faults: What should not have happened.
+        faults: Violations.
     """
 
     num_kills: int = 0
@@ -485,7 +485,7 @@ class Killer:
     Args:
         place: A directory of its own.
         policy: The run's policy.
-        count: How many kills once there is a checkpoint.
+        count: Number of kills after the first checkpoint.
         seed: Decides the moments.
         longest_s: The longest life, at first.
     """

@@ -482,7 +482,7 @@ def stretches(
     Args:
         handle: The run.
         stretch_s: Length of a stretch.
-        judge: What is there in those that are judged.
+        judge: Context of every other stretch.
         settle_s: Rest between two stretches.
     """
 

@@ -266,8 +266,8 @@ class StorageMeter(TorchDispatchMode):
     Temporaries within a kernel are not seen, nor is what existed before.
 
     Attributes:
-        now_bytes: What is alive.
-        peak_bytes: The most that was alive at once.
+        now_bytes: Bytes of live tensors.
+        peak_bytes: Peak of ``now_bytes``.
     """
 
     def __init__(self) -> None:

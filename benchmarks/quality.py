@@ -328,7 +328,7 @@ class Machine:
         model: Its replica.
         optimizer: The inner optimizer.
         schedule: Of the learning rate.
-        own: What the replica holds but for what was trained since its last part of a round.
+        own: State of the replica without training since its last contribution to a round.
         num_batches: Trained by this machine.
         num_counted: By how many of the others' the schedule has been moved on.
     """
@@ -728,7 +728,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     """The whole report.
 
     Args:
-        report: What ``judge`` gave, with ``machine``, ``settings`` and each model's
+        report: Result of ``judge``, with ``machine``, ``settings`` and each model's
             ``definition`` and ``missing`` added.
     """
     machine = report["machine"]
@@ -1109,7 +1109,7 @@ def time_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 
     Args:
         curve: Seconds and loss of each point, the first at the start.
-        loss: What is to be reached.
+        loss: The target.
 
     Returns:
         The time; ``None`` if it is never reached.

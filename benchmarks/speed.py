@@ -459,7 +459,7 @@ class Options:
         quick: True if the section measures fewer cells.
         models: Workloads of the sections ``peers``, ``efficiency``, ``shares`` and
             ``transports``.
-        slowdowns: How often rank 1's step takes a bare one's there.
+        slowdowns: Factors on rank 1's step time in that section.
     """
 
     seconds: float

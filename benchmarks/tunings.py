@@ -73,7 +73,7 @@ class Run:
     Attributes:
         model: Its name.
         policy: The policy.
-        backend: How the ranks exchange what they average.
+        backend: The transport.
         adapt_s: Seconds that a run takes to follow a change.
     """
 

@@ -31,8 +31,8 @@ class BatchSet:
 
         Args:
             count: Number of batches.
-            whole: Where a range is not taken to its end, take a multiple of this many batches, if
-                that is not 0.
+            whole: If not 0, take a multiple of this many batches from a range that is not
+                exhausted.
         """
         taken: list[range] = []
         while count > 0 and self._spans:

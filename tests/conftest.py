@@ -16,20 +16,20 @@ import hypothesis
 import numpy as np
 import pytest
 
-# Threads of OpenMP that wait for each other spin, unless this stands when they are loaded: where
-# tests run side by side they then take the processor from those that they wait for.
+# Waiting OpenMP threads spin, unless this is set when OpenMP is loaded: with tests in parallel
+# they then compete for cores with the threads that they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
 # The first optimizer of a process imports it, which takes many seconds on a busy machine:
-# here no test's time limit runs.
+# not within a test's time limit.
 import torch._dynamo
 import tqdm
 
 from runtime.collective.nccl_library import shared_gpu_fault
 
-# Compiling the tests takes ten seconds, in each process that runs them, unless it is kept.
+# Without bytecode files every test process would compile the tests, which takes ten seconds.
 sys.dont_write_bytecode = False
 
 GRACE_S = 5.0
@@ -39,14 +39,14 @@ POOLS = ("pytest_timeout", "tqdm_monitor")
 """Prefixes of the names of the test tools' threads."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a background job of a shell without job control, where tests of Ctrl-C, and the
-    # processes that they start, would see no signal.
+    # In a background job of a shell without job control SIGINT is ignored: tests of Ctrl-C, and
+    # processes that they start, would receive no signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The fork server imports them once, and not every loader process again.
+# Imported once by the fork server, instead of in each loader process.
 multiprocessing.set_forkserver_preload(["torch", "runtime"])
 
-# A deadline of 200 ms for an example says how busy the machine is.
+# The default deadline of 200 ms per example would fail on a busy machine.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
@@ -55,7 +55,7 @@ tqdm.tqdm.monitor_interval = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more CUDA devices than there are."""
+    """Skip tests that require more CUDA devices than are available."""
     found = torch.cuda.device_count()
     shared = found == 1 and shared_gpu_fault() is None
     for item in items:
@@ -79,10 +79,10 @@ def _old_objects_are_left_alone() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a thread which was not there before it.
+    """Fail a test that leaves a thread behind.
 
-    A test of threads that are stuck in user code names them with the marker
-    ``leaks_thread("gpu-worker-1")``; without a name it excuses every daemon thread.
+    A test with threads stuck in user code names them with the marker
+    ``leaks_thread("gpu-worker-1")``; without a name all daemon threads are allowed.
     """
     before = set(threading.enumerate())
     yield
@@ -103,7 +103,7 @@ def _no_thread_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _num_threads_of_a_new_thread() -> int:
-    """The number of intra-op threads that a thread gets which never set it."""
+    """The number of intra-op threads in a new thread."""
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     thread.start()
@@ -126,7 +126,7 @@ def _num_threads_is_as_found() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Seed every process-wide generator with the number it gives."""
+    """Seed every process-wide generator; returns the seed."""
     value = 20_240_229
     random.seed(value)
     np.random.seed(value)

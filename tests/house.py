@@ -108,7 +108,7 @@ class House:
     """A tree of sources, read once.
 
     Attributes:
-        root: Where ``coordinator/`` and ``runtime/`` lie.
+        root: Directory of ``coordinator/`` and ``runtime/``.
         files: Their Python files, relative to the root, each with its syntax tree.
     """
 

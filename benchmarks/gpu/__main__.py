@@ -49,8 +49,8 @@ class Output:
     """Prints and writes what is new.
 
     Args:
-        report: What there is.
-        folder: Where it is written; ``None``: nowhere.
+        report: The results so far.
+        folder: Target directory; ``None``: do not write.
     """
 
     def __init__(self, report: Report, folder: Path | None) -> None:

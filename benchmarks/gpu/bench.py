@@ -58,7 +58,7 @@ class Row:
     """A figure and its target.
 
     Attributes:
-        name: What was measured or checked.
+        name: The measurement or check.
         figure: The number; ``None``: it could not be measured.
         unit: Of the figure; a ratio has none, ``"yes"`` makes it a check that is 0 or 1.
         target: The bound; ``None``: the figure is only reported.
@@ -103,7 +103,7 @@ class SectionResult:
             ``"timed out"`` or ``"died"``.
         reason: The reason if it did not complete.
         seconds: Its duration.
-        budget_s: How long it was given.
+        budget_s: Its time budget.
         rows: Figures, in order.
         raw: Every measurement behind them, by system and unit.
         notes: Remarks, and what the packages logged as warnings.
@@ -149,10 +149,10 @@ class Report:
     Attributes:
         date: Of the run, as ``YYYY-MM-DD``.
         dry: True if only the code paths were walked, on the CPU with tiny sizes.
-        minutes: What the run was given.
+        minutes: Time budget of the run.
         facts: The machine.
         sections: In order.
-        seconds: How long the run took so far.
+        seconds: Duration of the run so far.
     """
 
     date: str
@@ -332,7 +332,7 @@ class Section:
     Attributes:
         name: As given to ``--sections``.
         title: In words.
-        seconds: How long it takes on the machine that it is made for.
+        seconds: Its duration on the target machine.
         run: Measures.
         needs_cuda: True if a dry run leaves it out.
     """
@@ -445,7 +445,7 @@ def interleaved(
     Args:
         bench: Takes the raw values.
         systems: Each gives a rate.
-        rounds: How many rounds at most.
+        rounds: Maximum number of rounds.
         unit: Of the rates.
     """
     rates = Rates()
@@ -487,12 +487,12 @@ _POLL_S = 0.25
 
 
 class Trouble(Exception):
-    """The process is of no use any more.
+    """The process is unusable.
 
     Args:
-        status: What to call it.
-        reason: Why.
-        stacks: Where its threads were, and what it wrote to stderr last.
+        status: Status of the section.
+        reason: The reason.
+        stacks: Stacks of its threads, and the tail of its stderr.
     """
 
     def __init__(self, status: str, reason: str, stacks: str) -> None:
@@ -622,7 +622,7 @@ class Supervisor:
     """Runs all sections and keeps what came of them.
 
     Args:
-        sections: What to run, in order.
+        sections: The sections, in order.
         report: Gets the results.
         table: Name of the module that holds the sections.
         deadline: Monotonic time by which all is over.

@@ -303,7 +303,7 @@ class Replica:
         bench: Says where, and how long to wait.
         rank: Its steps add ``rank + 1``.
         api: Speaks to CUDA.
-        delay_cycles: How late a step writes.
+        delay_cycles: Delay of a step's writes.
     """
 
     def __init__(self, bench: Bench, rank: int, api: CudaApi, delay_cycles: int) -> None:

@@ -262,8 +262,8 @@ class BareStep:
     """Zero, forward, backward, step, as one writes it by hand.
 
     Args:
-        workload: What is trained.
-        device: Where.
+        workload: The workload.
+        device: The device.
         capturable: True if a CUDA graph can hold the optimizer's step.
     """
 
@@ -455,7 +455,7 @@ class StepClock:
 
     Args:
         loss: The workload's.
-        num_edge_steps: How many the first steps are.
+        num_edge_steps: Number of first steps.
     """
 
     def __init__(self, loss: TrainFn, num_edge_steps: int) -> None:
@@ -507,7 +507,7 @@ def interior_rate(
 
     Args:
         bench: Says where, and how long to wait.
-        workload: What is trained.
+        workload: The workload.
         data: Its samples, whole batches.
         num_epochs: The first of which is warm-up.
         configure: Changes the run.

@@ -79,10 +79,10 @@ def runtime_builder(
         policy: The policy.
         pauses_s: Sleep of each rank within a step of a whole batch, in seconds; a smaller
             batch sleeps in proportion. Empty: none.
-        backend: How replicas are averaged.
+        backend: The transport.
         pinned: True if each worker's thread is pinned to a separate core (Linux).
         balance: True if ``SYNC`` cuts global batches by measured speed.
-        train_fn: What is done in a step, instead of the workload's loss, the pause and the
+        train_fn: Replaces the workload's loss, the pause and the
             count.
     """
     ranks = count()
@@ -132,7 +132,7 @@ class Job:
         data: The data set; its length is that of an epoch.
         num_workers: CPU workers.
         policy: The policy.
-        backend: How replicas are averaged; all else has the defaults.
+        backend: The transport; all other settings have their defaults.
         num_epochs: Epochs, the first of which warms up; at least 3.
         pauses_s: Sleep of each rank within a step; empty: none.
         recorded: True if a timeline records the rounds.
@@ -300,13 +300,13 @@ class Cells:
     """Makes the cells of one workload.
 
     Args:
-        workload: What is trained.
+        workload: The workload.
         step_s: Time of its bare step, without pauses.
         seconds: Length of one measurement.
         group: The peers' processes, if there are any.
 
     Attributes:
-        outcomes: What the runtime's runs gave, by key.
+        outcomes: Results of the runtime's runs, by key.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class Cells:
             key: The cell's.
             policy: The policy.
             pauses_s: Sleep of each rank within a step.
-            backend: How replicas are averaged.
+            backend: The transport.
             recorded: True if a timeline records the rounds.
             steady: True if the rate leaves out what follows the last epoch.
             pinned: True if each worker's thread is pinned to a separate core.

@@ -133,7 +133,7 @@ def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[fl
     """Measure until others leave the machine alone.
 
     Args:
-        num_retries: How often a disturbed measurement is repeated at most.
+        num_retries: Maximum number of repetitions of a disturbed measurement.
         measure_once: Measures, and gives a number.
 
     Returns:
@@ -228,9 +228,9 @@ def interleaved(
     """Measure every cell once, then again; every other repetition in reverse order.
 
     Args:
-        cells: What to measure.
+        cells: The measurements.
         repeat: Repetitions.
-        num_retries: How often a disturbed measurement is repeated.
+        num_retries: Maximum number of repetitions of a disturbed measurement.
         prepare: Called at the start of each repetition.
     """
     found = Measured()

@@ -228,7 +228,7 @@ def train_step(
     """One step; a slowed rank pauses before its backward, as it does in every system.
 
     Args:
-        workload: What is trained.
+        workload: The workload.
         model: The model.
         optimizer: Its optimizer.
         batch: Of any size.
@@ -256,7 +256,7 @@ def solo_rate(
     """Samples/s of a bare loop in the calling thread, from step boundary to step boundary.
 
     Args:
-        workload: What is trained.
+        workload: The workload.
         data: The data set.
         warmup_s: Seconds before the clock starts.
         measure_s: Seconds that are timed.
@@ -305,7 +305,7 @@ def threads_rate(
     """Samples/s of bare loops that run at the same time and share only the data.
 
     Args:
-        workload: What is trained.
+        workload: The workload.
         data: The data set.
         num_threads: Loops, each in a thread.
         warmup_s: Seconds before the clock starts.

@@ -127,8 +127,8 @@ class GlooGroup:
     """A context manager that holds ``world_size`` live processes of one Gloo group.
 
     Args:
-        world_size: How many.
-        work: What they do with a request, as ``MODULE:FUNCTION``; each gets all requests.
+        world_size: Number of processes.
+        work: Function that handles a request, as ``MODULE:FUNCTION``; each receives all requests.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Facts:
             started; opaque to the ledger.
         leaving: True if the machine leaves after this round; it then keeps nothing.
         stop: True if all machines are to stop after this round.
-        void: Why the machine cannot take part, which voids the round for all; empty otherwise.
+        void: The reason why the machine cannot take part, which voids the round; else empty.
     """
 
     machine: str

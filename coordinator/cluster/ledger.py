@@ -314,7 +314,7 @@ class RoundOutcome:
     Attributes:
         rejected: Machines that must end, with the reason as it continues after their name.
         superseded: Machines whose history loses to another one.
-        void: Why the round may not be committed; empty if it may.
+        void: The reason why the round must not be committed; empty if it may.
         ledger: The ledger after a commit.
         closed: Epochs that a commit closes.
         interval_s: Seconds from the commit to the next round.

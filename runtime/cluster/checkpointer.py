@@ -146,7 +146,7 @@ class ClusterCheckpointOptions:
     """Directory and intervals of checkpoints; see ``TrainerBuilder.checkpoint_dir``.
 
     Attributes:
-        directory: Where to write; ``None`` writes none.
+        directory: Target directory; ``None``: write no checkpoints.
         keep: Number of checkpoints kept.
         every: Epochs between checkpoints.
         every_s: Seconds between checkpoints; ``None``: no such interval.

@@ -42,12 +42,12 @@ def create_collectives(
     Blocks until all ranks are connected. Every rank must be closed in the end.
 
     Args:
-        world_size: How many ranks, at least 1.
+        world_size: Number of ranks, at least 1.
         kind: ``"thread"``, which serves devices of any kind and number; ``"gloo"``, for
             CPU devices; ``"nccl"``, for a distinct CUDA device for each rank. Ranks may share a GPU
             over NCCL 2.30 or later with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, for checks.
         devices: Each rank's device; ``None``: all on the CPU.
-        timeout_s: How long a collective may wait for a rank to arrive, in seconds; over
+        timeout_s: Limit of a collective's wait for a rank to arrive, in seconds; over
             Gloo and NCCL as long again for the exchange.
 
     Returns:

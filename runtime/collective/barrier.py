@@ -30,7 +30,7 @@ class AbortableBarrier:
     it normally, even if the barrier is broken before it gets to run.
 
     Attributes:
-        parties: How many ranks meet.
+        parties: Number of ranks.
     """
 
     def __init__(self, parties: int) -> None:
@@ -63,7 +63,7 @@ class AbortableBarrier:
 
         Args:
             rank: The rank that arrives; no rank may wait twice at the same time.
-            timeout_s: How long to wait for the others, in seconds. Time in which a thread of the
+            timeout_s: Limit of the wait for the others, in seconds. Time in which a thread of the
                 process captures a CUDA graph is not counted: captures are serial.
             action: Run by the last rank to arrive while the others still sleep, so that it may
                 use their tensors and streams. If it raises, the barrier is aborted and the

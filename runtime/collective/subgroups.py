@@ -29,10 +29,10 @@ class _Place:
 
     Attributes:
         members: Their ranks in the group that is split.
-        group: Where they meet.
+        group: Their rendezvous.
         prefix: Name of the subgroup in the store; fresh for every subgroup.
-        store: Through which process groups connect.
-        communicators: What NCCL's ranks share.
+        store: The store through which process groups connect.
+        communicators: Shared by the ranks over NCCL.
     """
 
     members: tuple[int, ...]

@@ -21,7 +21,7 @@ class DataSetState:
 
     Args:
         adapter: The data set.
-        num_processes: How many have a copy.
+        num_processes: Number of loader processes, each with a copy.
     """
 
     def __init__(self, adapter: DatasetAdapter, num_processes: int) -> None:

@@ -358,7 +358,7 @@ class Stage:
 
     Args:
         depth: See ``depth``.
-        sizing: When the depth is adapted; not shared.
+        sizing: Schedule of depth changes; not shared.
 
     Attributes:
         depth: Maximum number of batches that may wait; 0: each is loaded on request. Written
@@ -413,7 +413,7 @@ class HostStage(Stage):
 
     Args:
         num_workers: Workers that load into host memory.
-        sizing: When the depth is adapted.
+        sizing: Schedule of depth changes.
     """
 
     def __init__(self, num_workers: int, sizing: SizingSchedule) -> None:

@@ -112,7 +112,7 @@ class SlotStage(Stage):
         budget: The device's budget, shared with its other workers.
         rank: The worker's rank.
         batch_size: Rows of a full batch.
-        sizing: When the depth is set.
+        sizing: Schedule of depth changes.
         num_host_workers: Workers that load into host memory.
         snapshot_bytes: Returns the host memory that snapshots of all workers will need, which
             the first steps do not show.

@@ -50,7 +50,7 @@ def check_cut(trial: nn.Module, scatter: Scatter, rules: InputRules, device: tor
     Args:
         trial: A copy of the model.
         scatter: The inputs of a call.
-        rules: How they are cut.
+        rules: Rules for cutting them.
         device: The copy's device.
 
     Raises:

@@ -27,7 +27,7 @@ class Scatter:
     Args:
         args: Positional inputs.
         kwargs: Keyword inputs.
-        rules: How to cut them.
+        rules: Rules for cutting them.
         model: The model, for the names of its inputs.
 
     Attributes:

@@ -80,7 +80,7 @@ class ThreadedEngine:
         accumulation: Number of batches of each rank between two reductions.
         recorder: Records the work on a timeline.
         max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
-        rules: How inputs are cut.
+        rules: Rules for cutting inputs.
 
     Attributes:
         devices, models, optimizer, rate: See :class:`LoopEngine`.

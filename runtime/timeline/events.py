@@ -48,7 +48,7 @@ class IdleGap:
 
     Attributes:
         rank: The rank.
-        cause: What it did instead.
+        cause: Its activity in the interval.
         start_s: Start, in seconds since the start of the run.
         duration_s: Duration in seconds.
     """

@@ -13,17 +13,17 @@ from torch.utils.data import DataLoader, Dataset
 
 NUM_SAMPLES = 24
 BATCH_SIZE = 4
-"""Of one device."""
+"""Batch size of one device."""
 NUM_DEVICES = 2
 NUM_EPOCHS = 2
 DOUBLE = torch.float64
 _DRAWING = threading.RLock()
-"""Held by the thread that has seeded the generator of the process."""
+"""Held while the process's generator is seeded."""
 Watch = Callable[[nn.Module], None]
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Plain and short enough that rounding stays rounding."""
+    """Plain SGD, with steps so small that rounding errors do not grow."""
     return torch.optim.SGD(params, 0.05)
 
 
@@ -32,25 +32,25 @@ class Case:
     """One model or recipe, written as its users write it.
 
     Attributes:
-        name: Of the row.
-        group: Of the rows that need the same packages.
+        name: Name of the row.
+        group: Name of the rows that require the same packages.
         make: Builds the model with random weights.
         data: Builds the data set, of ``NUM_SAMPLES`` samples.
         loss: ``f(model, batch)``: the batch's mean loss, or the model's output with a ``loss``.
-        loader: What the ``DataLoader`` is given besides: ``collate_fn``, ``sampler``.
-        weight: ``f(batch)``: what the loss is a mean over; ``None``: the samples.
-        optimizer: From the parameters.
-        watch: ``f(bare)`` gives what is called with the bare module after each step, or, under
+        loader: Further arguments of the ``DataLoader``: ``collate_fn``, ``sampler``.
+        weight: ``f(batch)``: number of elements in the loss's mean; ``None``: the samples.
+        optimizer: Builds the optimizer from the parameters.
+        watch: ``f(bare)`` returns a function, called with the bare module after each step, or, under
             the builder, after each epoch with the averaged weights.
-        differs: Why the result is not that of one device to the last digits; empty: it is.
-        whole: Batches cannot be cut along dimension 0: ``Trainer.setup`` is given whole batches
+        differs: The reason if the result differs from one device's beyond rounding; else empty.
+        whole: Batches cannot be cut along dimension 0: ``Trainer.setup`` receives whole batches
             for each device (``accumulate``), ``DataParallelCoordinator`` lists of samples.
-        unlike: Doors whose result differs from one device for the case's own reason.
-        absent: Doors that the recipe has no use for, with the reason.
-        refused: Doors that refuse it, with the error's first words.
-        bare: Builds the module that loads the trained weights, where it is another one.
+        unlike: Entry points whose result differs from one device, with the reason.
+        absent: Entry points that do not apply to the recipe, with the reason.
+        refused: Entry points that refuse it, with the error's first words.
+        bare: Builds the module that loads the trained weights, if it is another one.
         double: True if it is trained in float64.
-        tolerance: Of the relative difference of the parameters' change to that on one device.
+        tolerance: Limit of the relative difference of the parameters' change to one device's.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Case:
         return model.to(DOUBLE) if self.double else model
 
     def load(self, state: dict[str, Tensor]) -> nn.Module:
-        """The bare model with trained weights, all keys of which it has to know."""
+        """The bare model with trained weights; all keys must match."""
         make = self.bare or self.make
         model = make().to(DOUBLE) if self.double else make()
         model.load_state_dict(state, strict=True)
@@ -92,7 +92,7 @@ class Case:
             return self.data()
 
     def batches(self, batch_size: int, *, listed: bool = False) -> Any:
-        """A ``DataLoader`` of batches of so many samples; ``listed``: of lists of them."""
+        """A ``DataLoader`` of batches; ``listed``: of lists of samples."""
         options = {**self.loader, **({"collate_fn": list} if listed else {})}
         return DataLoader(self.dataset(), batch_size=batch_size, **options)
 
@@ -136,12 +136,12 @@ class Listed(Dataset[Any]):
 
 
 def floats(*shape: int) -> Tensor:
-    """Standard normal numbers for so many samples."""
+    """Standard normal numbers for ``NUM_SAMPLES`` samples."""
     return torch.randn(NUM_SAMPLES, *shape, dtype=DOUBLE)
 
 
 def classes(count: int, *shape: int) -> Tensor:
-    """Labels for so many samples."""
+    """Labels for ``NUM_SAMPLES`` samples."""
     return torch.randint(count, (NUM_SAMPLES, *shape))
 
 

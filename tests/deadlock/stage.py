@@ -50,7 +50,7 @@ class Stage:
     Args:
         train: The worker's ``train_fn``.
         num_batches: Batches of one sample each.
-        policy: When replicas average.
+        policy: The policy of averaging.
         backend: Over what.
         settings: More for the coordinator.
 

@@ -53,7 +53,7 @@ class Run:
 
     Args:
         options: Of the command line.
-        deadline: When no part may be running any more, by the monotonic clock.
+        deadline: End of all parts, by the monotonic clock.
         log: Gets the output of all processes.
     """
 

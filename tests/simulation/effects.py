@@ -23,9 +23,9 @@ class Traced(m.Payload):
     Attributes:
         base: The batches in the average that the replica started from.
         local: The batches that it trained since, in order.
-        squares: Norms that were told with a snapshot of tensors.
+        squares: Norms that were sent with a snapshot of tensors.
         held: The expected tensors of ``base``, if any.
-        places: Where the batches of ``local`` stand in them.
+        places: Positions of the batches of ``local`` in them.
         brought: The contributions of the ranks to the collective that made it.
     """
 

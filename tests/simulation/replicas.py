@@ -100,7 +100,7 @@ class Meeting(ThreadCollective):
     Args:
         rank: The rank's place among those that meet.
         brought: The contribution of each.
-        error: Why they never met, if they did not.
+        error: The reason if they never met.
         torn: True if the group breaks before the rank has its result.
     """
 
@@ -152,8 +152,8 @@ class Replica:
     """A rank's tensors and their expected values.
 
     Attributes:
-        held: What the average that it started from must be.
-        seen: What has happened to it, and how often.
+        held: Expected value of the average that it started from.
+        seen: Counts of events.
     """
 
     def __init__(self, place_of: Callable[[Batch], int], num_batches: int, *, rounds: bool) -> None:

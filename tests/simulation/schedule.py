@@ -45,14 +45,14 @@ class Schedule:
         sync_s: Longest time that a collective takes after the last rank joined.
         evaluate_s: Time of an evaluation.
         report_interval_s: See ``WorkerConfig``.
-        stop_at_s: When ``stop()`` is called, if at all.
+        stop_at_s: Time of the call of ``stop()``, if any.
         divergence: Largest divergence that a round shows.
         deaths: Workers that die.
         torn_chance: Chance that a rank loses the result of a collective which breaks
             after all have joined.
         linger_s: Longest time until a rank gets to run after a collective.
-        collective_timeout_s: How long a rank waits for its peers; 0: for ever.
-        saves_at_s: When ``save()`` is called.
+        collective_timeout_s: Limit of a rank's wait for its peers; 0: none.
+        saves_at_s: Times of calls of ``save()``.
         memory: Samples of the largest piece that each rank has memory for; empty: of any.
         busy_s: Longest time until the coordinator's thread takes what has come.
         fault_chance: Chance that a collective over the first transport that has ranks meet

@@ -75,7 +75,7 @@ class SimWorker:
         protocol: The real protocol.
         base: The average that the replica holds.
         local: Batches trained since; none in lockstep, where each step is averaged.
-        ready_at: When its last batch is loaded, or was.
+        ready_at: Time at which its last batch is loaded.
     """
 
     def __init__(self, sim: Simulation, rank: int) -> None:

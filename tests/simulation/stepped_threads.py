@@ -47,8 +47,8 @@ class Stepped:
 
     Attributes:
         ready: Returns true once it may run; ``None``: at once.
-        deadline: When it runs all the same.
-        what: What it waits for.
+        deadline: Time at which it runs in any case.
+        what: The awaited event.
         slots: Values of the stand-ins for ``threading.local`` and of the model.
     """
 
@@ -70,7 +70,7 @@ class Scheduler:
 
     Attributes:
         now: The time, in seconds.
-        failure: Why the schedule has failed.
+        failure: The failure of the schedule, if any.
     """
 
     active: Scheduler | None = None

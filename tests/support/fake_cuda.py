@@ -72,7 +72,7 @@ class FakeCuda(CudaApi):
             its stream.
         log: ``(what, ...)`` of every call, in order.
         done: Names of the marks that have run, in order.
-        violations: What nobody may do.
+        violations: Forbidden calls that were made.
         graphs: The captures that succeeded, in order.
         capturing: True if one is under way.
     """

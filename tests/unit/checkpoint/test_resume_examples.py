@@ -96,7 +96,7 @@ def account(outputs, records, stopped, saving):
     """Describe which of three runs differs, and where.
 
     Args:
-        outputs: What each of them printed, by name: interrupted, resumed, straight.
+        outputs: Output of each run, by name: interrupted, resumed, straight.
         records: The files with their steps, in the same order.
         stopped: A copy of the checkpoints as they were when the first had stopped.
         saving: The arguments that the first and the second were given before a directory.

@@ -38,7 +38,7 @@ class Interrupt:
     block and the release of what it holds.
 
     Args:
-        num_lines: How many lines are executed before.
+        num_lines: Number of lines executed before.
     """
 
     def __init__(self, num_lines):
