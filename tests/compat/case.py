@@ -40,7 +40,7 @@ class Case:
         loader: Further arguments of the ``DataLoader``: ``collate_fn``, ``sampler``.
         weight: ``f(batch)``: number of elements in the loss's mean; ``None``: the samples.
         optimizer: Builds the optimizer from the parameters.
-        watch: ``f(bare)`` returns a function, called with the bare module after each step, or, under
+        watch: ``f(bare)`` returns a function of the bare module, called after each step or, under
             the builder, after each epoch with the averaged weights.
         differs: The reason if the result differs from one device's beyond rounding; else empty.
         whole: Batches cannot be cut along dimension 0: ``Trainer.setup`` receives whole batches
