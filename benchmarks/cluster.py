@@ -1,6 +1,6 @@
-"""Clusters: unequal machines, what a round costs, others on the same model, a deal for many.
+"""Clusters: unequal machines, what a round costs, others on the same model, grants for many.
 
-Usage: ``python benchmarks/cluster.py [--sections speeds cost peers rounds deal] [--json FILE]``.
+Usage: ``python benchmarks/cluster.py [--sections speeds cost peers rounds grants] [--json FILE]``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -46,9 +46,9 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.models import Batch, Workload, batches, classification_loss, train_step
 from benchmarks.harness.processes import Child, GlooGroup, Step, serve
-from coordinator.cluster.deal import Grant
-from coordinator.cluster.facts import Facts, normalize
+from coordinator.cluster.grant import Grant
 from coordinator.cluster.ledger import ClusterLedger, evaluate_round
+from coordinator.cluster.machine_report import MachineReport, normalize
 from runtime import Mean, Timeline, Trainer
 from runtime.cluster.engine import ClusterState
 from runtime.cluster.lighthouse import Lighthouse, load_torchft
@@ -66,14 +66,14 @@ COST_TARGET_S, COST_TARGET_SHARE = 0.015, 0.01
 COST_PERIOD_S, DEFAULT_PERIOD_S = 1.0, 30.0
 AROUND_S = 0.25
 """Time before and after a round that counts as part of it."""
-NUM_DEALT, DEAL_TARGET_S = 1000, 0.020
+NUM_GRANTED, GRANTS_TARGET_S = 1000, 0.020
 ROUND_TARGET_S = 0.015
 """Bound of a round's calls between two machines on one host, nothing compressed."""
 TARGET_PARAMETERS = 10**6
 SIZES = (10**6, 10**7)
 NUM_MACHINES, WARM_ROUNDS, NUM_ROUNDS = 2, 5, 50
 CALLS = ("quorum", "gather", "all_reduce", "commit")
-FACTS = bytes(200)
+REPORT = bytes(200)
 JOIN_S = 170.0
 
 # -- machines in processes of their own ---------------------------------------------------
@@ -446,7 +446,7 @@ _data: dict[int, Batch] = {}
 
 
 def own_batches(num_samples: int) -> Iterator[Batch]:
-    """This rank's part of each epoch: every batch is one rank's, as a distributed sampler deals."""
+    """This rank's part of each epoch: every batch is one rank's, as in ``DistributedSampler``."""
     if num_samples not in _data:
         _data.clear()
         _data[num_samples] = make_data(num_samples)
@@ -622,7 +622,7 @@ def cluster_machine(address: str, rank: int, size: int, compression: str | None,
         x = delta.clone()
         calls: list[Callable[[], object]] = [
             engine.quorum,
-            lambda: engine.gather(FACTS),
+            lambda: engine.gather(REPORT),
             partial(engine.all_reduce, [x]),
             lambda: engine.commit(True),
         ]
@@ -701,8 +701,10 @@ def rounds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     return {"rows": rows}, judge_rounds(rows)
 
 
-def facts_of(ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random) -> list[Facts]:
-    """Facts that machines of these speeds would report at the end of a period."""
+def reports_of(
+    ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random
+) -> list[MachineReport]:
+    """Reports that machines of these speeds would report at the end of a period."""
     found = []
     for i, batch_s in enumerate(seconds):
         name = f"machine-{i:04}"
@@ -716,7 +718,7 @@ def facts_of(ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random
                 done.append((epoch, (span[:cut],)))
                 kept.append((epoch, (span[cut : cut + 4],)))
         found.append(
-            Facts(
+            MachineReport(
                 machine=name,
                 step=ledger.step,
                 lineage=ledger.lineage,
@@ -731,41 +733,41 @@ def facts_of(ledger: ClusterLedger, seconds: Sequence[float], rng: random.Random
     return found
 
 
-def deal(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """CPU time of what every machine computes in a round of many: the deal, and the whole."""
+def grants(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
+    """CPU time of what every machine computes in a round of many: the grants, and the whole."""
     rng = random.Random(0)
-    seconds = [rng.uniform(0.05, 0.5) for _ in range(NUM_DEALT)]
+    seconds = [rng.uniform(0.05, 0.5) for _ in range(NUM_GRANTED)]
     ledger = ClusterLedger(
-        settings={}, num_epochs=3, batches_per_epoch=600 * NUM_DEALT, period_s=30.0
+        settings={}, num_epochs=3, batches_per_epoch=600 * NUM_GRANTED, period_s=30.0
     )
-    deals: list[float] = []
+    grants_s: list[float] = []
     wholes: list[float] = []
-    while not ledger.complete and len(deals) < 40:
-        facts = facts_of(ledger, seconds, rng)
+    while not ledger.complete and len(grants_s) < 40:
+        reports = reports_of(ledger, seconds, rng)
         start = time.process_time()
-        outcome = evaluate_round(ledger, facts)
+        outcome = evaluate_round(ledger, reports)
         wholes.append(time.process_time() - start)
         assert not outcome.void, outcome.void
         ledger = outcome.ledger
         start = time.process_time()
-        again = ledger.deal(facts)
-        deals.append(time.process_time() - start)
+        again = ledger.compute_grants(reports)
+        grants_s.append(time.process_time() - start)
         assert again == ledger.grants
-    middle = statistics.median(deals)
+    middle = statistics.median(grants_s)
     print(
-        f"CPU time of a round of {NUM_DEALT} machines on each of them, medians of {len(deals)}: "
-        f"the deal {milliseconds(middle)} ms (at most {milliseconds(max(deals))}), the whole "
+        f"CPU time of a round of {NUM_GRANTED} machines on each, medians of {len(grants_s)}: "
+        f"the grants {milliseconds(middle)} ms (at most {milliseconds(max(grants_s))}), the whole "
         f"verdict {milliseconds(statistics.median(wholes))} ms.\n",
         flush=True,
     )
-    what = f"one deal for {NUM_DEALT} machines, seconds of CPU time"
-    check = Check(what=what, measured=middle, wanted=DEAL_TARGET_S, at_most=True)
-    return {"deals_s": deals, "verdicts_s": wholes}, [check]
+    what = f"the grants for {NUM_GRANTED} machines, seconds of CPU time"
+    check = Check(what=what, measured=middle, wanted=GRANTS_TARGET_S, at_most=True)
+    return {"deals_s": grants_s, "verdicts_s": wholes}, [check]
 
 
 # -- the command line ---------------------------------------------------------------------
 
-SECTIONS = {"speeds": speeds, "cost": cost, "peers": peers, "rounds": rounds, "deal": deal}
+SECTIONS = {"speeds": speeds, "cost": cost, "peers": peers, "rounds": rounds, "grants": grants}
 
 
 def main() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.cluster.deal import Grant, deal, round_interval_s
-from coordinator.cluster.facts import (
+from coordinator.cluster.grant import Grant, compute_grants, round_interval_s
+from coordinator.cluster.machine_report import (
     MAX_OPEN_EPOCHS,
     PROTOCOL_VERSION,
-    Facts,
     LedgerError,
+    MachineReport,
     canonical_json,
     is_subset,
     normalize,
@@ -84,7 +84,7 @@ class ClusterLedger:
 
     @property
     def history(self) -> tuple[int, int, str]:
-        """The ledger's history as an ordered key; see :attr:`Facts.history`."""
+        """The ledger's history as an ordered key; see :attr:`MachineReport.history`."""
         return self.step, self.consumed, self.lineage
 
     @property
@@ -127,14 +127,14 @@ class ClusterLedger:
         twin._open = {number: epoch.copy() for number, epoch in self._open.items()}
         return twin
 
-    def errors_in(self, facts: Iterable[Facts]) -> dict[str, str]:
-        """Errors in facts of this ledger's history, by machine.
+    def errors_in(self, reports: Iterable[MachineReport]) -> dict[str, str]:
+        """Errors in reports of this ledger's history, by machine.
 
         A machine may only report batches of its own grant, so that a batch reported twice is one
         machine's error.
         """
         errors = {}
-        for peer in facts:
+        for peer in reports:
             granted = self.grants.get(peer.machine, Grant()).batches
             try:
                 reported = normalize((*peer.done, *peer.kept))
@@ -147,16 +147,16 @@ class ClusterLedger:
                 errors[peer.machine] = "leaves and keeps batches"
         return errors
 
-    def commit(self, facts: Sequence[Facts]) -> tuple[ClosedEpoch, ...]:
-        """Commit the round of these facts, and grant the next batches.
+    def commit(self, reports: Sequence[MachineReport]) -> tuple[ClosedEpoch, ...]:
+        """Commit the round of these reports, and grant the next batches.
 
         Returns:
             The epochs that it closed, the oldest first.
 
         Raises:
-            LedgerError: The facts contradict the ledger or each other; nothing is changed.
+            LedgerError: The reports contradict the ledger or each other; nothing is changed.
         """
-        ordered = sorted(facts, key=lambda peer: peer.machine)
+        ordered = sorted(reports, key=lambda peer: peer.machine)
         names = [peer.machine for peer in ordered]
         if len(set(names)) < len(names):
             raise LedgerError(f"a machine reports twice: {names}")
@@ -179,7 +179,7 @@ class ClusterLedger:
         self.stopped = self.stopped or any(peer.stop for peer in ordered)
         closed = self._close_epochs()
         self.step += 1
-        self.grants = self.deal(ordered)
+        self.grants = self.compute_grants(ordered)
         self.lineage = self._next_lineage(ordered)
         return closed
 
@@ -196,27 +196,29 @@ class ClusterLedger:
         self.recent = (*self.recent, *closed)[-NUM_RECENT:]
         return tuple(closed)
 
-    def deal(self, facts: Sequence[Facts]) -> dict[str, Grant]:
-        """The grants after a commit, once ``done`` of these facts is consumed."""
+    def compute_grants(self, reports: Sequence[MachineReport]) -> dict[str, Grant]:
+        """The grants after a commit, once ``done`` of these reports is consumed."""
         if self.ended:
-            return {peer.machine: Grant() for peer in facts}
+            return {peer.machine: Grant() for peer in reports}
         limit = None if self.max_batches is None else self.max_batches - self.consumed
-        return deal(facts, self._open_batches(facts), period_s=self.period_s, limit=limit)
+        return compute_grants(
+            reports, self._open_batches(reports), period_s=self.period_s, limit=limit
+        )
 
-    def _open_batches(self, facts: Sequence[Facts]) -> dict[int, BatchSet]:
+    def _open_batches(self, reports: Sequence[MachineReport]) -> dict[int, BatchSet]:
         """The batches of each open epoch that are neither consumed nor kept."""
         batches = {}
         for epoch in self.open_epochs:
             batches[epoch] = BatchSet([range(self.batches_per_epoch)])
             batches[epoch].remove(self.consumed_of(epoch))
-            kept = (spans for peer in facts for number, spans in peer.kept if number == epoch)
+            kept = (spans for peer in reports for number, spans in peer.kept if number == epoch)
             batches[epoch].remove([span for spans in kept for span in spans])
         return batches
 
-    def _next_lineage(self, facts: Sequence[Facts]) -> str:
+    def _next_lineage(self, reports: Sequence[MachineReport]) -> str:
         # With the grants, so that machines that compute them differently notice.
         chain = hashlib.sha256(self.lineage.encode())
-        for peer in facts:
+        for peer in reports:
             chain.update(hashlib.sha256(peer.to_json()).digest())
         grants = sorted(self.grants.items())
         chain.update(canonical_json([[name, ranges_to_json(g.batches)] for name, g in grants]))
@@ -309,7 +311,7 @@ class _OpenEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
-    """The result of a round's facts, the same on all machines of one history.
+    """The result of a round's reports, the same on all machines of one history.
 
     Attributes:
         rejected: Machines that must end, with the reason as it continues after their name.
@@ -328,46 +330,46 @@ class RoundOutcome:
     interval_s: float = 0.0
 
 
-def evaluate_round(ledger: ClusterLedger, facts: Sequence[Facts]) -> RoundOutcome:
-    """Evaluate the facts of a round against a ledger, which is not changed."""
-    leader = select_leader(facts)
+def evaluate_round(ledger: ClusterLedger, reports: Sequence[MachineReport]) -> RoundOutcome:
+    """Evaluate the reports of a round against a ledger, which is not changed."""
+    leader = select_leader(reports)
     rejected = {
         peer.machine: f"has other settings than the cluster: {differences}"
-        for peer in facts
+        for peer in reports
         if (differences := describe_differences(peer.settings, leader.settings))
     }
     if rejected:
         return RoundOutcome(rejected=rejected, void=_listed(rejected), ledger=ledger)
-    superseded = frozenset(peer.machine for peer in facts if peer.history != leader.history)
+    superseded = frozenset(peer.machine for peer in reports if peer.history != leader.history)
     if superseded:
         void = f"histories differ, and that of machine {leader.machine} continues"
         return RoundOutcome(superseded=superseded, void=void, ledger=ledger)
-    void = _listed({f.machine: f"cannot take part: {f.void}" for f in facts if f.void})
+    void = _listed({f.machine: f"cannot take part: {f.void}" for f in reports if f.void})
     if void or ledger.ended:
         return RoundOutcome(void=void, ledger=ledger)
     after = ledger.copy()
     try:
-        closed = after.commit(facts)
+        closed = after.commit(reports)
     except LedgerError as error:
         return RoundOutcome(rejected=error.errors, void=str(error), ledger=ledger)
-    interval_s = round_interval_s(after.grants, facts, after.period_s)
+    interval_s = round_interval_s(after.grants, reports, after.period_s)
     return RoundOutcome(ledger=after, closed=closed, interval_s=interval_s)
 
 
-def select_leader(facts: Sequence[Facts]) -> Facts:
+def select_leader(reports: Sequence[MachineReport]) -> MachineReport:
     """The machine whose history and settings the others follow.
 
     That is the one with most commits, then most batches; where these are equal and settings
     differ, one of the settings that most machines have.
     """
-    if all(peer.settings == facts[0].settings for peer in facts):
-        return max(facts, key=lambda peer: (peer.history, peer.machine))
-    keys = [canonical_json(peer.settings) for peer in facts]
+    if all(peer.settings == reports[0].settings for peer in reports):
+        return max(reports, key=lambda peer: (peer.history, peer.machine))
+    keys = [canonical_json(peer.settings) for peer in reports]
     places = [
         (peer.step, peer.consumed, keys.count(key), key, peer.lineage, peer.machine)
-        for peer, key in zip(facts, keys, strict=True)
+        for peer, key in zip(reports, keys, strict=True)
     ]
-    return facts[places.index(max(places))]
+    return reports[places.index(max(places))]
 
 
 def describe_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -14,9 +14,9 @@ from typing import Any, Protocol, assert_never
 import torch
 
 from coordinator import messages as m
-from coordinator.cluster import member
-from coordinator.cluster.facts import Facts
+from coordinator.cluster import member_protocol
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
+from coordinator.cluster.machine_report import MachineReport
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
@@ -93,8 +93,8 @@ class ClusterRun:
         self.total_batches = self._inner.total_batches
         self._listener: Any = None  # the handle; see runtime.run.Listener
         self._engine: Any = None
-        self._member: member.Member | None = None
-        self._commands: deque[member.MemberCommand] = deque()
+        self._member: member_protocol.MemberProtocol | None = None
+        self._commands: deque[member_protocol.MemberCommand] = deque()
         self._grants = GrantTracker()
         self._capturing = False
         self._leaving = False  # after the round in progress
@@ -106,7 +106,7 @@ class ClusterRun:
         self._global: Payload | None = None
         self._sums: list[torch.Tensor] = []
         self._quorum: Quorum | None = None
-        self._facts: tuple[Facts, ...] = ()  # gathered in the last round
+        self._reports: tuple[MachineReport, ...] = ()  # gathered in the last round
         self._round_started = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
@@ -114,7 +114,7 @@ class ClusterRun:
         self.past_metrics: tuple[EpochMetrics, ...] = tuple(self._closed)
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
-        self._deferred_stops: deque[member.Stop] = deque()
+        self._deferred_stops: deque[member_protocol.Stop] = deque()
         self._result: Payload | None = None
         self._result_given = False  # to the inner run, before it assembled its own
         self._ended: _RunEnded | None = None
@@ -187,7 +187,7 @@ class ClusterRun:
         The inner run continues until that round, because the others' changes that it receives
         until then must be in the state that it hands over.
         """
-        self._inbox.put(member.Stop(everywhere=everywhere))
+        self._inbox.put(member_protocol.Stop(everywhere=everywhere))
         self._limit_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
     def _limit_leaving(self, *, nothing_to_report: bool = False) -> None:
@@ -299,8 +299,8 @@ class ClusterRun:
                 raise CheckpointError(f"resume(path): {error}") from error
         self._checkpointer.start_from(ledger)
         leave_s = self._settings.period_s + LEAVE_TIMEOUT_S
-        self._member = member.Member(self._machine, ledger, leave_s=leave_s)
-        self._handle(member.RunReady())
+        self._member = member_protocol.MemberProtocol(self._machine, ledger, leave_s=leave_s)
+        self._handle(member_protocol.RunReady())
 
     def _await(self, kind: type[Any]) -> Any:
         """Wait for a message of this type; the end of the inner run ends this one.
@@ -322,12 +322,12 @@ class ClusterRun:
                 raise message.error or EngineClosed("the run was stopped before it started")
             if isinstance(message, SaveFailed):
                 raise message.error
-            if isinstance(message, member.Stop):
+            if isinstance(message, member_protocol.Stop):
                 self._deferred_stops.append(message)
                 if self._member is None:
                     self._inner.stop()
 
-    def _handle(self, event: member.MemberEvent) -> None:
+    def _handle(self, event: member_protocol.MemberEvent) -> None:
         assert self._member is not None
         logger.debug("machine %s: %s", self._machine, event)
         self._commands.extend(self._member.handle(event, time.monotonic()))
@@ -353,8 +353,8 @@ class ClusterRun:
                 self._on_capture(message)
             case _RunIdle():
                 if message.num_grants == self._num_grants:  # else another grant is on its way
-                    self._handle(member.Idle())
-            case member.Stop():
+                    self._handle(member_protocol.Idle())
+            case member_protocol.Stop():
                 self._handle(message)
             case _RunStarted():
                 pass
@@ -369,7 +369,7 @@ class ClusterRun:
             self._answer_capture()
         if self._result is None:
             self._limit_leaving()
-            self._handle(member.Stop())
+            self._handle(member_protocol.Stop())
 
     def _on_capture(self, message: SaveCheckpoint | SaveFailed) -> None:
         if isinstance(message, SaveCheckpoint):
@@ -378,7 +378,7 @@ class ClusterRun:
                 self._answer_capture()
         elif self._capturing:
             self._capturing = False
-            self._handle(member.CaptureFailed(error=str(message.error)))
+            self._handle(member_protocol.CaptureFailed(error=str(message.error)))
 
     def _answer_capture(self) -> None:
         assert self._member is not None
@@ -392,31 +392,31 @@ class ClusterRun:
         captured = self._grants.capture(self._last_capture, self._member.ledger)
         self._handle(replace(captured, kept=()) if self._leaving else captured)
 
-    def _execute(self, command: member.MemberCommand) -> None:
+    def _execute(self, command: member_protocol.MemberCommand) -> None:
         logger.debug("machine %s: %s", self._machine, command)
         match command:
-            case member.FormQuorum():
+            case member_protocol.FormQuorum():
                 self._form_quorum()
-            case member.AdoptState():
+            case member_protocol.AdoptState():
                 self._adopt()
-            case member.ResetEngine():
+            case member_protocol.ResetEngine():
                 self._engine.reset(command.step)
-            case member.RequestCapture():
+            case member_protocol.RequestCapture():
                 self._request_capture(command.reserve_s)
-            case member.GatherFacts():
+            case member_protocol.GatherReports():
                 self._gather(command)
-            case member.ReduceChanges():
+            case member_protocol.ReduceChanges():
                 self._reduce(command)
-            case member.Commit():
+            case member_protocol.Commit():
                 self._commit(command.ok)
-            case member.ApplyRound():
+            case member_protocol.ApplyRound():
                 self._apply(command)
-            case member.ResumeGrant():
+            case member_protocol.ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, command.reason)
                 self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
-            case member.Reject():
+            case member_protocol.Reject():
                 raise ClusterError(command.reason)
-            case member.Finish():
+            case member_protocol.Finish():
                 self._over = True
             case _:
                 assert_never(command)
@@ -428,11 +428,11 @@ class ClusterRun:
         except EngineError as error:
             if isinstance(error, PeerRefused) and self._machine in error.machines:
                 raise ClusterError(f"the cluster refuses this machine: {error}") from error
-            self._handle(member.QuorumFailed(error=str(error)))
+            self._handle(member_protocol.QuorumFailed(error=str(error)))
             return
         healed = self._quorum.healed
         self._handle(
-            member.QuorumFormed(
+            member_protocol.QuorumFormed(
                 members=self._quorum.members,
                 healed=None if healed is None else healed.meta["ledger"],
             )
@@ -467,27 +467,29 @@ class ClusterRun:
         else:
             self._inner.post(m.ClusterCheckpointRequested(reserve_s=reserve_s))
 
-    def _gather(self, command: member.GatherFacts) -> None:
-        self._leaving = command.facts.leaving
+    def _gather(self, command: member_protocol.GatherReports) -> None:
+        self._leaving = command.report.leaving
         try:
-            messages = self._engine.gather(command.facts.to_json())
+            messages = self._engine.gather(command.report.to_json())
         except EngineError as error:
-            self._handle(member.GatherFailed(error=str(error)))
+            self._handle(member_protocol.GatherFailed(error=str(error)))
             return
         assert self._quorum is not None
-        facts = []
+        reports = []
         for machine, data in zip(self._quorum.members, messages, strict=True):
             try:
-                facts.append(Facts.from_json(data))
+                reports.append(MachineReport.from_json(data))
             except ValueError as error:
                 self._handle(
-                    member.GatherFailed(error=f"machine {machine} sent malformed facts: {error}")
+                    member_protocol.GatherFailed(
+                        error=f"machine {machine} sent a malformed report: {error}"
+                    )
                 )
                 return
-        self._facts = tuple(facts)
-        self._handle(member.Gathered(facts=self._facts))
+        self._reports = tuple(reports)
+        self._handle(member_protocol.Gathered(reports=self._reports))
 
-    def _reduce(self, command: member.ReduceChanges) -> None:
+    def _reduce(self, command: member_protocol.ReduceChanges) -> None:
         assert self._quorum is not None
         assert self._global is not None
         rank, weights = self._quorum.rank, command.weights
@@ -499,9 +501,9 @@ class ClusterRun:
             self._engine.all_reduce(self._sums)
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
-            self._handle(member.ReduceDone(ok=False))
+            self._handle(member_protocol.ReduceDone(ok=False))
             return
-        self._handle(member.ReduceDone(ok=True))
+        self._handle(member_protocol.ReduceDone(ok=True))
 
     def _commit(self, ok: bool) -> None:
         try:
@@ -509,9 +511,9 @@ class ClusterRun:
         except EngineError as error:
             logger.info("machine %s: %s", self._machine, error)
             committed = False
-        self._handle(member.Committed(ok=committed))
+        self._handle(member_protocol.Committed(ok=committed))
 
-    def _apply(self, command: member.ApplyRound) -> None:
+    def _apply(self, command: member_protocol.ApplyRound) -> None:
         """Apply a committed round: the new global state, and the new grant."""
         assert self._member is not None
         assert self._global is not None
@@ -570,9 +572,9 @@ class ClusterRun:
         """The report of the round for timelines and monitors."""
         return m.MachineRound(
             step=ledger.step,
-            machines=tuple(peer.machine for peer in self._facts),
-            num_samples=tuple(peer.num_samples for peer in self._facts),
-            num_granted=tuple(len(ledger.grants[peer.machine]) for peer in self._facts),
+            machines=tuple(peer.machine for peer in self._reports),
+            num_samples=tuple(peer.num_samples for peer in self._reports),
+            num_granted=tuple(len(ledger.grants[peer.machine]) for peer in self._reports),
             round_s=time.monotonic() - self._round_started,
         )
 
@@ -680,7 +682,7 @@ class ClusterRun:
             message = self._inbox.get()
             if isinstance(message, _RunEnded):
                 self._ended = message
-            elif isinstance(message, member.Stop):
+            elif isinstance(message, member_protocol.Stop):
                 self._deferred_stops.append(message)
         return self._ended
 
@@ -776,4 +778,4 @@ class _RunEnded:
     error: BaseException | None
 
 
-_Message = _RunStarted | _RunIdle | _RunEnded | member.Stop | SaveCheckpoint | SaveFailed
+_Message = _RunStarted | _RunIdle | _RunEnded | member_protocol.Stop | SaveCheckpoint | SaveFailed

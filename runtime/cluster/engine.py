@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runtime.core.errors import GpuWorkerError
 
-MAX_FACTS_BYTES = 16 << 20
+MAX_REPORT_BYTES = 16 << 20
 """Largest message of one machine in :meth:`ClusterEngine.gather`."""
 
 
@@ -52,11 +52,11 @@ class ClusterEngine(ABC):
         """
 
     @abstractmethod
-    def gather(self, facts: bytes) -> tuple[bytes, ...]:
-        """Gather the facts of all members, in the quorum's order.
+    def gather(self, report: bytes) -> tuple[bytes, ...]:
+        """Gather the reports of all members, in the quorum's order.
 
         Args:
-            facts: At most :data:`MAX_FACTS_BYTES`.
+            report: At most :data:`MAX_REPORT_BYTES`.
 
         Raises:
             EngineError: A peer is gone, or timed out.
@@ -85,7 +85,7 @@ class ClusterEngine(ABC):
     def commit(self, ok: bool) -> bool:
         """Decide on the round for this machine alone; ``True`` counts the step.
 
-        Machines may decide differently; the next round's facts must reveal that.
+        Machines may decide differently; the next round's reports must reveal that.
 
         Args:
             ok: True if this machine has all results of the round.

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.cluster.deal import Grant
-from coordinator.cluster.facts import EpochRanges, normalize
+from coordinator.cluster.grant import Grant
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
-from coordinator.cluster.member import CaptureDone
+from coordinator.cluster.machine_report import EpochRanges, normalize
+from coordinator.cluster.member_protocol import CaptureDone
 from coordinator.messages import EpochGrant, SaveCheckpoint
 from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, metrics_state
 from coordinator.splitting import BatchSet

@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from coordinator.cluster.facts import PROTOCOL_VERSION
+from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster.compression import ErrorFeedback, is_compressible
-from runtime.cluster.engine import MAX_FACTS_BYTES, EngineError, PeerRefused
+from runtime.cluster.engine import MAX_REPORT_BYTES, EngineError, PeerRefused
 from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal
 
 # Any: the type stubs lack most of the names used below.
@@ -104,10 +104,10 @@ class MachineGroup:
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._all_gather(lengths, torch.tensor([len(own)]), timeout)
         sizes = dict(zip(self.members, lengths.tolist(), strict=True))
-        limit = MAX_FACTS_BYTES + MAX_OVERHEAD_BYTES
+        limit = MAX_REPORT_BYTES + MAX_OVERHEAD_BYTES
         bad = [machine for machine, length in sizes.items() if not 0 <= length <= limit]
         if bad:
-            raise PeerRefused(bad, f"a message longer than {MAX_FACTS_BYTES} bytes")
+            raise PeerRefused(bad, f"a message longer than {MAX_REPORT_BYTES} bytes")
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)

@@ -7,7 +7,7 @@ import secrets
 import socket
 from contextlib import suppress
 
-from coordinator.cluster.facts import PROTOCOL_VERSION
+from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster.engine import PeerRefused
 from runtime.cluster.options import split_host_port
 from runtime.cluster.signing import is_signed, signature

@@ -163,11 +163,11 @@ class TorchftEngine(ClusterEngine):
             refused=tuple(sorted(group.refused)),
         )
 
-    def gather(self, facts: bytes) -> tuple[bytes, ...]:
+    def gather(self, report: bytes) -> tuple[bytes, ...]:
         """See :meth:`ClusterEngine.gather`."""
         patience = self._options.heal_timeout_s if self._behind else None
         self._behind = ()
-        return self._in_round(lambda group: group.gather(facts, patience))
+        return self._in_round(lambda group: group.gather(report, patience))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """See :meth:`ClusterEngine.all_reduce`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.cluster.member import GatherFailed, QuorumFailed, QuorumFormed, ReduceDone
+from coordinator.cluster.member_protocol import GatherFailed, QuorumFailed, QuorumFormed, ReduceDone
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_harness import ClusterSimulation

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.cluster.facts import Facts
 from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
-from coordinator.cluster.member import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
+from coordinator.cluster.machine_report import MachineReport
+from coordinator.cluster.member_protocol import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
 from tests.simulation.cluster_engine import SimEngine
 from tests.simulation.cluster_machine import SimMachine, to_list
 from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
@@ -39,7 +39,7 @@ class ClusterSimulation:
         engine: Quorums and exchanges.
         seen: Counts of occurrences.
         shares_outcomes: True if outcomes are computed once for all machines.
-        outcomes: The computed outcomes, with their facts.
+        outcomes: The computed outcomes, with their reports.
     """
 
     def __init__(self, schedule: ClusterSchedule) -> None:
@@ -55,7 +55,7 @@ class ClusterSimulation:
         self._order = count()
         # Equal outcomes are computed once, except in some runs, which check that they are equal.
         self.shares_outcomes = schedule.seed % 8 != 0
-        self.outcomes: dict[tuple[str, int], tuple[tuple[Facts, ...], RoundOutcome]] = {}
+        self.outcomes: dict[tuple[str, int], tuple[tuple[MachineReport, ...], RoundOutcome]] = {}
         self._states: dict[ClusterLedger, dict[str, Any]] = {}
         self._histories: dict[str, tuple[Any, ClusterLedger]] = {}
         self._grants: dict[str, dict[str, set[Batch]]] = {}
@@ -93,16 +93,16 @@ class ClusterSimulation:
             self._states[ledger] = json.loads(json.dumps(ledger.state_dict()))
         return self._states[ledger]
 
-    def transmit(self, facts: Facts) -> Facts:
-        """The facts as received by the others."""
-        arrived = Facts.from_json(facts.to_json())
-        if arrived != facts:
-            raise Violation(f"{facts} arrives as {arrived}")
+    def transmit(self, report: MachineReport) -> MachineReport:
+        """The report as received by the others."""
+        arrived = MachineReport.from_json(report.to_json())
+        if arrived != report:
+            raise Violation(f"{report} arrives as {arrived}")
         return arrived
 
     def gathered(self, contributed: list[Any]) -> Gathered:
-        """The facts of all members."""
-        return Gathered(facts=tuple(contributed))
+        """The reports of all members."""
+        return Gathered(reports=tuple(contributed))
 
     # -- invariants -------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ClusterSimulation:
                 if again:
                     raise Violation(f"granted though consumed: {again} of epoch {epoch}")
         if not ledger.ended and not granted and any(ledger.grants):
-            self.seen["empty deals"] += 1
+            self.seen["empty grants"] += 1
 
     def on_end(self, machine: SimMachine) -> None:
         """Check the invariants at the end of a machine."""

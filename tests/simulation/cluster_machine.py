@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from coordinator.cluster.facts import EpochRanges, Facts
 from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
-from coordinator.cluster.member import (
+from coordinator.cluster.machine_report import EpochRanges, MachineReport
+from coordinator.cluster.member_protocol import (
     MAX_FAILED_CAPTURES,
     AdoptState,
     ApplyRound,
@@ -23,11 +23,11 @@ from coordinator.cluster.member import (
     Committed,
     Finish,
     FormQuorum,
-    GatherFacts,
+    GatherReports,
     Idle,
-    Member,
     MemberCommand,
     MemberEvent,
+    MemberProtocol,
     ReduceChanges,
     ReduceDone,
     Reject,
@@ -58,7 +58,7 @@ def to_list(batches: EpochRanges) -> list[Batch]:
     return [(epoch, b) for epoch, spans in batches for span in spans for b in span]
 
 
-class SharingMember(Member):
+class SharingMember(MemberProtocol):
     """A member that shares outcomes with members of the same history."""
 
     def __init__(self, sim: ClusterSimulation, machine: str, ledger: ClusterLedger) -> None:
@@ -66,13 +66,13 @@ class SharingMember(Member):
         super().__init__(machine, ledger, leave_s=5 * period_s, linger_s=5 * period_s)
         self._sim = sim
 
-    def evaluate(self, facts: tuple[Facts, ...]) -> RoundOutcome:
+    def evaluate(self, reports: tuple[MachineReport, ...]) -> RoundOutcome:
         if not self._sim.shares_outcomes:
-            return super().evaluate(facts)
+            return super().evaluate(reports)
         outcomes = self._sim.outcomes
-        key = (self.ledger.lineage, id(facts))
+        key = (self.ledger.lineage, id(reports))
         if key not in outcomes:
-            outcomes[key] = (facts, super().evaluate(facts))
+            outcomes[key] = (reports, super().evaluate(reports))
         return outcomes[key][1]
 
 
@@ -294,12 +294,12 @@ class SimMachine:
             case RequestCapture():
                 self._begin_request()
                 self._begin_capture(command.reserve_s)
-            case GatherFacts():
+            case GatherReports():
                 self._begin_request()
-                facts = sim.transmit(command.facts)
-                self.leaving = facts.leaving
+                report = sim.transmit(command.report)
+                self.leaving = report.leaving
                 chance = sim.schedule.gather_chance
-                sim.engine.exchange(self, "gather", facts, chance, sim.gathered)
+                sim.engine.exchange(self, "gather", report, chance, sim.gathered)
             case ReduceChanges():
                 self._begin_request()
                 value = (self._difference(), command)

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.cluster import member
-from coordinator.cluster.member import MAX_PAUSE_S
+from coordinator.cluster import member_protocol
+from coordinator.cluster.member_protocol import MAX_PAUSE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +122,13 @@ class ClusterSchedule:
 COMMANDS = tuple(
     command.__name__
     for command in (
-        member.FormQuorum,
-        member.RequestCapture,
-        member.GatherFacts,
-        member.ReduceChanges,
-        member.Commit,
-        member.ApplyRound,
-        member.AdoptState,
+        member_protocol.FormQuorum,
+        member_protocol.RequestCapture,
+        member_protocol.GatherReports,
+        member_protocol.ReduceChanges,
+        member_protocol.Commit,
+        member_protocol.ApplyRound,
+        member_protocol.AdoptState,
     )
 )
 """Commands after which faults are injected."""

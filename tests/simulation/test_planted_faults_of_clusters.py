@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from coordinator.cluster import member
-from coordinator.cluster.facts import num_batches
+from coordinator.cluster import member_protocol
 from coordinator.cluster.ledger import ClusterLedger, evaluate_round
-from coordinator.cluster.member import Committed, Idle, Member, MemberState
+from coordinator.cluster.machine_report import num_batches
+from coordinator.cluster.member_protocol import Committed, Idle, MemberProtocol, MemberState
 from tests.simulation.cluster_harness import TOO_LONG
 from tests.simulation.cluster_machine import SimMachine
 from tests.simulation.finding import assert_cluster_is_found
@@ -16,20 +16,20 @@ from tests.simulation.finding import assert_cluster_is_found
 EFFECT = "(batch, effect, times consumed)"
 
 
-def without_history(ledger, facts):
-    """Facts as received by a machine that ignores histories."""
+def without_history(ledger, reports):
+    """Reports as received by a machine that ignores histories."""
     own = {"step": ledger.step, "lineage": ledger.lineage, "consumed": ledger.consumed}
-    return tuple(replace(peer, **own, done=peer.done, kept=peer.kept) for peer in facts)
+    return tuple(replace(peer, **own, done=peer.done, kept=peer.kept) for peer in reports)
 
 
 def test_an_ignored_lineage_is_found(monkeypatch):
     evaluate = evaluate_round
 
-    def trusting(ledger, facts):
-        return evaluate(ledger, without_history(ledger, facts))
+    def trusting(ledger, reports):
+        return evaluate(ledger, without_history(ledger, reports))
 
-    monkeypatch.setattr(member, "evaluate_round", trusting)
-    monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, facts: {})
+    monkeypatch.setattr(member_protocol, "evaluate_round", trusting)
+    monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
     assert_cluster_is_found("Violation")
 
 
@@ -37,12 +37,12 @@ def test_a_machine_that_ignores_healing_is_found(monkeypatch):
     """It continues in its own history, at an old step, and its commit counts."""
     evaluate = evaluate_round
     monkeypatch.setattr(
-        member,
+        member_protocol,
         "evaluate_round",
-        lambda ledger, facts: evaluate(ledger, without_history(ledger, facts)),
+        lambda ledger, reports: evaluate(ledger, without_history(ledger, reports)),
     )
-    monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, facts: {})
-    monkeypatch.setattr(Member, "_adopt", lambda self, state: None)
+    monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
+    monkeypatch.setattr(MemberProtocol, "_adopt", lambda self, state: None)
     assert_cluster_is_found("Violation")
 
 
@@ -52,17 +52,17 @@ def test_a_healed_machine_that_keeps_its_training_is_found(monkeypatch):
         ledger.load_state_dict(state)
         self.ledger, self._engine_step = ledger, ledger.step
 
-    monkeypatch.setattr(Member, "_adopt", keeping)
+    monkeypatch.setattr(MemberProtocol, "_adopt", keeping)
     assert_cluster_is_found(EFFECT)
 
 
 def test_a_grant_that_is_lost_with_its_machine_is_found(monkeypatch):
     open_batches = ClusterLedger._open_batches
 
-    def without_those_of_the_dead(ledger, facts):
-        pots = open_batches(ledger, facts)
+    def without_those_of_the_dead(ledger, reports):
+        pots = open_batches(ledger, reports)
         for machine, grant in ledger.grants.items():
-            if machine not in {peer.machine for peer in facts}:
+            if machine not in {peer.machine for peer in reports}:
                 for epoch, spans in grant.batches:
                     if epoch in pots:
                         pots[epoch].remove(spans)
@@ -70,9 +70,9 @@ def test_a_grant_that_is_lost_with_its_machine_is_found(monkeypatch):
 
     commit = ClusterLedger.commit
 
-    def keeping_the_dead(self, facts):
+    def keeping_the_dead(self, reports):
         before = dict(self.grants)
-        closed = commit(self, facts)
+        closed = commit(self, reports)
         self.grants = {**before, **self.grants}
         return closed
 
@@ -84,15 +84,17 @@ def test_a_grant_that_is_lost_with_its_machine_is_found(monkeypatch):
 def test_kept_batches_that_are_dealt_again_are_found(monkeypatch):
     open_batches = ClusterLedger._open_batches
     monkeypatch.setattr(
-        ClusterLedger, "_open_batches", lambda ledger, facts: open_batches(ledger, ())
+        ClusterLedger, "_open_batches", lambda ledger, reports: open_batches(ledger, ())
     )
     assert_cluster_is_found("twice")
 
 
 def test_kept_batches_missing_from_the_facts_are_found(monkeypatch):
-    facts = Member._facts
+    report_of = MemberProtocol._report
     monkeypatch.setattr(
-        Member, "_facts", lambda self, *args, **kw: replace(facts(self, *args, **kw), kept=())
+        MemberProtocol,
+        "_report",
+        lambda self, *args, **kw: replace(report_of(self, *args, **kw), kept=()),
     )
     assert_cluster_is_found("without a grant")
 
@@ -103,35 +105,35 @@ def test_a_failed_round_that_changes_the_ledger_is_found(monkeypatch):
 
 
 def test_a_failed_commit_that_counts_is_found(monkeypatch):
-    on_committed = Member._on_committed
+    on_committed = MemberProtocol._on_committed
 
     def stubborn(self, event):
         on_committed(self, Committed(ok=True))
 
-    monkeypatch.setattr(Member, "_on_committed", stubborn)
+    monkeypatch.setattr(MemberProtocol, "_on_committed", stubborn)
     assert_cluster_is_found("sums that it never received")
 
 
-def test_a_deal_that_differs_between_machines_is_found(monkeypatch):
-    deal, turn = ClusterLedger.deal, itertools.count()
+def test_grants_that_differ_between_machines_are_found(monkeypatch):
+    grants_of, turn = ClusterLedger.compute_grants, itertools.count()
 
-    def turning(ledger, facts):
-        grants = deal(ledger, facts)
+    def turning(ledger, reports):
+        grants = grants_of(ledger, reports)
         names = sorted(grants)
         by = next(turn) % len(names)
         return {n: grants[m] for n, m in zip(names, names[by:] + names[:by], strict=True)}
 
-    monkeypatch.setattr(ClusterLedger, "deal", turning)
+    monkeypatch.setattr(ClusterLedger, "compute_grants", turning)
     assert_cluster_is_found("batches are trained, and")
 
 
 def test_a_machine_that_leaves_with_a_grant_is_found(monkeypatch):
-    deal = ClusterLedger.deal
+    grants_of = ClusterLedger.compute_grants
 
-    def generous(ledger, facts):
-        return deal(ledger, [replace(f, leaving=False) for f in facts])
+    def generous(ledger, reports):
+        return grants_of(ledger, [replace(f, leaving=False) for f in reports])
 
-    monkeypatch.setattr(ClusterLedger, "deal", generous)
+    monkeypatch.setattr(ClusterLedger, "compute_grants", generous)
     assert_cluster_is_found("leaves with")
 
 
@@ -171,15 +173,17 @@ def test_an_epoch_that_closes_early_is_found(monkeypatch):
 
 
 def test_tallies_of_a_healed_machine_that_replace_earlier_ones_are_found(monkeypatch):
-    facts = Member._facts
+    report_of = MemberProtocol._report
     monkeypatch.setattr(
-        Member, "_facts", lambda self, *args, **kw: replace(facts(self, *args, **kw), run=0)
+        MemberProtocol,
+        "_report",
+        lambda self, *args, **kw: replace(report_of(self, *args, **kw), run=0),
     )
     assert_cluster_is_found("is closed with tallies")
 
 
 def test_machines_that_leave_without_final_rounds_are_found(monkeypatch):
-    on_committed = Member._on_committed
+    on_committed = MemberProtocol._on_committed
 
     def hurried(self, event):
         on_committed(self, event)
@@ -187,12 +191,12 @@ def test_machines_that_leave_without_final_rounds_are_found(monkeypatch):
             self._commands.pop()
             self._finish()
 
-    monkeypatch.setattr(Member, "_on_committed", hurried)
+    monkeypatch.setattr(MemberProtocol, "_on_committed", hurried)
     assert_cluster_is_found("end with different histories")
 
 
 def test_an_idle_machine_that_keeps_forming_quorums_is_found(monkeypatch):
-    take = Member._dispatch
+    take = MemberProtocol._dispatch
 
     def pushing(self, event):
         if isinstance(event, Idle) and self.state is MemberState.TRAINING:
@@ -200,30 +204,30 @@ def test_an_idle_machine_that_keeps_forming_quorums_is_found(monkeypatch):
         else:
             take(self, event)
 
-    monkeypatch.setattr(Member, "_dispatch", pushing)
+    monkeypatch.setattr(MemberProtocol, "_dispatch", pushing)
     assert_cluster_is_found(TOO_LONG)
 
 
 def test_a_superseded_machine_that_is_not_healed_is_found(monkeypatch):
-    set_step = Member._reset_engine
+    set_step = MemberProtocol._reset_engine
 
     def proud(self, step):
         if step:
             set_step(self, step)
 
-    monkeypatch.setattr(Member, "_reset_engine", proud)
+    monkeypatch.setattr(MemberProtocol, "_reset_engine", proud)
     assert_cluster_is_found(TOO_LONG)
 
 
 def test_more_batches_than_the_limit_are_found(monkeypatch):
     """Kept batches count towards the limit."""
-    deal = ClusterLedger.deal
+    grants_of = ClusterLedger.compute_grants
 
-    def forgetful(ledger, facts):
+    def forgetful(ledger, reports):
         ledger = ledger.copy()
         if ledger.max_batches is not None:
-            ledger.max_batches += sum(num_batches(peer.kept) for peer in facts)
-        return deal(ledger, facts)
+            ledger.max_batches += sum(num_batches(peer.kept) for peer in reports)
+        return grants_of(ledger, reports)
 
-    monkeypatch.setattr(ClusterLedger, "deal", forgetful)
+    monkeypatch.setattr(ClusterLedger, "compute_grants", forgetful)
     assert_cluster_is_found("more than the limit")

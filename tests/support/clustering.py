@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from coordinator.cluster.facts import MAX_OPEN_EPOCHS
+from coordinator.cluster.machine_report import MAX_OPEN_EPOCHS
 from coordinator.splitting import permutation
 from runtime import Mean, Trainer
 from runtime.cluster.options import EngineOptions

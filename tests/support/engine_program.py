@@ -75,10 +75,11 @@ class Program:
             "step": self._engine.step,
         }
 
-    def gather(self, facts="", size=0):
+    def gather(self, report="", size=0):
         """Gather a text, padded by ``size`` bytes."""
         return [
-            part.rstrip(b".").decode() for part in self._engine.gather(facts.encode() + b"." * size)
+            part.rstrip(b".").decode()
+            for part in self._engine.gather(report.encode() + b"." * size)
         ]
 
     def all_reduce(self, seed=0, numel=None):

@@ -224,12 +224,12 @@ def together(machines, name, *args, **kwargs):
     return found
 
 
-def make_round(machines, facts="", seed=0, value=None):
+def make_round(machines, report="", seed=0, value=None):
     """Make a round, which must succeed; returns the quorums."""
     quorums = together(machines, "quorum")
     for found in (
         quorums,
-        together(machines, "gather", facts=facts),
+        together(machines, "gather", report=report),
         together(machines, "all_reduce", seed=seed),
         together(machines, "commit", value=value),
     ):

@@ -209,9 +209,9 @@ class MemoryEngine(ClusterEngine):
             healed=healed,
         )
 
-    def gather(self, facts: bytes) -> tuple[bytes, ...]:
+    def gather(self, report: bytes) -> tuple[bytes, ...]:
         self._enter("gather")
-        posted = self._exchange("gather", bytes(facts))
+        posted = self._exchange("gather", bytes(report))
         return tuple(value for value in posted.values() if isinstance(value, bytes))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:

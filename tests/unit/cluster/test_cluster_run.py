@@ -216,9 +216,9 @@ def quorums_of(cluster, before_gather=lambda engine: None):
             quorums.append(machine)
             return quorum()
 
-        def gathered(facts):
+        def gathered(report):
             before_gather(made)
-            return gather(facts)
+            return gather(report)
 
         made.quorum, made.gather = counted, gathered
         return made

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from coordinator.cluster.facts import PROTOCOL_VERSION
+from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster import machine_group
 from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressible
 from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused

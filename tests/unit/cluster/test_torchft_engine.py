@@ -37,7 +37,7 @@ def test_machines_heal_gather_sum_and_commit(cluster, names):
     assert sorted(str(q["healed"]) for q in quorums) == ["0.0"] * (len(names) - 1) + ["None"]
 
     for machine in machines:
-        machine.send("gather", facts=f"of {machine.name}", size=10_000 * (machine.name == "a"))
+        machine.send("gather", report=f"of {machine.name}", size=10_000 * (machine.name == "a"))
     gathered = [machine.answer() for machine in machines]
     assert gathered == [[f"of {name}" for name in names]] * len(names)
 

@@ -1,4 +1,4 @@
-"""The ledger of a cluster, the deal, and one machine's state machine."""
+"""The ledger of a cluster, its grants, and one machine's state machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.deal import INITIAL_BATCHES, Grant, split_to_finish_together
-from coordinator.cluster.facts import Facts, LedgerError
+from coordinator.cluster.grant import INITIAL_BATCHES, Grant, split_to_finish_together
 from coordinator.cluster.ledger import ClusterLedger
-from coordinator.cluster.member import (
+from coordinator.cluster.machine_report import LedgerError, MachineReport
+from coordinator.cluster.member_protocol import (
     AdoptState,
     ApplyRound,
     CaptureDone,
@@ -22,7 +22,7 @@ from coordinator.cluster.member import (
     FormQuorum,
     Gathered,
     Idle,
-    Member,
+    MemberProtocol,
     QuorumFailed,
     QuorumFormed,
     Reject,
@@ -46,8 +46,8 @@ def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=No
     )
 
 
-def facts_of(ledger, machine, done=(), **values):
-    return Facts(
+def report_of(ledger, machine, done=(), **values):
+    return MachineReport(
         machine=machine,
         step=ledger.step,
         lineage=ledger.lineage,
@@ -60,18 +60,18 @@ def facts_of(ledger, machine, done=(), **values):
 
 def commit_all(ledger, names=("a", "b"), seconds=0.1):
     """Commit a round in which all machines have trained their grants."""
-    facts = []
+    reports = []
     for name in names:
         done = ledger.grants.get(name, Grant()).batches
-        facts.append(facts_of(ledger, name, done, seconds_per_batch=seconds))
-    return ledger.commit(facts)
+        reports.append(report_of(ledger, name, done, seconds_per_batch=seconds))
+    return ledger.commit(reports)
 
 
-# -- facts ------------------------------------------------------------------------------
+# -- reports ----------------------------------------------------------------------------
 
 
 def test_facts_arrive_as_they_were_sent():
-    facts = facts_of(
+    reports = report_of(
         new_ledger(),
         "a",
         ((0, (range(3), range(5, 9))), (1, (range(1),))),
@@ -82,7 +82,7 @@ def test_facts_arrive_as_they_were_sent():
         tallies=((0, {"loss": 1.5}),),
         leaving=True,
     )
-    assert Facts.from_json(facts.to_json()) == facts
+    assert MachineReport.from_json(reports.to_json()) == reports
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_facts_arrive_as_they_were_sent():
     ],
 )
 def test_the_error_for_malformed_facts_names_the_field(field, value):
-    sent = json.loads(facts_of(new_ledger(), "a").to_json())
+    sent = json.loads(report_of(new_ledger(), "a").to_json())
     sent[field] = value
     with pytest.raises(ValueError, match=field):
-        Facts.from_json(json.dumps(sent).encode())
+        MachineReport.from_json(json.dumps(sent).encode())
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}'])
 def test_garbage_instead_of_facts_raises(data):
     with pytest.raises(ValueError):  # noqa: PT011 - several messages
-        Facts.from_json(data)
+        MachineReport.from_json(data)
 
 
 # -- the ledger -------------------------------------------------------------------------
@@ -141,13 +141,13 @@ def test_a_commit_that_contradicts_the_ledger_changes_nothing():
     ledger = new_ledger()
     commit_all(ledger)
     before = json.dumps(ledger.state_dict())
-    stolen = facts_of(ledger, "b", ledger.grants["a"].batches)
-    old = replace(facts_of(ledger, "b"), step=0)
-    twice = facts_of(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
-    leaving = facts_of(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
-    for wrong in (stolen, old, twice, leaving, facts_of(ledger, "a")):
+    stolen = report_of(ledger, "b", ledger.grants["a"].batches)
+    old = replace(report_of(ledger, "b"), step=0)
+    twice = report_of(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
+    leaving = report_of(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
+    for wrong in (stolen, old, twice, leaving, report_of(ledger, "a")):
         with pytest.raises(LedgerError):
-            ledger.commit([facts_of(ledger, "a"), wrong])
+            ledger.commit([report_of(ledger, "a"), wrong])
     assert json.dumps(ledger.state_dict()) == before
 
 
@@ -155,7 +155,7 @@ def test_the_grant_of_a_missing_machine_is_granted_to_others():
     ledger = new_ledger(num_epochs=1, batches_per_epoch=16)
     commit_all(ledger)
     lost = ledger.grants["b"]
-    ledger.commit([facts_of(ledger, "a", seconds_per_batch=0.05)])
+    ledger.commit([report_of(ledger, "a", seconds_per_batch=0.05)])
     assert set(lost.batches[0][1][0]) <= {b for s in ledger.grants["a"].batches[0][1] for b in s}
 
 
@@ -189,22 +189,22 @@ def test_a_broken_ledger_is_refused(name, value):
         new_ledger().load_state_dict({k: v for k, v in state.items() if k != name})
 
 
-# -- the deal ---------------------------------------------------------------------------
+# -- grants -----------------------------------------------------------------------------
 
 
 def test_grants_follow_speed_and_last_longer_than_a_period():
     ledger = new_ledger(batches_per_epoch=10_000)
-    facts = [facts_of(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
-    grants = ledger.deal(facts)
+    reports = [report_of(ledger, n, seconds_per_batch=s) for n, s in (("a", 0.1), ("b", 0.02))]
+    grants = ledger.compute_grants(reports)
     assert [len(grants[name]) for name in "ab"] == [15, 75]
     assert grants["b"].batches == ((0, (range(15, 90),)),)
 
 
 def test_a_machine_without_measurement_counts_as_the_mean_of_the_others():
     ledger = new_ledger(batches_per_epoch=10_000)
-    facts = [facts_of(ledger, "a", seconds_per_batch=0.1), facts_of(ledger, "b")]
-    assert len(ledger.deal(facts)["b"]) == 15
-    assert len(ledger.deal([facts_of(ledger, "b")])["b"]) == INITIAL_BATCHES
+    reports = [report_of(ledger, "a", seconds_per_batch=0.1), report_of(ledger, "b")]
+    assert len(ledger.compute_grants(reports)["b"]) == 15
+    assert len(ledger.compute_grants([report_of(ledger, "b")])["b"]) == INITIAL_BATCHES
 
 
 @given(
@@ -234,7 +234,7 @@ def test_batches_are_removed_as_from_a_set(present, removed):
 
 def one(ledger=None):
     """A machine in its first quorum."""
-    member = Member("a", ledger or new_ledger())
+    member = MemberProtocol("a", ledger or new_ledger())
     assert member.handle(RunReady(), 0.0) == [FormQuorum()]
     return member
 
@@ -246,7 +246,7 @@ def formed(*members, healed=None):
 def commit_alone(member, now=0.0):
     """The first round of a machine without peers."""
     (gather,) = member.handle(formed("a"), now)
-    assert member.handle(Gathered(facts=(gather.facts,)), now) == [Commit(ok=True)]
+    assert member.handle(Gathered(reports=(gather.report,)), now) == [Commit(ok=True)]
     return member.handle(Committed(ok=True), now)
 
 
@@ -273,8 +273,8 @@ def test_a_machine_that_is_behind_adopts_the_state_and_restarts():
     member = one()
     adopt, gather = member.handle(formed("a", "b", healed=other.state_dict()), 0.0)
     assert adopt == AdoptState()
-    assert (gather.facts.step, gather.facts.weight, member.healing) == (1, 0.0, True)
-    member.handle(Gathered(facts=(gather.facts, facts_of(other, "b"))), 0.0)
+    assert (gather.report.step, gather.report.weight, member.healing) == (1, 0.0, True)
+    member.handle(Gathered(reports=(gather.report, report_of(other, "b"))), 0.0)
     (apply,) = member.handle(Committed(ok=True), 0.0)
     assert apply.restart
     assert not member.healing
@@ -283,11 +283,11 @@ def test_a_machine_that_is_behind_adopts_the_state_and_restarts():
 def test_a_state_older_than_the_machine_s_own_is_not_adopted():
     ahead = new_ledger()
     commit_all(ahead, ("x",))
-    member = Member("a", ahead)
+    member = MemberProtocol("a", ahead)
     assert member.handle(RunReady(), 0.0) == [ResetEngine(step=1), FormQuorum()]
     commands = member.handle(formed("a", "b", healed=new_ledger().state_dict()), 0.0)
     assert commands[0] == ResetEngine(step=1)
-    assert commands[1].facts.step == 1
+    assert commands[1].report.step == 1
 
 
 def test_of_two_histories_of_one_step_one_wins_and_the_other_is_healed():
@@ -295,17 +295,17 @@ def test_of_two_histories_of_one_step_one_wins_and_the_other_is_healed():
     members = []
     for name, ledger in zip("ab", ledgers, strict=True):
         commit_all(ledger, (name,))
-        member = Member(name, ledger)
+        member = MemberProtocol(name, ledger)
         member.handle(RunReady(), 0.0)
         members.append(member)
     gathers = [m.handle(formed("a", "b"), 0.0)[-1] for m in members]
-    facts = []
+    reports = []
     for member, command in zip(members, gathers, strict=True):
         if isinstance(command, RequestCapture):
             done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
             (command,) = member.handle(done, 0.0)
-        facts.append(command.facts)
-    commands_of = [m.handle(Gathered(facts=tuple(facts)), 0.0) for m in members]
+        reports.append(command.report)
+    commands_of = [m.handle(Gathered(reports=tuple(reports)), 0.0) for m in members]
     resets = [ResetEngine(step=0) in commands for commands in commands_of]
     assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
 
@@ -316,20 +316,20 @@ def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():
     for _ in range(2):
         commit_all(winning, ("b",))
     lineage = own.lineage
-    member = Member("a", own)
+    member = MemberProtocol("a", own)
     member.handle(RunReady(), 0.0)
     member.handle(formed("a", "b"), 0.0)
     nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (gather,) = member.handle(nothing, 0.0)
-    lost = member.handle(Gathered(facts=(gather.facts, facts_of(winning, "b"))), 0.0)
+    lost = member.handle(Gathered(reports=(gather.report, report_of(winning, "b"))), 0.0)
     assert ResetEngine(step=0) in lost
     assert member.handle(Tick(), 1.0) == [FormQuorum()]
     back, capture = member.handle(formed("a"), 1.0)  # no machine is left to heal from
     assert back == ResetEngine(step=1)
     assert isinstance(capture, RequestCapture)
     (gather,) = member.handle(nothing, 1.0)
-    assert (gather.facts.step, gather.facts.lineage) == (1, lineage)
-    member.handle(Gathered(facts=(gather.facts,)), 1.0)
+    assert (gather.report.step, gather.report.lineage) == (1, lineage)
+    member.handle(Gathered(reports=(gather.report,)), 1.0)
     (apply,) = member.handle(Committed(ok=True), 1.0)
     assert not apply.restart
     assert member.step == 2
@@ -338,19 +338,19 @@ def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
     even, odd = new_ledger(), new_ledger(batch_size=8)
     commit_all(even, ("b",))
-    member, other = one(odd), Member("b", even)
+    member, other = one(odd), MemberProtocol("b", even)
     other.handle(RunReady(), 0.0)
     (reset, gather) = member.handle(formed("a", "b", healed=even.state_dict()), 0.0)
     assert reset == ResetEngine(step=0)
     other.handle(formed("a", "b"), 0.0)
     done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (theirs,) = other.handle(done, 0.0)
-    facts = (gather.facts, theirs.facts)
-    (refused,) = member.handle(Gathered(facts=facts), 0.0)
+    reports = (gather.report, theirs.report)
+    (refused,) = member.handle(Gathered(reports=reports), 0.0)
     assert isinstance(refused, Reject)
     assert "machine a has other settings" in refused.reason
     assert "batch_size is 8" in refused.reason
-    (resumed,) = other.handle(Gathered(facts=facts), 0.0)
+    (resumed,) = other.handle(Gathered(reports=reports), 0.0)
     assert "batch_size is 8" in resumed.reason
 
 
@@ -374,8 +374,8 @@ def test_a_stopping_machine_completes_a_round_in_progress():
     assert member.handle(Tick(), 32.0) == []
     nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
     (gather,) = member.handle(nothing, 33.0)
-    assert gather.facts.leaving
-    assert member.handle(Gathered(facts=(gather.facts,)), 34.0) == [Commit(ok=True)]
+    assert gather.report.leaving
+    assert member.handle(Gathered(reports=(gather.report,)), 34.0) == [Commit(ok=True)]
     apply, finish = member.handle(Committed(ok=True), 35.0)
     assert isinstance(apply, ApplyRound)
     assert finish == Finish(stopped=True)

@@ -1,4 +1,4 @@
-"""Facts: one machine's report to the others in a round, and its JSON."""
+"""MachineReport: one machine's report to the others in a round, and its JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_COUNT = 2**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MachineReport:
     """One machine's report to the others in a round.
 
     Attributes:
@@ -69,14 +69,14 @@ class Facts:
         return self.step, self.consumed, self.lineage
 
     def to_json(self) -> bytes:
-        """The facts as JSON; equal facts give equal bytes."""
+        """The report as JSON; equal reports give equal bytes."""
         value = {name: getattr(self, name) for name in _FIELDS}
         value["done"], value["kept"] = ranges_to_json(self.done), ranges_to_json(self.kept)
         return canonical_json(value)
 
     @classmethod
-    def from_json(cls, data: bytes) -> Facts:
-        """Parse and validate another machine's facts.
+    def from_json(cls, data: bytes) -> MachineReport:
+        """Parse and validate another machine's report.
 
         Raises:
             ValueError: The data is malformed; the message names the field.
@@ -84,9 +84,9 @@ class Facts:
         try:
             value = json.loads(data, parse_constant=_refuse_constant)
         except RecursionError:
-            raise ValueError("facts: nested too deeply") from None
+            raise ValueError("report: nested too deeply") from None
         if not isinstance(value, dict) or set(value) != set(_FIELDS):
-            raise ValueError(f"facts: not an object with the fields {', '.join(_FIELDS)}")
+            raise ValueError(f"report: not an object with the fields {', '.join(_FIELDS)}")
         seconds = value["seconds_per_batch"]
         lineage = parse_text(value, "lineage", 64)
         if len(lineage) != 64 or set(lineage) - set("0123456789abcdef"):
@@ -115,11 +115,11 @@ class Facts:
         )
 
 
-_FIELDS = tuple(Facts.__dataclass_fields__)
+_FIELDS = tuple(MachineReport.__dataclass_fields__)
 
 
 class LedgerError(GpuWorkerError):
-    """Facts or events that contradict the ledger: a program error, or a corrupt message.
+    """Reports or events that contradict the ledger: a program error, or a corrupt message.
 
     Attributes:
         errors: The error of each machine, as far as single machines are at fault.
@@ -136,7 +136,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"facts: {name} is not a number")
+    raise ValueError(f"report: {name} is not a number")
 
 
 def parse_text(value: Mapping[str, Any], name: str, max_length: int) -> str:

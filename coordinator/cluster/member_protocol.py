@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, assert_never
 
-from coordinator.cluster.deal import Grant
-from coordinator.cluster.facts import EpochRanges, Facts, LedgerError, normalize
+from coordinator.cluster.grant import Grant
 from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger, RoundOutcome, evaluate_round
+from coordinator.cluster.machine_report import EpochRanges, LedgerError, MachineReport, normalize
 from coordinator.messages import Tick
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
@@ -24,7 +24,7 @@ MAX_FINAL_ROUNDS = 3
 """Failed rounds after the last commit before the machine finishes."""
 
 
-class Member:
+class MemberProtocol:
     """One machine's part in a cluster.
 
     Args:
@@ -225,7 +225,7 @@ class Member:
             self._reset_engine(self.ledger.step)  # no machine was there to heal from
         self._round.leaving = self._stop is not None
         if self._nothing_to_capture:
-            self._gather(self._facts())
+            self._gather(self._report())
         else:
             self.transition(_S.CAPTURE)
             self._commands.append(RequestCapture(reserve_s=self._reserve_s()))
@@ -256,9 +256,9 @@ class Member:
         self._healed = True
         self._commands.append(AdoptState())
 
-    def _facts(self, capture: CaptureDone | None = None, void: str = "") -> Facts:
+    def _report(self, capture: CaptureDone | None = None, void: str = "") -> MachineReport:
         ledger = self.ledger
-        bare = Facts(
+        bare = MachineReport(
             machine=self.machine,
             run=self._run,
             step=ledger.step,
@@ -281,48 +281,51 @@ class Member:
             tallies=capture.tallies,
         )
 
-    def _gather(self, facts: Facts) -> None:
+    def _gather(self, report: MachineReport) -> None:
         self.transition(_S.GATHER)
-        self._round.facts = facts
-        self._commands.append(GatherFacts(facts=facts))
+        self._round.report = report
+        self._commands.append(GatherReports(report=report))
 
     def _on_capture(self, event: CaptureDone) -> None:
         self._expect(_S.CAPTURE, event)
         self._num_failed_captures = 0
         if event.seconds_per_batch is not None:
             self._seconds_per_batch = event.seconds_per_batch
-        self._gather(self._facts(event))
+        self._gather(self._report(event))
 
     def _on_capture_failed(self, event: CaptureFailed) -> None:
-        """Report the failure in the facts, so that the others do not wait for this machine."""
+        """Record the failure in the report, so that the others do not wait for this machine."""
         self._expect(_S.CAPTURE, event)
         self._num_failed_captures += 1
-        self._gather(self._facts(void=event.error or "the capture failed"))
+        self._gather(self._report(void=event.error or "the capture failed"))
 
     def _on_gathered(self, event: Gathered) -> None:
         self._expect(_S.GATHER, event)
-        void = self._evaluate(event.facts)
+        void = self._evaluate(event.reports)
         if self.state is _S.OUT:
             return
         if void:
             self._fail(void)
         elif self.ledger.ended:
             self._finish_ended()
-        elif any(peer.weight for peer in event.facts):
+        elif any(peer.weight for peer in event.reports):
             self.transition(_S.REDUCE)
             self._round.reduced = True
-            weights = tuple(peer.weight for peer in event.facts)
-            samples = tuple(peer.num_samples for peer in event.facts)
+            weights = tuple(peer.weight for peer in event.reports)
+            samples = tuple(peer.num_samples for peer in event.reports)
             self._commands.append(ReduceChanges(weights=weights, samples=samples))
         else:
             self._commit(True)
 
-    def _evaluate(self, facts: tuple[Facts, ...]) -> str:
+    def _evaluate(self, reports: tuple[MachineReport, ...]) -> str:
         """Record the outcome of the round; return why it is void, empty if it is not."""
         round_ = self._round
-        if tuple(peer.machine for peer in facts) != round_.members or round_.facts not in facts:
-            return "the facts are not those of the members"
-        outcome = self.evaluate(facts)
+        if (
+            tuple(peer.machine for peer in reports) != round_.members
+            or round_.report not in reports
+        ):
+            return "the reports are not those of the members"
+        outcome = self.evaluate(reports)
         if self.machine in outcome.rejected:
             self._reject(f"machine {self.machine} {outcome.rejected[self.machine]}")
         elif self.machine in outcome.superseded:
@@ -332,9 +335,9 @@ class Member:
         round_.outcome = outcome
         return outcome.void
 
-    def evaluate(self, facts: tuple[Facts, ...]) -> RoundOutcome:
+    def evaluate(self, reports: tuple[MachineReport, ...]) -> RoundOutcome:
         """:func:`evaluate_round`; a simulation computes it once for all machines."""
-        return evaluate_round(self.ledger, facts)
+        return evaluate_round(self.ledger, reports)
 
     def _commit(self, ok: bool) -> None:
         self.transition(_S.COMMIT)
@@ -346,7 +349,7 @@ class Member:
             self._fail("the round was not committed")
             return
         outcome = self._round.outcome
-        assert outcome is not None, "a round was committed before its facts were evaluated"
+        assert outcome is not None, "a round was committed before its reports were evaluated"
         self.transition(_S.TRAINING)
         before, self.ledger = self.ledger, outcome.ledger
         self._engine_step = self.ledger.step
@@ -424,7 +427,7 @@ class _RoundInProgress:
     members: tuple[str, ...]
     started: float
     leaving: bool = False
-    facts: Facts | None = None
+    report: MachineReport | None = None
     outcome: RoundOutcome | None = None
     reduced: bool = False
 
@@ -448,7 +451,7 @@ class QuorumFormed:
     """The engine has determined the members of the round.
 
     Attributes:
-        members: The machines, in the order in which facts are gathered.
+        members: The machines, in the order in which reports are gathered.
         healed: The ledger state received if the engine has healed this machine; else ``None``.
     """
 
@@ -465,7 +468,7 @@ class QuorumFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureDone:
-    """The inner run's average is available; the fields are those of :class:`Facts`."""
+    """The inner run's average is available; the fields are those of :class:`MachineReport`."""
 
     done: EpochRanges
     kept: EpochRanges
@@ -484,14 +487,14 @@ class CaptureFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """The facts of all members, in their order."""
+    """The reports of all members, in their order."""
 
-    facts: tuple[Facts, ...]
+    reports: tuple[MachineReport, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherFailed:
-    """Facts are missing."""
+    """Reports are missing."""
 
     error: str
 
@@ -577,10 +580,10 @@ class RequestCapture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherFacts:
-    """Exchange facts; answered by :class:`Gathered` or ``GatherFailed``."""
+class GatherReports:
+    """Exchange reports; answered by :class:`Gathered` or ``GatherFailed``."""
 
-    facts: Facts
+    report: MachineReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -655,7 +658,7 @@ MemberCommand = (
     | AdoptState
     | ResetEngine
     | RequestCapture
-    | GatherFacts
+    | GatherReports
     | ReduceChanges
     | Commit
     | ApplyRound

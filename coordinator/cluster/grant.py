@@ -1,4 +1,4 @@
-"""The deal: each machine's grant of batches after a commit, in proportion to its speed."""
+"""Grants: each machine's grant of batches after a commit, in proportion to its speed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.cluster.facts import EpochRanges, Facts, normalize, num_batches
+from coordinator.cluster.machine_report import EpochRanges, MachineReport, normalize, num_batches
 from coordinator.splitting import BatchSet
 
 GRANT_PERIODS = 1.5
@@ -32,8 +32,8 @@ class Grant:
         return num_batches(self.batches)
 
 
-def deal(
-    facts: Sequence[Facts],
+def compute_grants(
+    reports: Sequence[MachineReport],
     open_batches: Mapping[int, BatchSet],
     *,
     period_s: float,
@@ -42,11 +42,11 @@ def deal(
     """The grant of each machine; the same on all machines.
 
     Each machine gets the batches that it trains in ``GRANT_PERIODS`` periods, less those it keeps.
-    If fewer are open, they are dealt so that all machines finish together. Each machine receives
+    If fewer are open, they are granted so that all machines finish together. Each machine receives
     its part of the oldest open epoch first; its ranges are contiguous where possible.
 
     Args:
-        facts: The facts of all machines in the round.
+        reports: The reports of all machines in the round.
         open_batches: For each open epoch, oldest first, the batches that are neither consumed
             nor kept. The granted ones are removed.
         period_s: Seconds until the next round.
@@ -55,8 +55,8 @@ def deal(
     Returns:
         A grant for each machine, empty for those that leave.
     """
-    grants: dict[str, Grant] = {peer.machine: Grant() for peer in facts}
-    staying = sorted((f for f in facts if not f.leaving), key=lambda peer: peer.machine)
+    grants: dict[str, Grant] = {peer.machine: Grant() for peer in reports}
+    staying = sorted((f for f in reports if not f.leaving), key=lambda peer: peer.machine)
     if not staying:
         return grants
     kept = [num_batches(peer.kept) for peer in staying]
@@ -87,24 +87,26 @@ def deal(
     return grants
 
 
-def batch_seconds(facts: Sequence[Facts]) -> list[float] | None:
+def batch_seconds(reports: Sequence[MachineReport]) -> list[float] | None:
     """Seconds per batch of each machine; the mean speed of the others where not measured.
 
     ``None`` if no machine has a measurement.
     """
-    speeds = [1 / peer.seconds_per_batch for peer in facts if peer.seconds_per_batch]
+    speeds = [1 / peer.seconds_per_batch for peer in reports if peer.seconds_per_batch]
     if not speeds:
         return None
     typical = len(speeds) / math.fsum(speeds)
-    return [peer.seconds_per_batch or typical for peer in facts]
+    return [peer.seconds_per_batch or typical for peer in reports]
 
 
-def round_interval_s(grants: Mapping[str, Grant], facts: Sequence[Facts], period_s: float) -> float:
+def round_interval_s(
+    grants: Mapping[str, Grant], reports: Sequence[MachineReport], period_s: float
+) -> float:
     """Seconds from a commit to the next round: a period, or less if all grants end earlier."""
-    seconds = batch_seconds(facts)
+    seconds = batch_seconds(reports)
     if seconds is None:
         return period_s
-    durations = (len(grants[f.machine]) * s for f, s in zip(facts, seconds, strict=True))
+    durations = (len(grants[f.machine]) * s for f, s in zip(reports, seconds, strict=True))
     return min(period_s, max(MIN_INTERVAL_S, *durations))
 
 
@@ -115,7 +117,7 @@ def split_to_finish_together(
     possible.
 
     Args:
-        total: Batches to deal.
+        total: Batches to grant.
         seconds: Seconds per batch of each machine.
         kept: Batches that each machine already has.
     """
