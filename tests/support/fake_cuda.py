@@ -1,8 +1,8 @@
-"""A stand-in for the way to CUDA: streams that run late, in any order that is allowed.
+"""A stand-in for CudaApi: streams that run late, in any permitted order.
 
-Copies through the stand-in, marks of a test and events are queued in their streams, and run
-when someone waits for an event, when a test says so, or when an event was asked about a few
-times. Everything else that a test does with tensors happens at once. Pinned memory holds
+Copies through the stand-in, a test's marks and events are queued in their streams, and run
+on a wait for an event, on request of a test, or after a few queries of an
+event. All other operations on tensors run at once. Pinned memory holds
 garbage until a copy has run.
 """
 
@@ -47,7 +47,7 @@ class FakeEvent:
 
 
 class Pool:
-    """Memory of graphs, which goes with the last of them."""
+    """Memory of graphs, freed with the last of them."""
 
     def __init__(self):
         self.graphs = WeakSet()
@@ -65,16 +65,16 @@ class FakeCuda(CudaApi):
     """Records calls and runs streams late.
 
     Attributes:
-        patience: An event completes by itself once it was asked about this often; ``None``:
-            never, only waiting for it helps.
+        patience: Number of queries after which an event completes; ``None``:
+            only a wait completes it.
         allow_default: True if work may be given to the default stream.
-        prompt: True if what is copied to a device is there at once, as if a test had asked
-            its stream.
-        log: ``(what, ...)`` of every call, in order.
+        prompt: True if copies to a device run at once, as if a test had run
+            their stream.
+        log: ``(name, ...)`` of every call, in order.
         done: Names of the marks that have run, in order.
         violations: Forbidden calls that were made.
         graphs: The captures that succeeded, in order.
-        capturing: True if one is under way.
+        capturing: True during a capture.
     """
 
     def __init__(self, *, patience=2, allow_default=False, prompt=False):
@@ -266,7 +266,7 @@ class FakeCuda(CudaApi):
         return getattr(self._local, "stream", self._default)
 
     def place(self, tensor, device):
-        """Let a tensor pose as one of a device; others are on the current one. Gives it back."""
+        """Let a tensor pose as on a device; others are on the current one. Returns it."""
         self._places[tensor.untyped_storage().data_ptr()] = tensor, device
         return tensor
 
@@ -281,14 +281,14 @@ class FakeCuda(CudaApi):
             stream.queue.append(("run", lambda: self.done.append(name)))
 
     def run(self, *streams):
-        """Run streams to their ends, one after the other, and what they wait for."""
+        """Run all work of streams, one after the other, and the work that they wait for."""
         with self._lock:
             for stream in streams:
                 while stream.queue:
                     self._step(stream)
 
     def run_all(self):
-        """Run every stream to its end."""
+        """Run all work of every stream."""
         self.run(*self.streams, self._default)
 
     def calls(self, what):
@@ -356,7 +356,7 @@ def pinned_alive_at_allocation(fake):
 
 @contextmanager
 def standing_in(fake):
-    """Use the stand-in wherever no other way to CUDA is passed."""
+    """Install the stand-in as the default API."""
     before, cuda_api.API = cuda_api.API, fake
     try:
         yield fake

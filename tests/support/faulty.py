@@ -1,4 +1,4 @@
-"""Values that are not finite, where and when a test wants them, and who must never see them."""
+"""Injected non-finite values, and checks that they are not passed on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Single(nn.Module):
 
 
 class Blow(torch.autograd.Function):
-    """The identity, but for its gradient, which is infinite."""
+    """The identity with an infinite gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -61,7 +61,7 @@ def count_pair(model, batch):
 
 
 class Spoilt:
-    """A ``train_fn`` for :class:`Pair` that is spoilt at some batches.
+    """A ``train_fn`` for :class:`Pair` with faults at some batches.
 
     Args:
         kind: One of :data:`KINDS`.
@@ -102,7 +102,7 @@ class Spoilt:
         return place in self._at
 
     def stop_while_held(self, run):
-        """Ask a run to stop while the batch is held, once all is spoilt; gives the handle."""
+        """Stop a run while the batch is held, after all faults; returns the handle."""
         handle = run.run()
         assert self.held.wait(WAIT_S), "the batch to hold was never reached"
         assert self._all_fired.wait(WAIT_S), "another rank was never spoilt"
@@ -115,7 +115,7 @@ class Spoilt:
 
 
 class SpoiltLater(Spoilt):
-    """Spoilt once, on one rank, as soon as something has happened.
+    """A fault on one rank, once, after an event.
 
     Attributes:
         at: Number of the batch.
@@ -140,10 +140,10 @@ def is_finite(tensors):
 
 
 class Watch:
-    """Notes whether what is averaged, evaluated and handed over is finite.
+    """Records whether averaged, evaluated and returned values are finite.
 
     Attributes:
-        seen: ``(what, whether it was finite)``.
+        seen: ``(name, is_finite)`` of each value.
         weights: Weights above 1 of all rounds; batches must hold an even number of samples.
     """
 

@@ -93,7 +93,7 @@ def probe(path: str) -> str | None:
 
 
 def run_tests(path: str, arguments: Sequence[str], timeout_s: float) -> Report:
-    """Run pytest without the lock, in a process of its own; blocks at most so long."""
+    """Run pytest without the lock, in a separate process, with a time limit."""
     try:
         done = _start(path, ["-c", _RUN, *arguments], timeout_s)
     except subprocess.TimeoutExpired as expired:

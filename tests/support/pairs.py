@@ -1,4 +1,4 @@
-"""Parameters of which each two values meet in some case, in place of the whole product."""
+"""Pairwise test parameters, in place of the whole product."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SCALE = int(os.environ.get("TEST_SCALE", "1"))
 
 
 def pairwise(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """As ``parametrize`` over the product, but with few cases; ``TEST_SCALE`` above 1: with all.
+    """Like ``parametrize`` over the product, with fewer cases; with all for ``TEST_SCALE`` above 1.
 
-    Whatever two parameters are picked, each pair of their values is in a case. Cases are chosen
-    greedily, so they are always the same.
+    Each pair of values of any two parameters is in a case. Cases are chosen
+    greedily and deterministically.
 
     Args:
         indirect: Those that are fixtures' parameters.

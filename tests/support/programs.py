@@ -1,13 +1,13 @@
-"""Programs in processes of their own that need not import PyTorch again: they are forked.
+"""Programs in separate processes, forked to save the import of PyTorch.
 
-``run`` and ``Popen`` take what those of ``subprocess`` take, as far as it is named below. The
+``run`` and ``Popen`` accept the arguments of ``subprocess``, as far as named below. The
 first call starts a server, one for this process, which imports PyTorch and the runtime and then
 forks a child for each program. The child runs it as the main program of its interpreter, with
 its own arguments, environment, directory, files and process group, and ends as every
 interpreter does.
 
-What an interpreter or PyTorch reads while it starts stays as the server found it. Where that is
-what is tested, ``subprocess`` starts a real one.
+Settings that an interpreter or PyTorch reads at start are those of the server. For tests of
+these, use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
-"""Limit of the start of a program, and of the server with the first."""
+"""Time limit of the start of a program, including the server's for the first."""
 WAIT_S = 110.0
-"""Limit of every wait for a program that names none."""
+"""Default limit of a wait for a program."""
 MAX_MESSAGE = 1 << 20
 PRELOADED = (
     "torch",
@@ -144,14 +144,14 @@ def run(
 
 
 def preload(*modules: str) -> None:
-    """Have more modules imported once, in the server, for the programs to come."""
+    """Import more modules in the server, once for all later programs."""
     server = _Server.get()
     for module in modules:
         server.preload(module)
 
 
 class _Server:
-    """The process that forks, seen from here."""
+    """Client of the forking process."""
 
     _one: _Server | None = None
     _lock = threading.Lock()
@@ -175,7 +175,7 @@ class _Server:
 
     @classmethod
     def get(cls) -> _Server:
-        """The one of this process, started where there is none."""
+        """The server of this process, started if necessary."""
         with cls._lock:
             if cls._one is None or cls._one._process.poll() is not None:
                 if cls._one is not None:
@@ -184,13 +184,13 @@ class _Server:
             return cls._one
 
     def preload(self, module: str) -> None:
-        """Have it import a module before it takes the next request."""
+        """Request the import of a module before the next request."""
         if module not in self._preloaded:
             self._control.send(pickle.dumps(module))
             self._preloaded.add(module)
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> tuple[socket.socket, int, int]:
-        """Start a program; gives what will tell its exit status, its pid and a pidfd."""
+        """Start a program; returns the channel of its exit status, its pid and a pidfd."""
         self._refuse_what_is_read_at_start(request["env"])
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -217,7 +217,7 @@ class _Server:
             raise ValueError(f"only a real start reads {', '.join(differ)}: use subprocess")
 
     def close(self) -> None:
-        """End it, and with it all that it has forked."""
+        """End the server and all programs that it has forked."""
         atexit.unregister(self.close)
         self._control.close()
         try:
@@ -231,7 +231,7 @@ class _Server:
 
 
 def serve(control_fd: int) -> CodeType:
-    """Fork for each request. Returns in the children only: what they are to run.
+    """Fork for each request. Returns only in the children, with the program to run.
 
     Ends, and kills what it has forked, once the other end of its socket is closed.
     """
@@ -280,7 +280,7 @@ def serve(control_fd: int) -> CodeType:
 
 
 def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
-    """Make this process the one that was asked for; gives the code that it is to run."""
+    """Set this process up as requested; returns the code to run."""
     os.setsid() if request["start_new_session"] else os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:

@@ -9,6 +9,6 @@ from tests.support.browsing import open_browser
 
 @pytest.fixture(scope="module")
 def browser():
-    """A driver of a headless browser, started with the first page that is looked at."""
+    """A driver of a headless browser, started with the first page opened."""
     with open_browser() as driver:
         yield driver

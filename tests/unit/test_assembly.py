@@ -1,4 +1,4 @@
-"""From the settings to what the coordinator and the workers are told."""
+"""Settings of a run as the coordinator and the workers receive them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_of(**settings):
 
 
 def told(num_ranks=2, **settings):
-    """The settings of a run with these, which are checked first."""
+    """The checked settings of a run with these values."""
     config, devices = config_of(**settings), [torch.device("cpu")] * num_ranks
     config.check(num_samples=10, devices=devices)
     return config.for_run(devices, 10, AverageBackend.CPU, grace_s=1.0)
@@ -41,7 +41,7 @@ def told(num_ranks=2, **settings):
         ({"anchor": 7, "max_anchor": 7}, 7, 7),
     ],
 )
-def test_the_anchor_starts_and_ends_where_the_settings_say(settings, start, floor):
+def test_the_settings_determine_the_anchor_and_its_lower_limit(settings, start, floor):
     config = told(**settings).coordinator
     assert (config.anchor, config.min_anchor) == (start, floor)
 
@@ -54,7 +54,7 @@ def test_more_ranks_report_more_rarely_but_within_half_a_second(num_ranks, inter
 
 
 def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
-    """Nothing is copied by hand, so nothing can be forgotten."""
+    """Values are set by name in all parts, so none can be forgotten."""
     values = {"batch_size": 3, "accumulate": 2, "seed": 5, "cuda_graphs": True}
     config = told(**values, policy=ApplyPolicy.SYNC, prefetch=4)
     parts = [config, config.coordinator, config.worker, config.data]
@@ -67,7 +67,7 @@ def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
 
 
 def test_every_setting_of_the_builder_reaches_a_run():
-    """A method of the builder whose name or value is lost on its way would show here."""
+    """Fails if a method of the builder loses its value on the way."""
     b = builder(ranks=2).anchor(7).max_anchor(9).overhead_target(0.2).max_batch_diff(3)
     b = b.max_steps(50).max_failed_rounds(2).snapshot_timeout(1).collective_timeout(2)
     b = b.stall_timeout(3).on_worker_failure("continue").vram_fraction(0.5).loader_workers(0)

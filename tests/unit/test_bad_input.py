@@ -275,7 +275,7 @@ def test_a_factory_that_is_no_function_is_refused(position):
 
 
 @pytest.mark.parametrize("missing", ["dataset", "batch_size", "num_epochs"])
-def test_run_names_what_is_not_set(missing):
+def test_run_names_the_missing_setting(missing):
     b = Trainer.builder(counter, plain_sgd, count_up)
     for name, value in (("dataset", numbers(4)), ("batch_size", 2), ("num_epochs", 1)):
         if name != missing:
@@ -306,7 +306,7 @@ class Unsized(Dataset):
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else None,
 )
-def test_run_refuses_what_is_no_data_set(dataset, error, remedy):
+def test_run_refuses_an_invalid_data_set(dataset, error, remedy):
     with pytest.raises(error, match=remedy):
         builder(dataset=dataset).run()
 
@@ -394,7 +394,7 @@ def lbfgs(params):
     ],
 )
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["CPU", "SYNC"])
-def test_what_a_factory_gets_wrong_is_named(way, values, cause, remedy):
+def test_an_invalid_result_of_a_factory_is_named_in_the_error(way, values, cause, remedy):
     error = failure_of(builder(way=way, **values))
     assert type(error) is WorkerFailed
     assert (error.rank, error.epoch, error.step) == (0, 0, 0)
@@ -403,12 +403,12 @@ def test_what_a_factory_gets_wrong_is_named(way, values, cause, remedy):
 
 
 @pytest.mark.parametrize("bad", [boom, lambda optimizer: 5], ids=["raises", "no scheduler"])
-def test_what_a_scheduler_factory_gets_wrong_is_named(bad):
+def test_an_invalid_result_of_a_scheduler_factory_is_named(bad):
     error = failure_of(builder().scheduler(bad))
     assert isinstance(error.__cause__, (Planted, TypeError))
 
 
-def test_what_param_groups_gets_wrong_is_named():
+def test_an_invalid_result_of_param_groups_is_named():
     assert isinstance(failure_of(builder().param_groups(boom)).__cause__, Planted)
 
 
@@ -484,7 +484,7 @@ def test_a_sparse_gradient_is_refused():
     ids=["vector", "constant", "detached", "other model", "float", "none", "raises"],
 )
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (SYNC, THREAD)], ids=["CPU", "SYNC"])
-def test_what_train_fn_gets_wrong_is_named(way, loss, cause, remedy):
+def test_an_invalid_result_of_train_fn_is_named(way, loss, cause, remedy):
     error = failure_of(builder(train=loss, way=way))
     assert type(error) is WorkerFailed
     assert type(error.__cause__) is cause
@@ -493,7 +493,7 @@ def test_what_train_fn_gets_wrong_is_named(way, loss, cause, remedy):
 
 @every_way
 def test_one_rank_failing_ends_the_run_with_rank_epoch_and_step(way):
-    """Rank 1 dies at its third step of epoch 1 while rank 0 is in the middle of anything."""
+    """Rank 1 dies at its third step of epoch 1, at any point of rank 0's training."""
 
     def train(model, batch):
         worker = current_worker()
@@ -519,7 +519,7 @@ def test_a_rank_that_fails_while_the_others_wait_for_data_ends_the_run(way):
 
 
 class Slow(Dataset):
-    """Read by a loader thread."""
+    """A data set read by a loader thread."""
 
     def __len__(self):
         return 40

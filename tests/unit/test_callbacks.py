@@ -28,7 +28,7 @@ each_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1
 
 
 def run_with(values, *callbacks, way=(SYNC, THREAD), epochs=None, **settings):
-    """A run whose evaluation gives these values, an epoch each."""
+    """A run whose evaluation returns these values, one per epoch."""
     b = builder(way=way, epochs=epochs or len(values), **settings)
     b.eval_fn(lambda model, epoch: {"score": values[epoch]})
     return b.callbacks(*callbacks).run().join(WAIT_S)
@@ -66,7 +66,7 @@ def test_when_early_stopping_ends_a_run(values, settings, stopped):
     assert stop.stopped_epoch == stopped
 
 
-def test_an_epoch_that_is_cut_is_not_judged():
+def test_an_incomplete_epoch_does_not_count_for_early_stopping():
     stop = EarlyStopping(mode="max", patience=1)
     b = builder(dataset=80, epochs=3).max_steps(60)  # an epoch has 40; the loss falls
     state = b.callbacks(stop).run().join(WAIT_S)
@@ -85,7 +85,7 @@ def test_the_loss_and_recorded_scalars_can_be_watched():
     assert loss.best == min(m.avg_loss for m in state.metrics[: loss.best_epoch + 1])
 
 
-def test_a_metric_that_is_not_there_is_named_once_and_ends_nothing(caplog):
+def test_a_missing_metric_is_logged_once_and_training_continues(caplog):
     stop = EarlyStopping("eval/loss", patience=1)
     assert not run_with([1.0] * 4, stop).stopped
     told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
@@ -189,7 +189,7 @@ def test_the_users_own_checkpoint_function_is_called_as_often_as_it_asked(tmp_pa
     assert keep.path.exists()
 
 
-def test_weights_that_cannot_be_written_end_nothing(tmp_path, caplog):
+def test_training_continues_if_the_weights_cannot_be_written(tmp_path, caplog):
     keep = KeepBest(tmp_path / "best.safetensors")
     keep.path.mkdir()
     state = builder(epochs=2).callbacks(keep).run().join(WAIT_S)
@@ -253,7 +253,7 @@ def test_no_thread_of_a_limit_outlives_its_run(fails):
 
 
 class Noting(Callback):
-    """Notes what it is told."""
+    """Records its calls."""
 
     takes_weights = True
 
@@ -278,7 +278,7 @@ class Noting(Callback):
 
 
 @each_way
-def test_a_callback_is_told_of_weights_before_metrics_and_of_the_end_once(way):
+def test_a_callback_receives_weights_before_metrics_and_one_end(way):
     note, order = Noting(), []
     b = builder(way=way, epochs=2).callbacks(note)
     b.metrics_fn(lambda metrics: order.append(list(note.log))).run().join(WAIT_S)
@@ -320,7 +320,7 @@ def test_a_run_that_cannot_start_leaves_no_callback_in_use(tmp_path):
 
 
 class Failing(Callback):
-    """Raises wherever it is told something once the run goes on."""
+    """Raises in every call during the run."""
 
     takes_weights = True
 
@@ -334,7 +334,7 @@ class Failing(Callback):
         raise ValueError("planted end")
 
 
-def test_what_a_callback_raises_is_logged_and_disturbs_nobody(caplog):
+def test_an_exception_of_a_callback_is_logged_and_training_continues(caplog):
     note = Noting()
     state = builder(epochs=2).callbacks(Failing(), note).run().join(WAIT_S)
     assert len(state.metrics) == 2
@@ -357,7 +357,7 @@ def test_what_a_callback_raises_is_logged_and_disturbs_nobody(caplog):
         (lambda: TimeLimit("1h"), TypeError, "TimeLimit"),
     ],
 )
-def test_a_callback_that_makes_no_sense_is_refused(make, error, message):
+def test_an_invalid_callback_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -366,7 +366,7 @@ def test_a_callback_that_makes_no_sense_is_refused(make, error, message):
 
 
 @pytest.mark.parametrize(("max_steps", "wanted"), [(None, 36), (7, 7), (100, 36)])
-def test_the_handle_tells_the_batches_of_the_whole_run(max_steps, wanted):
+def test_the_handle_has_the_number_of_batches_of_the_whole_run(max_steps, wanted):
     b = builder(dataset=23, batch_size=2, epochs=3, way=(SYNC, THREAD))
     handle = (b if max_steps is None else b.max_steps(max_steps)).run()
     state = handle.join(WAIT_S)

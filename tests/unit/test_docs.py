@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: their code runs, their links lead somewhere."""
+"""The README and the pages of docs/: their code runs, and their links are valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gpuworker
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NUM_NOT_RUN = {"README.md": 2, "cluster.md": 2, "coming-from.md": 3, "gpus.md": 1, "training.md": 1}
-"""Blocks that say in a comment above them why they are not run."""
+"""Blocks that are not run, with the reason in a comment above them."""
 
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?"

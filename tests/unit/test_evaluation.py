@@ -31,7 +31,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way
 
 
 class Told:
-    """Keeps what a run tells of steps and epochs, in order."""
+    """Records the metrics of steps and epochs, in order."""
 
     def __init__(self):
         self.all = []
@@ -83,7 +83,7 @@ def test_sync_stops_at_each_multiple_and_shows_the_weights_of_that_step(ranks, a
 
 @ways
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_it_is_called_on_one_rank_about_as_often_as_asked_and_at_the_end_of_epochs(way, ranks):
+def test_eval_fn_is_called_on_one_rank_at_the_interval_and_at_the_end_of_epochs(way, ranks):
     told = Told()
     state = run(told, way=way, ranks=ranks, every=12).run().join(WAIT_S)
     assert [set(m.scalars) for m in state.metrics] == [{"eval/w", "eval/rank"}] * 2
@@ -96,8 +96,8 @@ def test_it_is_called_on_one_rank_about_as_often_as_asked_and_at_the_end_of_epoc
 
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD)])
-def test_under_cadence_it_is_an_average_that_is_shown(way):
-    """Ranks pull in opposite directions, so that only their mean is near 0."""
+def test_under_cadence_eval_fn_receives_an_average(way):
+    """Ranks train in opposite directions, so that only their mean is near 0."""
     pulled, shown = [], []
 
     def train(model, batch):
@@ -156,7 +156,7 @@ class Normed(Counter):
         self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
 
 
-def test_buffers_are_averaged_before():
+def test_buffers_are_averaged_before_an_evaluation():
     def train(model, batch):
         model.seen.fill_(float(current_worker().rank))
         return count_up(model, batch)
@@ -167,7 +167,7 @@ def test_buffers_are_averaged_before():
     assert set(shown) == {0.5}
 
 
-def test_the_result_and_later_bits_are_the_same_with_and_without():
+def test_the_trained_bits_are_the_same_with_and_without_evaluation():
     def result(every):
         def train(model, batch):
             return model(batch[0]).square().mean()
@@ -190,7 +190,7 @@ def test_the_result_and_later_bits_are_the_same_with_and_without():
     assert all(torch.equal(plain[name], within[name]) for name in plain)
 
 
-def test_a_run_that_goes_on_evaluates_where_the_whole_one_does(tmp_path):
+def test_a_resumed_run_evaluates_at_the_same_steps_as_an_uninterrupted_one(tmp_path):
     def steps(told):
         return [m.step for m in told.within]
 
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_evaluates_where_the_whole_one_does(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)])
-def test_ranks_that_run_on_their_own_go_on_counting_where_the_first_run_ended(tmp_path, way, ranks):
+def test_evaluation_steps_continue_after_a_resume_under_cadence_and_async(tmp_path, way, ranks):
     first, second = Told(), Told()
     part = run(first, way=way, every=10, ranks=ranks).checkpoint_dir(tmp_path)
     trained = part.anchor(2).min_anchor(1).max_steps(54).run().join(WAIT_S).metrics
@@ -219,7 +219,7 @@ def test_ranks_that_run_on_their_own_go_on_counting_where_the_first_run_ended(tm
     assert tens == sorted(set(tens))
 
 
-def test_loggers_write_its_values(tmp_path):
+def test_loggers_write_the_values_of_eval_fn(tmp_path):
     path = tmp_path / "run.csv"
     run(CsvLogger(path), way=(SYNC, THREAD)).run().join(WAIT_S)
     with path.with_name("run.steps.csv").open() as file:
@@ -238,14 +238,14 @@ def test_loggers_write_its_values(tmp_path):
         ),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(change, match):
+def test_incompatible_settings_of_eval_every_are_refused(change, match):
     b = builder()
     change(b)
     with pytest.raises(ValueError, match=match):
         b.run()
 
 
-def test_what_it_raises_ends_the_run():
+def test_an_exception_of_eval_fn_ends_the_run():
     def fails(model, epoch):
         raise ValueError("planted")
 

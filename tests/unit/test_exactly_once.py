@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whatever the policy, the world size and the remainders."""
+"""Every sample once an epoch, for all policies, world sizes and remainders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Case:
-    """A run, small enough for many of them."""
+    """A small run."""
 
     n: int
     batch_size: int
@@ -55,7 +55,7 @@ class Case:
 
 
 def slowed(case):
-    """Steps that take a rank longer, by work rather than by sleep."""
+    """Steps that take a rank longer, by computation instead of sleep."""
     ballast = torch.ones(96, 96)
 
     def train(model, batch):
@@ -163,8 +163,8 @@ def test_gloo_trains_every_index_exactly_once(policy, n, batch_size, ranks):
 
 
 @pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-def test_a_rank_held_up_by_others_loses_nothing(way):
-    """Rank 1 makes no step before rank 0 has made all it can."""
+def test_a_rank_delayed_by_others_loses_no_sample(way):
+    """Rank 1 takes no step before rank 0 has taken all that it can."""
     policy, backend = way
     seen = Trace()
 
@@ -183,7 +183,7 @@ def test_a_rank_held_up_by_others_loses_nothing(way):
     assert seen.steps[1] > 0
 
 
-def test_every_way_visits_the_same_permutation():
+def test_every_policy_and_backend_visits_the_same_permutation():
     for policy, backend in WAYS:
         case = Case(31, 4, 2, policy, backend)
         trace, state = run(case)

@@ -1,4 +1,4 @@
-"""Each example, run as a user runs it, with small settings."""
+"""Each example, run like a user's program with small settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Done:
 
 @pytest.fixture
 def run_example(capfd, monkeypatch):
-    """Runs an example as ``python examples/name`` does, but in this process: it saves an import."""
+    """Runs an example like ``python examples/name``, in this process to save an import."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *map(str, arguments)])
@@ -58,7 +58,7 @@ def run_example(capfd, monkeypatch):
 
 @pytest.fixture
 def output_of(run_example):
-    """Runs an example that has to succeed, with nothing on stderr but its log."""
+    """Runs an example, which must succeed and print only its log to stderr."""
 
     def run(name, *arguments):
         done = run_example(name, *arguments)
@@ -70,7 +70,7 @@ def output_of(run_example):
 
 
 def run_program(name, *arguments, run=programs.run):
-    """Runs an example in a process of its own."""
+    """Runs an example in a separate process."""
     return run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
@@ -249,7 +249,7 @@ def write_mnist(directory, prefix, count, pack=True):
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_profile_timeline_tells_where_the_time_went(output_of, tmp_path, policy):
+def test_profile_timeline_reports_the_use_of_time(output_of, tmp_path, policy):
     out = tmp_path / "run"
     output = output_of(
         "profile_timeline.py", "--policy", policy, "--epochs", 2, "--samples", 2000, "--out", out

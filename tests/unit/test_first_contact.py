@@ -1,4 +1,4 @@
-"""``make first-contact`` where cases hang, die and fail: the others run, and all is recorded."""
+"""``make first-contact`` with cases that hang, die and fail: the others run, all are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short form."""
+"""``fit``, the short form of the builder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def test_it_trains_the_module_as_the_builder_does():
+def test_fit_trains_the_module_like_the_builder():
     model, settings = net(), {"batch_size": 5, "devices": CPUS, "policy": "sync", "seed": 3}
     state = runtime.fit(
         model, data(), optimizer=sgd, loss=nn.functional.mse_loss, epochs=2, **settings
@@ -47,7 +47,7 @@ def test_it_trains_the_module_as_the_builder_does():
 
 
 class Judging(nn.Module):
-    """Computes its loss itself."""
+    """A model that computes its loss."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_model_that_computes_its_loss_needs_none(wrap, named):
     assert torch.equal(model.inner.weight, state.params["inner.weight"])
 
 
-def test_settings_that_take_an_object_are_given_it():
+def test_fit_passes_objects_to_settings():
     stop = EarlyStopping(target=1e9)
     state = runtime.fit(
         net(),
@@ -97,12 +97,12 @@ def test_settings_that_take_an_object_are_given_it():
         ({"model": lambda device: net()}, TypeError, "torch.nn.Module in place, not a function"),
     ],
 )
-def test_what_is_no_setting_is_refused(settings, error, message):
+def test_fit_refuses_an_unknown_setting(settings, error, message):
     with pytest.raises(error, match=message):
         runtime.fit(**{"model": net(), "dataset": data(), "optimizer": sgd, **settings})
 
 
-def test_batches_that_are_no_pairs_are_refused_and_the_module_is_as_it_was():
+def test_fit_with_a_loss_refuses_batches_other_than_pairs_and_keeps_the_module():
     model = net()
     with pytest.raises(WorkerFailed) as caught:
         runtime.fit(

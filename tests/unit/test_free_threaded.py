@@ -29,7 +29,7 @@ PART = (
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """Puts stand-ins for interpreters on a ``PATH`` that holds nothing else."""
+    """Puts stand-ins for interpreters on an otherwise empty ``PATH``."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
 
@@ -55,25 +55,25 @@ def test_without_the_global_lock_the_tests_pass():
     assert report.is_lock_off, report.output[-2000:]
 
 
-def test_what_is_missing_is_named_where_there_is_no_interpreter(place):
+def test_without_an_interpreter_the_missing_part_is_named(place):
     path, reason = find()
     assert path is None
     assert all(name in reason for name in (*NAMES, VARIABLE))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_interpreter_on_the_path_is_found_and_asked_without_the_lock(place, name):
+def test_an_interpreter_on_the_path_is_found_and_probed_without_the_lock(place, name):
     expected = place(name, 'test "$PYTHON_GIL" = 0 && test "$1" = -c')
     assert find() == (expected, "")
 
 
-def test_one_that_cannot_import_what_is_needed_gives_way_to_the_next(place):
+def test_an_interpreter_without_the_packages_is_skipped(place):
     place("python3.14t", 'echo "it cannot import torch: no wheel"; exit 1')
     expected = place("python3.13t", "exit 0")
     assert find() == (expected, "")
 
 
-def test_the_reason_of_each_that_will_not_do_is_told(place):
+def test_the_reason_against_each_interpreter_is_reported(place):
     newer = place("python3.14t", 'echo "it cannot import torch: no wheel"; exit 1')
     older = place("python3.13t", "exit 7")
     assert find() == (
@@ -82,7 +82,7 @@ def test_the_reason_of_each_that_will_not_do_is_told(place):
     )
 
 
-def test_the_variable_names_the_only_one_that_is_asked(place, monkeypatch):
+def test_the_variable_names_the_only_interpreter_probed(place, monkeypatch):
     place("python3.13t", "exit 0")
     expected = place("another", "exit 0")
     monkeypatch.setenv(VARIABLE, expected)
@@ -94,7 +94,7 @@ def test_the_variable_names_the_only_one_that_is_asked(place, monkeypatch):
 
 
 @pytest.mark.skipif(free_threaded.is_free_threaded(), reason="needs an interpreter with the lock")
-def test_an_interpreter_with_the_lock_is_none(place, monkeypatch):
+def test_an_interpreter_with_the_lock_is_rejected(place, monkeypatch):
     # Of those that know no PYTHON_GIL; others refuse to start with it.
     monkeypatch.setenv(VARIABLE, sys.executable)
     path, reason = find()
@@ -103,7 +103,7 @@ def test_an_interpreter_with_the_lock_is_none(place, monkeypatch):
     assert "global lock" in reason or "GIL" in reason
 
 
-def test_one_that_does_not_answer_is_waited_for_no_longer(place, monkeypatch):
+def test_an_unresponsive_interpreter_is_given_up(place, monkeypatch):
     monkeypatch.setattr(free_threaded, "PROBE_S", 0.1)
     place("python3.13t", "exec /bin/sleep 30")
     path, reason = find()
@@ -120,6 +120,6 @@ def test_one_that_does_not_answer_is_waited_for_no_longer(place, monkeypatch):
         (["exec /bin/sleep 30"], None, False),
     ],
 )
-def test_a_run_tells_whether_it_passed_and_the_lock_was_off(place, lines, code, is_lock_off):
+def test_a_run_reports_success_and_the_state_of_the_lock(place, lines, code, is_lock_off):
     report = run_tests(place("python3.13t", *lines), ["tests"], 0.5 if code is None else 20.0)
     assert (report.code, report.is_lock_off) == (code, is_lock_off)

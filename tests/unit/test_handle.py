@@ -36,7 +36,7 @@ local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 # -- join ----------------------------------------------------------------------
 
 
-def test_join_with_a_timeout_raises_and_the_run_goes_on():
+def test_join_with_a_timeout_raises_and_the_run_continues():
     gate = Gate()
     handle = builder(train=gate).run()
     gate.await_entry()
@@ -157,7 +157,7 @@ def test_lockstep_ranks_all_stop_before_the_same_step(ranks):
 
 
 @local_ways
-def test_stop_asked_in_an_epochs_last_batches_ends_the_run(way):
+def test_stop_in_an_epochs_last_batches_ends_the_run(way):
     for last in range(1, 9):
         trace, handles, ready = Trace(), [], threading.Event()
 
@@ -229,7 +229,7 @@ def test_progress_is_silent_off_a_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_asked_for_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
+def test_explicit_progress_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
     with caplog.at_level("INFO", logger="runtime.metrics_thread"):
         builder(epochs=2).progress(True).run().join(WAIT_S)
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["epoch 0", "epoch 1"]
@@ -316,7 +316,7 @@ def test_an_epoch_that_max_steps_ends_with_is_whole(way):
 
 
 def test_after_a_stop_the_epoch_that_was_cut_has_no_metrics():
-    """Also where max_steps is set."""
+    """Also with max_steps."""
 
     def stops(model, batch):
         if current_worker().local_step == 2:
@@ -336,8 +336,8 @@ def test_after_a_stop_the_epoch_that_was_cut_has_no_metrics():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
-def test_a_run_that_goes_on_tells_of_the_whole_epoch_that_max_steps_had_cut(way, tmp_path):
-    """With one entry for it, though the run before has told of its part."""
+def test_a_resumed_run_reports_the_whole_epoch_that_max_steps_had_cut(way, tmp_path):
+    """In one entry, although the earlier run reported a part of the epoch."""
 
     def run(**more):
         b = builder(dataset=20, batch_size=2, epochs=2, way=way).checkpoint_dir(tmp_path)

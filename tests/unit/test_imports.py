@@ -25,17 +25,17 @@ from tests.house import (
 )
 
 STILL: tuple[str, ...] = ()
-"""Faults of today, each of which must go from here with its cause."""
+"""Known violations, each to be removed with its cause."""
 
 
-def test_imports_go_down_and_no_name_stands_twice():
+def test_imports_go_down_and_names_are_unique():
     """Floors, circles, depth, modules at the top, names: see :class:`tests.house.House`."""
     faults = House().faults()
     assert [fault for fault in faults if not fault.startswith(STILL)] == []
     assert [known for known in STILL if not any(f.startswith(known) for f in faults)] == []
 
 
-def test_every_exception_to_the_openings_is_needed(monkeypatch):
+def test_every_exception_to_the_rule_of_opening_classes_is_needed(monkeypatch):
     monkeypatch.setattr(house, "OPENINGS", set())
     needed = {fault.split(" opens with ")[0] for fault in House().openings()}
     assert needed == OPENINGS, "take files that open with their class out of tests/house.py"
@@ -61,7 +61,7 @@ GOOD = {
     "runtime/loop/engine.py": "class _Own: ...\nfrom enum import Enum\nclass Mode(Enum): ...\n"
     "class Engine: ...\nlogger = 1",
 }
-"""A small tree that keeps all rules, with every kind of import."""
+"""A small tree without violations, with every kind of import."""
 
 CHAIN = {f"coordinator/c{i}.py": f"import coordinator.c{i + 1}" for i in range(7)}
 
@@ -204,7 +204,7 @@ def test_files_have_a_docstring_and_annotations_from_the_future():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_package_exports_and_ships(package):
+def test_each_package_exports_and_ships_its_public_names(package):
     module = importlib.import_module(package)
     assert list(module.__all__) == sorted(set(module.__all__))
     assert [name for name in module.__all__ if not hasattr(module, name)] == []

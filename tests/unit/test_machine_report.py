@@ -21,7 +21,7 @@ GPUS = [torch.device("cuda", i) for i in range(2)]
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Makes the machine look as if it had these models of GPU, and NCCL."""
+    """Simulates a machine with these models of GPU, and NCCL."""
 
     def pretend(*names):
         def properties(device):
@@ -55,7 +55,7 @@ def test_the_command_prints_the_report():
         assert len(lines_of(done.stdout, word)) == 1, word
 
 
-def test_two_cpu_workers_are_told_why_there_is_no_nccl():
+def test_the_report_gives_the_reason_for_no_nccl_with_cpu_workers():
     text = machine_report([CPU, CPU])
     assert lines_of(text, "SYNC")[0].startswith("THREAD")
     assert lines_of(text, "CADENCE")[0].startswith("CPU ")
@@ -65,7 +65,7 @@ def test_two_cpu_workers_are_told_why_there_is_no_nccl():
     assert lines_of(text, "GIL")[0].startswith("on" if gil else "off")
 
 
-def test_gpus_of_different_models_are_told_apart(gpus):
+def test_the_report_distinguishes_models_of_gpus(gpus):
     gpus("Fast 1", "Slow 2")
     text = machine_report()
     assert "distinct: 2 models" in lines_of(text, "models")[0]
@@ -76,7 +76,7 @@ def test_gpus_of_different_models_are_told_apart(gpus):
         assert lines_of(text, policy.name)[0].startswith("NCCL")
 
 
-def test_alike_gpus_and_mixed_devices_are_told(gpus):
+def test_the_report_describes_equal_gpus_and_mixed_devices(gpus):
     gpus("One", "One")
     assert lines_of(machine_report(), "models") == ["one model of GPU"]
     assert lines_of(machine_report([GPUS[0], CPU]), "models") == ["mixed: CUDA devices and the CPU"]

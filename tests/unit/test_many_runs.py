@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_once(way, *, fails=False):
-    """A real training of a small model, sometimes with a death on the way."""
+    """A training of a small model, in some cases with a worker's death."""
     deaths = iter([True] if fails else [])
 
     def fit(model, batch):
@@ -69,7 +69,7 @@ def held():
 
 
 def main():
-    """Runs of every kind; prints what the process held after 20 of them and at the end."""
+    """Runs of every kind; prints the process's resources after 20 of them and at the end."""
     for i in range(NUM_RUNS):
         if i == NUM_BEFORE:
             before = held()
@@ -79,7 +79,7 @@ def main():
 
 @pytest.mark.timeout(180)
 def test_a_hundred_runs_leave_no_thread_no_descriptor_and_no_memory():
-    """In a process of its own, so that nothing but the runs decides what it holds."""
+    """In a separate process, whose resources depend only on the runs."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = programs.run(
         [sys.executable, "-c", "from tests.unit.test_many_runs import main; main()"],
@@ -98,7 +98,7 @@ def test_a_hundred_runs_leave_no_thread_no_descriptor_and_no_memory():
 
 @pytest.mark.parametrize("other", [(SYNC, GLOO), (ASYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_two_trainers_at_once_are_both_right(other):
-    """Both are held in a step of theirs until the other has come as far."""
+    """Each waits in a step until the other has reached its own."""
     meeting = threading.Barrier(2)
     met = [threading.Lock(), threading.Lock()]
     x = torch.linspace(-1, 1, 64).unsqueeze(1)
@@ -204,7 +204,7 @@ def test_a_model_factory_may_run_another_run():
 
 
 def test_a_model_factory_may_wait_for_a_run_that_has_not_built_its_models(caplog, monkeypatch):
-    """A lock would be held by one that waits for the other."""
+    """A lock would deadlock: its holder waits for the other run."""
     monkeypatch.setattr(build, "BUILD_LOCK_TIMEOUT_S", 0.5)
     begun, started = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The mutation run: which changes it makes, which it leaves out, and what it tells of them."""
+"""The mutation run: mutations made and left out, and their report."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_every_change_of_the_packages_is_another_program():
             assert source[: m.start] + m.after.encode() + source[m.stop :] != source
 
 
-def test_the_table_names_what_there_is():
-    """Modules and tests that were moved would be left out without a word."""
+def test_the_table_names_existing_modules_and_tests():
+    """Moved modules and tests would otherwise be left out silently."""
     for prefix, tests in TESTS.items():
         assert (ROOT / prefix).exists(), prefix
         for test in tests:
@@ -136,7 +136,7 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_a_run_tells_what_survived_and_leaves_the_tree_alone(project):
+def test_a_run_reports_surviving_mutations_and_leaves_the_tree_unchanged(project):
     out = run_in(project)
     assert "2 changes, 2 tried: {'killed': 1, 'survived': 1}" in out
     assert "survived  coordinator/small.py:6: -  ->  +" in out
@@ -151,7 +151,7 @@ def test_a_run_tells_what_survived_and_leaves_the_tree_alone(project):
     assert len((project / "mutation.jsonl").read_text().splitlines()) == 2
 
 
-def test_tests_that_are_red_without_a_change_tell_nothing(project):
+def test_tests_that_fail_without_a_mutation_are_not_evaluated(project):
     (project / "tests/unit/coordinator/test_rounds.py").write_text(
         "def test():\n    assert False\n"
     )

@@ -30,7 +30,7 @@ WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (CADENCE, THREAD), (SYNC, GLOO), (C
 
 
 class Read(Dataset):
-    """Not in memory, so that loader threads run."""
+    """A data set not in memory, so that loader threads run."""
 
     def __len__(self):
         return 12

@@ -1,4 +1,4 @@
-"""The package ``gpuworker``: its names, its command, and foreign packages of its parts' names."""
+"""The package ``gpuworker``: names, command, and foreign packages of the same names."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 
 
 class Files:
-    """Files of the project that had one of some kinds of objects: in a variable, or to pass on.
+    """Files of the project in which objects of some types were a variable or an argument.
 
     Used as a profile function of every thread that starts meanwhile. What is in a command, in a
     message or in a list counts as well.
@@ -49,7 +49,7 @@ class Files:
         return isinstance(value, self._kinds)
 
     def note(self, frame) -> None:
-        """This frame is one of those."""
+        """Record the file of this frame."""
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT):
             path = path.relative_to(ROOT)
@@ -58,14 +58,14 @@ class Files:
                 self.found.add(str(path))
 
     def note_callers(self) -> None:
-        """All that called the caller, up to what runs its thread."""
+        """All callers of the caller, up to the thread's target."""
         frame = sys._getframe(1)
         while frame is not None and Path(frame.f_code.co_filename) != ROOT / "runtime" / "run.py":
             self.note(frame)
             frame = frame.f_back
 
     def of_run(self, b) -> set[str]:
-        """Run to the end; the files."""
+        """Run to the end; returns the files."""
         threading.setprofile(self)
         sys.setprofile(self)
         try:
@@ -77,7 +77,7 @@ class Files:
 
 
 class Read(Dataset):
-    """Read by code of its own, so that a thread loads it ahead."""
+    """A data set with its own code, so that a thread loads it ahead."""
 
     def __init__(self, files=None):
         self._files = files

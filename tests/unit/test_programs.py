@@ -1,4 +1,4 @@
-"""Programs that are forked behave as those that are started, as far as tests rely on it."""
+"""Forked programs behave like started ones, as far as tests rely on it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_an_error_ends_a_program_with_a_traceback(error, status):
     assert [text.splitlines()[at] for at in (0, -1)] == [told.splitlines()[at] for at in (0, -1)]
 
 
-def test_signals_reach_it_and_its_status_tells_them():
+def test_signals_reach_a_program_and_appear_in_its_status():
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         code = "print('begun', flush=True); import signal; signal.pause()"
         with programs.Popen([sys.executable, "-c", code], stdout=PIPE, stderr=DEVNULL) as process:
@@ -108,7 +108,7 @@ def test_signals_reach_it_and_its_status_tells_them():
             assert not psutil.pid_exists(process.pid)
 
 
-def test_one_that_takes_too_long_is_killed():
+def test_a_program_that_exceeds_its_timeout_is_killed():
     code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         programs.run([sys.executable, "-c", code], stdout=PIPE, timeout=0.5)
@@ -146,14 +146,14 @@ def test_multiprocessing_imports_the_program_as_its_main_module(tmp_path):
         (["-c", ""], {"preexec_fn": print}),
     ],
 )
-def test_what_only_a_real_start_does_is_refused(args, kwargs):
+def test_options_that_require_a_new_interpreter_are_refused(args, kwargs):
     with pytest.raises(ValueError, match="only"):
         programs.run([sys.executable, *args], **kwargs)
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server that is no other test's, which imports nothing."""
+    """A separate server, which imports nothing."""
     bare = f"from tests.support import programs; programs.PRELOADED = (); {programs.SERVE}"
     monkeypatch.setattr(programs, "SERVE", bare)
     monkeypatch.setattr(_Server, "_one", None)

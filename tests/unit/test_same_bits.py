@@ -19,7 +19,7 @@ N, EPOCHS = 24, 2
 
 
 class Noisy(Dataset):
-    """Samples with random transforms: PyTorch's draws, and Python's and NumPy's if asked for."""
+    """Samples with random transforms: PyTorch's draws, and Python's and NumPy's on request."""
 
     def __init__(self, *, others=False):
         self.x = torch.linspace(-1, 1, N * 6).view(N, 6)
@@ -38,7 +38,7 @@ class Noisy(Dataset):
 
 
 class Turns:
-    """Lets the ranks of each step go on one after the other, in an order that is given."""
+    """Runs the ranks of each step one after the other, in a given order."""
 
     def __init__(self, order):
         self._order = order
@@ -108,7 +108,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_whichever_rank_comes_first(ranks):
+def test_the_bits_do_not_depend_on_the_order_of_ranks(ranks):
     order = list(range(ranks))
     wanted = train(ranks, order=order)
     torch.rand(7)  # where the process's generator stands does not matter
@@ -117,12 +117,12 @@ def test_whichever_rank_comes_first(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_whatever_loads_the_batches(ranks):
+def test_the_bits_do_not_depend_on_the_loader(ranks):
     wanted = train(ranks, configure=lambda b: b.prefetch(0))
     assert same(wanted, train(ranks, configure=lambda b: b.prefetch(3)))
 
 
-def test_the_thread_that_loads_and_processes_that_load_give_the_same():
+def test_loader_threads_and_processes_give_the_same_bits():
     data = Noisy(others=True)
     wanted = train(2, dataset=data, configure=lambda b: b.dataset_lock(True))
     random.random(), np.random.rand()
@@ -131,7 +131,7 @@ def test_the_thread_that_loads_and_processes_that_load_give_the_same():
     assert same(wanted, train(2, dataset=data, configure=lambda b: b.loader_workers(1)))
 
 
-def test_over_gloo():
+def test_the_bits_repeat_over_gloo():
     assert same(train(2, order=[0, 1], backend=GLOO), train(2, order=[1, 0], backend=GLOO))
 
 

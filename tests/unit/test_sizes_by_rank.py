@@ -1,4 +1,4 @@
-"""Batches of a size of its own for each device, under CADENCE and ASYNC."""
+"""A batch size for each device, under CADENCE and ASYNC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, Avera
 
 
 class Seen:
-    """A ``train_fn`` that notes what each rank trained; rank 1 fails at its n-th batch."""
+    """A ``train_fn`` that records each rank's samples; rank 1 fails at its n-th batch."""
 
     def __init__(self, fails_at=None):
         self.batches, self._lock, self._fails_at = [], threading.Lock(), fails_at
@@ -36,7 +36,7 @@ class Seen:
 
 
 class Stream(IterableDataset):
-    """Gives the numbers of samples."""
+    """A stream of sample numbers."""
 
     def __len__(self):
         return N
@@ -46,7 +46,7 @@ class Stream(IterableDataset):
 
 
 class Indexed(Dataset):
-    """The same by index, for loader processes."""
+    """Sample numbers by index, for loader processes."""
 
     def __len__(self):
         return N
@@ -107,7 +107,7 @@ def test_loader_processes_give_batches_of_each_ranks_size():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_metrics_of_steps_count_batches_of_the_mean_size(way):
-    """Both ranks' losses are in each, in the proportion of what they have told."""
+    """Each contains both ranks' losses, weighted by the samples that they reported."""
     seen, found = Seen(), []
     handle = run(seen, SIZES, way, metrics_every=4, metrics_fn=found.append)
     state = handle.join(WAIT_S)
@@ -147,7 +147,7 @@ def test_a_death_loses_nothing(way):
 
 
 @pytest.mark.parametrize("then", [(12, 8), (8, 4, 12), (4,)])
-def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path, then):
+def test_a_resumed_run_continues_at_its_position(tmp_path, then):
     first, again = Seen(), Seen()
     run(first, (12, 8), WAYS[0], max_steps=13, checkpoint_dir=tmp_path).join(WAIT_S)
     assert sum(len(batch) for *_, batch in first.batches) == 13 * 10 + 2  # whole units of 4

@@ -1,4 +1,4 @@
-"""Words of other libraries that can mean one thing only, and a module in place of a factory."""
+"""Unambiguous names of other libraries, and a module in place of a factory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.running import WAIT_S, Counter, builder
 
 
 @pytest.mark.parametrize(("word", "policy"), [("sync", "SYNC"), ("ASYNC", "ASYNC")])
-def test_a_policy_by_its_name(word, policy):
+def test_a_policy_is_selected_by_name(word, policy):
     assert builder().policy(word)._config.coordinator.policy is ApplyPolicy[policy]
 
 
 @pytest.mark.parametrize("backend", list(AverageBackend))
-def test_a_backend_by_its_name(backend):
+def test_a_backend_is_selected_by_name(backend):
     assert builder().backend(backend.value)._config.requested_backend is backend
 
 
@@ -27,12 +27,12 @@ def test_a_backend_by_its_name(backend):
     ("word", "name"),
     [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), (32, "fp32"), ("no", "fp32")],
 )
-def test_a_precision_as_lightning_and_accelerate_call_it(word, name):
+def test_names_of_precisions_in_lightning_and_accelerate_are_accepted(word, name):
     assert builder().precision(word)._config.worker.precision == name
 
 
 @pytest.mark.parametrize("name", _OTHER_LIBRARIES_NAMES)
-def test_a_setting_by_the_name_of_another_library_leads_to_the_own_one(name):
+def test_the_name_of_a_setting_in_another_library_is_answered_with_this_librarys(name):
     own = _OTHER_LIBRARIES_NAMES[name]
     assert callable(getattr(builder(), own))
     with pytest.raises(AttributeError, match=f"{name!r}: did you mean {own}"):
@@ -42,12 +42,12 @@ def test_a_setting_by_the_name_of_another_library_leads_to_the_own_one(name):
 @pytest.mark.parametrize(
     ("name", "hint"), [("batchsize", "batch_size"), ("frobnicate", "docs/training.md")]
 )
-def test_a_setting_that_is_misspelt(name, hint):
+def test_a_misspelt_setting_is_answered_with_the_nearest_name(name, hint):
     with pytest.raises(AttributeError, match=hint):
         getattr(builder(), name)
 
 
-def test_one_device_needs_no_list_and_a_number_means_so_many(monkeypatch):
+def test_devices_accepts_one_device_and_a_number_of_devices(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert builder().devices("cpu")._config.requested_devices == (cpu,)
@@ -91,7 +91,7 @@ def test_a_module_is_copied_for_each_worker_and_receives_the_trained_weights():
     assert torch.equal(model.w.detach(), state.params["w"])
 
 
-def test_a_module_that_cannot_be_copied_is_named_with_the_way_out():
+def test_a_module_that_cannot_be_copied_is_named_with_a_remedy():
     class Stubborn(nn.Module):
         def __init__(self):
             super().__init__()

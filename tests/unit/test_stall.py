@@ -1,4 +1,4 @@
-"""Runs that stand still, with real threads, and the report of what everybody was doing."""
+"""Stalled runs, with real threads, and the report of every thread's stack."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.unit.coordinator.test_service import Bench, Scripted
 
 TIMEOUT_S = 0.5
 BOUND_S = 5.0
-"""More than the timeout and the grace together, less than any wait of the run's own."""
+"""More than timeout and grace together, less than any wait of the run."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm():
-    """The first run of a process takes longer to build than the timeout here."""
+    """Build once: the first build of a process takes longer than the timeout here."""
     train()
 
 
@@ -46,7 +46,7 @@ def _short_grace(monkeypatch):
 
 
 class Stuck:
-    """The user's function that does not return until it is released."""
+    """A user function that blocks until it is released."""
 
     def __init__(self):
         self.released = threading.Event()
@@ -63,7 +63,7 @@ def stuck():
 
 
 def report_of(run):
-    """Let a run stall; gives the error that comes out in time."""
+    """Let a run stall; returns its error."""
     handle = run.stall_timeout(TIMEOUT_S).run()
     start = time.monotonic()
     with pytest.raises(RunStalled, match="raise stall_timeout") as caught:
@@ -148,7 +148,7 @@ def test_steps_shorter_than_the_timeout_are_no_stall_however_many():
     assert time.monotonic() - start > 1.0
 
 
-def test_the_longest_timeout_is_no_shorter_than_it_says():
+def test_the_longest_timeout_is_not_shortened():
     builder().stall_timeout(sys.float_info.max).run().join(WAIT_S)
 
 
@@ -156,7 +156,7 @@ def test_the_longest_timeout_is_no_shorter_than_it_says():
 
 
 class Watched(Scripted):
-    """A machine that notes when its watch starts."""
+    """A coordinator that records the start of its watch."""
 
     def __init__(self, deadline):
         super().__init__(self.end, deadline=deadline)
@@ -192,7 +192,7 @@ def test_a_report_that_cannot_be_made_still_ends_the_run(stuck, monkeypatch, cap
 # -- the messages kept -------------------------------------------------------------------
 
 
-def test_the_last_messages_are_told_by_rank_and_direction_with_their_age():
+def test_the_last_messages_are_listed_by_rank_and_direction_with_their_age():
     log = MessageLog()
     log.received(m.Ready(rank=1), 10.0)
     log.sent(1, m.Throttle(limit=3), 10.5)
@@ -260,8 +260,8 @@ def test_no_message_kept_holds_a_tensor():
 
 
 @pytest.mark.parametrize("lock", [True, False])
-def test_the_stack_of_every_thread_is_told_with_its_name(stuck, monkeypatch, lock):
-    """Without the interpreter's lock the frames of threads that run are not followed."""
+def test_the_stack_of_every_thread_is_listed_with_its_name(stuck, monkeypatch, lock):
+    """Without the interpreter lock the frames of running threads are not read."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: lock, raising=False)
     started = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The step holds no device up: what the sources may not call, and the one way to CUDA."""
+"""The step blocks no device: forbidden calls, and the single module of CUDA calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ ALLOWED = {
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
     ("runtime/device/metering.py", "_land", "tolist"): "pinned memory, behind its event",
 }
-"""Reads that are none of a device, or documented."""
+"""Reads of no device, and documented ones."""
 
 
 @cache
@@ -88,7 +88,7 @@ def forbidden_calls(path):
 
 
 def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory():
-    """D9: such a call stalls the step, or deadlocks with a peer's collective."""
+    """Such a call stalls the step, or deadlocks with a peer's collective."""
     found = [
         f"{name} in line {line} of {function}() in {where} {FORBIDDEN[name]}"
         for path in step_path()
@@ -129,7 +129,7 @@ def cuda_names(path):
 
 
 def test_cuda_is_reached_through_one_place():
-    """A stand-in in its place then sees everything."""
+    """A stand-in then receives every call."""
     found = []
     for path in sources("runtime", "coordinator"):
         names = [f"{relative(path)}:{line} {n}" for n, line in cuda_names(path)]
@@ -142,7 +142,7 @@ def test_cuda_is_reached_through_one_place():
 
 
 def test_streams_wait_for_streams_in_one_place():
-    """The device's own, its helper for all others, and slots, which ask their device."""
+    """The device, its helper for all other users, and slots, which call their device."""
     found = {
         relative(path)
         for path in sources("runtime")

@@ -66,7 +66,7 @@ def stderr_of(how, before="pass", start=programs.run):
     ],
     ids=["run", "setup"],
 )
-def test_one_line_says_what_runs_where_and_why(how, start, expected):
+def test_the_summary_line_names_devices_policy_transport_and_reason(how, start, expected):
     told = stderr_of(how, start=start)
     assert len(told.splitlines()) == 1
     assert [part for part in expected if part not in told] == []
@@ -84,14 +84,14 @@ def test_one_line_says_what_runs_where_and_why(how, start, expected):
         ("run", "logging.basicConfig(level=logging.WARNING)"),
     ],
 )
-def test_it_is_silent_when_asked(how, before):
+def test_the_summary_is_omitted_with_progress_off(how, before):
     assert stderr_of(how, before) == ""
 
 
 LOGGED = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
 
 
-def test_a_log_that_is_configured_gets_it_instead():
+def test_a_configured_logger_receives_the_summary_instead():
     lines = [line for line in stderr_of("run", LOGGED).splitlines() if "policy CADENCE" in line]
     assert len(lines) == 1
     assert lines[0].startswith("LOG runtime.run: 2 workers")

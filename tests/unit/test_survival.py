@@ -1,4 +1,4 @@
-"""Going on after a worker's death: nobody hangs, nothing is lost, the result says so."""
+"""Survival of a worker's death: no hang, no lost sample, and the failure in the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=[f"{p.value}-{b.value}" for
 
 
 class Effects(nn.Module):
-    """One number for each sample, which only training that sample changes."""
+    """One number per sample, changed only by training that sample."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def train_samples(model, batch):
 
 
 class Dies:
-    """A ``train_fn`` that raises on some ranks at some of their steps, and counts it."""
+    """A ``train_fn`` that raises on some ranks at some steps, and counts that."""
 
     def __init__(self, *deaths, inner=train_samples, error=None):
         self._deaths = set(deaths)
@@ -132,7 +132,7 @@ def test_under_sync_every_sample_has_its_effect_exactly_once(step):
 
 
 @every_way
-def test_ranks_die_one_after_the_other_down_to_one(way):
+def test_ranks_die_one_by_one_until_one_is_left(way):
     fault = Dies((0, 1), (2, 2))
     # Equal shares, or a fast rank might leave another too little to die of.
     state = run(fault, way, epochs=3, partition_ratios=(1, 1, 1)).join(WAIT_S)
@@ -165,7 +165,7 @@ def test_ranks_that_die_at_once_are_survived(way):
 
 
 @every_way
-def test_a_rank_that_cannot_be_built_is_done_without(way):
+def test_the_run_continues_without_a_rank_that_cannot_be_built(way):
     def brittle(device):
         if current_worker().rank == 1:
             raise MemoryError("planted")
@@ -229,7 +229,7 @@ def test_without_the_setting_the_first_death_ends_the_run():
 
 
 class Wave(nn.Module):
-    """A model with buffers, so that a rank that takes over has more to take."""
+    """A model with buffers, which the next lead must take over, too."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +241,7 @@ class Wave(nn.Module):
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 def test_under_sync_the_survivors_stay_identical(backend):
-    """Momentum, schedule and buffers included: what the last steps make of them is the same."""
+    """Including momentum, schedule and buffers: their effect on the last steps is the same."""
     models = {}
     held = threading.Lock()
 
@@ -357,7 +357,7 @@ def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way
 
 
 def test_under_sync_the_mean_loss_counts_no_batch_twice():
-    """A step that was not made is made again; its first loss is forgotten."""
+    """A failed step is repeated; its first loss is dropped."""
 
     def constant(model, batch):
         (indices,) = batch

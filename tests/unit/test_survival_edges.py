@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("mode", ["raise", "continue"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_worker_thread_that_cannot_be_started_ends_the_run(way, mode, error, monkeypatch):
-    """Also where dead workers are survived: run() has not returned, nobody could stop it."""
+    """Also with "continue": run() has not returned, so nothing could stop the run."""
     start, trace = threading.Thread.start, Trace()
 
     def refuse(thread):
@@ -48,7 +48,7 @@ def test_a_worker_thread_that_cannot_be_started_ends_the_run(way, mode, error, m
 
 @every_way
 def test_a_rank_that_is_stuck_for_ever_ends_the_run_with_its_name(policy, backend):
-    """No rank may train on for hours without an averaging; under ASYNC all park meanwhile."""
+    """No rank may train for hours without averaging; under ASYNC all park."""
     schedule = schedule_of(
         policy,
         backend,
@@ -154,8 +154,8 @@ if __name__ == "__main__":
 """
 
 
-def test_sigterm_to_the_whole_group_leaves_the_loaders_to_their_work(tmp_path):
-    """As a job manager sends it: the run stops at a step boundary and needs its data."""
+def test_after_sigterm_to_the_process_group_loaders_continue_to_the_boundary(tmp_path):
+    """As sent by a job manager: the run stops at a step boundary and needs data until then."""
     path = tmp_path / "group.py"
     path.write_text(GROUP, encoding="utf-8")
     found = programs.run(
@@ -251,7 +251,7 @@ def test_errors_can_be_sent_to_another_process(error):
     assert again.rank == 1
 
 
-def test_a_late_rank_is_told_what_to_raise():
+def test_a_late_rank_receives_the_exception_to_raise():
     from runtime.collective.barrier import AbortableBarrier
     from runtime.core.errors import CollectiveTimeout
 
