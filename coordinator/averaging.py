@@ -445,10 +445,10 @@ def blocks(flats: Sequence[Tensor], length: int) -> Iterator[tuple[Tensor, ...]]
             yield tuple(flats)
         return
     for start in range(0, numel, length * _BLOCKS_PER_SPLIT):
-        cut = [
+        columns = [
             torch.split(flat[start : start + length * _BLOCKS_PER_SPLIT], length) for flat in flats
         ]
-        yield from zip(*cut, strict=True)
+        yield from zip(*columns, strict=True)
 
 
 def dot_square(block: Tensor) -> float:

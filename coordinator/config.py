@@ -71,7 +71,7 @@ class CoordinatorConfig:
             ``None``: a quarter of the count, at least 2.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
         partition_ratios: Fixed share of each rank.
-        balance: Under ``SYNC``, cut each global batch by measured speed.
+        balance: Under ``SYNC``, split each global batch by measured speed.
         sync_batchnorm: Under ``SYNC``, batch norm layers synchronise across ranks, so that each
             rank trains its part of a global batch in one pass.
         all_gather: The same, for losses that gather rows of the other ranks.

@@ -134,7 +134,7 @@ def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, lis
 def _parts_left(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
     plan = run.plan
     if plan is None or plan.pieces or set(plan.parts) != set(cuts):
-        return None  # cut global batches belong to no single rank
+        return None  # split global batches belong to no single rank
     left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
     if not any(left.values()):
         return None
@@ -380,7 +380,7 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
     """Restore a state of :func:`capture_run` into a new coordinator.
 
     At the same world size every rank keeps its share of an epoch; at another one open batches are
-    dealt again, under ``SYNC`` in global batches of the same size.
+    assigned again, under ``SYNC`` in global batches of the same size.
 
     Args:
         run: The state of a coordinator that has not started.

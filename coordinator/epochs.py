@@ -107,7 +107,7 @@ class EpochScheduler:
             self._num_evaluated = self._run.num_trained // every
 
     def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
-        """Batches to deal before all ranks stop for an evaluation; ``None``: no limit.
+        """Batches to assign before all ranks stop for an evaluation; ``None``: no limit.
 
         Args:
             plan: The plan in progress; ``None``: the last one is trained.
@@ -115,8 +115,8 @@ class EpochScheduler:
         run, every = self._run, self._run.config.eval_every
         if every is None:
             return None
-        dealt = self._run.num_trained if plan is None else plan.first_step + plan.num_batches
-        left = (self._num_evaluated + 1) * every - dealt
+        assigned = self._run.num_trained if plan is None else plan.first_step + plan.num_batches
+        left = (self._num_evaluated + 1) * every - assigned
         in_step = run.config.accumulate * (run.per_global if run.lockstep else 1)
         return max(0, -(-left // in_step) * in_step)
 
@@ -154,7 +154,7 @@ class EpochScheduler:
     def _is_done(self, epoch: Epoch) -> bool:
         return self.pending_work(epoch) == (None, None)
 
-    def deal(self) -> None:
+    def assign_batches(self) -> None:
         """Keep two plans queued on every rank: one in progress and the next.
 
         Every rank receives a first plan before any receives a second. Under a lead limit all ranks
@@ -179,7 +179,7 @@ class EpochScheduler:
             for rank in short:
                 if rank.num_queued >= depth:
                     continue
-                chunk = self._run.ledger.deal_chunk(
+                chunk = self._run.ledger.assign_chunk(
                     rank.rank,
                     shares=shares,
                     seconds_per_batch=seconds,
@@ -211,28 +211,28 @@ class EpochScheduler:
         rank.num_queued += 1
         self._run.send(rank.rank, m.StartEpoch(plan=plan))
 
-    def deal_lockstep(self) -> None:
+    def assign_lockstep(self) -> None:
         """Send the next epoch to all ranks once they have trained the last.
 
-        Where global batches are cut into pieces, send the next steps once all ranks have trained
+        Where global batches are split into pieces, send the next steps once all ranks have trained
         the plan before the last. Sizes come with the plan, so that all ranks agree on them; the
         measured times of a plan decide the sizes of the plan after the next.
         """
-        while self._deal_next():
+        while self._assign_next():
             pass
 
     @property
-    def _cuts(self) -> bool:
+    def _splits(self) -> bool:
         run = self._run
         if run.config.partition_ratios is not None:
             return False
         return run.shares is not None or len(run.live) != run.per_global
 
-    def _deal_next(self) -> bool:
-        run, cuts = self._run, self._cuts
+    def _assign_next(self) -> bool:
+        run, splits = self._run, self._splits
         live, accumulate = run.live, run.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
-        if most_queued > int(cuts) or not self.all_published:
+        if most_queued > int(splits) or not self.all_published:
             # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
         before = run.plan if most_queued else None
@@ -250,15 +250,15 @@ class EpochScheduler:
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
         if run.config.balance and self._shares.num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
-        dealt = run.ledger.deal_epoch(
+        assigned = run.ledger.assign_epoch(
             [r.rank for r in live],
             run.elche.shares,
-            steps * accumulate * run.per_global if cuts else None,
+            steps * accumulate * run.per_global if splits else None,
             left,
         )
-        if dealt is None:
+        if assigned is None:
             return False
-        plan = self._plan(*dealt, cuts=cuts)
+        plan = self._plan(*assigned, splits=splits)
         epoch = run.ledger.find(plan.epoch)
         if epoch is not None and not run.alone:
             epoch.num_averagings += plan.num_windows
@@ -277,7 +277,7 @@ class EpochScheduler:
         return True
 
     def _plan(
-        self, number: int, parts: dict[int, tuple[range, ...]], *, cuts: bool
+        self, number: int, parts: dict[int, tuple[range, ...]], *, splits: bool
     ) -> LockstepPlan:
         run = self._run
         plan = LockstepPlan(
@@ -287,11 +287,11 @@ class EpochScheduler:
             num_windows=0,
             first_step=run.global_step,
         )
-        if cuts:
+        if splits:
             ranks = list(parts)
             plan.num_slices = run.num_slices(ranks)
             (span,) = parts[ranks[0]]
-            pieces, plan.counts = run.ledger.cut_pieces(
+            pieces, plan.counts = run.ledger.split_pieces(
                 span, run.per_global, plan.num_slices, self._sizes(ranks), self._shares.short_sizes
             )
             plan.set_pieces(pieces)
@@ -432,10 +432,10 @@ class EpochScheduler:
 
     def publish_partial(self) -> None:
         """Publish the trained part of the epochs within which ``max_steps`` ends the run."""
-        cut = [e for e in self._run.ledger.epochs if e.stats.num_samples]
-        for epoch in cut:
+        open_epochs = [e for e in self._run.ledger.epochs if e.stats.num_samples]
+        for epoch in open_epochs:
             num_samples = epoch.stats.num_samples - epoch.num_retrained
-            self._publish(epoch, self.elapsed_s / len(cut), num_samples, partial=True)
+            self._publish(epoch, self.elapsed_s / len(open_epochs), num_samples, partial=True)
 
     def _publish(
         self, epoch: Epoch, epoch_s: float, num_samples: int, *, partial: bool = False

@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from coordinator.metrics import EpochAccumulator, MachineStats
-from coordinator.splitting import BatchSet, batch_bounds, count_batches, cut, split_by_ratio
+from coordinator.splitting import (
+    BatchSet,
+    batch_bounds,
+    count_batches,
+    split_by_ratio,
+    split_over_ranks,
+)
 
 CHUNK_S = 0.2
 """Target duration of a chunk on its rank."""
@@ -36,7 +42,7 @@ class BatchLedger:
         ratios: Fixed share of each rank; ``None``: by measured speed.
         progressive: Deal chunks on demand; otherwise one partition per epoch.
         granularity: Chunks are multiples of this many batches (an accumulation window).
-        max_batches: Maximum number of batches dealt in the run.
+        max_batches: Maximum number of batches assigned in the run.
         look_ahead: A rank may start the next epoch before this one closes.
         granted: Deal only the batches added by :meth:`grant`, until :meth:`end`.
         sizes: For ranks with unequal batch sizes, the size of each rank's batch in batches of the
@@ -101,7 +107,7 @@ class BatchLedger:
         return None if self._progressive else list(split_by_ratio(count, shares))
 
     def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> None:
-        """Add batches of an epoch to those that may be dealt; opens it and all before it."""
+        """Add batches of an epoch to those that may be assigned; opens it and all before it."""
         while self._next_epoch <= number and self.open_epoch(shares) is not None:
             pass
         epoch = self._get(number)
@@ -139,14 +145,14 @@ class BatchLedger:
         self._ended = True
 
     def is_idle(self, *, in_order: bool) -> bool:
-        """True if no batch is assigned and none can be dealt now.
+        """True if no batch is assigned and none can be assigned now.
 
         Args:
             in_order: An epoch begins only when the one before has closed.
         """
         ahead = self._look_ahead and not in_order
-        dealable = list(self.epochs) if ahead else list(self.epochs)[:1]
-        return not any(e.open for e in dealable) and not any(r.assigned for r in self.by_rank)
+        assignable = list(self.epochs) if ahead else list(self.epochs)[:1]
+        return not any(e.open for e in assignable) and not any(r.assigned for r in self.by_rank)
 
     @property
     def next_epoch(self) -> int:
@@ -154,7 +160,7 @@ class BatchLedger:
         return self._next_epoch
 
     def restore(self, epochs: Iterable[Epoch], *, next_epoch: int, num_spent: int) -> None:
-        """Restore open epochs of a checkpoint, with ``num_spent`` batches of the run dealt."""
+        """Restore open epochs of a checkpoint, with ``num_spent`` batches of the run assigned."""
         self.epochs.extend(epochs)
         self._next_epoch = next_epoch
         if self._batches_left is not None:
@@ -176,7 +182,7 @@ class BatchLedger:
 
     @property
     def exhausted(self) -> bool:
-        """True if nothing is left to deal now or later, unless a rank dies."""
+        """True if nothing is left to assign now or later, unless a rank dies."""
         if any(epoch.open for epoch in self.epochs) and self._batches_left != 0:
             return False
         if self._granted:
@@ -190,13 +196,13 @@ class BatchLedger:
         return not any(e == epoch.epoch for led in self.by_rank for e, _ in led.assigned)
 
     def has_more(self, epoch: Epoch) -> bool:
-        """True if batches of the epoch are left to deal."""
+        """True if batches of the epoch are left to assign."""
         return bool(epoch.open) and self._batches_left != 0
 
     def first_unsettled(self) -> tuple[int, int]:
         """The first unsettled batch, as ``(epoch, batch)``.
 
-        No batch before it is dealt again, except those that :meth:`recount` reopens.
+        No batch before it is assigned again, except those that :meth:`recount` reopens.
         """
         epoch = self.oldest
         if epoch is None:
@@ -211,7 +217,7 @@ class BatchLedger:
         """Remove and return the oldest epoch."""
         return self.epochs.popleft()
 
-    def deal_chunk(
+    def assign_chunk(
         self,
         rank: int,
         *,
@@ -248,7 +254,7 @@ class BatchLedger:
                 seconds_per_batch = [seconds / size for seconds, size in each]
             max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
         older = 0  # Open batches of older epochs, which come first in what is left of the run.
-        for epoch in self._dealable(shares):
+        for epoch in self._assignable(shares):
             if max_chunk is None:
                 count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
             else:
@@ -259,7 +265,7 @@ class BatchLedger:
             older += len(epoch.open)
         return None
 
-    def _dealable(self, shares: Sequence[float]) -> Iterable[Epoch]:
+    def _assignable(self, shares: Sequence[float]) -> Iterable[Epoch]:
         if not self.epochs and self.open_epoch(shares) is None:
             return
         yield self.epochs[0]
@@ -318,7 +324,7 @@ class BatchLedger:
                 capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
 
-    def deal_epoch(
+    def assign_epoch(
         self,
         ranks: Sequence[int],
         shares: Sequence[float],
@@ -334,7 +340,7 @@ class BatchLedger:
         Args:
             ranks: The participating ranks.
             shares: Each rank's share of the work.
-            most: For global batches that are cut into pieces: assign one range of at most this
+            most: For global batches that are split into pieces: assign one range of at most this
                 many batches, all to the first rank; ``None``: all of them.
             limit: Maximum number of batches; ``None``: all.
 
@@ -354,14 +360,16 @@ class BatchLedger:
         left = left if limit is None else min(left, limit)
         if most is not None:
             spans = epoch.open.take(min(left, most, len(epoch.open.spans[0])))
-            dealt = {rank: spans if rank == ranks[0] else () for rank in ranks}
+            assigned = {rank: spans if rank == ranks[0] else () for rank in ranks}
         else:
             spans = epoch.open.take(left)
-            # After a resume, as they were dealt before the interruption.
-            dealt = epoch.take_parts(ranks, spans) or cut(spans, ranks, self._ratios)
-        for rank, part in dealt.items():
+            # After a resume, as they were assigned before the interruption.
+            assigned = epoch.take_parts(ranks, spans) or split_over_ranks(
+                spans, ranks, self._ratios
+            )
+        for rank, part in assigned.items():
             self._mark_assigned(epoch, rank, part)
-        return epoch.epoch, dealt
+        return epoch.epoch, assigned
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
         spans = epoch.open.take(count, whole=self._sizes[rank])
@@ -392,7 +400,7 @@ class BatchLedger:
     def batches_of_rank(
         self, rank: int, spans: Sequence[range]
     ) -> tuple[tuple[range, ...], tuple[tuple[int, int], ...]]:
-        """Cut ranges into batches of the rank's size.
+        """Split ranges into batches of the rank's size.
 
         Returns:
             The number of each batch, which is that of its first batch in the ledger, and its
@@ -431,7 +439,7 @@ class BatchLedger:
         ledger.in_round.clear()
         return count
 
-    def cut_pieces(
+    def split_pieces(
         self,
         span: range,
         per_global: int,
@@ -439,9 +447,9 @@ class BatchLedger:
         sizes: Mapping[int, int],
         short: Callable[[int, Mapping[int, int]], Sequence[int]],
     ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
-        """Cut global batches into pieces, the micro-batches of each rank.
+        """Split global batches into pieces, the micro-batches of each rank.
 
-        A global batch is trained in consecutive slices, each cut into contiguous pieces in the
+        A global batch is trained in consecutive slices, each split into contiguous pieces in the
         order of ranks: its samples do not depend on the split.
 
         Args:
@@ -658,15 +666,15 @@ class Epoch:
         parts, self.parts = self.parts, None
         if parts is None or set(parts) != set(ranks):
             return {}
-        dealt = sorted(b for part in parts.values() for span in part for b in span)
-        return parts if dealt == [b for span in spans for b in span] else {}
+        assigned = sorted(b for part in parts.values() for span in part for b in span)
+        return parts if assigned == [b for span in spans for b in span] else {}
 
 
 @dataclass(slots=True)
 class LockstepPlan:
     """The present plan of all ranks under ``SYNC``, and the progress reported of it.
 
-    Where global batches are cut into pieces, a plan is extended step by step: ranks hold its next
+    Where global batches are split into pieces, a plan is extended step by step: ranks hold its next
     steps before they complete the last. Its batches then belong to no single rank: those of a
     global batch count once the first rank has reported its last piece of it.
 

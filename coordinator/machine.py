@@ -110,7 +110,7 @@ class Coordinator:
         return self._run.out
 
     def first_needed(self) -> tuple[int, int]:
-        """The first batch that may be dealt, now or after a death, as ``(epoch, batch)``."""
+        """The first batch that may be assigned, now or after a death, as ``(epoch, batch)``."""
         epoch, batch = self._run.ledger.first_unsettled()
         if self._run.plan is not None:
             batch -= STEPS_BACK * self._run.config.accumulate * self._run.per_global
@@ -360,7 +360,7 @@ class Coordinator:
 
     def _shrink(self, event: m.Halted) -> bool:
         shares, ranks = self._run.shares, [r.rank for r in self._run.live]
-        assert shares is not None, "only pieces of cut global batches can shrink"
+        assert shares is not None, "only pieces of split global batches can shrink"
         is_new = shares.record_out_of_memory(event.rank, event.too_large)
         return is_new and shares.may_fit(self._run.slice_samples(ranks), ranks)
 
@@ -494,9 +494,9 @@ class Coordinator:
                 self._saving.request_states()
             if self._run.lockstep:
                 if not self._saving.is_collecting:
-                    self._epochs.deal_lockstep()
+                    self._epochs.assign_lockstep()
             else:
-                self._epochs.deal()
+                self._epochs.assign_batches()
                 self._limits.adjust()
                 self._average_if_due(now)
             if self._is_over():

@@ -37,7 +37,7 @@ class EpochPlan:
             schedule. Empty under the other policies.
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
-        pieces: Under ``SYNC`` where global batches are cut, the samples of each micro-batch, as
+        pieces: Under ``SYNC`` where global batches are split, the samples of each micro-batch, as
             positions ``[start, stop)`` in the epoch's permutation; empty: those of the batches. An
             empty piece is not loaded: the others train the whole global batch.
         per_global: With pieces, the batches in a global batch.

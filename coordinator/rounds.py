@@ -265,7 +265,7 @@ _ROUND_EVENTS = (m.ParamSnapshot, m.Averaged, m.SyncAck)
 
 
 class RoundCpuTime:
-    """CPU time of the coordinator's thread for rounds, apart from that for dealing batches.
+    """CPU time of the coordinator's thread for rounds, apart from that for assigning batches.
 
     A report belongs to rounds if its rank has reached the count that makes one due; other reports
     come by time or at the end of a chunk.

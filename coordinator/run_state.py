@@ -45,17 +45,17 @@ class RunState:
         phase: Phase of the run.
         global_step: Batches trained by all ranks together, up to the last round, in batches of
             the ledger.
-        num_averagings: Completed rounds; under lockstep, global steps dealt.
+        num_averagings: Completed rounds; under lockstep, global steps assigned.
         num_failed_rounds: Abandoned rounds.
         divergence: Largest divergence of a rank in the last round; ``None``: not measured.
         param_norm: Last measured norm of the parameters.
         generation: Number of the present collective group of ranks.
         plan: Under lockstep, the present plan.
-        num_windows: Under lockstep, the optimizer steps dealt so far.
+        num_windows: Under lockstep, the optimizer steps assigned so far.
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
         steps: Accumulates step metrics; ``None``: none are published.
-        shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not cut.
+        shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
         pending_deltas: Deltas of other machines not yet sent to the ranks.
         num_deltas: Deltas sent to the ranks.
         common: In a cluster, the state of all machines at the end of each closed epoch that is
@@ -152,7 +152,7 @@ class RunState:
 
     @property
     def idle(self) -> bool:
-        """True if no batch is assigned and none can be dealt now."""
+        """True if no batch is assigned and none can be assigned now."""
         return self.ledger.is_idle(in_order=self.lockstep)
 
     @property

@@ -199,7 +199,7 @@ def split_within(
         fixed |= above
 
 
-def cut(
+def split_over_ranks(
     spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
 ) -> dict[int, tuple[range, ...]]:
     """Parts of the ranks: interleaved, or contiguous where ``ratios`` has one for each rank of the

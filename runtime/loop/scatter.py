@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scatter:
-    """Cuts the inputs of one call into shards.
+    """Splits the inputs of one call into shards.
 
-    Every tensor with dimensions is cut along the batch dimension, dimension 0 unless the rules
+    Every tensor with dimensions is split along the batch dimension, dimension 0 unless the rules
     name another, so all of them have the same size there. A list that holds no tensor outside
-    its entries, and has one entry per sample, is cut too. Tensors without dimensions, inputs
+    its entries, and has one entry per sample, is split too. Tensors without dimensions, inputs
     that the rules name, and all other values go to every replica unchanged.
 
     Args:
@@ -33,10 +33,10 @@ class Scatter:
     Attributes:
         tensors: All tensors of the inputs, in order.
         num_samples: Size of the batch.
-        cut: Name of the input of each tensor or list that is cut.
+        cut: Name of the input of each tensor or list that is split.
 
     Raises:
-        TypeError: An input cannot be cut.
+        TypeError: An input cannot be split.
         ValueError: No tensor has a dimension, or sizes along the batch dimension differ.
     """
 
@@ -74,11 +74,11 @@ class Scatter:
         kwargs_spec = NestedSpec(dict, tuple(kwargs), tuple(specs[len(args) :]))
         self._spec = NestedSpec(tuple, (0, 1), (args_spec, kwargs_spec))
         self._find_samples(names, candidates)
-        cut = [n for n, dim in zip(names, self._dims, strict=True) if dim is not None]
+        split_names = [n for n, dim in zip(names, self._dims, strict=True) if dim is not None]
         lists = [name for name, spec, _ in candidates if id(spec) in self._lists]
-        self.cut = list(dict.fromkeys([*cut, *lists]))
+        self.split_names = list(dict.fromkeys([*split_names, *lists]))
         everything = dict.fromkeys([*names, *(name for _, name, _ in inputs)])
-        rules.log(self.cut, [name for name in everything if name not in self.cut])
+        rules.log(self.split_names, [name for name in everything if name not in self.split_names])
 
     def _dim_of(self, tensor: Tensor) -> int | None:
         if not tensor.dim():
@@ -158,7 +158,7 @@ class Scatter:
         return ShardInput(args, kwargs, leaves)
 
     def _sliced(self, spec: NestedSpec, start: int, stop: int) -> NestedSpec:
-        """The structure with the entries of samples ``start`` to ``stop`` in lists that are cut."""
+        """The structure with the entries of samples ``start`` to ``stop`` in split lists."""
         if id(spec) in self._lists:
             entries = spec.children[start:stop]
             return NestedSpec(spec.kind, tuple(range(len(entries))), entries, spec.value)
@@ -225,15 +225,15 @@ class InputRules:
             self._names = () if model is None else _parameter_names(model)
         return self._names[position] if position < len(self._names) else f"input {position}"
 
-    def log(self, cut: Sequence[str], whole: Sequence[str]) -> None:
-        """Log once which inputs are cut."""
+    def log(self, split_names: Sequence[str], whole: Sequence[str]) -> None:
+        """Log once which inputs are split."""
         if self._is_logged:
             return
         self._is_logged = True
         logger.info(
             "of the inputs, every device gets its samples of %s, and all of %s; others are named "
             "by DdpConfig(whole=[...])",
-            ", ".join(cut),
+            ", ".join(split_names),
             ", ".join(whole) or "none",
         )
 

@@ -20,7 +20,6 @@ from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes
-from runtime.loop.cut_check import check_cut, needs_check
 from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_engine import (
@@ -46,6 +45,7 @@ from runtime.loop.replica import (
 )
 from runtime.loop.runner import STOP_TIMEOUT_S, Runner
 from runtime.loop.scatter import InputRules, Scatter
+from runtime.loop.split_check import check_split, needs_check
 from runtime.replica.gradients import refuse_sparse
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class ThreadedEngine:
             self._prepare()
             sizes = self._sizes(scatter.num_samples)
             if not self._rules.is_checked and sum(map(bool, sizes)) > 1:
-                self._check_cut(scatter)
+                self._check_split(scatter)
             tasks: list[Task | None] = []
             start = 0
             for replica, size in zip(self._replicas, sizes, strict=True):
@@ -195,14 +195,14 @@ class ThreadedEngine:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
 
-    def _check_cut(self, scatter: Scatter) -> None:
+    def _check_split(self, scatter: Scatter) -> None:
         """Compare the output for some samples with those for two parts of them, once."""
         if not needs_check(scatter):
             return
         self._rules.is_checked = True
         trial = self._mirror.new_copy()
         if trial is not None:
-            task = partial(check_cut, trial, scatter, self._rules, self.devices[0])
+            task = partial(check_split, trial, scatter, self._rules, self.devices[0])
             outcome = self._runner.execute([task, *self._idle])[0]
             if outcome.error is not None:
                 self._rules.is_checked = False

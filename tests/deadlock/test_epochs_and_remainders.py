@@ -97,7 +97,7 @@ def test_epochs_close_in_order_while_a_fast_rank_has_trained_the_last(policy, fa
 
 
 @local_ways
-def test_a_closed_epoch_is_never_dealt_again(way, tap):
+def test_a_closed_epoch_is_never_assigned_again(way, tap):
     """D24: not by the rank that is ahead, and not for the last of the others."""
     state = builder(dataset=22, batch_size=2, epochs=5, ranks=3, way=way).run().join(BOUND_S)
     assert [e.num_samples for e in state.metrics] == [22] * 5

@@ -142,7 +142,7 @@ def test_halts_counted_over_a_step_are_found(monkeypatch):
     assert_is_found("failures in a row end the run", drawn(halts_often))
 
 
-def test_a_batch_dealt_twice_is_found(monkeypatch):
+def test_a_batch_assigned_twice_is_found(monkeypatch):
     assign = BatchLedger._assign
 
     def twice(self, epoch, rank, count):
@@ -238,19 +238,19 @@ def shares(schedule):
 
 def test_a_stale_share_is_found(monkeypatch):
     """One rank's plan has the sizes of the last plan."""
-    cut_pieces = BatchLedger.cut_pieces
+    split_pieces = BatchLedger.split_pieces
     before = {}
 
     def stale(self, span, per_global, num_slices, sizes, short):
         last = before.get(self, sizes)
         before[self] = sizes
-        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
         if last.keys() == sizes.keys():
             rank = max(sizes)
-            pieces[rank] = cut_pieces(self, span, per_global, num_slices, last, short)[0][rank]
+            pieces[rank] = split_pieces(self, span, per_global, num_slices, last, short)[0][rank]
         return pieces, counts
 
-    monkeypatch.setattr(BatchLedger, "cut_pieces", stale)
+    monkeypatch.setattr(BatchLedger, "split_pieces", stale)
     assert_is_found("trained others", drawn(shares))
 
 
@@ -260,17 +260,17 @@ def sized(schedule):
 
 
 def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
-    cut_pieces = BatchLedger.cut_pieces
+    split_pieces = BatchLedger.split_pieces
 
     def mistaken(self, span, per_global, num_slices, sizes, short):
-        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
         *_, other, rank = [-1, *sizes]
         swapped = {**sizes, rank: sizes.get(other, 1), other: sizes[rank]}
         swapped.pop(-1, None)
-        pieces[rank] = cut_pieces(self, span, per_global, num_slices, swapped, short)[0][rank]
+        pieces[rank] = split_pieces(self, span, per_global, num_slices, swapped, short)[0][rank]
         return pieces, counts
 
-    monkeypatch.setattr(BatchLedger, "cut_pieces", mistaken)
+    monkeypatch.setattr(BatchLedger, "split_pieces", mistaken)
     assert_is_found("trained others", drawn(sized))
 
 

@@ -81,7 +81,7 @@ def test_a_grant_that_is_lost_with_its_machine_is_found(monkeypatch):
     assert_cluster_is_found(TOO_LONG)
 
 
-def test_kept_batches_that_are_dealt_again_are_found(monkeypatch):
+def test_kept_batches_that_are_assigned_again_are_found(monkeypatch):
     open_batches = ClusterLedger._open_batches
     monkeypatch.setattr(
         ClusterLedger, "_open_batches", lambda ledger, reports: open_batches(ledger, ())

@@ -153,7 +153,7 @@ def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
     assert_is_found("Violation")
 
 
-def test_a_plan_dealt_before_all_have_halted_is_found(monkeypatch):
+def test_a_plan_assigned_before_all_have_halted_is_found(monkeypatch):
     def hasty(self):
         return bool(self._halted) and self.phase.value == "halting"
 
@@ -174,7 +174,7 @@ def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
     assert_is_found("Violation")
 
 
-def test_a_batch_dealt_to_a_dead_rank_is_found(monkeypatch):
+def test_a_batch_assigned_to_a_dead_rank_is_found(monkeypatch):
     on_death = Coordinator._on_death
 
     def deal_first(self, failure, now, *, fatal=False):
@@ -293,13 +293,13 @@ def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
 
 
 def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
-    cut_pieces = BatchLedger.cut_pieces
+    split_pieces = BatchLedger.split_pieces
 
     def whole(self, span, per_global, num_slices, sizes, short):
-        pieces, counts = cut_pieces(self, span, per_global, num_slices, sizes, short)
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
         return pieces, [per_global] * len(counts)
 
-    monkeypatch.setattr(BatchLedger, "cut_pieces", whole)
+    monkeypatch.setattr(BatchLedger, "split_pieces", whole)
     assert_is_found("", drawn(lockstep))
 
 

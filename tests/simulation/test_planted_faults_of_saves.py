@@ -109,7 +109,7 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
     assert_is_found("in the checkpoint and not told: [(")
 
 
-def test_consumed_batches_dealt_again_are_found(monkeypatch):
+def test_consumed_batches_assigned_again_are_found(monkeypatch):
     epoch_of = coordinator_checkpoint._epoch_of
 
     def whole(run, saved):

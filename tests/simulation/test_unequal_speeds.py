@@ -208,7 +208,7 @@ def test_a_fast_rank_overshoots_its_count_by_max_overshoot_at_most(backend, max_
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
-def test_sync_deals_equal_shares_at_any_speeds(policy):
+def test_sync_assigns_equal_shares_at_any_speeds(policy):
     schedule = schedule_of(policy, AverageBackend.THREAD, num_samples=1000, num_epochs=2)
     shares = shares_of(Simulation(schedule).run())
     assert (shares == [0.5, 0.5]) == (policy is ApplyPolicy.SYNC)

@@ -211,7 +211,7 @@ def test_a_machine_without_measurement_counts_as_the_mean_of_the_others():
     st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, 50)), min_size=1, max_size=8),
     st.integers(0, 500),
 )
-def test_the_last_batches_are_dealt_so_that_all_finish_together(machines, total):
+def test_the_last_batches_are_assigned_so_that_all_finish_together(machines, total):
     seconds, kept = [s for s, _ in machines], [k for _, k in machines]
     parts = split_to_finish_together(total, seconds, kept)
     assert sum(parts) == total

@@ -16,9 +16,11 @@ def ledger_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
     )  # fmt: skip
 
 
-def deal(ledger, rank, seconds=None, shares=None):
+def assign(ledger, rank, seconds=None, shares=None):
     world = len(ledger.by_rank)
-    return ledger.deal_chunk(rank, shares=shares or (1 / world,) * world, seconds_per_batch=seconds)
+    return ledger.assign_chunk(
+        rank, shares=shares or (1 / world,) * world, seconds_per_batch=seconds
+    )
 
 
 def size(chunk):
@@ -36,23 +38,23 @@ def settle_all(ledger):
         ledger.settle(rank)
 
 
-# -- dealing ----------------------------------------------------------------------------
+# -- assigning ----------------------------------------------------------------------------
 
 
 def test_before_the_first_measurement_chunks_are_single_batches():
-    assert deal(ledger_of(100), 0) == (0, (range(1),))
+    assert assign(ledger_of(100), 0) == (0, (range(1),))
 
 
 def test_a_chunk_takes_about_a_fifth_of_a_second():
     ledger = ledger_of(10_000)
     for rank, seconds in ((0, 0.002), (1, 0.010)):
-        count = size(deal(ledger, rank, (0.002, 0.010), (5 / 6, 1 / 6)))
+        count = size(assign(ledger, rank, (0.002, 0.010), (5 / 6, 1 / 6)))
         assert count * seconds == pytest.approx(CHUNK_S)
 
 
 def test_chunks_shrink_towards_the_end_of_an_epoch():
     ledger = ledger_of(64)
-    sizes = [size(deal(ledger, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
+    sizes = [size(assign(ledger, i % 2, (1e-2, 1e-2), (0.5, 0.5))) for i in range(20)]
     sizes = [n for n in sizes if n]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[:4] == [16, 12, 9, 6]
@@ -62,59 +64,59 @@ def test_chunks_shrink_towards_the_end_of_an_epoch():
 def test_a_slow_rank_receives_no_batch_that_the_others_would_finish_first():
     ledger = ledger_of(20, num_epochs=2)
     ledger.open_epoch((0.9, 0.1)).open.take(17)
-    assert deal(ledger, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
-    assert deal(ledger, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
+    assert assign(ledger, 1, (0.01, 0.1), (0.9, 0.1))[0] == 1
+    assert assign(ledger, 0, (0.01, 0.1), (0.9, 0.1))[0] == 0
 
 
 def test_a_chunk_is_a_multiple_of_the_window_except_at_the_end():
     ledger = ledger_of(7, granularity=3)
-    sizes = [size(deal(ledger, rank)) for rank in (0, 1, 0)]
+    sizes = [size(assign(ledger, rank)) for rank in (0, 1, 0)]
     assert sizes == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(1, (1.0,)), (2, (0.0, 1.0))])
 def test_a_single_rank_receives_all_open_batches(world_size, shares):
     ledger = ledger_of(50, world_size=world_size)
-    assert size(deal(ledger, world_size - 1, None, shares)) == 50
+    assert size(assign(ledger, world_size - 1, None, shares)) == 50
 
 
 def test_fixed_ratios_hold_under_progressive_dispatch():
     """S16."""
     ledger = ledger_of(40, ratios=(3.0, 1.0))
-    while any(deal(ledger, rank, (1.0, 1e-6)) for rank in (1, 0)):
+    while any(assign(ledger, rank, (1.0, 1e-6)) for rank in (1, 0)):
         pass
     assert [ledger.by_rank[r].num_assigned for r in (0, 1)] == [30, 10]
 
 
-def test_without_progressive_dispatch_a_partition_is_dealt_at_once():
+def test_without_progressive_dispatch_a_partition_is_assigned_at_once():
     ledger = ledger_of(40, progressive=False)
-    assert size(deal(ledger, 0, None, (0.75, 0.25))) == 30
-    assert size(deal(ledger, 1, None, (0.75, 0.25))) == 10
-    assert deal(ledger, 0, None, (0.75, 0.25)) is None
+    assert size(assign(ledger, 0, None, (0.75, 0.25))) == 30
+    assert size(assign(ledger, 1, None, (0.75, 0.25))) == 10
+    assert assign(ledger, 0, None, (0.75, 0.25)) is None
 
 
 def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
     ledger = ledger_of(1, num_epochs=3)
-    assert [deal(ledger, 0)[0], deal(ledger, 1)[0]] == [0, 1]
-    assert deal(ledger, 0) is None
+    assert [assign(ledger, 0)[0], assign(ledger, 1)[0]] == [0, 1]
+    assert assign(ledger, 0) is None
     settle_all(ledger)
     assert ledger.pop_oldest().epoch == 0
-    assert deal(ledger, 0)[0] == 2
+    assert assign(ledger, 0)[0] == 2
 
 
 def test_without_look_ahead_one_epoch_is_open_at_a_time():
     ledger = ledger_of(1, num_epochs=2, world_size=1, look_ahead=False)
-    assert deal(ledger, 0)[0] == 0
-    assert deal(ledger, 0) is None
+    assert assign(ledger, 0)[0] == 0
+    assert assign(ledger, 0) is None
 
 
 def test_a_closed_epoch_never_opens_again():
     """D24."""
     ledger = ledger_of(2, num_epochs=1)
-    deal(ledger, 0), deal(ledger, 1)
+    assign(ledger, 0), assign(ledger, 1)
     settle_all(ledger)
     ledger.pop_oldest()
-    assert deal(ledger, 0) is None
+    assert assign(ledger, 0) is None
     assert ledger.exhausted
     assert not ledger.epochs
 
@@ -122,11 +124,11 @@ def test_a_closed_epoch_never_opens_again():
 def test_max_batches_is_spent_on_the_oldest_epoch_first():
     """Partitions of the next epoch must not eat what an open one still needs."""
     ledger = ledger_of(4, num_epochs=3, progressive=False, max_batches=5)
-    assert deal(ledger, 0) == (0, (range(2),))
-    assert deal(ledger, 0) == (1, (range(1),))
-    assert deal(ledger, 0) is None
-    assert deal(ledger, 1) == (0, (range(2, 4),))
-    assert deal(ledger, 1) is None
+    assert assign(ledger, 0) == (0, (range(2),))
+    assert assign(ledger, 0) == (1, (range(1),))
+    assert assign(ledger, 0) is None
+    assert assign(ledger, 1) == (0, (range(2, 4),))
+    assert assign(ledger, 1) is None
     assert ledger.exhausted
     settle_all(ledger)
     assert ledger.pop_oldest().settled
@@ -134,7 +136,7 @@ def test_max_batches_is_spent_on_the_oldest_epoch_first():
 
 def test_max_batches_is_not_exceeded():
     ledger = ledger_of(10, num_epochs=2, max_batches=13)
-    while deal(ledger, 0) or deal(ledger, 1):
+    while assign(ledger, 0) or assign(ledger, 1):
         pass
     assert sum(ledger.num_assigned for ledger in ledger.by_rank) == 13
     assert ledger.exhausted
@@ -145,22 +147,22 @@ def test_max_batches_is_not_exceeded():
 
 def test_lockstep_steps_consume_a_prefix_in_equal_shares():
     ledger = ledger_of(7, world_size=3)
-    number, dealt = ledger.deal_epoch((0, 1, 2), (0.9, 0.05, 0.05))
+    number, assigned = ledger.assign_epoch((0, 1, 2), (0.9, 0.05, 0.05))
     assert number == 0
-    batches = {rank: [b for span in spans for b in span] for rank, spans in dealt.items()}
+    batches = {rank: [b for span in spans for b in span] for rank, spans in assigned.items()}
     assert batches == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
 
 
-def test_lockstep_with_fixed_ratios_deals_contiguous_parts():
+def test_lockstep_with_fixed_ratios_assigns_contiguous_parts():
     ledger = ledger_of(8, ratios=(3.0, 1.0))
-    _, dealt = ledger.deal_epoch((0, 1), (0.5, 0.5))
-    assert dealt == {0: (range(6),), 1: (range(6, 8),)}
+    _, assigned = ledger.assign_epoch((0, 1), (0.5, 0.5))
+    assert assigned == {0: (range(6),), 1: (range(6, 8),)}
 
 
-def test_lockstep_deals_no_batch_to_surplus_ranks():
+def test_lockstep_assigns_no_batch_to_surplus_ranks():
     ledger = ledger_of(2, world_size=4)
-    _, dealt = ledger.deal_epoch((0, 1, 2, 3), (0.25,) * 4)
-    assert [sum(map(len, dealt[r])) for r in range(4)] == [1, 1, 0, 0]
+    _, assigned = ledger.assign_epoch((0, 1, 2, 3), (0.25,) * 4)
+    assert [sum(map(len, assigned[r])) for r in range(4)] == [1, 1, 0, 0]
 
 
 # -- tracking -----------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def test_lockstep_deals_no_batch_to_surplus_ranks():
 
 def test_only_batches_in_the_round_are_settled():
     ledger = ledger_of(10, world_size=1, progressive=False)
-    deal(ledger, 0)
+    assign(ledger, 0)
     ledger.record_trained(0, 4)
     ledger.freeze(0)
     ledger.record_trained(0, 3)
@@ -200,7 +202,7 @@ def test_only_adjacent_batches_of_one_epoch_are_merged(notes, kept):
 
 def test_batches_of_an_abandoned_round_are_settled_by_the_next():
     ledger = ledger_of(10, world_size=1, progressive=False)
-    deal(ledger, 0)
+    assign(ledger, 0)
     ledger.record_trained(0, 4)
     ledger.freeze(0)
     ledger.unfreeze()
@@ -214,7 +216,7 @@ def test_batches_of_an_abandoned_round_are_settled_by_the_next():
 def test_the_short_batch_counts_its_samples():
     """D25: 103 samples, batch 10: the epoch ends, 103 trained."""
     ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=2)
-    while deal(ledger, 0) or deal(ledger, 1):
+    while assign(ledger, 0) or assign(ledger, 1):
         pass
     settle_all(ledger)
     assert ledger.oldest.settled
@@ -223,7 +225,7 @@ def test_the_short_batch_counts_its_samples():
 
 def test_drop_last_omits_the_short_batch():
     ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=1, drop_last=True)
-    while deal(ledger, 0):
+    while assign(ledger, 0):
         pass
     settle_all(ledger)
     assert ledger.oldest.settled
@@ -232,7 +234,7 @@ def test_drop_last_omits_the_short_batch():
 
 def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():
     ledger = ledger_of(20, progressive=False)
-    deal(ledger, 0), deal(ledger, 1)
+    assign(ledger, 0), assign(ledger, 1)
     for rank in (0, 1):
         ledger.record_trained(rank, 6)
         ledger.freeze(rank)
@@ -242,7 +244,7 @@ def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():
     assert ledger.oldest.num_retrained == 3
     assert len(ledger.oldest.open) == 4
     assert ledger.by_rank[1].num_assigned == 0
-    while size(deal(ledger, 0, None, (1.0, 0.0))):
+    while size(assign(ledger, 0, None, (1.0, 0.0))):
         pass
     settle_all(ledger)
     assert ledger.oldest.settled
@@ -252,10 +254,10 @@ def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():
 def test_a_ledger_is_exhausted_once_no_batch_is_open():
     ledger = ledger_of(10, progressive=False)
     assert not ledger.exhausted  # the epoch has not begun
-    deal(ledger, 0)
+    assign(ledger, 0)
     assert len(ledger.oldest.open) > 0
     assert not ledger.exhausted
-    while deal(ledger, 0) or deal(ledger, 1):
+    while assign(ledger, 0) or assign(ledger, 1):
         pass
     assert ledger.exhausted
     ledger.reopen_rank(1, (1.0, 0.0))
@@ -265,7 +267,7 @@ def test_a_ledger_is_exhausted_once_no_batch_is_open():
 def test_the_quota_of_the_last_rank_is_not_redistributed():
     """No rank has a share to receive it."""
     ledger = ledger_of(20, progressive=False)
-    deal(ledger, 0)
+    assign(ledger, 0)
     ledger.reopen_rank(0, (0.0, 0.0))
     assert len(ledger.oldest.open) == 20
     assert sum(ledger.oldest.quotas) == 20
@@ -273,15 +275,15 @@ def test_the_quota_of_the_last_rank_is_not_redistributed():
 
 def test_a_death_restores_its_part_of_max_batches():
     ledger = ledger_of(10, max_batches=6, progressive=False)
-    assert size(deal(ledger, 1)) == 5
+    assert size(assign(ledger, 1)) == 5
     ledger.reopen_rank(1, (1.0, 0.0))
-    while deal(ledger, 0, None, (1.0, 0.0)):
+    while assign(ledger, 0, None, (1.0, 0.0)):
         pass
     assert ledger.by_rank[0].num_assigned == 6
 
 
 @given(st.data())
-def test_every_batch_is_dealt_and_settled_exactly_once(data):
+def test_every_batch_is_assigned_and_settled_exactly_once(data):
     world = data.draw(st.integers(1, 4), "world_size")
     num_samples, batch_size = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 9))
     num_epochs = data.draw(st.integers(1, 3))
@@ -300,7 +302,7 @@ def test_every_batch_is_dealt_and_settled_exactly_once(data):
         if len(closed) == num_epochs:
             break
         rank = data.draw(st.integers(0, world - 1))
-        deal(ledger, rank, data.draw(st.sampled_from((None, seconds))), shares)
+        assign(ledger, rank, data.draw(st.sampled_from((None, seconds))), shares)
         held = ledger.by_rank[rank].num_assigned
         ledger.record_trained(rank, data.draw(st.integers(0, held)))
         if data.draw(st.booleans()):
@@ -308,7 +310,7 @@ def test_every_batch_is_dealt_and_settled_exactly_once(data):
                 ledger.freeze(r)
                 ledger.settle(r)
         if data.draw(st.integers(0, 9)) == 0:
-            while any(deal(ledger, r, None, shares) for r in range(world)):
+            while any(assign(ledger, r, None, shares) for r in range(world)):
                 settle_all(ledger)
             settle_all(ledger)
         while ledger.oldest is not None and ledger.oldest.settled:
@@ -322,7 +324,7 @@ def test_ranks_under_a_lead_limit_always_receive_short_chunks():
     ledger = ledger_of(8)
     seconds, shares = (1e-3, 1.0), (0.999, 0.001)
     sizes = [
-        size(ledger.deal_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))
+        size(ledger.assign_chunk(i % 2, shares=shares, seconds_per_batch=seconds, max_chunk=2))
         for i in range(4)
     ]
     assert sizes == [2, 2, 2, 2]

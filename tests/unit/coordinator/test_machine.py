@@ -85,7 +85,7 @@ def at_a_round(backend=CPU, **settings):
 # -- start ---------------------------------------------------------------------------------
 
 
-def test_nothing_is_dealt_before_every_rank_is_ready():
+def test_nothing_is_assigned_before_every_rank_is_ready():
     run = Run(ready=False)
     assert run.handle(m.Ready(rank=0)) == []
     run.handle(m.Ready(rank=1))

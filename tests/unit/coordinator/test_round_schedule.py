@@ -32,7 +32,7 @@ class Bench:
         self.schedule = RoundSchedule(config, self.elche, self.has_work)
         self.ranks = [Rank(rank=r, state=RankState.LIVE) for r in range(world)]
         for rank in range(world):
-            self.ledger.deal_chunk(
+            self.ledger.assign_chunk(
                 rank, shares=(1 / world,) * world, seconds_per_batch=(1e-6,) * world
             )
 

@@ -14,9 +14,9 @@ from coordinator.splitting import (
     batch_bounds,
     compress,
     count_batches,
-    cut,
     permutation,
     split_by_ratio,
+    split_over_ranks,
 )
 
 seeds = st.integers(0, 2**63)
@@ -160,5 +160,11 @@ def test_an_empty_batch_set_yields_no_batch():
 
 
 def test_ranks_without_a_ratio_share_equally():
-    assert cut((range(6),), [1, 2], [1.0, 0.0, 0.0]) == {1: (range(3),), 2: (range(3, 6),)}
-    assert cut((range(6),), [0, 2], [1.0, 1.0, 2.0]) == {0: (range(2),), 2: (range(2, 6),)}
+    assert split_over_ranks((range(6),), [1, 2], [1.0, 0.0, 0.0]) == {
+        1: (range(3),),
+        2: (range(3, 6),),
+    }
+    assert split_over_ranks((range(6),), [0, 2], [1.0, 1.0, 2.0]) == {
+        0: (range(2),),
+        2: (range(2, 6),),
+    }

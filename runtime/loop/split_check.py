@@ -1,4 +1,4 @@
-"""Checks on a few samples that a batch may be cut into shards."""
+"""Checks on a few samples that a batch may be split into shards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ logger = logging.getLogger(__name__)
 NUM_SAMPLES = 4
 TOLERANCE = 0.05
 """Relative norm of a difference that is no rounding."""
-DEPENDS_ON_CUT = (
+DEPENDS_ON_SPLIT = (
     "the model's output for {n} samples is not that for {a} and {b} of them put together, so "
-    "devices that share a batch would compute something else than one device. Cut along "
-    "dimension {dim}: {cut}. If one of these belongs to no sample (a memory bank, prototypes), "
-    "name it: Trainer.setup_with(..., config=DdpConfig(whole=[{example!r}])). If the batch is in "
+    "devices that share a batch would compute something else than one device. Split along "
+    "dimension {dim}: {split_names}. If one of these belongs to no sample (a memory bank, "
+    "prototypes), name it: "
+    "Trainer.setup_with(..., config=DdpConfig(whole=[{example!r}])). If the batch is in "
     "another dimension (sequence first), name that: DdpConfig(batch_dim=1), or use "
     "batch_first=True. If the model relates the samples of a batch to each other by intent, "
     "pass DdpConfig(whole=[])"
@@ -34,7 +35,7 @@ def needs_check(scatter: Scatter) -> bool:
     """
     if scatter.num_samples < NUM_SAMPLES:
         return False
-    if len(scatter.cut) > 1:
+    if len(scatter.split_names) > 1:
         return True
     return any(
         t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point()) for t in scatter.tensors
@@ -42,7 +43,9 @@ def needs_check(scatter: Scatter) -> bool:
 
 
 @torch.no_grad()
-def check_cut(trial: nn.Module, scatter: Scatter, rules: InputRules, device: torch.device) -> None:
+def check_split(
+    trial: nn.Module, scatter: Scatter, rules: InputRules, device: torch.device
+) -> None:
     """Run a copy of the model on a few samples in eval mode, at once and in two parts.
 
     A model that fails on so few samples, or draws random numbers in eval mode, is not judged.
@@ -70,19 +73,19 @@ def check_cut(trial: nn.Module, scatter: Scatter, rules: InputRules, device: tor
             parts = [run(0, half), run(half, NUM_SAMPLES)]
         gather = OutputGather(scatter, parts, device, None)
     except Exception:
-        logger.debug("the cut of inputs could not be checked", exc_info=True)
+        logger.debug("the split of inputs could not be checked", exc_info=True)
         return
     columns = zip(whole.outputs or (), again.outputs or (), gather.gathered, strict=True)
     for expected, repeated, gathered in columns:
         if _differ(expected, gathered.value) and not _differ(expected, repeated):
             raise ValueError(
-                DEPENDS_ON_CUT.format(
+                DEPENDS_ON_SPLIT.format(
                     n=NUM_SAMPLES,
                     a=half,
                     b=NUM_SAMPLES - half,
                     dim=rules.batch_dim,
-                    cut=", ".join(scatter.cut),
-                    example=scatter.cut[-1],
+                    split_names=", ".join(scatter.split_names),
+                    example=scatter.split_names[-1],
                 )
             )
 
