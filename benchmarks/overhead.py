@@ -2,7 +2,7 @@
 
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
 ``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``,
-``loaders``, ``parts`` and ``meetings``.
+``loaders``, ``parts``, ``meetings`` and ``comparisons``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -67,6 +67,8 @@ from runtime import (
 )
 from runtime.collective import AbortableBarrier
 from runtime.core import rng as own_draws
+from runtime.loop.mirror import ModelMirror
+from runtime.worker.replica import WorkerReplica
 
 JOIN_S = 600.0
 
@@ -355,10 +357,10 @@ def shortest_step(workload: Workload) -> float:
     return min(times)
 
 
-def fitting_width() -> int:
-    """The width of a model whose bare step takes a millisecond."""
+def fitting_width(step_s: float = STEP_S) -> int:
+    """The width of a model whose bare step takes ``step_s``."""
     width = 256
-    while shortest_step(of_width(width)) < STEP_S and width < 1 << 16:
+    while shortest_step(of_width(width)) < step_s and width < 1 << 16:
         width = math.ceil(width * 1.25)
     return width
 
@@ -988,6 +990,95 @@ def meetings(args: argparse.Namespace) -> None:
     print(table(["ranks", "a meeting", "slowest repetition", "of a step of 5 ms"], rows))
 
 
+# -- comparisons: of replicas in lockstep, and of an own loop's model with its copies ---------
+
+COMPARISON_TARGET = 0.02
+COMPARISON_STEPS_S = (1e-3, 6e-3)
+
+
+class CallTimer:
+    """Sums the time of a function's calls by one thread.
+
+    Args:
+        of: The function.
+    """
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        self._of = of
+        self._owner: int | None = None
+        self.total_s = 0.0
+
+    def timed(self) -> Callable[..., Any]:
+        """The function, timed."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return self._of(*args, **kwargs)
+            finally:
+                me = threading.get_ident()
+                self._owner = self._owner or me
+                if self._owner == me:
+                    self.total_s += time.perf_counter() - start
+
+        return call
+
+
+@contextmanager
+def call_timers(*places: tuple[type, str]) -> Iterator[list[CallTimer]]:
+    """Time methods while the block runs."""
+    timers = [CallTimer(getattr(owner, name)) for owner, name in places]
+    try:
+        for (owner, name), timer in zip(places, timers, strict=True):
+            setattr(owner, name, timer.timed())
+        yield timers
+    finally:
+        for (owner, name), timer in zip(places, timers, strict=True):
+            setattr(owner, name, timer._of)
+
+
+def lockstep_share(width: int, num_batches: int) -> float:
+    """Share of a ``SYNC`` run's time that a rank spends in comparisons, waiting included."""
+    with call_timers((WorkerReplica, "check_drift"), (WorkerReplica, "check_structure")) as timers:
+        handle = builder_of("sync", width, num_batches).run()
+        handle.next_metrics(JOIN_S)
+        before, start = sum(t.total_s for t in timers), time.perf_counter()
+        handle.join(JOIN_S)
+        return (sum(t.total_s for t in timers) - before) / (time.perf_counter() - start)
+
+
+def own_loop_share(width: int, num_batches: int) -> float:
+    """Share of an own loop's time, on two devices, in which copies are compared with the model."""
+    workload = of_width(width)
+    data = workload.make_data(2 * workload.batch_size)
+    with (
+        call_timers((ModelMirror, "follow"), (ModelMirror, "adopt")) as timers,
+        Trainer.setup(workload.make_model(), workload.make_optimizer, ["cpu", "cpu"]) as model,
+    ):
+        for part in range(2):  # the first warms up
+            before, start = sum(t.total_s for t in timers), time.perf_counter()
+            for _ in range(num_batches if part else 20):
+                workload.loss(model, data).backward()
+                model.step()
+        return (sum(t.total_s for t in timers) - before) / (time.perf_counter() - start)
+
+
+def comparisons(args: argparse.Namespace) -> None:
+    """Cost of noticing replicas that differ, and changes of an own loop's model."""
+    begin()
+    shares = {"SYNC, 2 workers": lockstep_share, "Trainer.setup, 2 devices": own_loop_share}
+    rows = []
+    for step_s in COMPARISON_STEPS_S:
+        width = fitting_width(step_s)
+        for name, share in shares.items():
+            found = [share(width, int(args.seconds / step_s)) for _ in range(args.repeat)]
+            check = Check(what="", measured=median(found), wanted=COMPARISON_TARGET, at_most=True)
+            row = [name, f"{step_s * 1e3:g} ms", f"{median(found):.2%}", f"{max(found):.2%}"]
+            rows.append([*row, f"{COMPARISON_TARGET:.0%} {check.verdict}"])
+    titles = ["training", "step", "time in comparisons", "largest", "target"]
+    print(table(titles, rows))
+
+
 # -- the command line --------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -1001,6 +1092,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "loaders": loaders,
     "parts": parts,
     "meetings": meetings,
+    "comparisons": comparisons,
 }
 
 
@@ -1047,6 +1139,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranks", nargs="+", type=int, default=[2, 4], help="threads that meet")
     add("--count", type=int, default=5_000, help="meetings of a repetition")
     add("--repeat", type=int, default=7, help="repetitions")
+    add = adds["comparisons"]
+    add("--seconds", type=float, default=3.0, help="length of an epoch, about")
+    add("--repeat", type=int, default=5, help="repetitions")
     args = parser.parse_args(argv)
     if min(getattr(args, name, 1) for name in ("repeat", "pairs")) < 1:
         parser.error("--repeat and --pairs must be at least 1")
