@@ -162,7 +162,7 @@ def test_peers_of_a_slow_factory_wait_for_its_rank(way, faults, tap):
 
 
 def test_a_group_that_does_not_connect_is_an_error_of_run(monkeypatch):
-    """All ranks are connected in one place, with a timeout, before any worker starts."""
+    """D29: all ranks are connected in one place, with a timeout, before any worker starts."""
     connect, release, workers = process_group._connect_gloo, threading.Event(), []
 
     def connect_late(rank, *args):

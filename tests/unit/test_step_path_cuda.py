@@ -88,7 +88,7 @@ def forbidden_calls(path):
 
 
 def test_the_step_path_neither_syncs_a_device_nor_frees_its_memory():
-    """Such a call stalls the step, or deadlocks with a peer's collective."""
+    """D9: such a call stalls the step, or deadlocks with a peer's collective."""
     found = [
         f"{name} in line {line} of {function}() in {where} {FORBIDDEN[name]}"
         for path in step_path()

@@ -119,7 +119,7 @@ def test_the_environment_is_set_before_the_first_backend_and_the_users_values_st
 
 
 def test_nobody_connects_before_every_rank_has_its_backend(scene):
-    """A connection that a peer does not join cannot be broken off."""
+    """D29: a connection that a peer does not join cannot be broken off."""
     scene.group(3)
     assert scene.names()[:3] == ["new"] * 3
     assert sorted(scene.names()[3:6]) == ["connect"] * 3
