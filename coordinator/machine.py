@@ -166,7 +166,7 @@ class Coordinator:
             case m.ThreadEnded():
                 self._on_thread_ended(event.rank, now)
             case m.StopRequested():
-                self._on_stop()
+                self._on_stop(event.reason)
             case m.SaveRequested():
                 self._saving.request(event.ticket)
             case m.ClusterCheckpointRequested():
@@ -364,9 +364,10 @@ class Coordinator:
         is_new = shares.record_out_of_memory(event.rank, event.too_large)
         return is_new and shares.may_fit(self._run.slice_samples(ranks), ranks)
 
-    def _on_stop(self) -> None:
-        if self._run.phase in (Phase.STARTING, Phase.RUNNING):
-            self._run.outcome.stopped = True
+    def _on_stop(self, reason: str) -> None:
+        outcome = self._run.outcome
+        if self._run.phase in (Phase.STARTING, Phase.RUNNING) and not outcome.stopped:
+            outcome.stopped, outcome.reason = True, reason
         if self._run.phase is Phase.RUNNING:
             self._run.phase = Phase.STOPPING
 

@@ -783,7 +783,13 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """``stop()`` was called, or the metrics function returned ``False``."""
+    """``stop()`` was called, or the metrics function returned ``False``.
+
+    Attributes:
+        reason: See :attr:`~gpuworker.TrainedState.reason`.
+    """
+
+    reason: str = "stopped"
 
 
 CLUSTER_TICKET = 0

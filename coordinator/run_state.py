@@ -407,6 +407,7 @@ class Outcome:
         failure: Cause of a missing result.
         failures: Deaths that the run survived.
         stopped: True if the run was stopped early.
+        reason: Why the run ended; of an outcome without failure.
         missing: Ranks that did not leave in time after a failure.
     """
 
@@ -415,6 +416,7 @@ class Outcome:
     failure: Failure | None = None
     failures: list[Failure] = field(default_factory=list)
     stopped: bool = False
+    reason: str = "finished"
     missing: tuple[int, ...] = ()
 
 

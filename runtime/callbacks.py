@@ -86,7 +86,7 @@ class StoppableRun(Protocol):
     def past_metrics(self) -> Sequence[EpochMetrics]:
         """The metrics of the epochs that closed before a resume."""
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "stopped") -> None:
         """Stop at a step boundary and keep the state; returns immediately."""
 
 
@@ -256,7 +256,7 @@ class TimeLimit(Callback):
 
         def stop() -> None:
             logger.info("the run ends after %g s", self._limit_s)
-            run.stop()
+            run.stop("out_of_time")
 
         self._timer = threading.Timer(self._limit_s, stop)
         self._timer.name, self._timer.daemon = "time-limit", True

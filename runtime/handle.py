@@ -115,21 +115,22 @@ class TrainerHandle:
         """The reason for the transport in use, in one sentence, with measured figures if any."""
         return self._run.backend_reason
 
-    def stop(self, *, everywhere: bool = False) -> None:
+    def stop(self, reason: str = "stopped", *, everywhere: bool = False) -> None:
         """End the run at a step boundary and keep its state. Returns at once; idempotent.
 
         In a cluster this machine leaves: its training results are handed over, and the others
         continue with its part of the data.
 
         Args:
+            reason: Kept as :attr:`TrainedState.reason`.
             everywhere: In a cluster, end the run on all machines.
         """
         if self._ended:
             return
         if isinstance(self._run, ClusterRun):
-            self._run.stop(everywhere=everywhere)
+            self._run.stop(reason, everywhere=everywhere)
         else:
-            self._run.stop()
+            self._run.stop(reason)
 
     def save(self, path: str | os.PathLike[str], timeout: float = SAVE_S) -> Path:
         """Write a checkpoint of the whole run into the directory ``path``; ``resume(path)``
@@ -234,7 +235,7 @@ class TrainerHandle:
             return in_time
 
     def _stop_and_wait(self, period: InterruptibleWait) -> None:
-        self.stop()
+        self.stop("signalled" if period.interrupted else "stopped")
         self._wait(lambda: self._ended, None, period)
         self._run.wait_threads()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,18 @@ from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import plain, plain_key
-from runtime.core.checks import check_path
+from runtime.core.checks import check_callable, check_path
 from runtime.core.errors import CheckpointError
+from runtime.replica.build import ModelFactory
 from runtime.replica.flat import FlatState, modules_with_extra_state
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 EXTRA_STATE = "_extra_state"
 """Key of a module's extra state in ``state_dict()``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainedState:
     """The averaged model at the end of a run.
 
@@ -33,6 +37,9 @@ class TrainedState:
         metrics: One entry for each closed epoch.
         failures: Workers that died during the run.
         stopped: True if the run was stopped before its end.
+        reason: Why the run ended: ``"finished"``; ``"stopped"`` by :meth:`TrainerHandle.stop`, a
+            callback or ``metrics_fn``; ``"signalled"`` by Ctrl-C or a signal; ``"out_of_time"``
+            by :class:`~gpuworker.TimeLimit`.
         checkpoint_errors: The last error of writing checkpoints, if any; all are logged.
     """
 
@@ -41,9 +48,21 @@ class TrainedState:
     metrics: tuple[EpochMetrics, ...] = ()
     failures: tuple[WorkerFailure, ...] = ()
     stopped: bool = False
+    reason: str = "finished"
     checkpoint_errors: tuple[BaseException, ...] = ()
-    _keys: tuple[str, ...] = field(default=(), repr=False)
-    _extra: dict[str, Any] = field(default_factory=dict, repr=False)
+    _keys: tuple[str, ...] = ()
+    _extra: dict[str, Any] = field(default_factory=dict)
+    _factory: RunFactory = field(default_factory=lambda: RunFactory(None), compare=False)
+
+    def __repr__(self) -> str:
+        parts = [self.reason, _count(len(self.metrics), "epoch")]
+        if self.metrics:
+            parts.append(f"avg_loss {self.metrics[-1].avg_loss:.4g}")
+        own = {id(p): p.numel() for p in self.params.values()}
+        parts.append(f"{sum(own.values()):,} parameters in {_count(len(own), 'tensor')}")
+        if self.failures:
+            parts.append(_count(len(self.failures), "failed worker"))
+        return f"TrainedState({', '.join(parts)})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as a safetensors file, which a bare module loads:
@@ -69,6 +88,104 @@ class TrainedState:
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
 
+    def model(
+        self,
+        factory: ModelFactory | None = None,
+        device: str | torch.device = "cpu",
+    ) -> nn.Module:
+        """A new module that holds the trained values, in the modes that the factory sets.
+
+        Args:
+            factory: ``f(device) -> nn.Module``, or a module's class without required arguments;
+                ``None``: that of the run.
+            device: The module's device.
+
+        Raises:
+            ValueError: No factory is given, and the state is not that of a run of this process.
+            TypeError: The factory does not return a module.
+            RuntimeError: The module has other names or shapes.
+        """
+        return self.load_into(self._factory.build(factory, torch.device(device)))
+
+    def load_into(self, module: ModuleT) -> ModuleT:
+        """Copy the trained values, buffers that are not in ``state_dict()`` included, into a module
+        of the same structure, on its devices. Returns the module.
+
+        Raises:
+            TypeError: Not a module.
+            RuntimeError: The module has other names or shapes, which are listed.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"load_into({module!r:.80}): pass a module; model(factory) takes its factory"
+            )
+        keys = {plain_key(key): key for key in module.state_dict()}
+        module.load_state_dict({keys.get(k, k): v for k, v in self.state_dict().items()})
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                saved = self.buffers.get(plain_key(name))
+                if saved is not None and plain_key(name) not in self._keys:
+                    buffer.copy_(saved)
+        return module
+
+
+class RunFactory:
+    """The model factory of a run, kept by its state in this process: copies of the state refer to
+    the same one, pickled states have none.
+
+    Args:
+        factory: The factory; ``None``: there is none.
+    """
+
+    def __init__(self, factory: ModelFactory | None) -> None:
+        self._factory = factory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunFactory, (None,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunFactory:
+        return self
+
+    def build(self, factory: ModelFactory | None, device: torch.device) -> nn.Module:
+        """Build a module on a device, by ``factory`` if given.
+
+        Raises:
+            ValueError: There is no factory.
+            TypeError: The factory does not return a module.
+        """
+        factory = factory or self._factory
+        if factory is None:
+            raise ValueError(
+                "the state was loaded or copied from another process and has no model factory: "
+                "pass one, f(device) -> nn.Module, as model_factory="
+            )
+        if isinstance(factory, nn.Module):
+            raise TypeError("model(factory) takes a factory; load_into(module) takes a module")
+        check_callable("model_factory", factory, "(device) -> nn.Module")
+        made: Any = factory(device) if _takes_device(factory) else factory()  # type: ignore[call-arg]
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"model_factory returned a {type(made).__name__}: return a torch.nn.Module"
+            )
+        return made.to(device)
+
+
+def _takes_device(factory: ModelFactory) -> bool:
+    """False for a function without parameters, or a class that needs none."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    return bool(required) if isinstance(factory, type) else bool(parameters)
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFailure:
@@ -92,6 +209,7 @@ def assemble_state(
     flat: FlatState,
     outcome: Outcome,
     checkpoint_errors: tuple[BaseException, ...] = (),
+    factory: ModelFactory | None = None,
 ) -> TrainedState:
     """Load the final average into the model and copy its state to the CPU.
 
@@ -100,6 +218,7 @@ def assemble_state(
         flat: Its flat state.
         outcome: The outcome of a run that did not fail.
         checkpoint_errors: Errors of writing checkpoints.
+        factory: The run's model factory.
     """
     assert outcome.payload is not None, "a run without a failure has a final state"
     with torch.no_grad():
@@ -135,9 +254,11 @@ def assemble_state(
             for f in outcome.failures
         ),
         stopped=outcome.stopped,
+        reason=outcome.reason,
         checkpoint_errors=checkpoint_errors,
         _keys=tuple(keys),
         _extra=extra,
+        _factory=RunFactory(factory),
     )
 
 

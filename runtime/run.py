@@ -420,9 +420,9 @@ class Run:
         """The reason for this transport, in one sentence."""
         return self._machine.run_state.backend_choice.reason
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "stopped") -> None:
         """Request the end of the run at a step boundary; returns immediately."""
-        self._inbox.put(m.StopRequested())
+        self._inbox.put(m.StopRequested(reason=reason))
 
     def save(self, timeout_s: float) -> CheckpointData:
         """Block until the next step boundary and return the state there, or the final state.
@@ -553,7 +553,13 @@ class Run:
 
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
         lead = next(w for w in self._workers if w is not None)
-        return assemble_state(lead.model, lead.flat_state, self._machine.outcome, errors)
+        return assemble_state(
+            lead.model,
+            lead.flat_state,
+            self._machine.outcome,
+            errors,
+            self.config.functions.model_factory,
+        )
 
     def _load_given(self, state: TrainedState) -> None:
         """Load the trained state into the module that was passed in place of a factory."""

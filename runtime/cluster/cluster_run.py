@@ -115,6 +115,7 @@ class ClusterRun:
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
         self._deferred_stops: deque[member_protocol.Stop] = deque()
+        self._reason = ""  # of the first stop()
         self._result: Payload | None = None
         self._result_given = False  # to the inner run, before it assembled its own
         self._ended: _RunEnded | None = None
@@ -181,12 +182,13 @@ class ClusterRun:
         """Reason for this transport, in a sentence."""
         return self._inner.backend_reason
 
-    def stop(self, *, everywhere: bool = False) -> None:
+    def stop(self, reason: str = "stopped", *, everywhere: bool = False) -> None:
         """Leave the cluster after one more round; the others continue unless ``everywhere``.
 
         The inner run continues until that round, because the others' changes that it receives
         until then must be in the state that it hands over.
         """
+        self._reason = self._reason or reason
         self._inbox.put(member_protocol.Stop(everywhere=everywhere))
         self._limit_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
@@ -325,7 +327,7 @@ class ClusterRun:
             if isinstance(message, member_protocol.Stop):
                 self._deferred_stops.append(message)
                 if self._member is None:
-                    self._inner.stop()
+                    self._inner.stop(self._reason or "stopped")
 
     def _handle(self, event: member_protocol.MemberEvent) -> None:
         assert self._member is not None
@@ -548,7 +550,7 @@ class ClusterRun:
             delta = difference(self._global, self._local)
         elsewhere = self._grants.num_elsewhere(ledger)
         if self._leaving or (ledger.stopped and not ledger.complete):
-            self._inner.stop()  # with the global state as its result
+            self._inner.stop(self._reason or "stopped")  # with the global state as its result
         elif self._ended is None:
             self._delta_pending = self._delta_pending or delta is not None
             self._grant(
@@ -647,7 +649,7 @@ class ClusterRun:
                 if error is not None:
                     self._inner.abort()
                 elif self._result is None:
-                    self._inner.stop()
+                    self._inner.stop(self._reason or "stopped")
             ended = self._await_end()
             state, error = ended.state, error or ended.error
             if error is None and state is not None and self._result is not None:
@@ -718,7 +720,7 @@ class InnerRun(Protocol):
 
     def post(self, event: m.Event) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self, reason: str = "stopped") -> None: ...
 
     def abort(self) -> None: ...
 

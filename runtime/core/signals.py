@@ -128,7 +128,7 @@ class InterruptHandler:
         period.count += 1
         if period.count == 1:
             for run in self._runs:
-                run.stop()
+                run.stop("signalled")
         elif period.count == 2:
             for run in self._runs:
                 run.abort()
@@ -169,7 +169,7 @@ class InterruptibleWait:
 class Stoppable(Protocol):
     """Interface of a run for the handler. ``stop`` and ``abort`` neither block nor lock."""
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "stopped") -> None:
         """Stop at a step boundary."""
 
     def abort(self) -> None:

@@ -31,7 +31,7 @@ def tell(text):
     os.write(1, text.encode() + b"\\n")
 
 class Listener:
-    stop = lambda self: tell("asked to stop")
+    stop = lambda self, reason: tell("asked to stop")
     abort = lambda self: tell("asked to abort")
     wait_threads = lambda self, timeout_s: None
 
