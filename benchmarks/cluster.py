@@ -161,6 +161,7 @@ def train(
         .batch_size(MILLION.batch_size)
         .num_epochs(num_epochs)
         .devices(["cpu"])
+        .policy("cadence")
         .seed(0)
         .tune_allocator(False)
         .timeline(timeline)

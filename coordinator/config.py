@@ -106,7 +106,7 @@ class CoordinatorConfig:
     batch_size: int
     num_epochs: int
     batch_sizes: tuple[int, ...] | None = None
-    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    policy: ApplyPolicy = ApplyPolicy.SYNC
     backend: AverageBackend = AverageBackend.CPU
     alternatives: tuple[AverageBackend, ...] = ()
     backend_reason: str = ""

@@ -75,7 +75,7 @@ def train(args, policy, backend):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", choices=POLICIES, default="cadence")
+    parser.add_argument("--policy", choices=POLICIES, default="sync")
     parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slow", type=float, nargs=2, metavar=("RANK", "FACTOR"))

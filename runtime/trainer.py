@@ -401,7 +401,7 @@ class TrainerBuilder:
         return self._set(requested_devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
-        """Policy of averaging (default ``CADENCE``); ``"sync"`` is ``ApplyPolicy.SYNC``."""
+        """Policy of averaging (default ``SYNC``); ``"cadence"`` is ``ApplyPolicy.CADENCE``."""
         return self._set(policy=check_choice("policy", p, ApplyPolicy))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:

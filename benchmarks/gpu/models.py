@@ -425,6 +425,7 @@ def builder_of(
         .batch_size(workload.batch_size)
         .num_epochs(num_epochs)
         .devices([bench.device] * num_workers)
+        .policy("cadence")
         .precision(workload.precision)
         .stall_timeout(STALL_S)
         .tune_allocator(False)

@@ -61,7 +61,7 @@ class WorkerConfig:
     num_samples: int = 0
     batch_size: int = 1
     batch_sizes: tuple[int, ...] | None = None
-    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    policy: ApplyPolicy = ApplyPolicy.SYNC
     seed: int = 0
     accumulate: int = 1
     max_grad_norm: float | None = None

@@ -56,6 +56,7 @@ def train(dataset, *, budget_gib, ranks=1, batch_size=8, hidden=1024):
         .batch_size(batch_size)
         .num_epochs(1)
         .devices([GPU] * ranks)
+        .policy("cadence")
         .vram_fraction(fraction_of(budget_gib))
         .run()
     )

@@ -75,7 +75,13 @@ def single_worker(train_fn=loss_of, **settings):
     endpoints, channels = GpuWorker.channels()
     with device.activate():
         worker = GpuWorker(
-            WorkerConfig(device=GPU, num_samples=64, batch_size=64, **settings),
+            WorkerConfig(
+                device=GPU,
+                num_samples=64,
+                batch_size=64,
+                policy=ApplyPolicy.CADENCE,
+                **settings,
+            ),
             UserFunctions(
                 model_factory=lambda where: Mlp().to(where),
                 optim_factory=lambda params: torch.optim.AdamW(params, 1e-3),

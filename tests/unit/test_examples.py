@@ -108,7 +108,7 @@ def test_digits_are_learned_in_a_few_epochs(output_of, policy, backend):
 
 
 def test_digits_give_a_slow_rank_less_work(output_of):
-    output = output_of("digits.py", "--slow", 1, 4, "--epochs", 6)
+    output = output_of("digits.py", "--policy", "cadence", "--slow", 1, 4, "--epochs", 6)
     shares = [int(share) for share in re.findall(r"(\d+)% at +[\d,]+/s", output)]
     assert shares[1] < shares[0]
 

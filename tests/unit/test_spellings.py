@@ -18,6 +18,13 @@ def test_a_policy_is_selected_by_name(word, policy):
     assert builder().policy(word)._config.coordinator.policy is ApplyPolicy[policy]
 
 
+def test_the_default_policy_is_sync_with_equal_shares_on_devices_of_one_kind():
+    handle = run_of(Counter()).run()
+    handle.join(WAIT_S)
+    coordinator = handle._run.config.coordinator
+    assert (coordinator.policy, coordinator.balance) == (ApplyPolicy.SYNC, False)
+
+
 @pytest.mark.parametrize("backend", list(AverageBackend))
 def test_a_backend_is_selected_by_name(backend):
     assert builder().backend(backend.value)._config.requested_backend is backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from coordinator import messages as m
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, Send
 from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
@@ -22,7 +22,12 @@ def apply_delta(number):
 def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
     machine = Coordinator(
         CoordinatorConfig(
-            devices=("cpu", "cpu"), num_samples=40, batch_size=2, num_epochs=1, granted=True
+            devices=("cpu", "cpu"),
+            num_samples=40,
+            batch_size=2,
+            num_epochs=1,
+            policy=ApplyPolicy.CADENCE,
+            granted=True,
         )
     )
     for rank in (0, 1):

@@ -32,6 +32,7 @@ class Run:
 
     def __init__(self, world=2, *, ready=True, **settings):
         defaults = {"num_samples": 100, "batch_size": 1, "num_epochs": 1, "anchor": 2}
+        defaults["policy"] = ApplyPolicy.CADENCE
         config = CoordinatorConfig(devices=("cpu",) * world, **(defaults | settings))
         self.machine = Coordinator(config)
         self.now = 0.0

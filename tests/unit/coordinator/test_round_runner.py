@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator import messages as m
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.rounds import COORDINATOR_SHARE, REFERENCE_RATE_PER_S, RoundCpuTime
 from coordinator.run_state import RunState
@@ -30,6 +30,7 @@ def statistics_with(monkeypatch, event_s, batch_s=BATCH_S, **settings):
 
     monkeypatch.setattr(Coordinator, "handle", clocked)
     settings |= {"num_samples": 2000, "num_epochs": 1, "divergence_threshold": None}
+    settings.setdefault("policy", ApplyPolicy.CADENCE)
     config = CoordinatorConfig(devices=("cpu",) * 2, batch_size=1, anchor=ANCHOR, **settings)
     schedule = Schedule(config=config, paces=((Pace(start_s=0.0, batch_s=batch_s),),) * 2)
     assert schedule.sync_s == schedule.average_s == 0.0

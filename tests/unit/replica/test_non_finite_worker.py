@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from runtime import GpuWorker, NonFiniteError, UserFunctions, WorkerConfig
+from runtime import ApplyPolicy, GpuWorker, NonFiniteError, UserFunctions, WorkerConfig
 from runtime.replica.non_finite import ON_NON_FINITE
 from tests.support.faulty import Single, Spoilt, count_pair, is_finite, pair
 from tests.support.running import WAIT_S, plain_sgd
@@ -25,6 +25,7 @@ class Alone:
                 num_samples=40,
                 batch_size=2,
                 world_size=2,
+                policy=ApplyPolicy.CADENCE,
                 precision=precision,
                 on_non_finite=mode,
                 report_interval_s=1e9,

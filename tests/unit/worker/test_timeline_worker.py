@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from coordinator.config import CoordinatorConfig
+from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
 from runtime.timeline.coordinator_lane import CoordinatorLane
@@ -69,7 +69,13 @@ def test_each_message_to_a_worker_has_a_cause_of_time():
 
 def make_machine(ranks=2):
     return Coordinator(
-        CoordinatorConfig(devices=("cpu",) * ranks, num_samples=8, batch_size=2, num_epochs=1)
+        CoordinatorConfig(
+            devices=("cpu",) * ranks,
+            num_samples=8,
+            batch_size=2,
+            num_epochs=1,
+            policy=ApplyPolicy.CADENCE,
+        )
     )
 
 
