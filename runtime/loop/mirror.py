@@ -377,11 +377,15 @@ class Structure:
 
     def record(self) -> None:
         """Take the current state as unchanged."""
+        self._empty = [each for each in self.dicts if not each]  # most: hooks of each kind
+        self._filled = [each for each in self.dicts if each]
         self._values = self._read()
         self._lengths = list(map(len, (*self.dicts, *self.lists)))
 
     def is_current(self) -> bool:
         """True if nothing has changed since :meth:`record`."""
+        if any(self._empty):
+            return False
         now = self._read()
         return len(now) == len(self._values) and all(map(is_, now, self._values))
 
@@ -422,7 +426,7 @@ class Structure:
         return any(_content(cell) in self._seen for cell in function.__closure__ or ())
 
     def _read(self) -> tuple[Any, ...]:
-        values = chain.from_iterable(map(dict.values, self.dicts))
+        values = chain.from_iterable(map(dict.values, self._filled))
         return tuple(chain(values, chain.from_iterable(self.lists)))
 
 
