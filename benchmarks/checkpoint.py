@@ -512,7 +512,8 @@ class Killer:
 
     def run(self) -> int:
         """Kill ``count`` times behind the first checkpoint, then let it finish; gives the epochs
-        that it trained."""
+        that it trained.
+        """
         many = 1_000_000  # more than it can train; raised and lowered between lives
         while self.record.num_kills - self.record.num_before_first < self._count:
             pid = self._life(many)
@@ -547,7 +548,8 @@ class Killer:
 
     def _after_kill(self, killed_at: float) -> None:
         """The newest checkpoint is whole, is the last one that was written or a later one,
-        and no older than the one before."""
+        and no older than the one before.
+        """
         record = self.record
         record.num_kills += 1
         record.num_while_writing += any(self._checkpoints.glob(LEFTOVER))

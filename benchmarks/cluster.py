@@ -331,7 +331,8 @@ def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
 
 def round_cpu_s(found: dict[str, Any]) -> list[float]:
     """CPU time of a machine's whole process that each round takes: what the steps around it take
-    more than those between rounds."""
+    more than those between rounds.
+    """
     rounds = [at for at in found["rounds"][2:-1] if at < found["steps"][-1] - 2 * AROUND_S]
 
     def near(at: float) -> bool:
@@ -400,7 +401,7 @@ def bare(pause_s: float) -> Iterator[Step]:
 
 @contextmanager
 def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
-    """torchft's own ``DiLoCo``, each rank as a replica group of one."""
+    """Torchft's own ``DiLoCo``, each rank as a replica group of one."""
     load_torchft("DiLoCo")  # quietly
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo

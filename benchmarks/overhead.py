@@ -504,7 +504,8 @@ def stretches(
 @contextmanager
 def in_stretches(way: str, width: int, count: int) -> Iterator[Measured]:
     """One watched run, with half-sent requests to its monitor in some stretches of it, each of
-    which has the batches of two epochs."""
+    which has the batches of two epochs.
+    """
     builder = builder_of(way, width, count).num_epochs(10**6)
     with Monitor() as monitor, viewer(monitor.url):
         handle = builder.run()
@@ -704,7 +705,8 @@ DRAWS_WARM = 10
 
 def draws(args: argparse.Namespace) -> None:
     """Time of a one-millisecond step with kernels that draw from the thread's generator, over
-    PyTorch's own: blocks of one loop in turn, in one thread."""
+    PyTorch's own: blocks of one loop in turn, in one thread.
+    """
     result = begin() | {"models": {}}
     width = fitting_width()
     generator = torch.Generator()
@@ -739,7 +741,8 @@ def draws(args: argparse.Namespace) -> None:
 @contextmanager
 def kernels_of_workers(generator: torch.Generator) -> Iterator[None]:
     """The kernels of :mod:`runtime.core.rng` instead of PyTorch's, with a generator to draw from;
-    nothing else may run meanwhile."""
+    nothing else may run meanwhile.
+    """
     default = torch.default_generator
     own_draws.install_thread_generators()
     try:
@@ -817,7 +820,8 @@ FIRST = {"plain": first_of_plain, "ours": first_of_ours}
 
 def loaders(args: argparse.Namespace) -> None:
     """The first batch of ``loader_workers(2)`` with two workers, over that of a plain DataLoader
-    with four processes, each in a process of its own, in turn."""
+    with four processes, each in a process of its own, in turn.
+    """
     if args.child:
         print(FIRST[args.child]())
         return

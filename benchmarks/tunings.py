@@ -164,7 +164,7 @@ class Arithmetic:
 class Tuning:
     """One tuning and its measurements.
 
-        Attributes:
+    Attributes:
     what: Description.
             off: Context in which it is off in this process.
             cases: Measurements, by their names in the table.

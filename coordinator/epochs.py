@@ -380,7 +380,8 @@ class EpochScheduler:
 
     def request_work(self, epoch: Epoch) -> None:
         """Have the first live rank evaluate and hand over its live weights, or the state of all
-        machines."""
+        machines.
+        """
         evaluate, checkpoint = self.pending_work(epoch)
         lead, state = self._run.live[0].rank, self._run.common.get(epoch.epoch)
         epoch.lead = lead

@@ -120,7 +120,7 @@ class Coordinator:
         """A snapshot of counters."""
         return self._run.statistics()
 
-    def _dispatch(self, event: m.Event, now: float) -> None:
+    def _dispatch(self, event: m.Event, now: float) -> None:  # noqa: C901  # one case an event
         match event:
             case m.Ready():
                 self._on_ready(event)
@@ -333,7 +333,8 @@ class Coordinator:
 
     def _on_all_halted(self, now: float) -> None:
         """Continue from the steps that the halted ranks report, over another backend after
-        repeated faults; too many halts in a row end the run."""
+        repeated faults; too many halts in a row end the run.
+        """
         run, recovery = self._run, self._recovery
         recovery.count_halts()
         fault, limit = recovery.fault, run.config.max_failed_rounds

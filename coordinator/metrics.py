@@ -412,7 +412,8 @@ class StepAccumulator:
 
     def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
         """The losses of the next batches and their number, in each rank's proportion; without a
-        rank whose last report is older than ``patience_s``. ``None``: wait."""
+        rank whose last report is older than ``patience_s``. ``None``: wait.
+        """
         missing = self._every - self._ahead
         if sum(self._held) < missing:
             return None

@@ -89,7 +89,8 @@ class RunCheckpointer:
     @property
     def _reserve(self) -> int:
         """Batches that all ranks train in the requested time, and two more for each rank, so that
-        none waits for the next grant."""
+        none waits for the next grant.
+        """
         seconds = self._run.elche.seconds_per_batch or ()
         live = [rank.rank for rank in self._run.live]
         speed = sum(1 / seconds[rank] for rank in live if seconds and seconds[rank] > 0)

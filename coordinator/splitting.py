@@ -203,7 +203,8 @@ def split_over_ranks(
     spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
 ) -> dict[int, tuple[range, ...]]:
     """Parts of the ranks: interleaved, or contiguous where ``ratios`` has one for each rank of the
-    run; equal parts if the ratios of these ranks are all 0."""
+    run; equal parts if the ratios of these ranks are all 0.
+    """
     if ratios is None:
         return {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
     rest, chosen = BatchSet(spans), [ratios[rank] for rank in ranks]

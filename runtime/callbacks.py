@@ -62,7 +62,8 @@ class Callback:
     def step(self, metrics: StepMetrics) -> object:
         """Called on the metrics thread every so many batches (:meth:`TrainerBuilder.metrics_every
         <gpuworker.TrainerBuilder.metrics_every>`) and after an evaluation within an epoch
-        (``eval_every``); ``False`` ends the run."""
+        (``eval_every``); ``False`` ends the run.
+        """
         return None
 
     def dispatch(self, metrics: EpochMetrics | StepMetrics) -> object:
@@ -71,7 +72,8 @@ class Callback:
 
     def weights(self, epoch: int, model: nn.Module) -> None:
         """Called with the averaged weights of a closing epoch, before its metrics. Runs in a
-        worker's thread, which waits; copy tensors to keep them."""
+        worker's thread, which waits; copy tensors to keep them.
+        """
 
     def end(self) -> None:
         """Called when the run is over."""
@@ -119,7 +121,8 @@ class MetricTracker:
 
     def read(self, metrics: EpochMetrics) -> float | None:
         """The value of an epoch; ``None`` if it is missing, which is logged once. An epoch cut
-        short by ``max_steps`` is not evaluated."""
+        short by ``max_steps`` is not evaluated.
+        """
         value = metrics.value(self._metric)
         if value is not None:
             return value

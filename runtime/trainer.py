@@ -290,7 +290,8 @@ class TrainerBuilder:
         ``drop_last``, and for the processes ``worker_init_fn``, ``timeout``, ``prefetch_factor``
         and ``multiprocessing_context``. The builder's own methods override these. Batches are
         always pinned and processes persistent. Subclasses that override ``__iter__`` or
-        ``__len__``, ``batch_sampler``, ``pin_memory_device`` and ``in_order=False`` are refused."""
+        ``__len__``, ``batch_sampler``, ``pin_memory_device`` and ``in_order=False`` are refused.
+        """
         self._loader_settings = settings_of_loader(ds) if isinstance(ds, DataLoader) else {}
         dataset = self._loader_settings.pop("dataset", ds)
         if length is not None:
@@ -307,7 +308,8 @@ class TrainerBuilder:
         each epoch): a ``torch.utils.data.Sampler``, or another iterable of indices with a length.
         It is iterated once an epoch, in one thread, seeded by run and epoch; a sampler with its
         own ``generator`` keeps using it. The positions of its output are divided among the
-        workers: each is trained exactly once, so a sample is trained as often as it was drawn."""
+        workers: each is trained exactly once, so a sample is trained as often as it was drawn.
+        """
         return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
@@ -320,7 +322,8 @@ class TrainerBuilder:
         give the same bits. The sizes must add up to a multiple of the number of devices. With
         :meth:`balance`, which is on for devices of different kinds, they are only the first
         sizes, which measured speed then changes; ``balance(False)`` keeps them. When a worker
-        dies the global batch stays the same: the others cut it in proportion to their sizes."""
+        dies the global batch stays the same: the others cut it in proportion to their sizes.
+        """
         if isinstance(n, Sequence) and not isinstance(n, (str, bytes)):
             sizes = tuple(check_int("batch_size", size, 1) for size in n)
             if not sizes:
@@ -334,7 +337,8 @@ class TrainerBuilder:
 
     def seed(self, n: int) -> TrainerBuilder:
         """Seed of permutations and of each worker's generator (default 0). Setting it
-        also seeds the process generator around rank 0's model factory."""
+        also seeds the process generator around rank 0's model factory.
+        """
         return self._set(seed=check_int("seed", n, 0, MAX_SEED))
 
     def drop_last(self, flag: bool) -> TrainerBuilder:
@@ -349,13 +353,15 @@ class TrainerBuilder:
     def loader_workers(self, n: int) -> TrainerBuilder:
         """Loader processes of each worker, for data sets with heavy Python code (default 0: a
         thread). Tensors in memory are loaded without any. The processes import the main script,
-        so it must start its run under ``if __name__ == "__main__":``."""
+        so it must start its run under ``if __name__ == "__main__":``.
+        """
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> TrainerBuilder:
         """Let one thread at a time read the data set (default off). Draws of the data set from
         Python's ``random`` and NumPy's global generators are then seeded by batch, like
-        PyTorch's."""
+        PyTorch's.
+        """
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
     def prefetch(self, depth: int) -> TrainerBuilder:
@@ -365,7 +371,8 @@ class TrainerBuilder:
         for CPU devices.
 
         On a CUDA device a batch is valid until the next call of ``train_fn``: clone tensors to
-        keep them longer."""
+        keep them longer.
+        """
         return self._set(prefetch=check_int("prefetch", depth, 0))
 
     def resident(self, flag: bool) -> TrainerBuilder:
@@ -373,7 +380,8 @@ class TrainerBuilder:
         fit into the part of :meth:`vram_fraction` that is free after the first steps). ``True``
         copies it there at the start, memory maps too, and is an error if it does not fit;
         ``False`` copies each batch. Only for tensors and arrays. Workers on one device share the
-        copy."""
+        copy.
+        """
         return self._set(resident=check_flag("resident", flag))
 
     def cuda_graphs(self, flag: bool) -> TrainerBuilder:
@@ -389,7 +397,8 @@ class TrainerBuilder:
         with a warning that gives the reason, and all steps of workers that share a GPU.
         ``capturable`` is set in optimizers that have it; without it (plain ``SGD``) a constant
         learning rate is captured: with a scheduler, build the optimizer with ``fused=True``. No
-        effect on CPU devices."""
+        effect on CPU devices.
+        """
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
 
     def devices(
@@ -397,7 +406,8 @@ class TrainerBuilder:
     ) -> TrainerBuilder:
         """One worker for each entry; a device may be listed more than once (default: every
         visible CUDA device, else one ``"cpu"``). A number ``n`` means the first ``n`` CUDA
-        devices, or ``n`` workers on the CPU without CUDA."""
+        devices, or ``n`` workers on the CPU without CUDA.
+        """
         return self._set(requested_devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
@@ -415,7 +425,8 @@ class TrainerBuilder:
         cannot connect, or fails :meth:`max_failed_rounds` times in a row, the run changes to the
         other with a warning. ``SYNC`` tries none, and changes only from NCCL to the reduction in
         memory. An explicit transport is kept, and its failure ends the run. ``handle.backend`` is
-        the one in use, ``handle.backend_reason`` the reason."""
+        the one in use, ``handle.backend_reason`` the reason.
+        """
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> TrainerBuilder:
@@ -427,12 +438,14 @@ class TrainerBuilder:
 
     def min_anchor(self, n: int) -> TrainerBuilder:
         """Lower limit to which the anchor shrinks while averaging costs less than half of
-        :meth:`overhead_target` (default 5, or the anchor that was set)."""
+        :meth:`overhead_target` (default 5, or the anchor that was set).
+        """
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
     def max_anchor(self, n: int) -> TrainerBuilder:
         """Upper limit of the anchor (default 200), which grows while averaging is expensive for
-        the ranks or the coordinator."""
+        the ranks or the coordinator.
+        """
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
     def overhead_target(self, f: float) -> TrainerBuilder:
@@ -447,17 +460,20 @@ class TrainerBuilder:
     def max_batch_diff(self, n: int) -> TrainerBuilder:
         """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
         lockstep. A rank without data left does not hold the others back. No effect under
-        ``SYNC``."""
+        ``SYNC``.
+        """
         return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
 
     def max_overshoot(self, n: int) -> TrainerBuilder:
         """Batches that a rank may train beyond its count under ``ASYNC`` (default: a
-        quarter of the count, at least 2)."""
+        quarter of the count, at least 2).
+        """
         return self._set(max_overshoot=check_int("max_overshoot", n, 0))
 
     def divergence_threshold(self, f: float) -> TrainerBuilder:
         """Relative distance of replicas from their average above which the anchor grows more
-        slowly and finally shrinks (default 0.05)."""
+        slowly and finally shrinks (default 0.05).
+        """
         number = check_float("divergence_threshold", f, 0.0, above=True)
         return self._set(divergence_threshold=number)
 
@@ -485,7 +501,8 @@ class TrainerBuilder:
         their mean. The rank that trains a sample depends on measured time, so results agree up to
         rounding and not bit for bit. :meth:`partition_ratios` fixes shares instead. A piece may
         be larger than :meth:`batch_size`. If a device has no memory for it, pieces become
-        smaller and the step is repeated."""
+        smaller and the step is repeated.
+        """
         return self._set(requested_balance=check_flag("balance", flag))
 
     def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
@@ -498,7 +515,8 @@ class TrainerBuilder:
 
         Over ``NCCL`` and ``GLOO`` a bucket is reduced as soon as it is complete, in the order in
         which the backward pass of the first step computed the gradients. Over ``THREAD`` all are
-        reduced together at the end. Gradients are the same up to rounding."""
+        reduced together at the end. Gradients are the same up to rounding.
+        """
         size = 0.0 if mb is None else check_float("bucket_cap_mb", mb, 0.0, above=True)
         return self._set(requested_bucket_mb=size)
 
@@ -508,14 +526,16 @@ class TrainerBuilder:
         own piece). ``BatchNorm1d``, ``2d`` and ``3d`` layers synchronise in every forward and
         backward pass, so all ranks must call them in the same order. With ``accumulate(n)`` each
         micro-batch has its own statistics. A piece whose loss has the weight 0 counts in the
-        statistics but adds no gradient."""
+        statistics but adds no gradient.
+        """
         return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
 
     def all_gather(self, flag: bool) -> TrainerBuilder:
         """Allow :func:`gpuworker.all_gather` in ``train_fn``, for losses that relate the samples of
         the global batch to each other (default off; only under ``SYNC``). Before each step the
         ranks then exchange flags for the presence of a batch. A rank trains its whole piece in
-        one pass, even if the piece has grown because another rank died."""
+        one pass, even if the piece has grown because another rank died.
+        """
         return self._set(all_gather=check_flag("all_gather", flag))
 
     def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
@@ -528,13 +548,15 @@ class TrainerBuilder:
 
     def accumulate(self, n: int) -> TrainerBuilder:
         """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
-        the weights that ``train_fn`` returns."""
+        the weights that ``train_fn`` returns.
+        """
         return self._set(accumulate=check_int("accumulate", n, 1))
 
     def precision(self, name: str | int) -> TrainerBuilder:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
         gradient scaler for each worker. Lightning's names (``"bf16-mixed"``, ``"16-mixed"``,
-        ``"32-true"``) are accepted, except those of low precision without autocast."""
+        ``"32-true"``) are accepted, except those of low precision without autocast.
+        """
         known = {**dict.fromkeys(PRECISIONS), **PRECISION_NAMES}
         if not isinstance(name, str | int) or str(name) not in known:
             raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
@@ -581,7 +603,8 @@ class TrainerBuilder:
         the other policies ranks begin the next epoch before an epoch closes: they step with the
         next work that they receive, a fraction of a second later.
 
-        Each of several optimizers gets its own scheduler; a dict limits this to the named ones."""
+        Each of several optimizers gets its own scheduler; a dict limits this to the named ones.
+        """
         for each in f.values() if isinstance(f, Mapping) else (f,):
             check_callable("scheduler", each, "(optimizer) -> LRScheduler")
         if interval not in ("step", "epoch"):
@@ -592,7 +615,8 @@ class TrainerBuilder:
 
     def lr_scale_ratio(self, f: float) -> TrainerBuilder:
         """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:
-        1.0 is the linear scaling rule; default 0.0)."""
+        1.0 is the linear scaling rule; default 0.0).
+        """
         return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
 
     def param_groups(self, f: ParamGroups) -> TrainerBuilder:
@@ -603,12 +627,14 @@ class TrainerBuilder:
     def max_steps(self, n: int) -> TrainerBuilder:
         """End after ``n`` batches over all ranks. The metrics of an incomplete epoch cover its
         trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
-        number of devices ends between global batches, so that a resume is exact."""
+        number of devices ends between global batches, so that a resume is exact.
+        """
         return self._set(max_steps=check_int("max_steps", n, 1))
 
     def eval_fn(self, f: EvalFn) -> TrainerBuilder:
         """``f(model, epoch)`` returns a dict of floats, which appear in ``EpochMetrics.scalars``
-        under ``eval/``; called with the averaged weights, in eval mode."""
+        under ``eval/``; called with the averaged weights, in eval mode.
+        """
         check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
         return self._set(eval_fn=f)
 
@@ -619,12 +645,14 @@ class TrainerBuilder:
 
         Under ``SYNC``, and in a run of one device, training pauses after the first step that
         reaches a multiple of ``n``. Under ``CADENCE`` and ``ASYNC`` the evaluation follows an
-        early averaging; evaluations that become due during another one are skipped."""
+        early averaging; evaluations that become due during another one are skipped.
+        """
         return self._set(eval_every=check_int("eval_every", n, 1))
 
     def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
         """``f(epoch, worker)``, called in each worker's thread before its first batch of an
-        epoch."""
+        epoch.
+        """
         check_callable("epoch_fn", f, "(epoch, worker)")
         return self._set(epoch_fn=f)
 
@@ -634,7 +662,8 @@ class TrainerBuilder:
         exceptions are logged and training continues. Loggers
         (:class:`~gpuworker.TensorBoardLogger`, :class:`~gpuworker.CsvLogger`,
         :class:`~gpuworker.CombinedLogger` and their subclasses) are closed when the run ends and
-        can be reused; no other object is closed."""
+        can be reused; no other object is closed.
+        """
         check_callable("metrics_fn", f, "(EpochMetrics)")
         return self._set(metrics_fn=f)
 
@@ -675,7 +704,8 @@ class TrainerBuilder:
                 which it listens (default: that from which it reaches the server; or
                 ``GPUWORKER_CLUSTER_HOST``).
             compression: ``"bf16"`` or ``"int8"``: format of parameters sent between machines
-                (default: uncompressed; or ``GPUWORKER_CLUSTER_COMPRESSION``)."""
+                (default: uncompressed; or ``GPUWORKER_CLUSTER_COMPRESSION``).
+        """
         return self._set(
             cluster=ClusterSettings.of(
                 address=address,
@@ -693,14 +723,16 @@ class TrainerBuilder:
         """Also pass a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
         for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
         samples a second. They are delivered with the ranks' periodic reports, ten or more a
-        second, so that no step waits for a value from the device."""
+        second, so that no step waits for a value from the device.
+        """
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 
     def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
         """Objects that observe the run and may end it: :class:`~gpuworker.EarlyStopping`,
         :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or other subclasses of
         :class:`~gpuworker.Callback`. They receive an epoch's metrics after :meth:`metrics_fn`, in
-        this order."""
+        this order.
+        """
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(
@@ -715,7 +747,8 @@ class TrainerBuilder:
 
     def checkpoint_fn(self, f: Callable[[int, nn.Module], object]) -> TrainerBuilder:
         """``f(version, model)``, called with a model that holds the average; ``version`` is the
-        number of closed epochs. Its exceptions are logged and training continues."""
+        number of closed epochs. Its exceptions are logged and training continues.
+        """
         check_callable("checkpoint_fn", f, "(version, model)")
         return self._set(checkpoint_fn=f)
 
@@ -747,7 +780,8 @@ class TrainerBuilder:
 
         Checkpoints also hold frozen parameters that ``train_fn`` has changed, and modules' extra
         state (``get_extra_state``). Give each run its own directory: checkpoints older than the
-        last ``keep`` are removed, even those of another run."""
+        last ``keep`` are removed, even those of another run.
+        """
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
             save_every=check_int("checkpoint_dir: every", every, 1),
@@ -771,7 +805,8 @@ class TrainerBuilder:
         global batch stays that of the devices at the start of the run. The checkpoint's values of
         the optimizer and the scheduler, including learning rate and length, replace those set
         here. With ``missing_ok`` the run starts from the beginning if the directory has no
-        checkpoint."""
+        checkpoint.
+        """
         return self._set(
             resume=check_path("resume", path),
             resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
@@ -779,7 +814,8 @@ class TrainerBuilder:
 
     def snapshot_timeout(self, s: float) -> TrainerBuilder:
         """Timeout of an averaging round on the CPU path, in seconds (default 5, at least three
-        measured steps)."""
+        measured steps).
+        """
         return self._set(snapshot_timeout_s=check_float("snapshot_timeout", s, 0.0, above=True))
 
     def collective_timeout(self, s: float) -> TrainerBuilder:
@@ -788,12 +824,14 @@ class TrainerBuilder:
 
     def stall_timeout(self, s: float) -> TrainerBuilder:
         """Seconds without progress after which the run ends with ``RunStalled``, which lists the
-        stack of every thread (default 300). Must exceed the longest step or callback."""
+        stack of every thread (default 300). Must exceed the longest step or callback.
+        """
         return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
     def max_failed_rounds(self, n: int) -> TrainerBuilder:
         """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``,
-        continues over another transport if this one has failed (default 5)."""
+        continues over another transport if this one has failed (default 5).
+        """
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
 
     def on_worker_failure(self, mode: str) -> TrainerBuilder:
@@ -813,29 +851,34 @@ class TrainerBuilder:
     def vram_fraction(self, f: float) -> TrainerBuilder:
         """Fraction of each CUDA device's memory that the run may reserve, above 0 and at most 1
         (default 0.9): models, activations and batches of all workers on it. It limits PyTorch's
-        allocator in the whole process during the run."""
+        allocator in the whole process during the run.
+        """
         return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
     def pin_threads(self, flag: bool) -> TrainerBuilder:
         """Run the thread of each CUDA worker on the cores of its GPU's NUMA node (default on),
         within the affinity of the process. No effect if Linux reports no node for the GPU or the
-        machine has one node."""
+        machine has one node.
+        """
         return self._set(pin_threads=check_flag("pin_threads", flag))
 
     def tune_allocator(self, flag: bool) -> TrainerBuilder:
         """Keep freed memory in the process while CPU workers train (default on). It acts on
-        the whole process and cannot be undone."""
+        the whole process and cannot be undone.
+        """
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> TrainerBuilder:
         """``True``: a progress bar on a terminal or in a notebook; elsewhere one line an epoch in
         the log, or on stderr if no handler is configured. ``False``: neither. Default: the bar;
-        elsewhere the line if the logger is enabled for INFO."""
+        elsewhere the line if the logger is enabled for INFO.
+        """
         return self._set(progress=check_flag("progress", flag))
 
     def timeline(self, tl: Timeline) -> TrainerBuilder:
         """Record a timeline of the run; see :class:`~gpuworker.Timeline`. One timeline records
-        one run."""
+        one run.
+        """
         if not isinstance(tl, Timeline):
             raise TypeError(f"timeline({tl!r:.80}): pass a gpuworker.Timeline()")
         return self._set(timeline=tl)

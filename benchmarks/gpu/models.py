@@ -149,7 +149,7 @@ def _images(name: str, depths: tuple[int, ...], side: int, batch: int, **kind: b
     def make_model() -> nn.Module:
         model: Any = ResNet(depths, width, **kind)
         model.to(memory_format=torch.channels_last)
-        return cast(nn.Module, model)
+        return cast("nn.Module", model)
 
     return GpuWorkload(
         name=name,

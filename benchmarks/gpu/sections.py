@@ -60,7 +60,7 @@ def in_lockstep(builder: TrainerBuilder) -> TrainerBuilder:
 def with_graphs(builder: TrainerBuilder) -> TrainerBuilder:
     """The same with the whole step as one CUDA graph."""
     any_builder: Any = builder.resident(True)
-    return cast(TrainerBuilder, any_builder.cuda_graphs(True))
+    return cast("TrainerBuilder", any_builder.cuda_graphs(True))
 
 
 def conv_loop(bench: Bench) -> None:

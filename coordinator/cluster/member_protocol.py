@@ -443,7 +443,8 @@ class RunReady:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
     """All granted batches are trained. Sent once after each :class:`ApplyRound` and
-    :class:`ResumeGrant`."""
+    :class:`ResumeGrant`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -551,7 +552,8 @@ class FormQuorum:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptState:
     """Replace this machine's global parameters, buffers and outer optimizer by those received
-    with the quorum, also for machines healed from it. The inner run's own training is void."""
+    with the quorum, also for machines healed from it. The inner run's own training is void.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -630,7 +632,8 @@ class ApplyRound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeGrant:
     """The round failed and has changed nothing: the previous grant continues, including the
-    batches returned at a capture."""
+    batches returned at a capture.
+    """
 
     reason: str
 

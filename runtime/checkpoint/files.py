@@ -306,7 +306,8 @@ def _lock(fd: int, *, wait: bool) -> bool:
 
 def remove_leftovers(directory: Path, prefix: str) -> None:
     """Remove directories with this prefix whose process has ended; none on a file system without
-    locks. Errors are ignored."""
+    locks. Errors are ignored.
+    """
     with suppress(OSError):
         for path in list(directory.iterdir()):
             if path.name.startswith(prefix):

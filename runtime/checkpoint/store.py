@@ -159,7 +159,8 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
 
 def _compact(value: Any) -> Any:
     """Copy tensors to the CPU, and views to their own memory, since a view would be written with
-    its whole storage."""
+    its whole storage.
+    """
     if isinstance(value, Tensor):
         t = value.detach().to("cpu")
         if t.layout is torch.strided and t.untyped_storage().nbytes() > t.nbytes:
@@ -351,7 +352,7 @@ def _read(path: Path) -> CheckpointData:
             compatible=_dict(state["compatible"]),
             epoch=manifest.epoch,
             global_step=manifest.global_step,
-            orders=cast(dict[int, Tensor], _dict(state.get("orders", {}))),
+            orders=cast("dict[int, Tensor]", _dict(state.get("orders", {}))),
             sampler=state.get("sampler"),
             stream=state.get("stream"),
         )

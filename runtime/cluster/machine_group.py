@@ -222,7 +222,8 @@ def _exchange_hellos(
     timeout: timedelta,
 ) -> dict[str, list[str] | None]:
     """The machines that each machine refuses; ``None`` where its hello is not signed with the
-    token, or has another protocol version."""
+    token, or has another protocol version.
+    """
     body = json.dumps([PROTOCOL_VERSION, sorted(banned.intersection(candidates))]).encode()
     store.set(f"{session}/{rank}", seal(token, session, rank, candidates[rank], body))
     keys = [f"{session}/{i}" for i in range(len(candidates))]

@@ -13,7 +13,8 @@ from runtime.core.checks import check_float
 
 class OuterOptimizer(ABC):
     """Computes new global parameters from the old ones and the weighted mean change of all
-    machines. Every machine makes the same step, bit for bit."""
+    machines. Every machine makes the same step, bit for bit.
+    """
 
     @abstractmethod
     def step(self, old: Sequence[Tensor], change: Sequence[Tensor]) -> list[Tensor]:

@@ -223,7 +223,8 @@ class TorchftEngine(ClusterEngine):
 
     def _ban(self, group: MachineGroup, error: PeerRefused) -> None:
         """Ban the senders, and keep the group alive until all peers have received the message,
-        so that each of them bans the senders too."""
+        so that each of them bans the senders too.
+        """
         self._banned.update(error.machines)
         self._retired_group = group
 
@@ -241,7 +242,7 @@ class TorchftEngine(ClusterEngine):
             raise
 
     def _request_quorum(self) -> Any:
-        """torchft's quorum. Blocks while other machines are not ready.
+        """Torchft's quorum. Blocks while other machines are not ready.
 
         Raises:
             EngineError: The lighthouse did not respond for ``lighthouse_timeout_s``.

@@ -230,7 +230,6 @@ class Rendezvous(Generic[RequestT, PlanT]):
         Returns:
             The same plan on every rank.
         """
-
         planned = False
 
         def plan() -> None:

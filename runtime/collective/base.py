@@ -325,7 +325,8 @@ class Collective(ABC):
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until the threads of a closed collective have ended, which requires that its peers
-        are closed, too; returns False on timeout."""
+        are closed, too; returns False on timeout.
+        """
         return True
 
     def _release(self) -> None:

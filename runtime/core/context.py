@@ -171,9 +171,10 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
 
 
 def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
-    """Gather rows of all ranks in ``train_fn``, for losses over pairs of samples of the global
-    batch, such as those of CLIP and SimCLR. Requires ``all_gather(True)`` on the builder, and
-    ``policy("sync")`` with more than one device::
+    """Gather rows of all ranks in ``train_fn``.
+
+    For losses over pairs of samples of the global batch, such as those of CLIP and SimCLR. Requires
+    ``all_gather(True)`` on the builder, and ``policy("sync")`` with more than one device::
 
         def train_fn(model, batch):
             images, texts = model(*batch)           # (n, d) each: this rank's piece

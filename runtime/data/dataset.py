@@ -123,7 +123,8 @@ class ColumnAdapter(DatasetAdapter):
 
     def current_length(self) -> int:
         """The length as it is now; tensors that were put in the place of others are read from
-        here on."""
+        here on.
+        """
         if self._source is None:
             return self.num_samples
         current = _columns_of(self._source)

@@ -119,7 +119,8 @@ class EpochIndex:
 
     def generator_state(self, since: int) -> dict[str, Any] | None:
         """Epoch number and state of a sampler's own generator before that epoch, for a checkpoint
-        with :meth:`sampled_orders`; ``None`` without such a generator."""
+        with :meth:`sampled_orders`; ``None`` without such a generator.
+        """
         return None if self._sampled is None else self._sampled.state(since)
 
     def restore(

@@ -109,7 +109,7 @@ def find_parameters(module: nn.Module) -> list[SharedParameter]:
 
 
 def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
-    if is_lazy(cast(Any, parameter)):
+    if is_lazy(cast("Any", parameter)):
         return "is lazy; run one forward before wrapping, or give the module its sizes"
     if parameter.layout is not torch.strided:
         return f"has the layout {parameter.layout}; only dense parameters can be sharded"

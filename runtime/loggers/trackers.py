@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.checks import require_modules
@@ -19,10 +19,6 @@ from runtime.loggers.base import (
     rank_values,
     step_values,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 _OWN = re.compile(r"(epoch|step|rank\d+)(/|$)")
 _UNSAFE = re.compile(r"[^\w\-. /]")  # characters that MLflow does not accept in a name

@@ -255,7 +255,8 @@ def apportion(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 def unequal_devices(devices: Sequence[torch.device]) -> bool:
     """True if CPUs and GPUs, or GPUs of different models, train together: then equal gradients
-    may give different bits."""
+    may give different bits.
+    """
     return len({device.type for device in devices}) > 1 or unequal_gpus(devices)
 
 

@@ -85,6 +85,7 @@ def saved_page(history: str) -> str:
 
 def _map_rules(library: bytes) -> str:
     """An empty style element with the id of Plotly's map rules, which the policy would block and
-    this page does not need; empty if the library has no such rules."""
+    this page does not need; empty if the library has no such rules.
+    """
     found = _MAP_RULES.search(library)
     return f'<style id="{found[1].decode("ascii")}"></style>' if found else ""

@@ -182,7 +182,8 @@ class LoadReader:
     def read(self) -> dict[str, float]:
         """Values by short name: ``cpu`` (percent of one core) and ``rss`` (bytes) of the process,
         ``all`` (percent of all cores), load and memory of each GPU; empty before the first
-        reading."""
+        reading.
+        """
         if self._timeline is not None:
             columns, rows = self._timeline.resources()
         elif self._poller is not None:

@@ -332,7 +332,8 @@ class MonitorServer:
 @dataclass(slots=True)
 class _Connection:
     """State of a connection: a handler is running, bytes not yet read by the client, and the time
-    of the last change of either."""
+    of the last change of either.
+    """
 
     changed: float
     answering: bool = False

@@ -174,7 +174,8 @@ class GlobalBatchComm:
     def sum_over_ranks(self, own: Tensor) -> Tensor:
         """The weighted sum over the ranks, divided by this rank's weight.
 
-        The reduction of the gradients later multiplies by that weight."""
+        The reduction of the gradients later multiplies by that weight.
+        """
         if self._group is None:
             return own
         total = self._weighted(own)
@@ -262,7 +263,8 @@ class GlobalBatchComm:
     def _scatter_gradient(self, whole: Tensor, counts: Sequence[int]) -> Tensor:
         """Reduce-scatter the gradients of all rows, to that of this rank's rows.
 
-        It is divided by the rank's weight, as in :meth:`sum_over_ranks`."""
+        It is divided by the rank's weight, as in :meth:`sum_over_ranks`.
+        """
         if whole.is_complex():
             parts = torch.view_as_real(whole.resolve_conj())
             return torch.view_as_complex(self._scatter_gradient(parts, counts))

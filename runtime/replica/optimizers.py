@@ -94,7 +94,8 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     """True if it has ``train()`` and ``eval()`` modes, as schedule-free optimizers do: gradients
-    are taken at other weights than those to be evaluated."""
+    are taken at other weights than those to be evaluated.
+    """
     return any(map(_has_modes, members_of(optimizer)))
 
 
@@ -206,7 +207,8 @@ def _is_compatible(own: Any, given: Any) -> bool:
 def _check_states(optimizer: torch.optim.Optimizer) -> None:
     """Raise for states that lack an entry that a step requires.
 
-    For PyTorch's own optimizers, the entries are found by a step of a one-element parameter."""
+    For PyTorch's own optimizers, the entries are found by a step of a one-element parameter.
+    """
     kind: type[Any] = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return

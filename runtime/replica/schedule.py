@@ -103,7 +103,8 @@ class Schedule:
     def host_lr(self) -> float | None:
         """Learning rate of the first group, without a wait for the device.
 
-        For a tensor on a device, the value last written there; ``None`` if not available."""
+        For a tensor on a device, the value last written there; ``None`` if not available.
+        """
         rate = self._optimizer.param_groups[0].get("lr")
         if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
             return self._host_lr

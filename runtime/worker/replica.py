@@ -207,7 +207,8 @@ class WorkerReplica:
     @contextmanager
     def at_eval_point(self) -> Iterator[None]:
         """Hold the weights to be evaluated, saved or returned: of an optimizer with modes, those
-        of its ``eval()``; otherwise the live ones."""
+        of its ``eval()``; otherwise the live ones.
+        """
         with at_eval_point(self.optimizer, self.state.params.flats) as kept:
             self.checkpoint.train_point = kept
             try:

@@ -107,7 +107,6 @@ def setup(case: Case) -> State:
 
 def fsdp(case: Case) -> State:
     """``FSDP`` with full sharding, over two threads."""
-
     # Made here: a loader that begins in one thread would draw from the generator that is seeded
     # for what another one makes.
     made = [(case.model(), case.batches(BATCH_SIZE)) for _ in range(NUM_DEVICES)]

@@ -209,7 +209,8 @@ def test_a_rank_whose_loss_ignores_the_gathered_rows_has_gradients_of_other_loss
 
 def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
     """The rows that each rank gathers, and the gradient of its piece for a gradient of these rows,
-    or of a loss computed from them."""
+    or of a loss computed from them.
+    """
     ends = create_collectives(len(pieces))
     found = [None] * len(pieces)
 

@@ -221,7 +221,8 @@ def with_evaluations(schedule: Schedule) -> Schedule:
 
 def with_sizes(schedule: Schedule) -> Schedule:
     """The schedule with unequal batch sizes of the ranks in a third of the runs without
-    ``SYNC``."""
+    ``SYNC``.
+    """
     c = schedule.config
     rng = random.Random(f"sizes of {schedule.seed}")
     if c.policy is ApplyPolicy.SYNC or c.drop_last or rng.random() < 0.67:

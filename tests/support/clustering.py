@@ -54,7 +54,8 @@ class RecordedChanges(Mean):
 
 class Counted(Mean):
     """Counts the rounds in which each element has changed, over the whole history: the counts are
-    part of the healing state and of checkpoints."""
+    part of the healing state and of checkpoints.
+    """
 
     def __init__(self, n):
         self.counts = torch.zeros(SLOTS * n, dtype=torch.int64)

@@ -96,7 +96,7 @@ def assert_is_plan(taken, plan):
 
 PLANS = [
     ALL,
-    EpochPlan(epoch=1, batches=(range(1, 6, 2), range(0, 2))),
+    EpochPlan(epoch=1, batches=(range(1, 6, 2), range(2))),
     EpochPlan(epoch=1, batches=()),
     EpochPlan(epoch=2, batches=(range(5, 6),)),
 ]

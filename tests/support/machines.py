@@ -113,7 +113,8 @@ class LighthouseProcess(_Process):
 
     def wait_for(self, kind, count):
         """Wait until its page shows this number of ``"heartbeating"`` machines, or of
-        ``"participants"``, which have requested a round."""
+        ``"participants"``, which have requested a round.
+        """
         pattern = {
             "heartbeating": r"\[(\d+) heartbeating",
             "participants": r"\[(\d+)/\d+ participants healthy",

@@ -247,8 +247,12 @@ def test_a_slower_checkout_loses_against_this_one(slow_checkout):
             model="mlp",
             guess=200.0,
             request={
-                **{"what": "rate", "model": "mlp", "step_s": 0.002, "way": "one"},
-                **{"seconds": 0.05, "slowdown": 1.0},
+                "what": "rate",
+                "model": "mlp",
+                "step_s": 0.002,
+                "way": "one",
+                "seconds": 0.05,
+                "slowdown": 1.0,
             },
         )
     ]

@@ -1,5 +1,6 @@
 """Devices of other kinds than CUDA: told apart, refused by name, and trained on through
-``torch.accelerator`` alone."""
+``torch.accelerator`` alone.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ MIB = 2**20
 
 class WrittenMemory(CudaMemory):
     """Devices of ``total`` MiB, of which the run may use a part; a step of n samples peaks at
-    ``100 + each * n`` MiB, of which 100 are held between steps; no graph frees anything."""
+    ``100 + each * n`` MiB, of which 100 are held between steps; no graph frees anything.
+    """
 
     def __init__(self, total=2000, fraction=0.5, each=10):
         self.total, self.part, self.each = total * MIB, fraction, each
