@@ -21,8 +21,10 @@ from runtime.checkpoint.store import save_once
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
+from runtime.core.launchers import refuse_launcher
 from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
+from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
@@ -360,6 +362,9 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
 
 def start_run(config: RunSettings) -> TrainerHandle:
     """Check the settings, start all threads and return a handle."""
+    refuse_import_of_main()
+    if config.cluster is None:
+        refuse_launcher("run()")
     if config.dataset is None:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
     config = config.with_ledger_batch_size()

@@ -42,6 +42,10 @@ MAX_SEED = 2**63 - 1
 """The largest seed that every generator accepts."""
 
 
+MAX_TRIAL_SAMPLES = 32
+"""A data set of up to so many samples is a trial, and may be smaller than a batch."""
+
+
 DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
 """Default anchor at the start of a run, and its default lower limit."""
 
@@ -291,6 +295,7 @@ class RunSettings:
                 f"fewer than batch_size({c.batch_size}); lower batch_size or call drop_last(False)"
             )
         self._check_batch_sizes(world)
+        self._check_batch_fits(num_samples, world)
         if c.partition_ratios is not None and len(c.partition_ratios) != world:
             raise ValueError(
                 f"partition_ratios has {len(c.partition_ratios)} entries for {world} devices"
@@ -450,6 +455,20 @@ class RunSettings:
                 f"batch_size({sizes}): the sum of the sizes, {sum(sizes)}, is no multiple of the "
                 f"{world} devices, as {least} and {least + world} are; change one of them"
             )
+
+    def _check_batch_fits(self, num_samples: int, world: int) -> None:
+        """Refuse a batch larger than the data set, or warn if that is a trial of a few samples."""
+        largest = max(self.coordinator.batch_sizes or (self.coordinator.batch_size,))
+        if largest <= num_samples:
+            return
+        text = (
+            f"batch_size({largest}) is larger than the data set, which has {num_samples} samples: "
+            f"call .batch_size({max(1, num_samples // world)}), with which each of the {world} "
+            f"workers has a batch, or at most .batch_size({num_samples})"
+        )
+        if num_samples > MAX_TRIAL_SAMPLES:
+            raise ValueError(text)
+        logger.warning("%s", text)
 
     def _check_accelerators(self, devices: Sequence[torch.device]) -> None:
         for device in devices:

@@ -51,6 +51,20 @@ from runtime.worker.worker_config import EvalFn, UserFunctions
 class Trainer:
     """Trains a model on all devices of one machine from one process."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        calls = "".join(
+            f".{_OTHER_LIBRARIES_NAMES.get(name, name)}({value!r:.40})"
+            for name, value in settings.items()
+            if hasattr(TrainerBuilder, _OTHER_LIBRARIES_NAMES.get(name, name))
+        )
+        given = ", ".join(["..."] * bool(args) + [f"{k}={v!r:.40}" for k, v in settings.items()])
+        raise TypeError(
+            f"Trainer({given}): a run is set up by Trainer.builder(model_factory, optim_factory, "
+            f"train_fn).dataset(ds).batch_size(32){calls}.run().join(), and your own loop by "
+            "Trainer.setup(model, optim_factory); docs/coming-from.md has both beside Lightning, "
+            "Accelerate and the HF Trainer"
+        )
+
     @staticmethod
     def builder(
         model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
@@ -406,13 +420,14 @@ class TrainerBuilder:
     ) -> TrainerBuilder:
         """One worker for each entry; a device may be listed more than once (default: every
         visible CUDA device, else one ``"cpu"``). A number ``n`` means the first ``n`` CUDA
-        devices, or ``n`` workers on the CPU without CUDA.
+        devices, or ``n`` workers on the CPU without CUDA; -1 and ``"auto"`` mean the default,
+        ``"gpu"`` every visible CUDA device.
         """
         return self._set(requested_devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
         """Policy of averaging (default ``SYNC``); ``"cadence"`` is ``ApplyPolicy.CADENCE``."""
-        return self._set(policy=check_choice("policy", p, ApplyPolicy))
+        return self._set(policy=check_choice("policy", p, ApplyPolicy, _STRATEGIES))
 
     def backend(self, b: AverageBackend | str) -> TrainerBuilder:
         """The transport over which replicas average; ``"thread"`` is ``AverageBackend.THREAD``.
@@ -727,19 +742,22 @@ class TrainerBuilder:
         """
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 
-    def callbacks(self, *callbacks: Callback) -> TrainerBuilder:
+    def callbacks(self, *callbacks: Callback | Sequence[Callback]) -> TrainerBuilder:
         """Objects that observe the run and may end it: :class:`~gpuworker.EarlyStopping`,
         :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or other subclasses of
         :class:`~gpuworker.Callback`. They receive an epoch's metrics after :meth:`metrics_fn`, in
-        this order.
+        this order. A list in place of several arguments works as well.
         """
-        for callback in callbacks:
+        given: list[Any] = []
+        for each in callbacks:
+            given += each if isinstance(each, list | tuple) else [each]
+        for callback in given:
             if not isinstance(callback, Callback):
                 raise TypeError(
                     f"callbacks({callback!r:.80}): pass gpuworker.Callback objects; loggers and "
                     "functions go into metrics_fn(...)"
                 )
-        return self._set(callbacks=callbacks)
+        return self._set(callbacks=tuple(given))
 
     def checkpoint_every(self, n: int) -> TrainerBuilder:
         """Call :meth:`checkpoint_fn` every ``n`` epochs."""
@@ -891,6 +909,19 @@ class TrainerBuilder:
         """
         brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
         return start_run(self._config.with_values(**brought))
+
+
+_STRATEGIES = {
+    **dict.fromkeys(
+        ("ddp", "dp", "ddp_spawn", "ddp_notebook", "ddp_find_unused_parameters_true"),
+        'DDP\'s averaging of gradients in each step is policy("sync")',
+    ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp2", "deepspeed"),
+        "shards are for your own loop: gpuworker.FSDP, see docs/own-loops.md",
+    ),
+}
+"""Advice for strategies of other libraries, given as a policy."""
 
 
 _OTHER_LIBRARIES_NAMES = {

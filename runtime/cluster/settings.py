@@ -13,9 +13,11 @@ from runtime.cluster.lighthouse import JOIN_TIMEOUT_S
 from runtime.cluster.options import EngineOptions
 from runtime.cluster.outer import Mean, OuterOptimizer
 from runtime.core.checks import check_float
+from runtime.core.launchers import WORLD_SIZE, num_launched
 
 logger = logging.getLogger(__name__)
 
+_LAUNCHERS = (WORLD_SIZE, "GROUP_WORLD_SIZE")
 PERIOD_VARIABLE = "GPUWORKER_CLUSTER_PERIOD"
 """Environment variable of ``period``."""
 
@@ -69,7 +71,7 @@ class ClusterSettings:
                 processes, which it restarts together.
         """
         found = os.environ if environ is None else environ
-        if found.get("TORCHELASTIC_RUN_ID") and _is_multi_process(found):
+        if found.get("TORCHELASTIC_RUN_ID") and num_launched(found, *_LAUNCHERS) > 1:
             raise ValueError(
                 "cluster(): torchrun has started several processes, which it restarts together, so "
                 "that none can continue without the others: start the script once on each "
@@ -96,10 +98,3 @@ def connect_torchft(options: EngineOptions, offer: Callable[[], ClusterState]) -
     from runtime.cluster.torchft_engine import TorchftEngine
 
     return TorchftEngine(options, offer)
-
-
-def _is_multi_process(environ: Mapping[str, str]) -> bool:
-    return any(
-        environ.get(name, "1").isdecimal() and int(environ.get(name, "1")) > 1
-        for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE")
-    )

@@ -35,9 +35,7 @@ class WorkerFailed(GpuWorkerError):
     """
 
     def __init__(self, rank: int, epoch: int, step: int, error: BaseException) -> None:
-        super().__init__(
-            f"worker {rank} failed in epoch {epoch} at step {step}: {type(error).__name__}: {error}"
-        )
+        super().__init__(f"worker {rank} failed in epoch {epoch} at step {step}: {text_of(error)}")
         self.rank = rank
         self.epoch = epoch
         self.step = step
@@ -105,9 +103,7 @@ class ReplicaFailed(GpuWorkerError):
     """
 
     def __init__(self, rank: int, device: str, what: str, error: BaseException) -> None:
-        super().__init__(
-            f"rank {rank} on {device} failed in {what}: {type(error).__name__}: {error}"
-        )
+        super().__init__(f"rank {rank} on {device} failed in {what}: {text_of(error)}")
         self.rank = rank
         self.device = device
         self.what = what
@@ -155,6 +151,11 @@ class CollectiveTimeout(GpuWorkerError):
     """
 
     failed = False
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message of an error, with its notes, which hold the remedy."""
+    return ". ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def mark_failed(error: CollectiveError) -> CollectiveError:

@@ -209,8 +209,13 @@ class WeightAccumulator:
             torch._foreach_div_(grads, units)
 
 
-def checked_loss(loss: object, function: str) -> Tensor:
+def checked_loss(loss: object, function: str, *, has_run_backward: bool = False) -> Tensor:
     """Check that a user function returned a scalar loss with a graph.
+
+    Args:
+        loss: The value that it returned.
+        function: Its name, for messages.
+        has_run_backward: True if it has run a backward pass itself.
 
     Raises:
         TypeError, ValueError: It did not; the message has the remedy.
@@ -225,6 +230,12 @@ def checked_loss(loss: object, function: str) -> Tensor:
             "batch's mean loss, for instance loss.mean()"
         )
     if not loss.requires_grad:
+        if has_run_backward:
+            raise ValueError(
+                f"{function} calls backward() itself and returned a loss without a gradient: "
+                f"end {function} with return loss, not detached, and leave backward(), "
+                "optimizer.step() and optimizer.zero_grad() out, which the run does"
+            )
         raise ValueError(
             f"{function} returned a loss without a gradient: compute it from the output of the "
             "model passed to it, outside torch.no_grad(), and do not detach it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from torch.utils.data import (
 from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes
 
+logger = logging.getLogger(__name__)
+
 Collate = Callable[[list[Any]], Any]
 
 SUPPORTED_DATASETS = (
@@ -28,6 +31,9 @@ SUPPORTED_DATASETS = (
     "dict of tensors or NumPy arrays, a DataLoader, or an object with __len__ and "
     "get_batch(indices)"
 )
+
+MAX_NAMED_COLUMNS = 8
+"""Columns of a table that are named in a message."""
 
 
 class DatasetAdapter(ABC):
@@ -248,6 +254,7 @@ class MapAdapter(_UserCodeAdapter):
         self._collate = collate_fn
         # As in torch, an attribute that is None counts as missing.
         self._get_items = getattr(dataset, "__getitems__", None) is not None
+        self._is_checked = collate_fn is not None  # by the first batch
 
     def load(self, indices: Tensor) -> Any:
         """Read the samples ``indices`` and collate them."""
@@ -258,9 +265,39 @@ class MapAdapter(_UserCodeAdapter):
             else:
                 samples = [dataset[position] for position in positions]
         if self._collate is None:
-            return check_batch(default_collate(samples), len(positions))
+            if not self._is_checked:
+                self._is_checked = True
+                _warn_of_lists(samples[0])
+            try:
+                return check_batch(default_collate(samples), len(positions))
+            except (TypeError, RuntimeError) as error:
+                error.add_note(
+                    "PyTorch's default collate function made a batch of samples of type "
+                    f"{type(samples[0]).__name__}: return tensors or arrays of equal shapes, or "
+                    "pass collate_fn(f), which makes a batch from a list of samples"
+                )
+                raise
         # A collate_fn may pack samples, so its rows are not counted.
         return check_batch(self._collate(samples), None)
+
+
+def _warn_of_lists(sample: Any) -> None:
+    """Warn of lists of numbers in a sample, which PyTorch's collate function transposes."""
+    if not isinstance(sample, Mapping):
+        return
+    lists = [
+        name
+        for name, value in sample.items()
+        if isinstance(value, list) and value and isinstance(value[0], int | float)
+    ]
+    if lists:
+        logger.warning(
+            "the data set's rows hold %s as lists of numbers, of which PyTorch's default collate "
+            "function makes a list with one tensor for each position: for one tensor of shape "
+            '(batch, length) call dataset.with_format("torch") (Hugging Face datasets), return '
+            "tensors, or pass a collate_fn",
+            ", ".join(map(repr, lists)),
+        )
 
 
 class BatchAdapter(_UserCodeAdapter):
@@ -381,9 +418,12 @@ def _columns_of(dataset: Any) -> ColumnAdapter | None:
         )
     if not all(are_arrays):
         position = are_arrays.index(False)
+        part, label = dataset[position], position if names is None else repr(names[position])
+        remedy = "make it a tensor or a NumPy array"
+        if _is_frame(part):
+            remedy = f"make it an array, {_arrays_of(part)}"
         raise TypeError(
-            f"element {position if names is None else repr(names[position])} of the data set is of "
-            f"type {type(dataset[position]).__name__}: make it a tensor or a NumPy array"
+            f"element {label} of the data set is of type {type(part).__name__}: {remedy}"
         )
     columns = [as_column(part, position) for position, part in enumerate(dataset)]
     lengths = [len(column) for column in columns]
@@ -396,12 +436,36 @@ def _is_tabular(dataset: Any) -> bool:
     return type(dataset) in (TensorDataset, Subset)
 
 
+def _is_frame(dataset: Any) -> bool:
+    """True for tables and columns of pandas, polars and similar libraries."""
+    return callable(getattr(dataset, "to_numpy", None)) and not callable(
+        getattr(dataset, "get_batch", None)
+    )
+
+
+def _arrays_of(frame: Any) -> str:
+    """Code that makes arrays of a table's columns: the last one is taken for the target."""
+    convert = '.to_numpy().astype("float32")'
+    columns = getattr(frame, "columns", None)
+    if columns is None:
+        return f"column{convert}"
+    names = list(columns)
+    if len(names) < 2 or len(names) > MAX_NAMED_COLUMNS:
+        return f"table[[...]]{convert}, table[...]{convert}"
+    return f"table[{names[:-1]!r}]{convert}, table[{names[-1]!r}]{convert}"
+
+
 def _reject_unreadable(dataset: Any) -> None:
     """Raise ``TypeError`` if ``dataset`` has no length or cannot be read by index."""
     name = type(dataset).__name__
     if dataset is None or isinstance(dataset, int | float | str | bytes | type):
         what = dataset.__name__ + ", a class" if isinstance(dataset, type) else repr(dataset)
         raise TypeError(f"{what} is not a data set: {SUPPORTED_DATASETS}")
+    if _is_frame(dataset):
+        raise TypeError(
+            f"the data set is a {name}, whose items are not its rows: pass a tuple of arrays, "
+            f"dataset(({_arrays_of(dataset)},)); a batch is then a tuple with one tensor for each"
+        )
     get_item = getattr(type(dataset), "__getitem__", None)
     if get_item in (None, Dataset.__getitem__) and not callable(
         getattr(dataset, "get_batch", None)

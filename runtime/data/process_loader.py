@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, spawn
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
@@ -80,12 +82,15 @@ class ProcessLoader(ThreadLoader):
 
         Raises:
             TypeError: The data set or ``collate_fn`` cannot be sent to a process.
+            ValueError: The main script would start the run again in each process.
         """
         source = _BatchDataset(self._adapter, self._seed, self.rank, self._settings.init_fn)
         check_picklable(source)
         methods = multiprocessing.get_all_start_methods()
         method = "forkserver" if "forkserver" in methods else "spawn"
         method = self._settings.start_method or method
+        if method != "fork":
+            check_main_guard(self._num_processes)
         if method == "forkserver":
             _preload()
         state = DataSetState(self._adapter, self._num_processes)
@@ -103,7 +108,13 @@ class ProcessLoader(ThreadLoader):
             # Else it would draw from the global generator, and every rank had the same seeds.
             generator=self._seed_generator(),
         )
-        self._batches = iter(self._dataloader)  # an empty pass: no plan is queued yet
+        try:
+            self._batches = iter(self._dataloader)  # an empty pass: no plan is queued yet
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(
+                "the loader processes could not be started: their server ended, probably while it "
+                f"imported the main script. {_GUARD}"
+            ) from error
         state.sent()
 
     def _seed_generator(self) -> torch.Generator:
@@ -178,11 +189,54 @@ class ProcessLoader(ThreadLoader):
             self._fatal_error = (
                 f"a loader process of rank {self.rank} died with exit code {codes[0]}: it was "
                 "killed, perhaps because memory ran out, or it could not import the main script or "
-                "the data set's class; start runs with loader_workers(n) under "
-                "if __name__ == '__main__': and define the data set in a module"
+                f"the data set's class, which has to be defined in a module. {_GUARD}"
             )
             raise RuntimeError(self._fatal_error) from error
         return LoadedBatch(data, num_samples, epoch, batch)
+
+
+_GUARD = (
+    "Loader processes import the main script, so the run has to start below the line "
+    "if __name__ == '__main__':"
+)
+
+
+def check_main_guard(num_processes: int) -> None:
+    """Refuse to start processes that would start the run again when they import the main script.
+
+    Scripts that mention neither ``__main__`` nor the process that they run in are refused.
+
+    Raises:
+        ValueError: The main script has no guard.
+    """
+    data = spawn.get_preparation_data("guard")
+    path = data.get("init_main_from_path")
+    if path is None and "init_main_from_name" in data:
+        path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        return
+    try:
+        source = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    if not any(name in source for name in ("__main__", "parent_process", "current_process")):
+        raise ValueError(
+            f"loader_workers({num_processes}): loader processes import the main script, {path}, "
+            "which would start the run again in each of them: put the lines that start it into a "
+            "function, def main(): ..., and call it at the end of the script below the line "
+            "if __name__ == '__main__':"
+        )
+
+
+def refuse_import_of_main() -> None:
+    """End a process that is about to start a run while it imports the main script.
+
+    Raises:
+        SystemExit: This is a child process that multiprocessing has started and that is importing
+            the main script of its parent.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(f"a run was started while a child process imported the script. {_GUARD}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

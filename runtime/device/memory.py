@@ -242,4 +242,6 @@ def explain_out_of_memory(
         f"vram_fraction. {error}"
     )
     explained.__cause__ = error
+    for note in error.__dict__.pop("__notes__", ()):
+        explained.add_note(note)
     return explained

@@ -17,6 +17,7 @@ from coordinator.config import AverageBackend
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
+from runtime.core.launchers import refuse_launcher
 from runtime.core.threads import Closeable
 from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
@@ -41,6 +42,7 @@ from runtime.replica.build import (
     build_model,
     build_optimizer,
 )
+from runtime.replica.error_notes import explain_error
 from runtime.replica.gradients import (
     average_gradients,
     check_gradients,
@@ -108,6 +110,7 @@ class DataParallelCoordinator(Closeable):
         backend: AverageBackend = AverageBackend.AUTO,
         max_grad_norm: float | None = None,
     ) -> None:
+        refuse_launcher("DataParallelCoordinator")
         if isinstance(model_factory, nn.Module):
             model_factory = CopyingFactory(model_factory)
         check_callable("model_factory", model_factory, "f(device) -> torch.nn.Module")
@@ -293,8 +296,12 @@ class DataParallelCoordinator(Closeable):
         if isinstance(samples, Tensor) or holds_columns(samples):
             samples = move_batch(samples, self._devices[rank])
         with self._mirror.computing(rank) as model:
-            loss, result = read_result(self._loss_fn(model, samples))
-            loss.backward()  # type: ignore[no-untyped-call]
+            try:
+                loss, result = read_result(self._loss_fn(model, samples))
+                loss.backward()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                explain_error(error, "loss_fn", model, samples, owns_backward=True, place="samples")
+                raise
         leaves = self._replicas[rank].leaves
         if not self._checked[rank]:
             check_gradients(self._names(), leaves, "loss_fn")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
 from runtime.core.checks import check_devices
+from runtime.core.launchers import refuse_launcher
 from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
 from runtime.core.threads import Closeable
 from runtime.loop.collective_group import resolve_backend
@@ -72,6 +73,7 @@ class Ddp(Closeable):
             ValueError: There are too few models, the number of devices differs, a model is not
                 on its device, or the backend does not serve the devices.
         """
+        refuse_launcher("Ddp.wrap")
         found = _check_models(models)
         places = check_devices(devices)
         if len(found) != len(places):

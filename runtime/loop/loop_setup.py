@@ -14,6 +14,7 @@ from coordinator.config import AverageBackend
 from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, default_devices
 from runtime.core.context import announce
+from runtime.core.launchers import refuse_launcher
 from runtime.device.base import device_summary
 from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
@@ -62,6 +63,7 @@ def set_up(
         param_groups: ``f(model)`` returns the groups for ``optim_factory``; ``None``: it
             receives the trainable parameters.
     """
+    refuse_launcher("Trainer.setup")
     if not isinstance(config, DdpConfig):
         raise TypeError(f"config must be a DdpConfig, got {type(config).__name__}")
     resolved = default_devices() if devices is None else check_devices(devices)

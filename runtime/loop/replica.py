@@ -26,12 +26,14 @@ from runtime.core.loss_weights import (
 )
 from runtime.core.nested import flatten
 from runtime.device.base import Device
+from runtime.device.memory import is_out_of_memory
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import ShardOutput
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
+from runtime.replica.error_notes import LOOP_REMEDY, add_note_once, explain_error, memory_note
 from runtime.replica.flat import reals
 from runtime.replica.gradients import refuse_sparse
 
@@ -79,6 +81,7 @@ class RankReplica:
         self.batch_timer = context.new_timer()
         self.sync_timer = context.new_timer()
         self.exchange_span_s = (0.0, 0.0)
+        self._largest = 0  # samples of the largest piece that fitted into memory
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -91,7 +94,15 @@ class RankReplica:
         with self.mirror.computing(self.rank) as model:
             if timed:
                 self.sample_timer.start()
-            output = model(*inputs.args, **inputs.kwargs)
+            try:
+                output = model(*inputs.args, **inputs.kwargs)
+            except RuntimeError as error:
+                given: dict[Any, Any] = {**dict(enumerate(inputs.args)), **inputs.kwargs}
+                explain_error(error, "your loop", model, given, place="inputs")
+                if is_out_of_memory(error):
+                    add_note_once(error, memory_note(stop - start, self._largest, LOOP_REMEDY))
+                raise
+            self._largest = max(self._largest, stop - start)
             if timed:
                 self.sample_timer.stop(stop - start)
             shard = read_output(self.rank, model, inputs, output, (start, stop), self._loss_weight)
@@ -137,8 +148,12 @@ class RankReplica:
         with self.mirror.computing(self.rank) as model:
             for batch in batches:
                 self.batch_timer.start()
-                loss, weight = read_loss(loss_fn(model, nested_to_device(batch, self.device)))
-                losses.append(weighted_backward(loss, weight, self.leaves))
+                try:
+                    loss, weight = read_loss(loss_fn(model, nested_to_device(batch, self.device)))
+                    losses.append(weighted_backward(loss, weight, self.leaves))
+                except RuntimeError as error:
+                    explain_error(error, "loss_fn", model, batch, owns_backward=True)
+                    raise
                 self.batch_timer.stop(1)
                 weights.append(weight)
         found = torch.stack(losses) if losses else torch.empty(0, device=self.device)

@@ -30,6 +30,7 @@ from runtime.core.loss_weights import (
 from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
+from runtime.replica.error_notes import explain_error
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import StepFiniteCheck
@@ -325,6 +326,14 @@ class AccumulationWindow:
             The loss, detached, on the device, 0 if its weight is 0; and the weight, ``None`` if
             ``train_fn`` returned none.
         """
+        try:
+            return self._add(train_fn, batch, num_samples)
+        except RuntimeError as error:
+            model = self._stepper._model
+            explain_error(error, "train_fn", model, batch, owns_backward=True)
+            raise
+
+    def _add(self, train_fn: TrainFn, batch: Any, num_samples: int) -> tuple[Tensor, Weight | None]:
         if self._stage is not _Stage.ACCUMULATING:
             self._require(_Stage.NEW)
             self.restart()
@@ -337,18 +346,22 @@ class AccumulationWindow:
         part = self._part
         checks = stepper._checks[part.name]
         scaled = num_samples != self.num_samples or stepper._scaler is not None
-        probes = checks.probe() if scaled else ()
+        probes = checks.probe() if scaled or checks.is_first else ()
         if stepper._dtype is None:
             result = train_fn(stepper._model, batch)
         else:
             with torch.autocast(stepper._device_type, dtype=stepper._dtype):
                 result = train_fn(stepper._model, batch)
         if probes:
-            checks.check_untouched(probes, "accumulate(n) and fp16 scale the loss that it returns")
+            if scaled:
+                reason = "accumulate(n) and fp16 scale the loss that it returns"
+                checks.check_untouched(probes, reason)
+            else:
+                checks.note_own_backward(probes)
         weight: Weight | None = None
         if not isinstance(result, Tensor):
             result, weight = split_loss(result, stepper._model, batch)
-        loss = checked_loss(result, "train_fn")
+        loss = checked_loss(result, "train_fn", has_run_backward=checks.has_run_backward)
         checks.check_graph(loss)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         live: Tensor | bool = True

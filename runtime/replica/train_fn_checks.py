@@ -29,6 +29,11 @@ class TrainFnChecks:
         params: The parameters that the function trains.
         is_reduced: True if ranks reduce gradients before the optimizer steps.
         warns: True on the rank that logs warnings.
+
+    Attributes:
+        is_first: True until the first backward pass.
+        has_run_backward: True if the function has run a backward pass itself, before the first
+            one of the run.
     """
 
     def __init__(
@@ -38,14 +43,15 @@ class TrainFnChecks:
         self._names, self._params = params.names, params.params
         self._is_reduced = is_reduced
         self._warns = warns
-        self._is_first = True
+        self.is_first = True
+        self.has_run_backward = False
         self._next = 0
         self._num_graphs = 0
         self._leaves: list[Tensor] = []
 
     def probe(self) -> list[_Probe]:
         """The present gradients of the parameters that :meth:`check_untouched` compares."""
-        if self._is_first:
+        if self.is_first:
             chosen: Sequence[int] = range(len(self._params))
         else:
             self._next = (self._next + 1) % len(self._params)
@@ -70,6 +76,14 @@ class TrainFnChecks:
                     f"{self._names[i]!r} itself, by backward() or zero_grad(), but {why}: return "
                     "the sum of all losses from train_fn and leave backward() and zero_grad() out"
                 )
+
+    def note_own_backward(self, probes: Sequence[_Probe]) -> None:
+        """Record that the function has changed gradients since :meth:`probe`, if it has."""
+        changed = (
+            (now := self._params[i].grad) is not grad or _version(now) != version
+            for i, grad, version in probes
+        )
+        self.has_run_backward = any(changed)
 
     def check_graph(self, loss: Tensor) -> None:
         """Warn of leaves of the first losses that receive gradients but that no optimizer has."""
@@ -99,7 +113,7 @@ class TrainFnChecks:
 
     def versions(self) -> list[int] | None:
         """Version counters of the parameters before the first backward pass, else ``None``."""
-        return [p._version for p in self._params] if self._is_first else None
+        return [p._version for p in self._params] if self.is_first else None
 
     def check_first_backward(self, versions: Sequence[int]) -> None:
         """Check the gradients of the first backward pass, and hooks that step in it.
@@ -108,7 +122,13 @@ class TrainFnChecks:
             ValueError: No parameter has a gradient, one is sparse, or a hook changes a parameter
                 before its gradient is reduced.
         """
-        self._is_first = False
+        self.is_first = False
+        if self.has_run_backward and self._warns:
+            logger.warning(
+                "train_fn calls backward() itself: these gradients are added to those of the loss "
+                "that it returns, for which the run calls backward(). If it is the same loss, they "
+                "count twice: leave backward() out of train_fn"
+            )
         changed = [
             name
             for name, p, version in zip(self._names, self._params, versions, strict=True)

@@ -22,6 +22,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
+from runtime.replica.error_notes import accumulate_remedy, add_note_once, memory_note
 from runtime.replica.graphs import GraphedSteps, GraphFallbacks
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import (
@@ -94,6 +95,8 @@ class WorkerSteps:
         self._launched: deque[_LaunchedStep] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._is_lockstep
+        self._accumulate = config.accumulate
+        self._largest = 0  # samples of the largest batch that fitted into memory
         varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
         self._gathers = config.all_gather
@@ -214,13 +217,24 @@ class WorkerSteps:
         """
         total = sum(sizes)
         self._timer.start()
-        if self._is_lockstep:
-            self._make_lockstep(sizes, first, train_fn, total)
-            return
-        end = self._make_step(sizes, first, train_fn, total)
-        self._timer.stop(len(sizes))
-        self._lockstep.stepped(0 if end.dropped else total)
-        self._count(len(sizes), total, end)
+        try:
+            if self._is_lockstep:
+                self._make_lockstep(sizes, first, train_fn, total)
+            else:
+                end = self._make_step(sizes, first, train_fn, total)
+                self._timer.stop(len(sizes))
+                self._lockstep.stepped(0 if end.dropped else total)
+                self._count(len(sizes), total, end)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._explain_memory(error, max(sizes, default=0))
+            raise
+        if sizes and sizes[0] > self._largest:
+            self._largest = max(sizes)
+
+    def _explain_memory(self, error: RuntimeError, num_samples: int) -> None:
+        remedy = accumulate_remedy(num_samples, self._largest, self._accumulate)
+        add_note_once(error, memory_note(num_samples, self._largest, remedy))
 
     def _make_lockstep(
         self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int

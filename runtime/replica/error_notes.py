@@ -1,0 +1,133 @@
+"""Notes on errors of user functions, with the cause in the user's terms and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.device.memory import is_out_of_memory
+
+_BACKWARD_TWICE = "backward through the graph a second time"
+_DTYPE = re.compile(
+    r"same dtype|scalar type|Input type .* should be the same|dtype|not implemented for '"
+)
+
+
+LOOP_REMEDY = (
+    "pass smaller batches, with loss.backward() for each of them and one model.step(), which "
+    "trains as many samples in each step with less memory"
+)
+"""Advice for an own loop that has run out of memory."""
+
+
+def explain_error(
+    error: BaseException,
+    function: str,
+    model: nn.Module,
+    batch: Any,
+    *,
+    owns_backward: bool = False,
+    place: str = "batch",
+) -> None:
+    """Add notes to an error of PyTorch that a user function caused.
+
+    Args:
+        error: The error; other errors are not changed.
+        function: Name of the function, for the notes.
+        model: The model that it was called with.
+        batch: The batch that it was called with.
+        owns_backward: True if the caller, not the user, runs the backward pass.
+        place: Name of the batch in ``function``.
+    """
+    if not isinstance(error, RuntimeError):
+        return
+    text = str(error)
+    if owns_backward and _BACKWARD_TWICE in text:
+        add_note_once(
+            error,
+            f"{function} calls backward() on the loss that it returns, and the run does so itself: "
+            f"end {function} with return loss, and leave loss.backward(), optimizer.step() and "
+            "optimizer.zero_grad() out",
+        )
+    elif _DTYPE.search(text) and not is_out_of_memory(error):
+        note = _dtype_note(function, model, batch, place)
+        if note is not None:
+            add_note_once(error, note)
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Add a note unless the error has it."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _dtype_note(function: str, model: nn.Module, batch: Any, place: str) -> str | None:
+    """The first tensor of a batch whose dtype is not that of the model's parameters."""
+    of_model = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(of_model) != 1:
+        return None
+    (wanted,) = of_model
+    differing = [
+        (item, tensor.dtype)
+        for item, tensor in _tensors(batch, place)
+        if tensor.dtype not in (wanted, torch.bool, torch.int64)
+    ]
+    if not differing:
+        return None
+    found = ", ".join(f"{item} is {_name(dtype)}" for item, dtype in differing)
+    return (
+        f"{found}, and the model's parameters are {_name(wanted)}: convert the data once, "
+        f"array.astype(numpy.{_name(wanted)}) or tensor.to({wanted}), or in {function}, "
+        f"{differing[0][0]}.to({wanted})"
+    )
+
+
+def _tensors(batch: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with the expressions that select them."""
+    if isinstance(batch, Tensor):
+        yield place, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _tensors(value, f"{place}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for i, value in enumerate(batch):
+            yield from _tensors(value, f"{place}[{i}]")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def memory_note(num_samples: int, largest: int, remedy: str) -> str:
+    """The note on an out-of-memory error.
+
+    Args:
+        num_samples: Samples of the batch.
+        largest: Samples of the largest batch that fitted; 0: none yet.
+        remedy: Advice for the caller.
+    """
+    fitted = f"the largest that fitted had {largest}" if largest else "none has fitted yet"
+    return f"the batch had {num_samples} samples, {fitted}: {remedy}"
+
+
+def accumulate_remedy(num_samples: int, largest: int, accumulate: int) -> str:
+    """The settings of a run that train the same samples in a step, in smaller batches.
+
+    Args:
+        num_samples: Samples of a batch of one worker.
+        largest: Samples of the largest batch that fitted; 0: none yet.
+        accumulate: Batches of a step so far.
+    """
+    if num_samples < 2:
+        return 'use precision("bf16"), a smaller model or gpuworker.FSDP'
+    parts = 2
+    while 0 < largest < -(-num_samples // parts):
+        parts += 1
+    return (
+        f".batch_size({-(-num_samples // parts)}).accumulate({parts * accumulate}) trains as many "
+        "samples in each optimizer step with less memory"
+    )

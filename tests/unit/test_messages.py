@@ -1,0 +1,554 @@
+"""Mistakes of a first hour: each error names the thing, the value and a remedy to paste."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import runtime
+from runtime import DataParallelCoordinator, Ddp, ReplicaFailed, Trainer, WorkerFailed
+from runtime.core.checks import check_devices
+from runtime.data.process_loader import refuse_import_of_main
+from tests.support.running import CPU, WAIT_S, WAYS
+
+N = 64
+local_ways = pytest.mark.parametrize("way", WAYS[::3], ids=lambda w: w[0].name)
+
+
+def mse(model, batch):
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.1)
+
+
+def linear(device=CPU):
+    return nn.Linear(3, 1)
+
+
+def data(n=N):
+    return torch.randn(n, 3), torch.randn(n, 1)
+
+
+def builder(train_fn=mse, dataset=None, batch_size=8, model=linear, optim=sgd):
+    return (
+        Trainer.builder(model, optim, train_fn)
+        .dataset(data() if dataset is None else dataset)
+        .batch_size(batch_size)
+        .num_epochs(1)
+        .devices(["cpu", "cpu"])
+        .progress(False)
+    )
+
+
+def message_of(b):
+    """The message of a run's error, which is raised in bounded time."""
+    with pytest.raises(WorkerFailed) as caught:
+        b.run().join(WAIT_S)
+    return str(caught.value)
+
+
+# -- signatures ----------------------------------------------------------------
+
+
+def three(model, batch, index):
+    return mse(model, batch)
+
+
+class Step:
+    def __call__(self, batch):
+        return batch
+
+
+SIGNATURES = {
+    "train_fn with three arguments": (
+        lambda: builder(three),
+        r"train_fn .*three\(model, batch, index\).*line \d+.*called as train_fn\(model, batch\): "
+        r".*def train_fn\(model, batch\).*functools.partial\(train_fn, index=...\)",
+    ),
+    "train_fn without the model": (lambda: builder(Step()), r"pass lambda model, batch: Step\("),
+    "train_fn with a keyword": (
+        lambda: builder(lambda model, batch, *, scale: mse(model, batch)),
+        r"functools.partial\(train_fn, scale=...\)",
+    ),
+    "model_factory without the device": (
+        lambda: builder(model=lambda: linear()),
+        r"model_factory .*called as model_factory\(device\): pass lambda device: model_factory\(\)",
+    ),
+    "model_factory that is a class": (
+        lambda: builder(model=type("Net", (nn.Module,), {"__init__": lambda self: None})),
+        r"pass lambda device: Net\(\)",
+    ),
+    "optim_factory without parameters": (
+        lambda: builder(optim=lambda: None),
+        r"pass lambda params: optim_factory\(\)",
+    ),
+    "an optimizer": (
+        lambda: builder(optim=torch.optim.AdamW(linear().parameters(), 0.25)),
+        r"optim_factory .*pass lambda params: torch.optim.AdamW\(params, lr=0.25\)",
+    ),
+    "a scheduler": (
+        lambda: builder().scheduler(
+            torch.optim.lr_scheduler.StepLR(torch.optim.SGD(linear().parameters(), 0.1), 3)
+        ),
+        r"pass lambda optimizer: torch.optim.lr_scheduler.StepLR\(optimizer, ...\)",
+    ),
+    "eval_fn with the model alone": (
+        lambda: builder().eval_fn(lambda model: {}),
+        r"eval_fn\(model, epoch\)",
+    ),
+    "epoch_fn with the epoch alone": (
+        lambda: builder().epoch_fn(lambda epoch: None),
+        r"epoch_fn\(epoch, worker\)",
+    ),
+    "metrics_fn with two arguments": (
+        lambda: builder().metrics_fn(lambda epoch, metrics: None),
+        r"metrics_fn\(EpochMetrics\)",
+    ),
+    "checkpoint_fn with the model alone": (
+        lambda: builder().checkpoint_fn(lambda model: None),
+        r"checkpoint_fn\(version, model\)",
+    ),
+    "collate_fn without samples": (
+        lambda: builder().collate_fn(lambda: None),
+        r"pass lambda list_of_samples: collate_fn\(\)",
+    ),
+    "loss of fit": (
+        lambda: runtime.fit(linear(), data(), optimizer=sgd, loss=lambda output: output),
+        r"loss\(output, target\)",
+    ),
+    "optimizer of setup": (
+        lambda: Trainer.setup(linear(), lambda: None, ["cpu"]),
+        r"optim_factory\(params\)",
+    ),
+    "loss_fn of DataParallelCoordinator": (
+        lambda: DataParallelCoordinator(linear, sgd, lambda model: None, ["cpu"]),
+        r"loss_fn\(model, samples\)",
+    ),
+    "one of several train_fns": (
+        lambda: Trainer.builder(linear, {"a": sgd}, {"a": lambda model: None}),
+        r"called as train_fn\['a'\]\(model, batch\): pass lambda model, batch: f\(\.\.\.\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SIGNATURES)
+def test_a_function_with_another_signature_is_refused_before_any_thread_starts(mistake):
+    before = threading.active_count()
+    do, remedy = SIGNATURES[mistake]
+    with pytest.raises(TypeError, match=remedy):
+        do()
+    assert threading.active_count() == before
+
+
+def with_logger(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args, None)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "train_fn",
+    [
+        functools.partial(three, index=0),
+        with_logger(three),
+        lambda model, batch, scale=1.0: mse(model, batch),
+        lambda *args: mse(*args),
+        torch.compile(mse, backend="eager"),
+        np.add,
+    ],
+    ids=["partial", "wrapped", "default", "starred", "compiled", "ufunc"],
+)
+def test_a_function_that_can_be_called_with_two_arguments_is_accepted(train_fn):
+    builder(train_fn)
+
+
+# -- devices, strategies, Trainer ----------------------------------------------
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, "cpu", ["cpu"]], ids=str)
+def test_names_and_numbers_of_other_libraries_mean_devices(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert builder().devices(devices)._config.resolved_devices() == (CPU,)
+    with Trainer.setup(linear(), sgd, devices) as model:
+        assert model.devices == (CPU,)
+
+
+@pytest.mark.parametrize("devices", ["auto", "gpu", -1], ids=str)
+def test_auto_and_gpu_are_every_visible_cuda_device(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert check_devices(devices) == (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("devices", ["gpu", "cuda", ["cuda:1"]], ids=str)
+def test_cuda_on_a_cpu_build_names_the_option_of_the_install_command(monkeypatch, devices):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for do in (builder().devices, lambda d: Trainer.setup(linear(), sgd, d)):
+        with pytest.raises(ValueError, match="CUDA") as caught:
+            do(devices)
+        assert "CPU build" in str(caught.value)
+        assert "pip install --force-reinstall torch --extra-index-url" in str(caught.value)
+        assert "://" not in str(caught.value)
+
+
+def test_cuda_that_is_not_visible_names_the_variable_that_hides_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES is ''.*nvidia-smi"):
+        builder().devices(["cuda:0"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"), [("ddp", r'policy\("sync"\)'), ("fsdp", "gpuworker.FSDP")]
+)
+def test_a_strategy_of_another_library_leads_to_the_own_one(strategy, advice):
+    with pytest.raises(ValueError, match=rf'"sync", "cadence", "async".*{advice}'):
+        builder().policy(strategy)
+
+
+def test_trainer_as_lightnings_leads_to_the_builder_with_the_settings_given():
+    with pytest.raises(TypeError) as caught:
+        Trainer(max_epochs=3, accelerator="gpu", fast_dev_run=True)
+    assert "Trainer.builder(model_factory, optim_factory, train_fn)" in str(caught.value)
+    assert ".num_epochs(3).devices('gpu').run()" in str(caught.value)
+    assert "docs/coming-from.md" in str(caught.value)
+
+
+def test_callbacks_are_taken_in_a_list():
+    callbacks = [runtime.EarlyStopping(), runtime.TimeLimit(60)]
+    assert builder().callbacks(callbacks)._config.callbacks == tuple(callbacks)
+    state = builder().callbacks(callbacks).run().join(WAIT_S)
+    assert len(state.metrics) == 1
+    with pytest.raises(TypeError, match="metrics_fn"):
+        builder().callbacks([print])
+
+
+# -- data ----------------------------------------------------------------------
+
+
+def test_a_batch_larger_than_the_data_is_refused_with_one_that_fits():
+    with pytest.raises(ValueError, match=r"batch_size\(65\) .* 64 samples: call .batch_size\(32\)"):
+        builder(batch_size=65).run()
+    with pytest.raises(ValueError, match=r"batch_size\(100\)"):
+        builder(batch_size=[100, 20]).run()
+    assert builder(batch_size=64).run().join(WAIT_S).metrics[0].num_samples == N
+
+
+def test_a_few_samples_may_be_fewer_than_a_batch(caplog):
+    state = builder(dataset=data(4)).run().join(WAIT_S)
+    assert state.metrics[0].num_samples == 4
+    assert "call .batch_size(2)" in caplog.text
+
+
+@local_ways
+@pytest.mark.parametrize("kind", ["arrays", "rows of floats"])
+def test_float64_data_in_a_float32_model_names_both_and_the_conversion(way, kind):
+    x, y = (t.double().numpy() for t in data())
+    dataset = (
+        (x, y)
+        if kind == "arrays"
+        else [(row.tolist(), t.item()) for row, t in zip(x, y, strict=True)]
+    )
+
+    def train_fn(model, batch):
+        if kind == "arrays":
+            return mse(model, batch)
+        return model(torch.stack(batch[0], 1)).mean()
+
+    text = message_of(builder(train_fn, dataset).policy(way[0]))
+    assert "float64, and the model's parameters are float32" in text
+    assert ".astype(numpy.float32)" in text
+
+
+def through_setup(pair):
+    with Trainer.setup(linear(), sgd, ["cpu", "cpu"]) as model:
+        model(pair[0])
+
+
+def through_accumulate(pair):
+    with Trainer.setup(linear(), sgd, ["cpu", "cpu"]) as model:
+        model.accumulate(mse, [pair, pair])
+
+
+def through_coordinator(pair, loss_fn=mse):
+    with DataParallelCoordinator(linear, sgd, loss_fn, ["cpu", "cpu"]) as coordinator:
+        coordinator.train_batch(pair)
+
+
+@pytest.mark.parametrize("door", [through_setup, through_accumulate, through_coordinator])
+def test_float64_data_is_named_in_own_loops(door):
+    pair = tuple(t.double() for t in data())
+    with pytest.raises(ReplicaFailed, match=r"float64, .*model's parameters are float32"):
+        door(pair)
+
+
+@local_ways
+def test_rows_of_dicts_train(way):
+    x, y = data()
+    rows = [{"x": x[i], "y": y[i], "label": "a"} for i in range(N)]
+
+    def train_fn(model, batch):
+        assert isinstance(batch["label"], list)
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    state = builder(train_fn, rows).policy(way[0]).run().join(WAIT_S)
+    assert state.metrics[0].num_samples == N
+
+
+class Rows:
+    """Rows as Hugging Face datasets give them without a format: numbers are in lists."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        return [{"ids": [1, 2, 3], "label": 0} for _ in indices]
+
+
+def test_lists_of_numbers_in_rows_are_warned_of_once(caplog):
+    def train_fn(model, batch):
+        return model(torch.stack(batch["ids"], 1).float()).mean()
+
+    builder(train_fn, Rows()).run().join(WAIT_S)
+    warnings = [r.getMessage() for r in caplog.records if "'ids'" in r.getMessage()]
+    assert len(warnings) == 1
+    assert 'with_format("torch")' in warnings[0]
+
+
+def test_samples_that_cannot_be_collated_name_collate_fn():
+    rows = [{"ids": [1] * (1 + i % 3)} for i in range(N)]
+    assert "pass collate_fn(f)" in message_of(builder(mse, rows))
+
+
+class Column:
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def to_numpy(self):
+        return np.array(self.values)
+
+
+class Frame(Column):
+    """A table as pandas makes it: items are columns."""
+
+    columns = ("a", "b", "target")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "remedy"),
+    [
+        (
+            Frame([0] * N),
+            r"a Frame, .*dataset\(\(table\[\['a', 'b'\]\].to_numpy\(\).astype\(\"float32\"\), "
+            r"table\['target'\].to_numpy\(\).astype\(\"float32\"\),\)\)",
+        ),
+        (Column([0] * N), r"dataset\(\(column.to_numpy\(\)"),
+        ((torch.zeros(N), Column([0] * N)), r"element 1 .* Column: .*to_numpy\(\)"),
+        ({"x": torch.zeros(N), "y": Column([0] * N)}, r"element 'y' .*to_numpy\(\)"),
+    ],
+    ids=["table", "column", "column in a tuple", "column in a dict"],
+)
+def test_a_table_is_refused_with_the_arrays_to_make_of_it(dataset, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        builder(dataset=dataset).run()
+    with pytest.raises(TypeError, match=remedy):
+        runtime.fit(linear(), dataset, optimizer=sgd, batch_size=8, devices="cpu")
+
+
+# -- backward ------------------------------------------------------------------
+
+
+def backward_and_return(model, batch):
+    loss = mse(model, batch)
+    loss.backward()
+    return loss
+
+
+def backward_and_detach(model, batch):
+    return backward_and_return(model, batch).detach()
+
+
+def backward_twice(model, batch):
+    loss = mse(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@local_ways
+@pytest.mark.parametrize("train_fn", [backward_and_return, backward_and_detach])
+def test_backward_in_train_fn_is_refused_by_name(way, train_fn):
+    text = message_of(builder(train_fn).policy(way[0]))
+    assert "train_fn calls backward()" in text
+    assert "end train_fn with return loss" in text
+
+
+def test_backward_that_counts_gradients_twice_is_warned_of_once(caplog):
+    builder(backward_twice).run().join(WAIT_S)
+    assert caplog.text.count("train_fn calls backward() itself") == 1
+
+
+def test_backward_in_loss_fn_is_refused_by_name():
+    with pytest.raises(ReplicaFailed, match="loss_fn calls backward"):
+        through_coordinator(data(), backward_and_return)
+
+
+# -- memory --------------------------------------------------------------------
+
+
+class Full:
+    """A ``train_fn`` for which batches of more than ``most`` samples have no memory."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, model, batch):
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("planted: out of memory")
+        return mse(model, batch)
+
+
+def test_no_memory_names_accumulate_and_a_batch_that_fits():
+    text = message_of(builder(Full(8), batch_size=16).accumulate(3))
+    assert "the batch had 16 samples, none has fitted yet" in text
+    assert ".batch_size(8).accumulate(6)" in text
+
+
+def test_no_memory_names_the_largest_batch_that_fitted():
+    # Batches of rank 0's own size fit until the short last one has trained.
+    calls = []
+
+    def train_fn(model, batch):
+        calls.append(len(batch[0]))
+        most = 7 if len(calls) == 1 else 2
+        return Full(most)(model, batch)
+
+    b = builder(train_fn, data(23), batch_size=7).devices("cpu")
+    text = message_of(b)
+    assert calls == [7, 7]
+    assert "the batch had 7 samples, the largest that fitted had 7" in text
+
+
+def test_no_memory_in_an_own_loop_names_smaller_batches():
+    class Greedy(nn.Linear):
+        def forward(self, x):
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("planted: out of memory")
+            return super().forward(x)
+
+    with Trainer.setup(Greedy(3, 1), sgd, ["cpu", "cpu"]) as model:
+        model(torch.zeros(8, 3)).sum().backward()
+        with pytest.raises(ReplicaFailed, match="had 8 samples, the largest that fitted had 4"):
+            model(torch.zeros(16, 3))
+
+
+# -- processes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: builder().run(),
+        lambda: runtime.fit(linear(), data(), optimizer=sgd, batch_size=8, devices="cpu"),
+        lambda: Trainer.setup(linear(), sgd, ["cpu", "cpu"]),
+        lambda: Trainer.setup(linear(), sgd, "cpu"),
+        lambda: Ddp.wrap([linear(), linear()], ["cpu", "cpu"]),
+        lambda: DataParallelCoordinator(linear, sgd, mse, ["cpu", "cpu"]),
+    ],
+    ids=["builder", "fit", "setup", "setup on one device", "Ddp", "DataParallelCoordinator"],
+)
+def test_a_process_of_torchrun_is_refused_with_the_way_to_start_the_script(monkeypatch, start):
+    before = threading.active_count()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*torchrun.*by python.*cluster"):
+        start()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("value", ["1", "", "many"])
+def test_one_process_of_torchrun_trains(monkeypatch, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    builder().run().join(WAIT_S)
+
+
+UNGUARDED = """
+import torch
+from runtime import Trainer
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.ones(3)
+
+b = Trainer.builder(torch.nn.Linear(3, 1), torch.optim.SGD, lambda m, b: m(b).mean())
+b.dataset(Data()).batch_size(8).num_epochs(1).devices("cpu").loader_workers(1).run().join()
+"""
+
+
+@pytest.mark.parametrize("mention", ["", "# __main__\n"], ids=["no guard", "a comment"])
+def test_a_script_without_a_guard_fails_once_and_names_the_line(tmp_path, mention):
+    script = tmp_path / "user.py"
+    script.write_text(UNGUARDED + mention)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in lines[-1]
+    kind = "runtime.core.errors.WorkerFailed:" if mention else "ValueError:"
+    assert [line.startswith(kind) for line in lines].count(True) == 1
+    assert mention or len(lines) <= 30
+
+
+def test_a_run_is_not_started_while_a_child_imports_the_script(monkeypatch):
+    import multiprocessing
+
+    process = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_inheriting", True, raising=False)
+    with pytest.raises(SystemExit, match="__main__"):
+        refuse_import_of_main()
+    with pytest.raises(SystemExit, match="__main__"):
+        builder().run()
+
+
+def test_notes_of_an_error_are_in_the_message_of_the_run():
+    def train_fn(model, batch):
+        error = ValueError("planted")
+        error.add_note("call plant() first")
+        raise error
+
+    assert message_of(builder(train_fn)).endswith("ValueError: planted. call plant() first")
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog):
+    caplog.set_level(logging.WARNING)
