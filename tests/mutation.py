@@ -85,6 +85,17 @@ GROUPS = (
     "tests/unit/collective/test_collectives.py -k not gloo",
     *unit("subgroups"),
 )
+LOCKSTEP = unit("replica/step", "replica/stepper", "replica/reducer", "replica/buckets")
+COPIES = unit("replica/copying", "mirrored_builder", "worker/worker")
+READING = unit(
+    *(f"data/{name}" for name in ("data", "loader", "columns", "samplers", "resident")),
+    *("data/epoch_changes", "data/streams", "data/prefetch", "data/data_path", "data/stage"),
+)
+MACHINES = (
+    *unit("coordinator/cluster", "cluster/engine", "cluster/grants"),
+    f"{SIMULATION}cluster.py",
+    *unit("cluster/cluster_run"),
+)
 
 # Tests by the longest prefix of the module's path, quick ones first.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -104,6 +115,43 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/saving.py": SAVES,
     "coordinator/coordinator_checkpoint.py": SAVES,
     "coordinator/schema.py": SAVES,
+    "coordinator/cluster/": MACHINES,
+    "runtime/callbacks.py": unit("callbacks"),
+    "runtime/cluster/": MACHINES,
+    "runtime/cluster/compression.py": unit("deltas", "cluster/settings", "cluster/cluster_run"),
+    "runtime/cluster/options.py": unit("cluster/settings", "cluster/cluster_run"),
+    "runtime/cluster/signing.py": unit("lighthouse_gate", "state_server", "torchft_engine"),
+    "runtime/cluster/lighthouse_gate.py": unit("lighthouse_gate", "torchft_engine"),
+    "runtime/cluster/state_server.py": unit("state_server"),
+    "runtime/cluster/torchft_engine.py": unit("torchft_engine", "state_server"),
+    "runtime/data/": READING,
+    "runtime/data/budget.py": unit("budget", "data/prefetch"),
+    "runtime/data/prefetch.py": unit("data/prefetch", "cuda_copies", "data/loader"),
+    "runtime/data/resident.py": unit("data/resident", "prefetch_resident", "cuda_copies"),
+    "runtime/data/slots.py": unit("slots", "cuda_copies", "data/prefetch"),
+    "runtime/data/process_loader.py": unit("loader_process", "torch_loader", "epoch_changes"),
+    "runtime/data/data_set_state.py": unit("loader_process", "epoch_changes"),
+    "runtime/data/torch_loader.py": unit("torch_loader", "samplers"),
+    "runtime/replica/": LOCKSTEP,
+    "runtime/replica/averager.py": ROUNDS,
+    "runtime/replica/batch_norm.py": ("tests/parity/test_sync_batchnorm.py",),
+    "runtime/replica/build.py": COPIES,
+    "runtime/replica/copying.py": COPIES,
+    "runtime/replica/structure.py": (*COPIES, *unit("drift")),
+    "runtime/replica/drift.py": unit("drift"),
+    "runtime/replica/flat.py": (*unit("replica/flat", "flat_math", "replica/step"), *ROUNDS),
+    "runtime/replica/global_batch_comm.py": (
+        *("tests/parity/test_all_gather.py", "tests/parity/test_sync_batchnorm.py"),
+    ),
+    "runtime/replica/graphs.py": unit("graphs", "graph_limits"),
+    "runtime/replica/capturable.py": unit("graph_optimizer", "graph_limits"),
+    "runtime/replica/non_finite.py": unit("non_finite", "non_finite_worker", "non_finite_skip"),
+    "runtime/replica/batch_log.py": unit("worker/step", "non_finite"),
+    "runtime/replica/optimizers.py": unit("replica/optimizers"),
+    "runtime/replica/reducer.py": (*LOCKSTEP, *unit("loss_weights")),
+    "runtime/replica/schedule.py": unit("replica/schedule"),
+    "runtime/replica/stepper.py": (*LOCKSTEP, *unit("loss_weights", "non_finite_skip")),
+    "runtime/replica/train_fn_checks.py": (*COPIES, *unit("accumulation", "replica/step")),
     "runtime/worker/protocol.py": WORKER,
     "runtime/worker/collective_groups.py": (*WORKER, *unit("resume_sync")),
     "runtime/worker/lockstep.py": (*WORKER, *unit("resume_sync")),
