@@ -15,6 +15,7 @@ from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import plain, plain_key
+from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.core.checks import check_callable, check_path
 from runtime.core.errors import CheckpointError
 from runtime.replica.build import ModelFactory
@@ -277,6 +278,6 @@ def load_trained(module: nn.Module, state: TrainedState) -> None:
 def _copied(value: Any) -> Any:
     """Extra state, copied to the CPU if its types are supported."""
     try:
-        return plain(value, EXTRA_STATE, copy=True)
+        return restore_subclasses(plain(value, EXTRA_STATE, copy=True))
     except CheckpointError:
         return value

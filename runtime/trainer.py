@@ -802,6 +802,7 @@ class TrainerBuilder:
         """
         return self._set(
             checkpoint_dir=check_path("checkpoint_dir", path),
+            saves=True,
             save_every=check_int("checkpoint_dir: every", every, 1),
             checkpoint_dir_keep=check_int("checkpoint_dir: keep", keep, 1),
             save_every_s=None

@@ -430,10 +430,11 @@ class Twice:
 class Run:
     """Tries changes and tells of them, in lines of JSON that another run goes on from."""
 
-    def __init__(self, copy: Path, output: Path, slack: float) -> None:
+    def __init__(self, copy: Path, output: Path, slack: float, limit_s: float) -> None:
         self._copy = copy
         self._output = output
         self._slack = slack
+        self._limit_s = limit_s
         self._tests = Tests(copy)
         self._limits_s: dict[tuple[str, ...], float] = {}
         self._stamp = int(time.time()) - 10**7
@@ -449,6 +450,8 @@ class Run:
         Returns:
             Seconds; 0 if they fail without a mutation and are useless.
         """
+        if self._limit_s:
+            return self._limit_s
         if tests not in self._limits_s:
             start = time.monotonic()
             verdict, seen = self._tests.run(tests, 1800.0)
@@ -503,6 +506,9 @@ def main() -> int:
     parser.add_argument("--survivors-of", type=Path, help="try those that an earlier run left")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0: never")
     parser.add_argument("--slack", type=float, default=4.0, help="times the usual time allowed")
+    parser.add_argument(
+        "--limit", type=float, default=0.0, help="seconds for the tests of a change; 0: measured"
+    )
     parser.add_argument("--list", action="store_true", help="count the changes and try none")
     args = parser.parse_args()
     names = args.modules or [p for p in TESTS if p.count("/") == 1 or p.endswith("/")]
@@ -536,7 +542,7 @@ def main() -> int:
         copy = Path(folder).resolve() / "tree"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
         shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
-        run = Run(copy, args.output, args.slack)
+        run = Run(copy, args.output, args.slack, args.limit)
         for number, mutant in enumerate(mutants):
             if time.monotonic() > deadline:
                 break

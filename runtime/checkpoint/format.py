@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.subclasses import flatten_subclass
 from runtime.core.errors import CheckpointError
 
 
@@ -73,8 +74,10 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
         return value
     if type(value) in (bytes, complex):
         return value
-    if isinstance(value, Tensor) and _is_loadable(value):
-        return value.detach().to("cpu", copy=True) if copy else value.detach()
+    if isinstance(value, Tensor):
+        if _is_loadable(value):
+            return value.detach().to("cpu", copy=True) if copy else value.detach()
+        return _plain_subclass(value, where, copy=copy)
     if isinstance(value, str):
         return str(value)
     if isinstance(value, np.bool_):
@@ -101,6 +104,29 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
         f"{where} is of type {type(value).__name__}, which checkpoints do not support: use "
         "tensors, numbers, strings, lists, tuples and dicts in state dicts"
     )
+
+
+def _plain_subclass(t: Tensor, where: str, *, copy: bool) -> dict[str, Any]:
+    """Convert a tensor subclass to a value that :func:`restore_subclasses` restores."""
+    kind = type(t).__name__
+    remedy = (
+        "define __tensor_flatten__ and __tensor_unflatten__, keep plain tensors in the state, or "
+        "train without checkpoint_dir(path)"
+    )
+    flattened = flatten_subclass(t)
+    if flattened is None:
+        raise CheckpointError(
+            f"{where} is of type {kind}, a tensor subclass, which checkpoints do not support: "
+            f"{remedy}"
+        )
+    found: dict[str, Any] = plain(flattened, where, copy=copy)
+    context = flattened.get("context")
+    if repr(found.get("context")) != repr(context):
+        raise CheckpointError(
+            f"{where} is of type {kind}, a tensor subclass, whose context is of type "
+            f"{type(context).__name__}, which checkpoints do not support: {remedy}"
+        )
+    return found
 
 
 def _is_loadable(t: Tensor) -> bool:

@@ -17,6 +17,7 @@ from coordinator.schema import fail, integer, items, mapping, number, of_type, o
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
 from runtime.checkpoint.store import load_newest
+from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,8 @@ class ResumePoint:
     @property
     def stream(self) -> Mapping[str, Any] | None:
         """The saved state of a stream, if any."""
-        return self._data.stream
+        state: Mapping[str, Any] | None = restore_subclasses(self._data.stream)
+        return state
 
     @property
     def orders(self) -> Mapping[int, Tensor]:
@@ -228,7 +230,7 @@ _RANK_STATE = record(
             -1, _MAX
         ),  # a rank may have the plan of an epoch that the run has not started
         "begun_epoch": integer(-1, _MAX),
-        "buffers": _TENSORS,
+        "buffers": mapping(of_type(str), lambda value, where: _check_tensor(value, where)),
         "together": items(integer(high=_MAX), 3),
         "frozen": _TENSORS,
         "extra_state": of_type(dict),
@@ -240,6 +242,11 @@ _RANK_STATE = record(
         "train_point": items(of_type(Tensor)),
     },
 )
+
+
+def _check_tensor(value: Any, where: str) -> None:
+    if not is_flattened(value):
+        of_type(Tensor)(value, where)
 
 
 def _check_optimizer(value: Any, where: str) -> None:

@@ -10,7 +10,6 @@ Checkpoints contain both, see :class:`ModuleState`.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from coordinator import averaging as host_memory
 from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
 from runtime.checkpoint.format import plain
+from runtime.checkpoint.subclasses import restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
 from runtime.replica.copying import named_tensors, plain_attributes
 
@@ -630,7 +630,7 @@ class ModuleState:
         Waits for the device if any parameter is frozen.
         """
         frozen = {
-            name: p.detach()
+            name: without_class(p)
             for name, p in self._frozen.items()
             if not torch.equal(checksum(p), self._checksums[name])
         }
@@ -664,7 +664,7 @@ class ModuleState:
         extra = state["extra_state"]
         for name, module in self._modules.items():
             if name in extra:
-                module.set_extra_state(copy.deepcopy(extra[name]))
+                module.set_extra_state(restore_subclasses(extra[name]))
             else:
                 self._warn(name, f"the extra state of module {name!r} is not in the checkpoint")
 

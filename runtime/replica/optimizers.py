@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 _IMPLEMENTATION_SETTINGS = ("capturable", "fused", "foreach")
@@ -164,6 +164,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
                 given.setdefault(name, value)  # settings that another version of PyTorch lacks
     _check_settings(optimizer, state)
     optimizer.load_state_dict(state)
+    _check_types(optimizer, state["state"])
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
@@ -172,6 +173,20 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
                 optimizer.state[p]["step"] = step.to(p.device if on_device else "cpu")
     for each in members_of(optimizer):
         _check_states(each)
+
+
+def _check_types(optimizer: torch.optim.Optimizer, loaded: Mapping[int, Any]) -> None:
+    """Raise ``ValueError`` if the optimizer has lost the class of a tensor that it has loaded."""
+    own = optimizer.state_dict()["state"]
+    for i, values in loaded.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            is_plain = not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter)
+            kind = type(own.get(i, {}).get(name))
+            if not is_plain and kind is not type(value):
+                raise ValueError(
+                    f"the optimizer loads its state {name!r}, of type {type(value).__name__}, as "
+                    f"{kind.__name__}"
+                )
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

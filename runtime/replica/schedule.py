@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.checkpoint.format import plain
+from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -174,7 +175,7 @@ class Schedule:
         self._scale = float(state["scale"])
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(copy.deepcopy(dict(state["scheduler"])))
+            self.scheduler.load_state_dict(restore_subclasses(dict(state["scheduler"])))
 
     def mark(self) -> ScheduleMark | None:
         """The current state, for :meth:`restore`; ``None`` if no step changes it."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.collective.base import CollectiveWork
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.loss_weights import (
@@ -227,12 +228,13 @@ class Stepper:
         return {"optimizer": optimizer.state_dict(), "kind": kind, "scaler": scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`.
+        """Load the result of :meth:`state_dict`, or its part of a checkpoint.
 
         Settings of the implementation (``foreach``, ``fused``, ``capturable``) stay as built.
 
         Raises:
-            ValueError: It is the state of another optimizer.
+            ValueError: It is the state of another optimizer, or has tensors of a class that is
+                not imported or that the optimizer does not keep.
         """
         optimizer = self._whole.optimizer
         kind = optimizer_kind(optimizer)
@@ -240,7 +242,7 @@ class Stepper:
             raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
         self._has_stepped = False
         # A copy: ranks may share it, and torch keeps its containers.
-        load_optimizer_state(optimizer, copy.deepcopy(state["optimizer"]))
+        load_optimizer_state(optimizer, restore_subclasses(state["optimizer"]))
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 

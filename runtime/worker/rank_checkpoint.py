@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checkpoint.format import numpy_state, packed_arrays, plain
+from runtime.checkpoint.subclasses import is_wrapper, restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.metering import ValueLog
@@ -121,10 +122,33 @@ class RankCheckpoint:
             kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
             return kept
 
+    def check_types(self) -> None:
+        """Check the types of the optimizer's state and the model's tensors before a checkpoint is
+        due.
+
+        Raises:
+            CheckpointError: A checkpoint cannot hold a value; the message has its path.
+        """
+        for name, p in self._model.named_parameters():
+            if not p.requires_grad and is_wrapper(p):
+                raise CheckpointError(
+                    f"the frozen parameter {name!r} is of type {type(p).__name__}, a tensor "
+                    "subclass that keeps its values in other tensors, which checkpoints do not "
+                    "support: train without checkpoint_dir(path)"
+                )
+        try:
+            state = {**self._stepper.state_dict(), **self._buffers()}
+        except Exception:
+            return  # of the user's optimizer; reported with the first checkpoint
+        for name in ("optimizer", "buffers"):
+            plain(state[name], f"the state of rank {self._rank}[{name!r}]")
+
     def _buffers(self) -> State:
         tensors = self._state.buffers.tensors()
         return {
-            "buffers": {self._state.buffers.names[i]: tensors[i] for i in self._own_buffers},
+            "buffers": {
+                self._state.buffers.names[i]: without_class(tensors[i]) for i in self._own_buffers
+            },
             "together": [
                 self._lockstep.step,
                 self._lockstep.num_syncs,
@@ -166,7 +190,7 @@ class RankCheckpoint:
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
             self._schedule.rescale(self._lr_scale / before)
-        self._restore_buffers(saved["buffers"])
+        self._restore_buffers(restore_subclasses(saved["buffers"]))
         lockstep = self._lockstep
         lockstep.step, lockstep.num_syncs, lockstep.buffer_samples = saved["together"]
         lockstep.equal_step = lockstep.step

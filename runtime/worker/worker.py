@@ -163,6 +163,7 @@ class GpuWorker:
         self._schedule = self.replica.schedule
         self._reporter.schedule = self._schedule
         self._is_lockstep = self.replica.is_lockstep
+        self._checks_types = config.saves  # once, after the first step
         self.steps = WorkerSteps(
             config,
             self.replica,
@@ -376,6 +377,10 @@ class GpuWorker:
                 if not self.steps.run(sizes, position, train_fn):
                     self._abandon(plan)
                     return True
+                if self._checks_types:
+                    self._checks_types = False
+                    self.steps.confirm_steps()
+                    self.replica.checkpoint.check_types()
                 if plan_steps.num_empty:
                     self.steps.count_empty(plan_steps.num_empty.get(index, 0))
                 if index < last:  # else the plan's own report follows

@@ -52,6 +52,7 @@ class WorkerConfig:
             the backward pass; ``None``: a single exchange after it.
         cuda_graphs: True if steps are captured and replayed.
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
+        saves: True if the run writes checkpoints.
         report_interval_s: Longest time between two reports.
     """
 
@@ -80,6 +81,7 @@ class WorkerConfig:
     bucket_bytes: int | None = None
     cuda_graphs: bool = False
     metrics_every: int | None = None
+    saves: bool = False
     report_interval_s: float = 0.05
 
     @property
