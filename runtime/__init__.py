@@ -14,6 +14,7 @@ from runtime.core.errors import (
     ClusterError,
     CollectiveAborted,
     CollectiveTimeout,
+    EvaluationFailed,
     NonFiniteError,
     ReplicaFailed,
     ReplicaMismatch,
@@ -36,7 +37,7 @@ from runtime.loop.ddp import Ddp
 from runtime.loop.shard_samples import shard_samples
 from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
-from runtime.results import TrainedState, WorkerFailure
+from runtime.results import TrainedState, WorkerFailure, predict
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit
 from runtime.worker.worker import GpuWorker
@@ -64,6 +65,7 @@ __all__ = [
     "EarlyStopping",
     "ElChe",
     "EpochMetrics",
+    "EvaluationFailed",
     "Event",
     "FSDP",
     "GpuWorker",
@@ -111,6 +113,7 @@ __all__ = [
     "device_summary",
     "fit",
     "has_non_finite",
+    "predict",
     "record_scalar",
     "shard_samples",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,11 +17,22 @@ from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import plain, plain_key
 from runtime.checkpoint.subclasses import restore_subclasses
-from runtime.core.checks import check_callable, check_path
+from runtime.core.checks import (
+    check_callable,
+    check_devices,
+    check_int,
+    check_path,
+    default_devices,
+)
 from runtime.core.errors import CheckpointError
+from runtime.evaluation.device_pool import EvaluationFn
+from runtime.evaluation.predict import evaluate_means, predict_outputs
+from runtime.loop import ReplicatedModule
 from runtime.replica.build import ModelFactory
+from runtime.replica.copying import copy_module
 from runtime.replica.flat import FlatState, modules_with_extra_state
 
+Devices = Sequence[str | torch.device] | str | torch.device | int | None
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 EXTRA_STATE = "_extra_state"
@@ -128,6 +140,130 @@ class TrainedState:
                 if saved is not None and plain_key(name) not in self._keys:
                     buffer.copy_(saved)
         return module
+
+    def evaluate(
+        self,
+        ds: Any,
+        fn: EvaluationFn,
+        devices: Devices = None,
+        model_factory: ModelFactory | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> dict[str, float]:
+        """Evaluate the trained model on a data set, on all devices. Blocks.
+
+        Each sample is evaluated once, in evaluation mode without gradients, by a thread for each
+        device; the next batch goes to the device that is free.
+
+        Args:
+            ds: Any data set that can be trained on, a ``DataLoader`` included.
+            fn: ``f(model, batch)``; returns a dict of means over the batch, alone or as ``(dict,
+                weight)``, or a loss in the forms of a ``train_fn``. Values of
+                :func:`~gpuworker.record_scalar` are included.
+            devices: As for :meth:`TrainerBuilder.devices`; ``None``: every CUDA device, else the
+                CPU.
+            model_factory: ``f(device) -> nn.Module``, for a state that is not from a run of this
+                process.
+            batch_size: Samples in a batch (default: the ``DataLoader``'s, else 64).
+
+        Returns:
+            The mean of each value over all samples, exactly weighted by the samples of each batch
+            or by the weights that ``fn`` returns.
+
+        Raises:
+            EvaluationFailed: ``fn``, the model or the data set raised; names the samples.
+            ValueError: There is no model factory.
+        """
+        check_callable("fn", fn, "(model, batch) -> dict of means")
+        found = _devices(devices)
+        models = [self.model(model_factory, device) for device in found]
+        return evaluate_means(models, found, ds, fn, batch_size=_batch_size(batch_size))
+
+
+def predict(
+    model_or_state: nn.Module | TrainedState,
+    ds: Any,
+    fn: EvaluationFn | None = None,
+    devices: Devices = None,
+    out: Any = None,
+    model_factory: ModelFactory | None = None,
+    *,
+    batch_size: int | None = None,
+) -> Any:
+    """Compute a model's outputs for a data set, on all devices. Blocks.
+
+    Each sample is evaluated once, in evaluation mode without gradients, by a thread for each
+    device; the next batch goes to the device that is free. A batch for which a device has no memory
+    is halved. The modes of a module that is passed are restored.
+
+    Args:
+        model_or_state: A module, or the result of a run. A module on one of the devices is used
+            there, and copied to the others.
+        ds: Any data set that can be trained on, a ``DataLoader`` included.
+        fn: ``f(model, batch)``; returns the outputs, with one row for each sample. Default: the
+            model's output for the batch, or for its first element if it is a tuple or list.
+        devices: As for :meth:`TrainerBuilder.devices`; ``None``: every CUDA device, else the CPU.
+        out: Path of a ``.npy`` file, which is created and memory-mapped, or an array or tensor, to
+            fill; for several tensors a tuple or dict of these.
+        model_factory: ``f(device) -> nn.Module``, for a state that is not from a run of this
+            process, or for a module that cannot be copied.
+        batch_size: Samples in a batch (default: the ``DataLoader``'s, else 64).
+
+    Returns:
+        The outputs in the data's order, on the CPU, in the form of the output of a batch: a tensor,
+        or a tuple, list or dict of tensors. A tensor whose samples have unequal shapes becomes a
+        list with one tensor for each sample, and a list with one item for each sample stays one.
+
+    Raises:
+        EvaluationFailed: ``fn``, the model or the data set raised; names the samples.
+        ValueError: A state has no model factory.
+        TypeError: The module cannot be copied.
+    """
+    if fn is not None:
+        check_callable("fn", fn, "(model, batch) -> outputs")
+    found = _devices(devices)
+    if isinstance(model_or_state, TrainedState):
+        models = [model_or_state.model(model_factory, device) for device in found]
+    elif isinstance(model_or_state, nn.Module):
+        models = _copies(model_or_state, found, model_factory)
+    else:
+        raise TypeError(f"predict({model_or_state!r:.80}, ...): pass a module or a TrainedState")
+    return predict_outputs(models, found, ds, fn, out=out, batch_size=_batch_size(batch_size))
+
+
+def _devices(devices: Devices) -> tuple[torch.device, ...]:
+    return default_devices() if devices is None else check_devices(devices)
+
+
+def _batch_size(batch_size: int | None) -> int | None:
+    return None if batch_size is None else check_int("batch_size", batch_size, 1)
+
+
+def _copies(
+    module: nn.Module, devices: Sequence[torch.device], factory: ModelFactory | None
+) -> list[nn.Module]:
+    """The module on each device: itself on its own device, else a copy."""
+    if isinstance(module, _WRAPPERS):
+        module = module.module
+    own = {t.device for t in (*module.parameters(), *module.buffers())} or {devices[0]}
+    models: list[nn.Module] = []
+    for device in devices:
+        if own == {device} and module not in models:
+            models.append(module)
+        elif factory is None:
+            models.append(copy_module(module, device))
+        else:
+            made = RunFactory(factory).build(None, device)
+            made.load_state_dict(module.state_dict())
+            models.append(made)
+    return models
+
+
+_WRAPPERS = (
+    ReplicatedModule,
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+)
 
 
 class RunFactory:

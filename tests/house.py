@@ -20,7 +20,7 @@ FLOORS = (
     ("runtime/core",),
     ("runtime/device", "runtime/timeline"),
     ("runtime/collective", "runtime/data", "runtime/checkpoint"),
-    ("runtime/replica",),
+    ("runtime/replica", "runtime/evaluation"),
     (
         "runtime/worker",
         "runtime/fsdp",

@@ -14,6 +14,7 @@ __all__ = [
     "ClusterError",
     "CollectiveAborted",
     "CollectiveTimeout",
+    "EvaluationFailed",
     "GpuWorkerError",
     "NonFiniteError",
     "ReplicaFailed",
@@ -111,6 +112,28 @@ class ReplicaFailed(GpuWorkerError):
 
     def __reduce__(self) -> tuple[type[ReplicaFailed], tuple[object, ...]]:
         return type(self), (self.rank, self.device, self.what, self._error)
+
+
+class EvaluationFailed(GpuWorkerError):
+    """The model or a function raised for samples being evaluated; that is the ``__cause__``.
+
+    Attributes:
+        start: Index of the first sample of the batch.
+        stop: Index after its last sample.
+        device: The device.
+    """
+
+    def __init__(self, start: int, stop: int, device: str, error: BaseException) -> None:
+        super().__init__(
+            f"samples {start} to {stop - 1} on {device}: {type(error).__name__}: {error}"
+        )
+        self.start = start
+        self.stop = stop
+        self.device = device
+        self._error = error
+
+    def __reduce__(self) -> tuple[type[EvaluationFailed], tuple[object, ...]]:
+        return type(self), (self.start, self.stop, self.device, self._error)
 
 
 class CheckpointError(GpuWorkerError):

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import assert_never
 
-import torch
 from torch import nn
 
 from coordinator import messages as m
@@ -16,6 +15,7 @@ from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, mark_failed
 from runtime.core.rng import thread_generator
 from runtime.device.base import PendingCopy
+from runtime.evaluation.batch_means import evaluating
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
@@ -349,14 +349,8 @@ def evaluate_model(eval_fn: EvalFn, model: nn.Module, epoch: int) -> tuple[tuple
     Raises:
         TypeError: It did not return a dict of numbers.
     """
-    modes = [(sub, sub.training) for sub in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            values = eval_fn(model, epoch)
-    finally:
-        for sub, training in modes:
-            sub.training = training
+    with evaluating(model):
+        values = eval_fn(model, epoch)
     try:
         return tuple((str(name), float(value)) for name, value in values.items())
     except (AttributeError, TypeError, ValueError) as error:

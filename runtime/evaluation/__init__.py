@@ -1,0 +1,1 @@
+"""Evaluation of a model without training: prediction, and means over a data set."""

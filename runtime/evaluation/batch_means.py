@@ -1,0 +1,204 @@
+"""BatchMeans: results of an evaluation function, and their means over a data set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.core.errors import EvaluationFailed
+from runtime.core.loss_weights import Weight, Weighted, check_weight, split_loss
+from runtime.core.rng import thread_generator
+
+_REMEDY = "return a dict of means over the batch, such as {'loss': loss}, or (dict, weight)"
+
+Means = tuple[tuple[str, float, float], ...]
+"""Name, mean and weight of each value of a batch."""
+
+
+class BatchMeans(NamedTuple):
+    """The means of one batch.
+
+    Attributes:
+        position: Its position among the batches.
+        values: Its values, with their weights.
+    """
+
+    position: int
+    values: Means
+
+
+class PendingMeans:
+    """The means of one batch, which the host has not read from the device.
+
+    Args:
+        position: Its position among the batches.
+        result: Result of the evaluation function: a dict of means; ``(dict, weight)``; or a loss
+            in any form that ``train_fn`` may return. A value in a dict may be a
+            :class:`~gpuworker.Weighted` with a weight of its own.
+        scalars: Values of ``record_scalar``.
+        num_samples: The weight of values without one.
+        model: The evaluated model, for weights of model outputs.
+        data: The batch.
+
+    Raises:
+        TypeError, ValueError: The result is not of these forms.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        result: Any,
+        scalars: Mapping[str, Any],
+        *,
+        num_samples: int,
+        model: nn.Module,
+        data: Any,
+    ) -> None:
+        self._position = position
+        found, weight = _parse(result, model, data)
+        shared: Weight = num_samples if weight is None else check_weight("the weight", weight)
+        self._values: list[tuple[str, Any, Weight]] = []
+        for name, value in (*scalars.items(), *found.items()):
+            mean, own = value, shared
+            if isinstance(value, Weighted):
+                mean, own = value.loss, check_weight(f"the weight of {name!r}", value.weight)
+            self._values.append((str(name), _checked(str(name), mean), own))
+
+    def read(self) -> BatchMeans:
+        """Read the values; waits for the device."""
+        read = tuple((name, float(value), float(own)) for name, value, own in self._values)
+        for name, _, weight in read:
+            check_weight(f"the weight of {name!r}", weight)
+        return BatchMeans(self._position, read)
+
+
+def _parse(result: Any, model: nn.Module, data: Any) -> tuple[Mapping[Any, Any], Any]:
+    """The values of a result and their weight; ``None``: the samples."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Mapping):
+        return result
+    if type(result) is dict:
+        return result, None
+    if isinstance(result, (Tensor, float, int)) and not isinstance(result, bool):
+        return {"loss": result}, None
+    if result is None:
+        raise TypeError(f"the evaluation function returned None: {_REMEDY}")
+    if isinstance(result, Mapping) and "loss" not in result:
+        return result, None
+    loss, weight = split_loss(result, model, data)
+    if loss is result:
+        raise TypeError(f"the evaluation function returned {result!r:.80}: {_REMEDY}")
+    return {"loss": loss}, weight
+
+
+def _checked(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"the evaluation function returned {name!r} of shape {tuple(value.shape)}: return "
+                "its mean over the batch"
+            )
+        return value.detach().clone()  # read later
+    if not hasattr(value, "__float__"):
+        raise TypeError(
+            f"the evaluation function returned {name!r} of type {type(value).__name__}: {_REMEDY}"
+        )
+    return value
+
+
+def weighted_means(batches: Iterable[BatchMeans]) -> dict[str, float]:
+    """The exact weighted mean of each value over batches, independent of their order.
+
+    Batches of weight 0 do not count, even if their value is NaN.
+    """
+    sums: dict[str, list[tuple[float, float]]] = {}
+    for batch in batches:
+        for name, value, weight in batch.values:
+            sums.setdefault(name, []).append((value, weight))
+    return {name: _mean([(v, w) for v, w in pairs if w > 0]) for name, pairs in sums.items()}
+
+
+def _mean(pairs: list[tuple[float, float]]) -> float:
+    if not all(math.isfinite(value) for value, _ in pairs):
+        return sum(value for value, _ in pairs)  # infinite or NaN
+    total = math.fsum(weight for _, weight in pairs)
+    return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
+
+
+class EvaluationView:
+    """``current_worker()`` of a thread that evaluates a batch.
+
+    Collects scalars for the batch, and gathers no rows of other ranks: a batch is evaluated as on
+    one device. Other attributes are those of the worker, if there is one.
+
+    Args:
+        model: The evaluated model.
+        device: Its device.
+        generator: A generator on the device for the draws of the batch.
+        rank: The rank of the thread.
+        world_size: Number of threads.
+        worker: The worker that evaluates, in a run.
+
+    Attributes:
+        scalars: Values of ``record_scalar`` for the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        generator: torch.Generator,
+        rank: int = 0,
+        world_size: int = 1,
+        worker: object = None,
+    ) -> None:
+        self.model, self.device, self.generator = model, device, generator
+        self.rank, self.world_size = rank, world_size
+        self.scalars: dict[str, Any] = {}
+        self._worker = worker
+
+    def record_scalar(self, name: str, value: float | Tensor) -> None:
+        """See :func:`gpuworker.record_scalar`."""
+        self.scalars[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def all_gather(self, tensor: Tensor) -> tuple[Tensor, slice]:
+        """The tensor itself, and the slice of all its rows."""
+        return tensor, slice(0, len(tensor))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._worker is None:
+            raise AttributeError(f"current_worker().{name} is not available in an evaluation")
+        return getattr(self._worker, name)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a module in evaluation mode without gradients; restore the mode of each submodule."""
+    modes = [(sub, sub.training) for sub in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for sub, training in modes:
+            sub.training = training
+
+
+@contextmanager
+def drawing(device: torch.device, seed: int) -> Iterator[torch.Generator]:
+    """A generator on a device, seeded with ``seed``; on a CPU the source of all draws of this
+    thread as well."""
+    generator = torch.Generator(device).manual_seed(seed)
+    with thread_generator(generator if device.type == "cpu" else None):
+        yield generator
+
+
+def failed(start: int, stop: int, device: torch.device, error: BaseException) -> EvaluationFailed:
+    """The error that names the samples whose evaluation raised ``error``."""
+    found = EvaluationFailed(start, stop, str(device), error)
+    found.__cause__ = error
+    return found

@@ -1,0 +1,89 @@
+"""Predictions and means over a data set, on several devices."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.evaluation.batch_means import (
+    BatchMeans,
+    EvaluationView,
+    PendingMeans,
+    weighted_means,
+)
+from runtime.evaluation.batch_source import SampleRange, open_source
+from runtime.evaluation.device_pool import DevicePool, EvaluationFn
+from runtime.evaluation.output_collector import OutputCollector
+
+
+def predict_outputs(
+    models: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    dataset: Any,
+    fn: EvaluationFn | None,
+    *,
+    out: Any = None,
+    batch_size: int | None = None,
+) -> Any:
+    """The outputs for all samples, in the data's order; see :func:`gpuworker.predict`."""
+    source = open_source(dataset, batch_size, len(devices))
+    collector = OutputCollector(source.num_samples, out)
+
+    def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
+        collector.add(samples.start, samples.stop, result)
+
+    DevicePool(models, devices, fn or call_for_output, receive).run(source)
+    return collector.result()
+
+
+def evaluate_means(
+    models: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    dataset: Any,
+    fn: EvaluationFn,
+    *,
+    batch_size: int | None = None,
+) -> dict[str, float]:
+    """The means over all samples; see :meth:`gpuworker.TrainedState.evaluate`."""
+    source = open_source(dataset, batch_size, len(devices))
+    found: list[BatchMeans] = []
+    lock = threading.Lock()
+
+    def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
+        means = PendingMeans(
+            samples.start,
+            result,
+            view.scalars,
+            num_samples=samples.stop - samples.start,
+            model=view.model,
+            data=data,
+        ).read()
+        with lock:
+            found.append(means)
+
+    DevicePool(models, devices, fn, receive).run(source)
+    return weighted_means(sorted(found, key=lambda means: means.position))
+
+
+def call_for_output(model: nn.Module, batch: Any) -> Any:
+    """Call a model with the first element of a tuple or list, with a mapping by name if its
+    parameters have these names, and with any other batch itself."""
+    if isinstance(batch, (tuple, list)):
+        return model(batch[0])
+    if isinstance(batch, Mapping) and _takes_names(model, batch):
+        return model(**batch)
+    return model(batch)
+
+
+def _takes_names(model: nn.Module, batch: Mapping[Any, Any]) -> bool:
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(**batch)
+    except (TypeError, ValueError):
+        return False
+    return any(name in signature.parameters for name in batch)
