@@ -191,7 +191,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[torch.Generator]:
     """A generator on a device, seeded with ``seed``; on a CPU the source of all draws of this
-    thread as well."""
+    thread as well.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     with thread_generator(generator if device.type == "cpu" else None):
         yield generator

@@ -209,7 +209,8 @@ def _loaded_by_processes(
     loader: DataLoader[Any], batch_size: int, order: Tensor | None
 ) -> StreamSource:
     """The batches of a loader with processes, or over a stream, in order and without the last one
-    dropped."""
+    dropped.
+    """
     streams = isinstance(loader.dataset, IterableDataset)
     processes = {}
     if loader.num_workers:

@@ -72,7 +72,8 @@ def evaluate_means(
 
 def call_for_output(model: nn.Module, batch: Any) -> Any:
     """Call a model with the first element of a tuple or list, with a mapping by name if its
-    parameters have these names, and with any other batch itself."""
+    parameters have these names, and with any other batch itself.
+    """
     if isinstance(batch, (tuple, list)):
         return model(batch[0])
     if isinstance(batch, Mapping) and _takes_names(model, batch):
