@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
@@ -70,6 +70,12 @@ class EpochMetrics:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
         return None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scalars and fields that :meth:`value` returns, scalars first."""
+        numbers = [each.name for each in fields(self) if self.value(each.name) is not None]
+        return tuple(dict.fromkeys((*sorted(self.scalars), *numbers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from runtime.core.errors import (
     NonFiniteError,
     ReplicaFailed,
     ReplicaMismatch,
+    UnknownMetric,
     WorkerFailed,
 )
 from runtime.core.loss_weights import Weighted
@@ -99,6 +100,7 @@ __all__ = [
     "Trainer",
     "TrainerBuilder",
     "TrainerHandle",
+    "UnknownMetric",
     "UserFunctions",
     "WandbLogger",
     "Weighted",

@@ -20,6 +20,7 @@ from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.core.checks import check_float, check_int, check_path
+from runtime.core.errors import UnknownMetric
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,54 @@ class StoppableRun(Protocol):
         """Stop at a step boundary and keep the state; returns immediately."""
 
 
+class MetricReader:
+    """Reads one metric of each epoch.
+
+    Args:
+        owner: Name of the callback or setting, for messages.
+        metric: A field of :class:`~gpuworker.EpochMetrics`, or a name in its ``scalars``.
+    """
+
+    def __init__(self, owner: str, metric: str) -> None:
+        self._owner = owner
+        self._metric = metric
+        self._has_value = False
+        self._has_warned = False
+
+    def read(self, metrics: EpochMetrics) -> float | None:
+        """The value of an epoch; ``None`` if it is missing, which is logged once.
+
+        An epoch that ``max_steps`` has cut short is not evaluated. A metric under ``val/`` may be
+        missing until the first validation.
+
+        Raises:
+            UnknownMetric: No epoch has had the metric.
+        """
+        value = metrics.value(self._metric)
+        if value is not None:
+            self._has_value = True
+            return value
+        if metrics.partial:
+            return None
+        if not self._has_value and not self._awaits_validation(metrics):
+            raise UnknownMetric(self._owner, metrics.epoch, self._metric, metrics.names)
+        if self._has_value and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: epoch %d has no metric %r, unlike earlier ones, and is ignored",
+                self._owner,
+                metrics.epoch,
+                self._metric,
+            )
+        return None
+
+    def _awaits_validation(self, metrics: EpochMetrics) -> bool:
+        prefix = "val/"
+        return self._metric.startswith(prefix) and not any(
+            name.startswith(prefix) for name in metrics.scalars
+        )
+
+
 class MetricTracker:
     """Tracks a metric and its best value.
 
@@ -111,31 +160,15 @@ class MetricTracker:
             raise TypeError(f"{owner}(metric={metric!r}): pass a name, such as 'eval/loss'")
         if mode not in MODES:
             raise ValueError(f"{owner}(mode={mode!r}): pass one of {', '.join(MODES)}")
-        self._owner = owner
-        self._metric = metric
+        self._reader = MetricReader(owner, metric)
         self._sign = 1.0 if mode == "min" else -1.0
         self._min_delta = min_delta
-        self._has_warned = False
         self.best: float | None = None
         self.best_epoch: int | None = None
 
     def read(self, metrics: EpochMetrics) -> float | None:
-        """The value of an epoch; ``None`` if it is missing, which is logged once. An epoch cut
-        short by ``max_steps`` is not evaluated.
-        """
-        value = metrics.value(self._metric)
-        if value is not None:
-            return value
-        if not (self._has_warned or metrics.partial):
-            self._has_warned = True
-            logger.error(
-                "%s: epoch %d has no metric %r; available are avg_loss and %s",
-                self._owner,
-                metrics.epoch,
-                self._metric,
-                ", ".join(sorted(metrics.scalars)) or "no scalars",
-            )
-        return None
+        """See :meth:`MetricReader.read`."""
+        return self._reader.read(metrics)
 
     def improves(self, value: float, epoch: int) -> bool:
         """True if ``value`` is the best so far, which is recorded; NaN never is."""

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.context import announce
+from runtime.core.errors import UnknownMetric
 from runtime.core.threads import in_own_context
 from runtime.loggers.base import RunLogger
 
@@ -35,6 +36,7 @@ class MetricsThread:
         metrics_fn: ``f(EpochMetrics)`` and ``f(StepMetrics)``; ``False`` stops the run. A logger
             is closed after the last epoch, on this thread, unless another run uses it, too.
         on_stop: Called when ``metrics_fn`` has returned ``False``.
+        on_error: Called with an error of ``metrics_fn`` that ends the run.
         progress: Progress bar on a terminal or in a notebook unless ``False``. Elsewhere, ``True``:
             one line an epoch in the log, or on stderr if no handler is configured; ``None``: one
             line if the logger is enabled for INFO.
@@ -47,12 +49,14 @@ class MetricsThread:
         *,
         metrics_fn: Callable[[Any], object] | None,
         on_stop: Callable[[], None],
+        on_error: Callable[[BaseException], None],
         progress: bool | None,
         total_batches: int,
         trained: Callable[[], int],
     ) -> None:
         self._metrics_fn = metrics_fn
         self._on_stop = on_stop
+        self._on_error = on_error
         kind = _bar_kind()
         self._bar_kind = None if progress is False else kind
         self._is_requested = progress is True
@@ -166,6 +170,8 @@ class MetricsThread:
         try:
             if self._metrics_fn(metrics) is False:
                 self._on_stop()
+        except UnknownMetric as error:
+            self._on_error(error)
         except BaseException:  # SystemExit would end the thread
             logger.exception("metrics_fn failed for epoch %d; training continues", metrics.epoch)
 

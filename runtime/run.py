@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed
+from torch import nn
 
 from coordinator import messages as m
 from coordinator.backend_choice import choose_backend
@@ -25,19 +26,22 @@ from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
 from coordinator.run_state import Statistics
 from coordinator.service import Service
+from runtime.callbacks import MetricReader
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
-from runtime.core.context import announce
+from runtime.core.context import announce, current_worker
 from runtime.core.errors import (
     CheckpointError,
     CollectiveAborted,
     CollectiveTimeout,
     NonFiniteError,
     ReplicaMismatch,
+    UnknownMetric,
+    WorkerFailed,
     error_of_run,
 )
 from runtime.core.process_state import ProcessState
@@ -63,10 +67,11 @@ from runtime.settings import RunSettings
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepAgreement
+from runtime.worker.message_handler import check_eval_values
 from runtime.worker.recorder import RunRecorder
 from runtime.worker.replica import RunPeers
 from runtime.worker.worker import GpuWorker
-from runtime.worker.worker_config import WAKE, WorkerEndpoints
+from runtime.worker.worker_config import WAKE, EvalFn, WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 
@@ -154,11 +159,17 @@ class Run:
         self._metrics = MetricsThread(
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
+            on_error=self.fail,
             progress=config.progress,
             total_batches=self.total_batches,
             trained=lambda: self.statistics().num_trained,
         )
         self._built: list[int] = []
+        self._error: BaseException | None = None  # raised by join(); the state is kept
+        metric = config.coordinator.scheduler_metric
+        self._schedule_metric = (
+            None if metric is None else MetricReader(f"scheduler(metric={metric!r})", metric)
+        )
         self._listener: Listener | None = None
         self._holds_threads = False
         self._keeps_memory = False
@@ -387,9 +398,12 @@ class Run:
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
+        functions = c.functions
+        if functions.eval_fn is not None:
+            functions = replace(functions, eval_fn=partial(self._evaluate, functions.eval_fn))
         worker = GpuWorker(
             replace(c.worker, rank=rank, device=self.devices[rank]),
-            c.functions,
+            functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._data_path.make_loader,
             collective=self._collectives.get(rank),
@@ -423,6 +437,26 @@ class Run:
     def stop(self, reason: str = "stopped") -> None:
         """Request the end of the run at a step boundary; returns immediately."""
         self._inbox.put(m.StopRequested(reason=reason))
+
+    def fail(self, error: BaseException) -> None:
+        """Request the end of the run at a step boundary with this error; returns immediately.
+
+        The trained state is kept, and checkpoints are written as by :meth:`stop`.
+        """
+        self._error = self._error or error
+        self.stop("failed")
+
+    def _evaluate(self, eval_fn: EvalFn, model: nn.Module, epoch: int) -> dict[str, float]:
+        """Call the evaluation function; a result of a wrong type ends the run."""
+        values = eval_fn(model, epoch)
+        try:
+            return dict(check_eval_values(values))
+        except TypeError as error:
+            worker = current_worker()
+            failed = WorkerFailed(worker.rank, epoch, worker.local_step, error)
+            failed.__cause__ = error
+            self.fail(failed)
+            return {}
 
     def save(self, timeout_s: float) -> CheckpointData:
         """Block until the next step boundary and return the state there, or the final state.
@@ -508,7 +542,15 @@ class Run:
         assert self._listener is not None
         if isinstance(metrics, EpochMetrics):
             self._listener.publish(metrics)
+            self._check_schedule_metric(metrics)
         self._metrics.put(metrics)
+
+    def _check_schedule_metric(self, metrics: EpochMetrics) -> None:
+        if self._schedule_metric is not None:
+            try:
+                self._schedule_metric.read(metrics)
+            except UnknownMetric as error:
+                self.fail(error)
 
     def _abort(self, generation: int | None) -> None:
         self._peers.groups.abort(generation)
@@ -536,8 +578,9 @@ class Run:
         except BaseException as caught:
             error = error or caught
         finally:
+            kept, error = None if error else state, error or self._error
             self._recording.finish(stopped=self._machine.outcome.stopped, error=error)
-            self._listener.finish(None if error else state, error)
+            self._listener.finish(kept, error)
 
     def _join_workers(self) -> list[str]:
         """Wait for the workers' threads together; returns the names of those still alive."""

@@ -644,6 +644,7 @@ class ClusterRun:
     def _end(self, error: BaseException | None) -> None:
         """Wait for the inner run, close everything, and report to the handle, whatever fails."""
         state: Any = None
+        kept: BaseException | None = None  # an error beside a state
         try:
             if self._ended is None:
                 if error is not None:
@@ -652,6 +653,7 @@ class ClusterRun:
                     self._inner.stop(self._reason or "stopped")
             ended = self._await_end()
             state, error = ended.state, error or ended.error
+            kept = ended.error
             if error is None and state is not None and self._result is not None:
                 state = self._with_last_round(state)
         except BaseException as caught:
@@ -662,7 +664,7 @@ class ClusterRun:
             except BaseException as caught:
                 error = error or caught
         INTERRUPTS.remove(self)
-        self._listener.finish(None if error else state, error)
+        self._listener.finish(state if error is kept else None, error)
 
     def _with_last_round(self, state: Any) -> Any:
         """The inner run's ``TrainedState``, updated by a round after its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "ReplicaMismatch",
     "RunAborted",
     "RunStalled",
+    "UnknownMetric",
     "WorkerFailed",
     "error_of_run",
 ]
@@ -84,6 +86,30 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
         return type(self), (self.rank, self.step, self.what, self.parameter, self._remedy)
+
+
+class UnknownMetric(GpuWorkerError, ValueError):
+    """A callback or a schedule follows a metric that no epoch has.
+
+    Attributes:
+        metric: Its name.
+        available: Names of the metrics of the epoch.
+    """
+
+    def __init__(self, owner: str, epoch: int, metric: str, available: Sequence[str]) -> None:
+        near = difflib.get_close_matches(metric, available, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        super().__init__(
+            f"{owner}: epoch {epoch} has no metric {metric!r}{hint}; it has "
+            f"{', '.join(available)}. Others are recorded in train_fn by "
+            'record_scalar("name", value), or returned by eval_fn, as "eval/name"'
+        )
+        self.metric = metric
+        self.available = tuple(available)
+        self._arguments = (owner, epoch, metric, self.available)
+
+    def __reduce__(self) -> tuple[type[UnknownMetric], tuple[object, ...]]:
+        return type(self), self._arguments
 
 
 class ClusterError(GpuWorkerError):

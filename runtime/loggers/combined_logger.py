@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.metrics import EpochMetrics, StepMetrics
+from runtime.core.errors import UnknownMetric
 from runtime.loggers.base import RunLogger, logger
 
 
@@ -31,13 +32,21 @@ class CombinedLogger(RunLogger):
         self._functions = functions
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
-        """Call all of them; return ``False``, which ends the run, if one returned ``False``."""
-        continues = True
+        """Call all of them; return ``False``, which ends the run, if one returned ``False``.
+
+        Raises:
+            UnknownMetric: A callback follows a metric that does not exist; raised after all calls.
+        """
+        continues, unknown = True, None
         for function in self._functions:
             try:
                 continues = function(metrics) is not False and continues
+            except UnknownMetric as error:
+                unknown = unknown or error
             except Exception:
                 logger.exception("%r failed for epoch %d", function, metrics.epoch)
+        if unknown is not None:
+            raise unknown
         return continues
 
     def begin_run(self) -> None:

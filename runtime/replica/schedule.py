@@ -220,24 +220,19 @@ class Schedule:
         """Step the scheduler by the metrics of epochs that it has not seen yet.
 
         Args:
-            values: The metric of every closed epoch.
-
-        Raises:
-            ValueError: An epoch has no value.
+            values: The metric of every closed epoch; ``None``: the epoch has no value, and the
+                scheduler is not stepped.
         """
-        new = [(value,) for value in values[self._position :]]
-        if self.scheduler is None or self._every or not new:
+        if self.scheduler is None or self._every:
             return
-        if (None,) in new:
-            epoch = self._position + new.index((None,))
-            raise ValueError(
-                f"epoch {epoch} lacks the metric of scheduler(f, metric=...): record it in "
-                "train_fn by record_scalar(), or return it from eval_fn, as eval/<name>"
-            )
-        self._step(new)
+        new = values[self._position :]
+        self._step([(value,) for value in new if value is not None])
+        self._position += sum(value is None for value in new)
 
     def _step(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         assert self.scheduler is not None
+        if not arguments:
+            return
         if self._scale != 1.0:
             self._write(self._base)
         for metrics in arguments:

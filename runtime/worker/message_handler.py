@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 from torch import nn
 
@@ -351,12 +351,21 @@ def evaluate_model(eval_fn: EvalFn, model: nn.Module, epoch: int) -> tuple[tuple
     """
     with evaluating(model):
         values = eval_fn(model, epoch)
+    return check_eval_values(values)
+
+
+def check_eval_values(values: Any) -> tuple[tuple[str, float], ...]:
+    """Name and value of each result of the evaluation function.
+
+    Raises:
+        TypeError: It is not a dict of numbers.
+    """
     try:
         return tuple((str(name), float(value)) for name, value in values.items())
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(
-            f"eval_fn returned {values!r:.200}: return a dict of floats, for instance "
-            "{'accuracy': 0.98}"
+            f"eval_fn returned {values!r:.200}: return a dict of floats, for instance end it with "
+            "return {'accuracy': accuracy}, which is recorded as 'eval/accuracy'"
         ) from error
 
 

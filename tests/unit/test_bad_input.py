@@ -603,10 +603,24 @@ def test_a_callback_that_fails_is_the_cause(way, callback):
 
 
 @pytest.mark.parametrize("values", [None, 0.5, {"a": "b"}, {"a": torch.zeros(2)}])
-def test_eval_fn_must_give_a_dict_of_floats(values):
-    error = failure_of(builder().eval_fn(lambda m, e: values))
-    assert isinstance(error.__cause__, TypeError)
-    assert "dict of floats" in str(error)
+@local_ways
+def test_eval_fn_must_give_a_dict_of_floats_and_the_trained_state_is_kept(values, way):
+    calls = []
+
+    def evaluate(model, epoch):
+        calls.append(epoch)
+        return values
+
+    handle = builder(way=way, epochs=400).eval_fn(evaluate).run()
+    with pytest.raises(
+        WorkerFailed, match=r"eval_fn returned .*: return a dict of floats"
+    ) as error:
+        handle.join(WAIT_S)
+    assert isinstance(error.value.__cause__, TypeError)
+    assert error.value.epoch == calls[0] == 0
+    assert len(calls) == len(handle.state.metrics) < 400
+    assert float(handle.state.params["w"]) != 0
+    assert handle.state.reason == "failed"
 
 
 def test_record_scalar_of_a_vector_is_refused():

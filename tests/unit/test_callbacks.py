@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+import pickle
 import threading
 from datetime import timedelta
 
@@ -17,10 +19,12 @@ from runtime import (
     KeepBest,
     TimeLimit,
     TrainerHandle,
+    UnknownMetric,
     WorkerFailed,
     current_worker,
     record_scalar,
 )
+from runtime.callbacks import MetricReader, MetricTracker
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
@@ -85,13 +89,86 @@ def test_the_loss_and_recorded_scalars_can_be_watched():
     assert loss.best == min(m.avg_loss for m in state.metrics[: loss.best_epoch + 1])
 
 
-def test_a_missing_metric_is_logged_once_and_training_continues(caplog):
-    stop = EarlyStopping("eval/loss", patience=1)
-    assert not run_with([1.0] * 4, stop).stopped
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert told == [
-        "EarlyStopping: epoch 0 has no metric 'eval/loss'; available are avg_loss and eval/score"
+def misspelt_schedule(b, metric):
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    return b.scheduler(plateau, metric=metric)
+
+
+def own_callback(b, metric):
+    class Own(Callback):
+        reader = MetricTracker("Own", metric, "min")
+
+        def __call__(self, metrics):
+            self.reader.read(metrics)
+
+    return b.callbacks(Own())
+
+
+FOLLOWERS = {
+    "EarlyStopping": lambda b, metric: b.callbacks(EarlyStopping(metric)),
+    "KeepBest": lambda b, metric: b.callbacks(KeepBest("best.safetensors", metric)),
+    "scheduler": misspelt_schedule,
+    "Own": own_callback,
+}
+
+
+@each_way
+@pytest.mark.parametrize("follower", FOLLOWERS)
+def test_a_misspelt_metric_ends_the_run_after_the_first_epoch_and_keeps_its_state(
+    way, follower, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    # More epochs may close before the run has received the request to stop.
+    b = builder(way=way, epochs=400).eval_fn(lambda model, epoch: {"accuracy": 0.5})
+    b = FOLLOWERS[follower](b, "eval/acuracy").checkpoint_dir(tmp_path / "saved")
+    handle = b.run()
+    with pytest.raises(
+        UnknownMetric,
+        match=rf"{follower}.*: epoch 0 has no metric 'eval/acuracy' \(did you mean "
+        r"'eval/accuracy'\?\); it has eval/accuracy, .*avg_loss",
+    ):
+        handle.join(WAIT_S)
+    assert handle.state is not None
+    assert (handle.state.stopped, handle.state.reason) == (True, "failed")
+    assert 1 <= len(handle.state.metrics) < 400
+    assert list((tmp_path / "saved").iterdir())
+
+
+def test_a_misspelt_metric_of_a_run_of_one_epoch_is_an_error():
+    handle = builder().callbacks(EarlyStopping("loss")).run()
+    with pytest.raises(UnknownMetric, match=r"has no metric 'loss' \(did you mean 'avg_loss'"):
+        handle.join(WAIT_S)
+    assert len(handle.state.metrics) == 1
+
+
+def test_a_metric_that_some_epochs_lack_is_warned_of_once(caplog):
+    def train(model, batch):
+        if current_worker().current_epoch % 2 == 0:
+            record_scalar("even", 1.0)
+        return count_up(model, batch)
+
+    keep = EarlyStopping("even", patience=9)
+    state = builder(train=train, epochs=6, way=(SYNC, THREAD)).callbacks(keep).run().join(WAIT_S)
+    assert len(state.metrics) == 6
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "EarlyStopping: epoch 1 has no metric 'even', unlike earlier ones, and is ignored"
     ]
+
+
+def test_an_epoch_before_the_first_validation_may_lack_its_metrics():
+    reader = MetricReader("EarlyStopping", "val/los")
+    metrics = run_with([1.0]).metrics[0]
+    assert reader.read(metrics) is None
+    with pytest.raises(UnknownMetric, match="did you mean 'val/loss'"):
+        reader.read(dataclasses.replace(metrics, scalars={"val/loss": 1.0}))
+
+
+def test_an_unknown_metric_can_be_pickled():
+    error = UnknownMetric("EarlyStopping", 0, "los", ["avg_loss"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.metric, again.available) == (str(error), "los", ("avg_loss",))
 
 
 # The best weights.
