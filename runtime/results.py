@@ -298,8 +298,10 @@ class RunFactory:
             )
         if isinstance(factory, nn.Module):
             raise TypeError("model(factory) takes a factory; load_into(module) takes a module")
-        check_callable("model_factory", factory, "(device) -> nn.Module")
-        made: Any = factory(device) if _takes_device(factory) else factory()  # type: ignore[call-arg]
+        takes_device = not callable(factory) or _takes_device(factory)
+        if takes_device:
+            check_callable("model_factory", factory, "(device) -> nn.Module")
+        made: Any = factory(device) if takes_device else factory()  # type: ignore[call-arg]
         if not isinstance(made, nn.Module):
             raise TypeError(
                 f"model_factory returned a {type(made).__name__}: return a torch.nn.Module"
