@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Generic, Self
 
 import torch
 
@@ -28,6 +29,7 @@ from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
+from runtime.replica.build import ModelT_co
 from runtime.results import TrainedState
 from runtime.run import Run
 from runtime.settings import RunSettings
@@ -38,7 +40,7 @@ SAVE_S = 600.0
 """Default timeout of :meth:`TrainerHandle.save`, in seconds."""
 
 
-class TrainerHandle:
+class TrainerHandle(Generic[ModelT_co]):
     """A run in progress. Every method may be called from any thread.
 
     As a context manager it waits for the run at the end of the block; if the block raises, it
@@ -58,7 +60,7 @@ class TrainerHandle:
         self._condition = threading.Condition()
         self._unread: deque[EpochMetrics] = deque()
         self._ended = False
-        self._state: TrainedState | None = None
+        self._state: TrainedState[ModelT_co] | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._started = time.monotonic()
@@ -79,7 +81,7 @@ class TrainerHandle:
             self._unread.append(metrics)
             self._condition.notify_all()
 
-    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
+    def finish(self, state: TrainedState[Any] | None, error: BaseException | None) -> None:
         """Store the trained state or the error, and wake all waiters; called by the run."""
         self.end_callbacks()  # before a waiter returns and may reuse them in another run
         with self._condition:
@@ -103,7 +105,7 @@ class TrainerHandle:
     # Called by the user.
 
     @property
-    def state(self) -> TrainedState | None:
+    def state(self) -> TrainedState[ModelT_co] | None:
         """The trained state once the run is over, else ``None``."""
         return self._state
 
@@ -164,7 +166,7 @@ class TrainerHandle:
         """A frozen snapshot of the coordinator's counters."""
         return self._run.statistics()
 
-    def attach(self, monitor: Monitor) -> TrainerHandle:
+    def attach(self, monitor: Monitor) -> Self:
         """Show the run, which may be over, on the page of a :class:`~gpuworker.Monitor`. Returns
         this handle.
 
@@ -197,7 +199,7 @@ class TrainerHandle:
         stopped = self._state is not None and self._state.stopped
         return RunEnd(state="stopped" if stopped else "finished", at=self._ended_at)
 
-    def join(self, timeout: float | None = None) -> TrainedState:
+    def join(self, timeout: float | None = None) -> TrainedState[ModelT_co]:
         """Wait for the end of the run.
 
         Args:
@@ -300,7 +302,7 @@ class TrainerHandle:
             self._unread.clear()
         return found
 
-    def __enter__(self) -> TrainerHandle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -360,7 +362,7 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
     return ClusterRun(config.cluster, data, lambda hooks: Run(part, adapter, hooks), keep)
 
 
-def start_run(config: RunSettings) -> TrainerHandle:
+def start_run(config: RunSettings) -> TrainerHandle[Any]:
     """Check the settings, start all threads and return a handle."""
     refuse_import_of_main()
     if config.cluster is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, overload
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +28,18 @@ from runtime.core.errors import CheckpointError
 from runtime.evaluation.device_pool import EvaluationFn
 from runtime.evaluation.predict import evaluate_means, predict_outputs
 from runtime.loop import ReplicatedModule
-from runtime.replica.build import ModelFactory
+from runtime.replica.build import ModelFactory, ModelT, ModelT_co
 from runtime.replica.copying import copy_module
 from runtime.replica.flat import FlatState, modules_with_extra_state
 
 Devices = Sequence[str | torch.device] | str | torch.device | int | None
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 EXTRA_STATE = "_extra_state"
 """Key of a module's extra state in ``state_dict()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class TrainedState:
+class TrainedState(Generic[ModelT_co]):
     """The averaged model at the end of a run.
 
     Attributes:
@@ -101,9 +100,17 @@ class TrainedState:
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
 
+    @overload
+    def model(self, factory: None = None, device: str | torch.device = "cpu") -> ModelT_co: ...
+
+    @overload
+    def model(
+        self, factory: Callable[..., ModelT], device: str | torch.device = "cpu"
+    ) -> ModelT: ...
+
     def model(
         self,
-        factory: ModelFactory | None = None,
+        factory: Callable[..., nn.Module] | None = None,
         device: str | torch.device = "cpu",
     ) -> nn.Module:
         """A new module that holds the trained values, in the modes that the factory sets.
@@ -120,7 +127,7 @@ class TrainedState:
         """
         return self.load_into(self._factory.build(factory, torch.device(device)))
 
-    def load_into(self, module: ModuleT) -> ModuleT:
+    def load_into(self, module: ModelT) -> ModelT:
         """Copy the trained values, buffers that are not in ``state_dict()`` included, into a module
         of the same structure, on its devices. Returns the module.
 

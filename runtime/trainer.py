@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Self, SupportsFloat, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -33,19 +33,28 @@ from runtime.loop.loop_setup import set_up
 from runtime.loop.module import ReplicatedModule
 from runtime.replica.build import (
     CopyingFactory,
-    ModelFactory,
+    ModelT,
+    ModelT_co,
     OptimFactories,
     OptimFactory,
-    ParamGroups,
 )
 from runtime.replica.drift import ON_DRIFT
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.stepper import TrainFns
 from runtime.results import TrainedState
-from runtime.settings import MAX_SEED, ON_WORKER_FAILURE, PRECISION_NAMES, PRECISIONS, RunSettings
+from runtime.settings import (
+    MAX_SEED,
+    ON_WORKER_FAILURE,
+    PRECISION_NAMES,
+    PRECISIONS,
+    RunSettings,
+)
 from runtime.timeline import Timeline
-from runtime.worker.worker_config import EvalFn, UserFunctions
+from runtime.worker.worker_config import UserFunctions
+
+if TYPE_CHECKING:
+    from coordinator.metrics import EpochMetrics
+    from runtime.worker.worker import GpuWorker
 
 
 class Trainer:
@@ -65,10 +74,26 @@ class Trainer:
             "Accelerate and the HF Trainer"
         )
 
+    @overload
     @staticmethod
     def builder(
-        model_factory: ModelFactory | nn.Module, optim_factory: OptimFactories, train_fn: TrainFns
-    ) -> TrainerBuilder:
+        model_factory: ModelT,
+        optim_factory: OptimFactories,
+        train_fn: Callable[[ModelT, Any], Any] | Mapping[str, Callable[[ModelT, Any], Any]],
+    ) -> TrainerBuilder[ModelT]: ...
+
+    @overload
+    @staticmethod
+    def builder(
+        model_factory: Callable[[torch.device], ModelT],
+        optim_factory: OptimFactories,
+        train_fn: Callable[[ModelT, Any], Any] | Mapping[str, Callable[[ModelT, Any], Any]],
+    ) -> TrainerBuilder[ModelT]: ...
+
+    @staticmethod
+    def builder(
+        model_factory: Any, optim_factory: OptimFactories, train_fn: Any
+    ) -> TrainerBuilder[Any]:
         """Return a builder for a run whose training loop the runtime executes.
 
         Args:
@@ -113,14 +138,44 @@ class Trainer:
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
 
+    @overload
+    @staticmethod
+    def setup(
+        model_or_factory: ModelT,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        param_groups: Callable[[ModelT], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[ModelT]: ...
+
+    @overload
+    @staticmethod
+    def setup(
+        model_or_factory: Callable[[torch.device], ModelT],
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        param_groups: Callable[[ModelT], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[ModelT]: ...
+
+    @overload
     @staticmethod
     def setup(
         model_or_factory: Any,
         optim_factory: OptimFactory,
         devices: Sequence[torch.device | str] | None = None,
         *,
-        param_groups: ParamGroups | None = None,
-    ) -> ReplicatedModule:
+        param_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[Any]: ...
+
+    @staticmethod
+    def setup(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        param_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[Any]:
         """Prepare a model for the caller's own training loop, on one or several devices.
 
         The loop is the same for both: ``out = model(x); loss.backward(); model.step()``; see
@@ -158,6 +213,29 @@ class Trainer:
             param_groups=param_groups,
         )
 
+    @overload
+    @staticmethod
+    def setup_with(
+        model_or_factory: ModelT,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        config: DdpConfig,
+        param_groups: Callable[[ModelT], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[ModelT]: ...
+
+    @overload
+    @staticmethod
+    def setup_with(
+        model_or_factory: Callable[[torch.device], ModelT],
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        config: DdpConfig,
+        param_groups: Callable[[ModelT], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[ModelT]: ...
+
+    @overload
     @staticmethod
     def setup_with(
         model_or_factory: Any,
@@ -165,8 +243,18 @@ class Trainer:
         devices: Sequence[torch.device | str] | None = None,
         *,
         config: DdpConfig,
-        param_groups: ParamGroups | None = None,
-    ) -> ReplicatedModule:
+        param_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[Any]: ...
+
+    @staticmethod
+    def setup_with(
+        model_or_factory: Any,
+        optim_factory: OptimFactory,
+        devices: Sequence[torch.device | str] | None = None,
+        *,
+        config: DdpConfig,
+        param_groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    ) -> ReplicatedModule[Any]:
         """Like :meth:`setup`, with settings.
 
         ElChe is on for all devices, unless ``max_anchor=0`` (with :meth:`setup` only for GPUs of
@@ -183,15 +271,76 @@ class Trainer:
         )
 
 
+class FitSettings(TypedDict, total=False):
+    """The keyword arguments of ``fit``: methods of the builder, with the type of the argument."""
+
+    sampler: Any
+    batch_size: int | Sequence[int]
+    seed: int
+    drop_last: bool
+    collate_fn: Callable[[list[Any]], Any]
+    loader_workers: int
+    dataset_lock: bool
+    prefetch: int
+    resident: bool
+    cuda_graphs: bool
+    devices: Sequence[str | torch.device] | str | torch.device | int
+    policy: ApplyPolicy | str
+    backend: AverageBackend | str
+    anchor: int
+    min_anchor: int
+    max_anchor: int
+    overhead_target: float
+    max_batch_diff: int
+    max_overshoot: int
+    divergence_threshold: float
+    partition_ratios: Sequence[float]
+    balance: bool
+    bucket_cap_mb: float | None
+    sync_batchnorm: bool
+    all_gather: bool
+    progressive_dispatch: bool
+    max_grad_norm: float
+    accumulate: int
+    precision: str | int
+    on_non_finite: str
+    on_drift: str
+    scheduler: SchedulerFactories
+    lr_scale_ratio: float
+    param_groups: Callable[[Any], list[dict[str, Any]]]
+    max_steps: int
+    eval_fn: Callable[[Any, int], Mapping[str, SupportsFloat]]
+    eval_every: int
+    epoch_fn: Callable[[int, GpuWorker], object]
+    metrics_fn: Callable[[EpochMetrics], object]
+    cluster: str | None
+    metrics_every: int
+    callbacks: Callback | Sequence[Callback]
+    checkpoint_every: int
+    checkpoint_fn: Callable[[int, Any], object]
+    checkpoint_dir: str | os.PathLike[str]
+    resume: str | os.PathLike[str]
+    snapshot_timeout: float
+    collective_timeout: float
+    stall_timeout: float
+    max_failed_rounds: int
+    on_worker_failure: str
+    vram_fraction: float
+    pin_threads: bool
+    tune_allocator: bool
+    progress: bool
+    timeline: Timeline
+
+
 def fit(
-    model: nn.Module,
+    model: ModelT,
     dataset: Any,
     *,
     optimizer: OptimFactory,
     loss: Callable[[Any, Any], Any] | None = None,
     epochs: int = 1,
-    **settings: Any,
-) -> TrainedState:
+    **settings: Unpack[FitSettings],
+) -> TrainedState[ModelT]:
     """Train a module on all devices and wait for the end: the short form of :class:`Trainer`.
 
     Afterwards, and after Ctrl-C, the module holds the trained weights, on its own device.
@@ -242,7 +391,7 @@ def fit(
     return builder.run().join()
 
 
-class TrainerBuilder:
+class TrainerBuilder(Generic[ModelT_co]):
     """Collects the settings of a run; every method returns the builder.
 
     A wrong type raises ``TypeError``, a number out of range ``ValueError``, at once.
@@ -250,13 +399,14 @@ class TrainerBuilder:
 
     def __init__(
         self,
-        model_factory: ModelFactory | nn.Module,
+        model_factory: ModelT_co | Callable[[torch.device], ModelT_co],
         optim_factory: OptimFactories,
-        train_fn: TrainFns,
+        train_fn: Callable[[ModelT_co, Any], Any] | Mapping[str, Callable[[ModelT_co, Any], Any]],
     ) -> None:
+        factory: Any = model_factory
         if isinstance(model_factory, nn.Module):
-            model_factory = CopyingFactory(model_factory)
-        check_callable("model_factory", model_factory, "(device) -> nn.Module")
+            factory = CopyingFactory(model_factory)
+        check_callable("model_factory", factory, "(device) -> nn.Module")
         if isinstance(optim_factory, Mapping) or isinstance(train_fn, Mapping):
             check_optimizer_dicts(optim_factory, train_fn)
         else:
@@ -266,7 +416,7 @@ class TrainerBuilder:
         self._loader_settings: dict[str, Any] = {}
         self._config = RunSettings(
             functions=UserFunctions(
-                model_factory=model_factory, optim_factory=optim_factory, train_fn=train_fn
+                model_factory=factory, optim_factory=optim_factory, train_fn=train_fn
             )
         )
 
@@ -279,12 +429,12 @@ class TrainerBuilder:
             hint = f"did you mean {here}?" if here else "docs/training.md lists them all"
             raise AttributeError(f"the builder has no setting {name!r}: {hint}")
 
-    def _set(self, **values: Any) -> TrainerBuilder:
+    def _set(self, **values: Any) -> Self:
         self._config = self._config.with_values(**values)
         self._explicit |= set(values)
         return self
 
-    def dataset(self, ds: Any, *, length: int | None = None) -> TrainerBuilder:
+    def dataset(self, ds: Any, *, length: int | None = None) -> Self:
         """The training data: a map-style data set, a ``TensorDataset``, a tuple or dict of tensors
         or arrays, or an object with ``__len__`` and ``get_batch(indices)``. Shared by all
         threads and read from several of them; see :meth:`dataset_lock`.
@@ -317,7 +467,7 @@ class TrainerBuilder:
                 )
         return self._set(dataset=dataset, dataset_length=length)
 
-    def sampler(self, s: Any) -> TrainerBuilder:
+    def sampler(self, s: Any) -> Self:
         """Samples of an epoch and their order (default: each sample once, in a new random order
         each epoch): a ``torch.utils.data.Sampler``, or another iterable of indices with a length.
         It is iterated once an epoch, in one thread, seeded by run and epoch; a sampler with its
@@ -326,7 +476,7 @@ class TrainerBuilder:
         """
         return self._set(sampler=check_sampler(s))
 
-    def batch_size(self, n: int | Sequence[int]) -> TrainerBuilder:
+    def batch_size(self, n: int | Sequence[int]) -> Self:
         """Samples in a batch of one worker.
 
         A list gives one size for each device. Under ``CADENCE`` and ``ASYNC`` each device trains
@@ -345,40 +495,40 @@ class TrainerBuilder:
             return self._set(batch_size=max(1, sum(sizes) // len(sizes)), batch_sizes=sizes)
         return self._set(batch_size=check_int("batch_size", n, 1), batch_sizes=None)
 
-    def num_epochs(self, n: int) -> TrainerBuilder:
+    def num_epochs(self, n: int) -> Self:
         """Number of passes over the data set."""
         return self._set(num_epochs=check_int("num_epochs", n, 1))
 
-    def seed(self, n: int) -> TrainerBuilder:
+    def seed(self, n: int) -> Self:
         """Seed of permutations and of each worker's generator (default 0). Setting it
         also seeds the process generator around rank 0's model factory.
         """
         return self._set(seed=check_int("seed", n, 0, MAX_SEED))
 
-    def drop_last(self, flag: bool) -> TrainerBuilder:
+    def drop_last(self, flag: bool) -> Self:
         """Omit the short last batch of each epoch (default: train it)."""
         return self._set(drop_last=check_flag("drop_last", flag))
 
-    def collate_fn(self, f: Callable[[list[Any]], Any]) -> TrainerBuilder:
+    def collate_fn(self, f: Callable[[list[Any]], Any]) -> Self:
         """Function that makes a batch from a list of samples (default: PyTorch's)."""
         check_callable("collate_fn", f, "(list of samples) -> batch")
         return self._set(collate_fn=f)
 
-    def loader_workers(self, n: int) -> TrainerBuilder:
+    def loader_workers(self, n: int) -> Self:
         """Loader processes of each worker, for data sets with heavy Python code (default 0: a
         thread). Tensors in memory are loaded without any. The processes import the main script,
         so it must start its run under ``if __name__ == "__main__":``.
         """
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
-    def dataset_lock(self, flag: bool) -> TrainerBuilder:
+    def dataset_lock(self, flag: bool) -> Self:
         """Let one thread at a time read the data set (default off). Draws of the data set from
         Python's ``random`` and NumPy's global generators are then seeded by batch, like
         PyTorch's.
         """
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 
-    def prefetch(self, depth: int) -> TrainerBuilder:
+    def prefetch(self, depth: int) -> Self:
         """Batches that a thread loads ahead (default: by the memory free after the first steps,
         up to 8). On a CUDA device it is an upper limit within :meth:`vram_fraction`. 0 loads each
         batch in the worker's thread, when it is needed. Tensors in memory are not loaded ahead
@@ -389,7 +539,7 @@ class TrainerBuilder:
         """
         return self._set(prefetch=check_int("prefetch", depth, 0))
 
-    def resident(self, flag: bool) -> TrainerBuilder:
+    def resident(self, flag: bool) -> Self:
         """Keep the data set on the device and gather batches there (default: if tensors in memory
         fit into the part of :meth:`vram_fraction` that is free after the first steps). ``True``
         copies it there at the start, memory maps too, and is an error if it does not fit;
@@ -398,7 +548,7 @@ class TrainerBuilder:
         """
         return self._set(resident=check_flag("resident", flag))
 
-    def cuda_graphs(self, flag: bool) -> TrainerBuilder:
+    def cuda_graphs(self, flag: bool) -> Self:
         """Capture the whole step once and replay it (default: off): forward, backward, clip
         and optimizer, under ``SYNC`` with the reduction between two graphs. For models whose
         steps are so short that launching their kernels takes longer than running them.
@@ -415,9 +565,7 @@ class TrainerBuilder:
         """
         return self._set(cuda_graphs=check_flag("cuda_graphs", flag))
 
-    def devices(
-        self, devices: Sequence[str | torch.device] | str | torch.device | int
-    ) -> TrainerBuilder:
+    def devices(self, devices: Sequence[str | torch.device] | str | torch.device | int) -> Self:
         """One worker for each entry; a device may be listed more than once (default: every
         visible CUDA device, else one ``"cpu"``). A number ``n`` means the first ``n`` CUDA
         devices, or ``n`` workers on the CPU without CUDA; -1 and ``"auto"`` mean the default,
@@ -425,11 +573,11 @@ class TrainerBuilder:
         """
         return self._set(requested_devices=check_devices(devices))
 
-    def policy(self, p: ApplyPolicy | str) -> TrainerBuilder:
+    def policy(self, p: ApplyPolicy | str) -> Self:
         """Policy of averaging (default ``SYNC``); ``"cadence"`` is ``ApplyPolicy.CADENCE``."""
         return self._set(policy=check_choice("policy", p, ApplyPolicy, _STRATEGIES))
 
-    def backend(self, b: AverageBackend | str) -> TrainerBuilder:
+    def backend(self, b: AverageBackend | str) -> Self:
         """The transport over which replicas average; ``"thread"`` is ``AverageBackend.THREAD``.
 
         The default, ``AUTO``, chooses the first transport by devices and policy. Under ``CADENCE``
@@ -444,59 +592,59 @@ class TrainerBuilder:
         """
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
-    def anchor(self, n: int) -> TrainerBuilder:
+    def anchor(self, n: int) -> Self:
         """Batches of the slowest rank between two averagings at the start (default 10).
 
         An anchor set here is not lowered, unless :meth:`min_anchor` allows it.
         """
         return self._set(anchor=check_int("anchor", n, 1))
 
-    def min_anchor(self, n: int) -> TrainerBuilder:
+    def min_anchor(self, n: int) -> Self:
         """Lower limit to which the anchor shrinks while averaging costs less than half of
         :meth:`overhead_target` (default 5, or the anchor that was set).
         """
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 
-    def max_anchor(self, n: int) -> TrainerBuilder:
+    def max_anchor(self, n: int) -> Self:
         """Upper limit of the anchor (default 200), which grows while averaging is expensive for
         the ranks or the coordinator.
         """
         return self._set(max_anchor=check_int("max_anchor", n, 1))
 
-    def overhead_target(self, f: float) -> TrainerBuilder:
+    def overhead_target(self, f: float) -> Self:
         """Share of the ranks' time that averaging may cost, 0.01 to 0.50 (default 0.10)."""
         return self._set(overhead_target=check_float("overhead_target", f, 0.01, 0.50))
 
-    def speed_hint(self, rank: int, ratio: float) -> TrainerBuilder:
+    def speed_hint(self, rank: int, ratio: float) -> Self:
         """Initial estimate: the other ranks are ``ratio`` times as fast as ``rank``."""
         hint = (check_int("speed_hint", rank, 0), check_float("speed_hint", ratio, 1.0))
         return self._set(speed_hint=hint)
 
-    def max_batch_diff(self, n: int) -> TrainerBuilder:
+    def max_batch_diff(self, n: int) -> Self:
         """Limit on the lead of the fastest rank in batches since the last averaging; 0 is
         lockstep. A rank without data left does not hold the others back. No effect under
         ``SYNC``.
         """
         return self._set(max_batch_diff=check_int("max_batch_diff", n, 0))
 
-    def max_overshoot(self, n: int) -> TrainerBuilder:
+    def max_overshoot(self, n: int) -> Self:
         """Batches that a rank may train beyond its count under ``ASYNC`` (default: a
         quarter of the count, at least 2).
         """
         return self._set(max_overshoot=check_int("max_overshoot", n, 0))
 
-    def divergence_threshold(self, f: float) -> TrainerBuilder:
+    def divergence_threshold(self, f: float) -> Self:
         """Relative distance of replicas from their average above which the anchor grows more
         slowly and finally shrinks (default 0.05).
         """
         number = check_float("divergence_threshold", f, 0.0, above=True)
         return self._set(divergence_threshold=number)
 
-    def no_divergence_guard(self) -> TrainerBuilder:
+    def no_divergence_guard(self) -> Self:
         """Adapt the anchor to the cost of averaging only."""
         return self._set(divergence_threshold=None)
 
-    def partition_ratios(self, ratios: Sequence[float]) -> TrainerBuilder:
+    def partition_ratios(self, ratios: Sequence[float]) -> Self:
         """Fixed share of each rank (default: by measured throughput; equal under SYNC)."""
         if not isinstance(ratios, Iterable):
             raise TypeError(f"partition_ratios({ratios!r}): pass a list, one number a device")
@@ -505,7 +653,7 @@ class TrainerBuilder:
             raise ValueError("partition_ratios: give each device a number, one of them above 0")
         return self._set(partition_ratios=numbers)
 
-    def balance(self, flag: bool) -> TrainerBuilder:
+    def balance(self, flag: bool) -> Self:
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
         their pieces together; a rank that would delay the others with a single sample gets
         none. The default is on for devices of different kinds (other names, capabilities or
@@ -520,7 +668,7 @@ class TrainerBuilder:
         """
         return self._set(requested_balance=check_flag("balance", flag))
 
-    def bucket_cap_mb(self, mb: float | None) -> TrainerBuilder:
+    def bucket_cap_mb(self, mb: float | None) -> Self:
         """Under ``SYNC``, reduce gradients in buckets of about ``mb`` MiB while the backward pass
         still computes others; the first bucket has at most 1 MiB. ``None`` reduces all at once
         after the backward pass. The default is 25 over ``NCCL``, and ``None`` otherwise: on a CPU
@@ -535,7 +683,7 @@ class TrainerBuilder:
         size = 0.0 if mb is None else check_float("bucket_cap_mb", mb, 0.0, above=True)
         return self._set(requested_bucket_mb=size)
 
-    def sync_batchnorm(self, flag: bool) -> TrainerBuilder:
+    def sync_batchnorm(self, flag: bool) -> Self:
         """Under ``SYNC``, let batch normalisation use the statistics of the global batch in forward
         and backward, for any sizes of the ranks' pieces (default off: each rank uses those of its
         own piece). ``BatchNorm1d``, ``2d`` and ``3d`` layers synchronise in every forward and
@@ -545,7 +693,7 @@ class TrainerBuilder:
         """
         return self._set(sync_batchnorm=check_flag("sync_batchnorm", flag))
 
-    def all_gather(self, flag: bool) -> TrainerBuilder:
+    def all_gather(self, flag: bool) -> Self:
         """Allow :func:`gpuworker.all_gather` in ``train_fn``, for losses that relate the samples of
         the global batch to each other (default off; only under ``SYNC``). Before each step the
         ranks then exchange flags for the presence of a batch. A rank trains its whole piece in
@@ -553,21 +701,21 @@ class TrainerBuilder:
         """
         return self._set(all_gather=check_flag("all_gather", flag))
 
-    def progressive_dispatch(self, flag: bool) -> TrainerBuilder:
+    def progressive_dispatch(self, flag: bool) -> Self:
         """Assign data in small chunks as ranks request them (default: on, except for ``SYNC``)."""
         return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
 
-    def max_grad_norm(self, f: float) -> TrainerBuilder:
+    def max_grad_norm(self, f: float) -> Self:
         """Clip the norm of the gradients: after the reduction under ``SYNC``, else on each rank."""
         return self._set(max_grad_norm=check_float("max_grad_norm", f, 0.0, above=True))
 
-    def accumulate(self, n: int) -> TrainerBuilder:
+    def accumulate(self, n: int) -> Self:
         """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
         the weights that ``train_fn`` returns.
         """
         return self._set(accumulate=check_int("accumulate", n, 1))
 
-    def precision(self, name: str | int) -> TrainerBuilder:
+    def precision(self, name: str | int) -> Self:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
         gradient scaler for each worker. Lightning's names (``"bf16-mixed"``, ``"16-mixed"``,
         ``"32-true"``) are accepted, except those of low precision without autocast.
@@ -577,7 +725,7 @@ class TrainerBuilder:
             raise ValueError(f"precision({name!r}): pass one of {', '.join(PRECISIONS)}")
         return self._set(precision=PRECISION_NAMES.get(str(name), str(name)))
 
-    def on_non_finite(self, mode: str) -> TrainerBuilder:
+    def on_non_finite(self, mode: str) -> Self:
         """Reaction to a loss or gradient that is NaN or infinite (default ``"raise"``).
 
         ``"raise"`` ends the run with :class:`~gpuworker.NonFiniteError`, which names rank,
@@ -592,7 +740,7 @@ class TrainerBuilder:
             raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
         return self._set(on_non_finite=mode)
 
-    def on_drift(self, mode: str) -> TrainerBuilder:
+    def on_drift(self, mode: str) -> Self:
         """Reaction to replicas that differ under ``SYNC`` (default ``"raise"``).
 
         Replicas are equal by construction, unless user code depends on the rank. Their parameters
@@ -607,7 +755,7 @@ class TrainerBuilder:
 
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None
-    ) -> TrainerBuilder:
+    ) -> Self:
         """``f(optimizer)`` returns a torch scheduler, stepped once for each batch trained by any
         rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
         ``ASYNC`` a rank's schedule enters an epoch when its count of batches reaches it.
@@ -628,32 +776,32 @@ class TrainerBuilder:
             raise TypeError(f"scheduler(metric={metric!r:.40}): pass a name, such as 'eval/loss'")
         return self._set(scheduler=f, scheduler_interval=interval, scheduler_metric=metric)
 
-    def lr_scale_ratio(self, f: float) -> TrainerBuilder:
+    def lr_scale_ratio(self, f: float) -> Self:
         """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:
         1.0 is the linear scaling rule; default 0.0).
         """
         return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
 
-    def param_groups(self, f: ParamGroups) -> TrainerBuilder:
+    def param_groups(self, f: Callable[[ModelT_co], list[dict[str, Any]]]) -> Self:
         """``f(model)`` returns the parameter groups that the optimizer factory receives."""
         check_callable("param_groups", f, "(model) -> list of parameter groups")
         return self._set(param_groups=f)
 
-    def max_steps(self, n: int) -> TrainerBuilder:
+    def max_steps(self, n: int) -> Self:
         """End after ``n`` batches over all ranks. The metrics of an incomplete epoch cover its
         trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
         number of devices ends between global batches, so that a resume is exact.
         """
         return self._set(max_steps=check_int("max_steps", n, 1))
 
-    def eval_fn(self, f: EvalFn) -> TrainerBuilder:
+    def eval_fn(self, f: Callable[[ModelT_co, int], Mapping[str, SupportsFloat]]) -> Self:
         """``f(model, epoch)`` returns a dict of floats, which appear in ``EpochMetrics.scalars``
         under ``eval/``; called with the averaged weights, in eval mode.
         """
         check_callable("eval_fn", f, "(model, epoch) -> dict of floats")
         return self._set(eval_fn=f)
 
-    def eval_every(self, n: int) -> TrainerBuilder:
+    def eval_every(self, n: int) -> Self:
         """Call :meth:`eval_fn` also within an epoch, for every ``n`` batches over all ranks
         (default: when an epoch closes). ``metrics_fn``, loggers and callbacks receive its values
         as a :class:`~gpuworker.StepMetrics` with ``num_batches=0``, under ``eval/``.
@@ -664,14 +812,14 @@ class TrainerBuilder:
         """
         return self._set(eval_every=check_int("eval_every", n, 1))
 
-    def epoch_fn(self, f: Callable[[int, Any], object]) -> TrainerBuilder:
+    def epoch_fn(self, f: Callable[[int, GpuWorker], object]) -> Self:
         """``f(epoch, worker)``, called in each worker's thread before its first batch of an
         epoch.
         """
         check_callable("epoch_fn", f, "(epoch, worker)")
         return self._set(epoch_fn=f)
 
-    def metrics_fn(self, f: Callable[[Any], object]) -> TrainerBuilder:
+    def metrics_fn(self, f: Callable[[EpochMetrics], object]) -> Self:
         """``f(EpochMetrics)``, called once an epoch on a separate thread, and ``f(StepMetrics)``
         with :meth:`metrics_every` or :meth:`eval_every`; returning ``False`` ends the run. Its
         exceptions are logged and training continues. Loggers
@@ -693,7 +841,7 @@ class TrainerBuilder:
         *,
         host: str | None = None,
         compression: str | None = None,
-    ) -> TrainerBuilder:
+    ) -> Self:
         """Train together with other machines, each of which runs this script.
 
         The policy applies within each machine. Between machines parameters are averaged once a
@@ -734,7 +882,7 @@ class TrainerBuilder:
             )
         )
 
-    def metrics_every(self, n: int) -> TrainerBuilder:
+    def metrics_every(self, n: int) -> Self:
         """Also pass a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
         for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
         samples a second. They are delivered with the ranks' periodic reports, ten or more a
@@ -742,7 +890,7 @@ class TrainerBuilder:
         """
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 
-    def callbacks(self, *callbacks: Callback | Sequence[Callback]) -> TrainerBuilder:
+    def callbacks(self, *callbacks: Callback | Sequence[Callback]) -> Self:
         """Objects that observe the run and may end it: :class:`~gpuworker.EarlyStopping`,
         :class:`~gpuworker.KeepBest`, :class:`~gpuworker.TimeLimit`, or other subclasses of
         :class:`~gpuworker.Callback`. They receive an epoch's metrics after :meth:`metrics_fn`, in
@@ -759,11 +907,11 @@ class TrainerBuilder:
                 )
         return self._set(callbacks=tuple(given))
 
-    def checkpoint_every(self, n: int) -> TrainerBuilder:
+    def checkpoint_every(self, n: int) -> Self:
         """Call :meth:`checkpoint_fn` every ``n`` epochs."""
         return self._set(checkpoint_every=check_int("checkpoint_every", n, 1))
 
-    def checkpoint_fn(self, f: Callable[[int, nn.Module], object]) -> TrainerBuilder:
+    def checkpoint_fn(self, f: Callable[[int, ModelT_co], object]) -> Self:
         """``f(version, model)``, called with a model that holds the average; ``version`` is the
         number of closed epochs. Its exceptions are logged and training continues.
         """
@@ -778,7 +926,7 @@ class TrainerBuilder:
         *,
         every_s: float | None = None,
         every_steps: int | None = None,
-    ) -> TrainerBuilder:
+    ) -> Self:
         """Write the whole state of the run into this directory every ``every`` epochs, when
         it is stopped and at its end; the last ``keep`` are kept. The directory is created if
         needed.
@@ -813,7 +961,7 @@ class TrainerBuilder:
             else check_int("checkpoint_dir: every_steps", every_steps, 1),
         )
 
-    def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> TrainerBuilder:
+    def resume(self, path: str | os.PathLike[str], missing_ok: bool = False) -> Self:
         """Resume from the newest complete checkpoint in ``path``, or from ``path`` itself if it is
         a checkpoint's own directory. An incomplete or altered checkpoint is refused with a
         warning, and the previous one is used. Checkpoints contain no executable code.
@@ -831,29 +979,29 @@ class TrainerBuilder:
             resume_missing_ok=check_flag("resume: missing_ok", missing_ok),
         )
 
-    def snapshot_timeout(self, s: float) -> TrainerBuilder:
+    def snapshot_timeout(self, s: float) -> Self:
         """Timeout of an averaging round on the CPU path, in seconds (default 5, at least three
         measured steps).
         """
         return self._set(snapshot_timeout_s=check_float("snapshot_timeout", s, 0.0, above=True))
 
-    def collective_timeout(self, s: float) -> TrainerBuilder:
+    def collective_timeout(self, s: float) -> Self:
         """Seconds that a rank waits for its peers in a collective (default 60)."""
         return self._set(collective_timeout_s=check_float("collective_timeout", s, 0.0, above=True))
 
-    def stall_timeout(self, s: float) -> TrainerBuilder:
+    def stall_timeout(self, s: float) -> Self:
         """Seconds without progress after which the run ends with ``RunStalled``, which lists the
         stack of every thread (default 300). Must exceed the longest step or callback.
         """
         return self._set(stall_timeout_s=check_float("stall_timeout", s, 0.0, above=True))
 
-    def max_failed_rounds(self, n: int) -> TrainerBuilder:
+    def max_failed_rounds(self, n: int) -> Self:
         """Averaging rounds that may fail in a row before the run ends, or, with ``AUTO``,
         continues over another transport if this one has failed (default 5).
         """
         return self._set(max_failed_rounds=check_int("max_failed_rounds", n, 1))
 
-    def on_worker_failure(self, mode: str) -> TrainerBuilder:
+    def on_worker_failure(self, mode: str) -> Self:
         """Reaction to a worker that raises or whose thread ends.
 
         ``"raise"`` (default): the run stops and :meth:`TrainerHandle.join` raises
@@ -867,34 +1015,34 @@ class TrainerBuilder:
         goes_on = mode == "continue"
         return self._set(continue_on_failure=goes_on, survives=goes_on)
 
-    def vram_fraction(self, f: float) -> TrainerBuilder:
+    def vram_fraction(self, f: float) -> Self:
         """Fraction of each CUDA device's memory that the run may reserve, above 0 and at most 1
         (default 0.9): models, activations and batches of all workers on it. It limits PyTorch's
         allocator in the whole process during the run.
         """
         return self._set(vram_fraction=check_float("vram_fraction", f, 0.0, 1.0, above=True))
 
-    def pin_threads(self, flag: bool) -> TrainerBuilder:
+    def pin_threads(self, flag: bool) -> Self:
         """Run the thread of each CUDA worker on the cores of its GPU's NUMA node (default on),
         within the affinity of the process. No effect if Linux reports no node for the GPU or the
         machine has one node.
         """
         return self._set(pin_threads=check_flag("pin_threads", flag))
 
-    def tune_allocator(self, flag: bool) -> TrainerBuilder:
+    def tune_allocator(self, flag: bool) -> Self:
         """Keep freed memory in the process while CPU workers train (default on). It acts on
         the whole process and cannot be undone.
         """
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
-    def progress(self, flag: bool) -> TrainerBuilder:
+    def progress(self, flag: bool) -> Self:
         """``True``: a progress bar on a terminal or in a notebook; elsewhere one line an epoch in
         the log, or on stderr if no handler is configured. ``False``: neither. Default: the bar;
         elsewhere the line if the logger is enabled for INFO.
         """
         return self._set(progress=check_flag("progress", flag))
 
-    def timeline(self, tl: Timeline) -> TrainerBuilder:
+    def timeline(self, tl: Timeline) -> Self:
         """Record a timeline of the run; see :class:`~gpuworker.Timeline`. One timeline records
         one run.
         """
@@ -902,7 +1050,7 @@ class TrainerBuilder:
             raise TypeError(f"timeline({tl!r:.80}): pass a gpuworker.Timeline()")
         return self._set(timeline=tl)
 
-    def run(self) -> TrainerHandle:
+    def run(self) -> TrainerHandle[ModelT_co]:
         """Check all settings, start the threads and return without waiting.
 
         Raises:

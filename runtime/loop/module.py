@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.one_device import SingleDeviceEngine
 from runtime.loop.replica import FollowingOptimizer, LossFn
 from runtime.loop.scatter import to_replica
+from runtime.replica.build import ModelT_co
 from runtime.replica.schedule import SchedulerFactory
 
 
-class ReplicatedModule(Closeable, nn.Module):
+class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     """A model on one or many devices, trained by the same loop in both cases.
 
     :meth:`Trainer.setup <gpuworker.Trainer.setup>` returns it::
@@ -246,9 +247,9 @@ class ReplicatedModule(Closeable, nn.Module):
         self._engine.sync_params()
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> ModelT_co:
         """The model of rank 0: the one that was passed, or the factory's first."""
-        return self._engine.model
+        return cast("ModelT_co", self._engine.model)
 
     @property
     def head(self) -> Any:
@@ -351,7 +352,7 @@ class ReplicatedModule(Closeable, nn.Module):
         """Named children of :attr:`module`."""
         return self.module.named_children()
 
-    def apply(self, fn: Any) -> ReplicatedModule:
+    def apply(self, fn: Any) -> Self:
         """Apply a function to the model and its submodules."""
         self.module.apply(fn)
         self.sync_params()
@@ -367,7 +368,7 @@ class ReplicatedModule(Closeable, nn.Module):
         """
         self.module.register_buffer(name, self._on_device(tensor), persistent)
 
-    def train(self, mode: bool = True) -> ReplicatedModule:
+    def train(self, mode: bool = True) -> Self:
         """Set train or eval mode on every replica."""
         self.training = mode
         self.module.train(mode)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
@@ -23,11 +24,14 @@ from runtime.replica.schedule import Schedule, SchedulerFactories
 
 logger = logging.getLogger(__name__)
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT_co = TypeVar("ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
+"""The model's type, in the types of builder, handle and state."""
 ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
 OptimFactories = OptimFactory | Mapping[str, OptimFactory]
 """One factory, or several by the name of the submodule whose parameters each receives."""
-ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
+ParamGroups = Callable[[Any], list[dict[str, Any]]]
 _PROCESS_LOCK = threading.Lock()
 """Held while a model is built: factories draw from the process's random generators, which rank 0 of
 another run may have seeded."""

@@ -39,7 +39,7 @@ from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
 from runtime.replica.reducer import GradientReducer, PackedGradients
 from runtime.replica.train_fn_checks import TrainFnChecks
 
-TrainFn = Callable[[nn.Module, Any], Any]
+TrainFn = Callable[[Any, Any], Any]
 """Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
 units, such as the tokens that are not ignored, or the sum of the samples' class weights; or the
 output of a model, with a field ``loss``."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 
-EvalFn = Callable[[nn.Module, int], dict[str, float]]
+EvalFn = Callable[[Any, int], Mapping[str, SupportsFloat]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

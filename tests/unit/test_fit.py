@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import runtime
-from runtime import EarlyStopping, Trainer, WorkerFailed
+from runtime import EarlyStopping, Trainer, TrainerBuilder, WorkerFailed
+from runtime.trainer import FitSettings
 from tests.support.running import WAIT_S
 
 CPUS = ["cpu", "cpu"]
@@ -115,3 +118,16 @@ def test_fit_with_a_loss_refuses_batches_other_than_pairs_and_keeps_the_module()
         )
     assert "needs (input, target)" in str(caught.value.__cause__)
     assert torch.equal(model.weight, net().weight)
+
+
+def test_keyword_arguments_for_type_checkers_are_those_of_the_builder():
+    own = {"dataset", "num_epochs", "run"}  # arguments of fit under their own names
+    settings = {}
+    for name, method in inspect.getmembers(TrainerBuilder, inspect.isfunction):
+        _, *parameters = inspect.signature(method).parameters.values()
+        required = [p for p in parameters if p.default is p.empty]
+        if name.startswith("_") or name in own or not parameters or len(required) > 1:
+            continue
+        settings[name] = parameters[0].annotation.replace("ModelT_co", "Any")
+    declared = {k: v.__forward_arg__ for k, v in FitSettings.__annotations__.items()}
+    assert declared == settings
