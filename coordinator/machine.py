@@ -218,6 +218,7 @@ class Coordinator:
         if timed and self._run.phase is Phase.RUNNING:
             self._run.elche.observe(event.rank, stats.compute_s, timed)
         rank.note(stats)
+        self._run.note_losses(stats)
         epoch = self._run.ledger.find(event.epoch)
         if epoch is not None:
             epoch.stats.add(event.rank, stats)

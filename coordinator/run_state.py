@@ -62,6 +62,8 @@ class RunState:
             not published yet.
         machine_round: The last round between machines; ``None``: none yet.
         now: Time of the event being handled.
+        loss_sum: Sum of the finite losses reported since the start, each times its weight.
+        loss_weight: Sum of these weights.
         spent_s: CPU time of the coordinator's thread up to the event being handled; 0 if not
             measured.
     """
@@ -136,6 +138,7 @@ class RunState:
         self.machine_round: MachineRound | None = None
         self.now = 0.0
         self.spent_s = 0.0
+        self.loss_sum = self.loss_weight = 0.0
 
     @property
     def num_trained(self) -> int:
@@ -233,6 +236,12 @@ class RunState:
                 before = self.divergence if oldest.divergence is None else oldest.divergence
                 oldest.divergence = _largest((before, self.divergence))
 
+    def note_losses(self, stats: ReportStats) -> None:
+        """Add the losses of a report, unless one is not finite."""
+        if math.isfinite(stats.loss_sum):
+            self.loss_sum += float(stats.loss_sum)
+            self.loss_weight += float(stats.loss_samples)
+
     def announce_backend(self, *, failed: bool = False) -> None:
         """Announce the backend of the following rounds."""
         choice = self.backend_choice
@@ -259,6 +268,8 @@ class RunState:
             param_norm=self.param_norm,
             backend=self.backend_choice.chosen,
             backend_reason=self.backend_choice.reason,
+            loss_sum=self.loss_sum,
+            loss_weight=self.loss_weight,
             ranks=tuple(
                 RankStatistics(
                     rank=r.rank,
@@ -439,6 +450,8 @@ class Statistics:
         backend_reason: Reason for it, in a sentence.
         ranks: One record for each rank.
         machine_round: In a cluster, the last round between machines; ``None``: none yet.
+        loss_sum: Sum of the finite losses reported in this process, each times its weight.
+        loss_weight: Sum of these weights.
     """
 
     epoch: int
@@ -454,6 +467,8 @@ class Statistics:
     backend_reason: str
     ranks: tuple[RankStatistics, ...]
     machine_round: MachineRound | None = None
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

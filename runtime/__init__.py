@@ -40,6 +40,7 @@ from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
 from runtime.results import TrainedState, WorkerFailure, predict
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
+from runtime.timeline.run_summary import RankThroughput, RunSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
@@ -83,12 +84,14 @@ __all__ = [
     "OuterOptimizer",
     "RankMetrics",
     "RankStatistics",
+    "RankThroughput",
     "ReduceOp",
     "ReplicaFailed",
     "ReplicaMismatch",
     "ReplicatedModule",
     "RunAborted",
     "RunStalled",
+    "RunSummary",
     "ShardingStrategy",
     "Statistics",
     "StepMetrics",

@@ -33,6 +33,7 @@ from runtime.replica.build import ModelT_co
 from runtime.results import TrainedState
 from runtime.run import Run
 from runtime.settings import RunSettings
+from runtime.timeline.run_summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,17 @@ class TrainerHandle(Generic[ModelT_co]):
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""
         return self._run.statistics()
+
+    def summary(self) -> RunSummary:
+        """The throughput of the run and its lost time by cause, so far or as a whole.
+
+        ``print(handle.summary())`` shows a table; a notebook shows it for the handle as well. In a
+        cluster it covers this machine.
+        """
+        return self._run.summary()
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
     def attach(self, monitor: Monitor) -> Self:
         """Show the run, which may be over, on the page of a :class:`~gpuworker.Monitor`. Returns

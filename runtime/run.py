@@ -57,6 +57,7 @@ from runtime.device.affinity import near
 from runtime.device.base import device_summary
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
+from runtime.loggers.progress import make_display
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
@@ -64,6 +65,7 @@ from runtime.replica.build import BuildOrder, CopyingFactory
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import TrainedState, assemble_state, load_trained
 from runtime.settings import RunSettings
+from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepAgreement
@@ -115,7 +117,7 @@ class Run:
         )
         num_samples = index.num_samples
         config.check(num_samples, self.devices)
-        self._recording = RunRecorder(config.timeline)
+        self._recording = RunRecorder(config.timeline, len(self.devices))
         names = tuple(str(d) for d in self.devices)
         backend, reason = choose_backend(
             config.requested_backend,
@@ -160,9 +162,12 @@ class Run:
             metrics_fn=config.metrics_fn,
             on_stop=self.stop,
             on_error=self.fail,
-            progress=config.progress,
-            total_batches=self.total_batches,
-            trained=lambda: self.statistics().num_trained,
+            make_display=lambda: make_display(
+                config.progress,
+                self.statistics,
+                self.total_batches,
+                config.coordinator.num_epochs,
+            ),
         )
         self._built: list[int] = []
         self._error: BaseException | None = None  # raised by join(); the state is kept
@@ -170,6 +175,8 @@ class Run:
         self._schedule_metric = (
             None if metric is None else MetricReader(f"scheduler(metric={metric!r})", metric)
         )
+        self._first_statistics = self.statistics()
+        self._last_summary: RunSummary | None = None
         self._listener: Listener | None = None
         self._holds_threads = False
         self._keeps_memory = False
@@ -253,7 +260,7 @@ class Run:
         self._listener = listener
         c = self.config
         batch_size = c.coordinator.batch_size
-        announce(logger, self._summary(), silent=c.progress is False)
+        announce(logger, self._first_line(), silent=c.progress is False)
         dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last omits %d samples of each epoch", dropped)
@@ -293,18 +300,31 @@ class Run:
                 self._recording.finish(stopped=False, error=sys.exception())
             raise
 
-    def _summary(self) -> str:
-        """One line: devices, policy, transport and the reason for it."""
+    def _first_line(self) -> str:
+        """Devices, policy, transport and the reason for it, batch, steps and learning rate."""
         c = self.config.coordinator
+        devices, batch = device_summary(self.devices), self.facts.batch_line
         if len(self.devices) == 1:
-            return f"{device_summary(self.devices)}; {self.backend_reason}"
+            return f"{devices}; {batch}"
         alike = "unequal devices" if unequal_devices(self.devices) else "equal devices"
         others = ", ".join(backend.name for backend in c.alternatives)
         tried = "" if c.policy is ApplyPolicy.SYNC or not others else f"; {others} is tried, too"
         return (
-            f"{device_summary(self.devices)}; {alike}; policy {c.policy.name} over "
+            f"{devices}; {alike}; policy {c.policy.name} over {self.backend.name}; {batch}; "
             f"{self.backend.name}: {self.backend_reason}{tried}"
         )
+
+    def _announce_end(self) -> None:
+        """Announce the throughput and the lost time, and settings that would be faster.
+
+        After Ctrl-C nothing is announced: the run was not to go on.
+        """
+        if INTERRUPTS.interrupted:
+            return
+        summary = self.summary()
+        silent = self.config.progress is False
+        for text in filter(None, (summary.headline, summary.advice)):
+            announce(logger, text, silent=silent)
 
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives
@@ -504,17 +524,27 @@ class Run:
     @property
     def facts(self) -> RunFacts:
         """Static facts of the run, for summaries and monitors."""
-        c = self.config.coordinator
-        sizes = c.batch_sizes or ()
-        return RunFacts(
-            devices=tuple(str(device) for device in self.devices),
-            policy=c.policy.name,
-            backend=self.backend.name,
-            backend_reason=self.backend_reason,
-            num_epochs=c.num_epochs,
-            batch_size=sum(sizes) // len(sizes) if sizes else c.batch_size,
-            batch_sizes=sizes,
-            num_samples=c.num_samples,
+        facts = self.config.facts()
+        return replace(facts, backend=self.backend.name, backend_reason=self.backend_reason)
+
+    def summary(self) -> RunSummary:
+        """The throughput of the run and its lost time by cause, so far or as a whole."""
+        if self._last_summary is not None:
+            return self._last_summary
+        c = self.config
+        requires_sync = c.worker.sync_batchnorm or c.worker.all_gather
+        return summarize(
+            self.facts,
+            state="running",
+            before=self._first_statistics,
+            now=self.statistics(),
+            seconds=[lane.seconds() for lane in self._recording.lanes],
+            num_epochs=len(self._machine.outcome.metrics),
+            alternatives=Alternatives(
+                balance=c.coordinator.advise_balance,
+                cadence=not requires_sync and c.cluster is None,
+                anchor=c.coordinator.anchor,
+            ),
         )
 
     def monitor_view(self, started: float, end: Callable[[], RunEnd | None]) -> RunView:
@@ -573,13 +603,19 @@ class Run:
                 self._load_given(state)
         except BaseException as caught:
             error = caught
+        stopped = self._machine.outcome.stopped
         try:
+            failed = error is not None or self._error is not None
+            ended = "failed" if failed else "stopped" if stopped else "finished"
+            self._last_summary = replace(self.summary(), state=ended)
             self._take_down()
+            if not failed:
+                self._announce_end()
         except BaseException as caught:
             error = error or caught
         finally:
             kept, error = None if error else state, error or self._error
-            self._recording.finish(stopped=self._machine.outcome.stopped, error=error)
+            self._recording.finish(stopped=stopped, error=error)
             self._listener.finish(kept, error)
 
     def _join_workers(self) -> list[str]:

@@ -26,6 +26,7 @@ from runtime.data.stream import is_stream
 from runtime.device.cuda import devices_differ
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
+from runtime.timeline.summary import RunFacts
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,30 @@ class RunSettings:
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)
+
+    def facts(self) -> RunFacts:
+        """The facts of a run; of settings completed by :meth:`for_run`."""
+        c = self.coordinator
+        num_samples, world = c.num_samples, c.world_size
+        sizes = c.batch_sizes or (c.batch_size,) * world
+        lockstep = c.policy is ApplyPolicy.SYNC
+        per_step = sum(sizes) * c.accumulate
+        kept = count_batches(num_samples, c.batch_size, drop_last=c.drop_last) * c.batch_size
+        global_batch = per_step if lockstep or world == 1 else 0
+        return RunFacts(
+            devices=c.devices,
+            policy=c.policy.name,
+            backend=c.backend.name,
+            backend_reason=c.backend_reason,
+            num_epochs=c.num_epochs,
+            batch_size=sum(sizes) // world,
+            batch_sizes=c.batch_sizes or (),
+            num_samples=num_samples,
+            global_batch=global_batch,
+            batch_text=_batch_text(self, sizes, global_batch),
+            steps_per_epoch=-(-min(num_samples, kept) // per_step),
+            lr_factor=self.worker.lr_scale,
+        )
 
     def total_batches(self, num_samples: int) -> int:
         """Batches in the whole run, over all ranks, for a data set of ``num_samples``."""
@@ -552,6 +577,25 @@ class RunSettings:
 
 _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 """Settings under which gradients cannot be exchanged within the backward pass."""
+
+
+def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) -> str:
+    c = settings.coordinator
+    alike = len(set(sizes)) == 1
+    notes = [f"accumulated {c.accumulate} times"] if c.accumulate > 1 else []
+    if c.partition_ratios is not None:
+        notes.insert(0, f"epochs cut {' : '.join(f'{ratio:g}' for ratio in c.partition_ratios)}")
+    if not global_batch:
+        listed = str(sizes[0]) if alike else " + ".join(map(str, sizes))
+        return ", ".join([f"batches of {listed}{' on each worker' if alike else ''}", *notes])
+    whole = f"global batch {global_batch:,}"
+    if c.policy is ApplyPolicy.SYNC and c.balance and len(sizes) > 1:
+        return ", ".join([whole, "cut by measured speed", *notes])
+    if len(sizes) == 1:
+        listed = f" = {sizes[0]}" if notes else ""
+    else:
+        listed = f" = {len(sizes)} x {sizes[0]}" if alike else f" = {' + '.join(map(str, sizes))}"
+    return ", ".join([whole + listed, *notes])
 
 
 def _field_names(settings: Any) -> set[str]:

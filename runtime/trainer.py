@@ -1036,9 +1036,9 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(tune_allocator=check_flag("tune_allocator", flag))
 
     def progress(self, flag: bool) -> Self:
-        """``True``: a progress bar on a terminal or in a notebook; elsewhere one line an epoch in
-        the log, or on stderr if no handler is configured. ``False``: neither. Default: the bar;
-        elsewhere the line if the logger is enabled for INFO.
+        """``False``: no progress, and no lines on stderr at the start and the end. Default: a
+        progress bar on a terminal or in a notebook; elsewhere a line for each epoch and one every
+        30 seconds, in the log at INFO, or on stderr if no handler is configured.
         """
         return self._set(progress=check_flag("progress", flag))
 

@@ -46,6 +46,7 @@ from runtime.cluster.tensors import (
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import in_own_context
+from runtime.timeline.run_summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +227,10 @@ class ClusterRun:
     def statistics(self) -> Statistics:
         """A snapshot of this machine's counters."""
         return self._inner.statistics()
+
+    def summary(self) -> RunSummary:
+        """The throughput of this machine's part."""
+        return self._inner.summary()
 
     def monitor_view(self, started: float, end: Any) -> Any:
         """The view of this machine's part for monitors."""
@@ -733,6 +738,8 @@ class InnerRun(Protocol):
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData: ...
 
     def statistics(self) -> Statistics: ...
+
+    def summary(self) -> RunSummary: ...
 
     def monitor_view(self, started: float, end: Any) -> Any: ...
 

@@ -250,7 +250,7 @@ class WorkerLogFilter(logging.Filter):
 
 
 def announce(log: logging.Logger, text: str, *, silent: bool = False) -> None:
-    """Log a line at INFO, or write it to stderr if no handler is configured.
+    """Log a line at INFO, or write it to stderr if no handler is configured, folded.
 
     Nothing is written if the logger or one of its parents is disabled or has a level above INFO
     (except for the root logger, whose default level is WARNING).
@@ -261,18 +261,54 @@ def announce(log: logging.Logger, text: str, *, silent: bool = False) -> None:
         silent: Never write to stderr.
     """
     log.info("%s", text)
-    if silent or log.hasHandlers() or _is_quiet(log) or sys.stderr is None:
+    if silent or log.hasHandlers() or not is_announced(log):
         return
-    record = log.makeRecord(log.name, logging.INFO, "", 0, text, (), None)
+    folded = "\n".join(fold(text))
+    record = log.makeRecord(log.name, logging.INFO, "", 0, folded, (), None)
     logging.StreamHandler().handle(record)
 
 
-def _is_quiet(log: logging.Logger) -> bool:
-    if logging.root.manager.disable >= logging.INFO:
-        return True
+LINE_WIDTH = 79
+"""Columns of a line: a terminal of 80 may wrap after the last."""
+
+
+def fold(text: str) -> list[str]:
+    """Lines of at most ``LINE_WIDTH`` columns; all but the first are indented.
+
+    They are broken after semicolons, else after commas, else between words.
+    """
+    lines = [""]
+
+    def add(part: str, separator: str) -> None:
+        if not lines[-1].strip():
+            lines[-1] += part
+        elif len(lines[-1]) + len(separator) + 1 + len(part) < LINE_WIDTH:
+            lines[-1] += f"{separator} {part}"
+        else:
+            lines[-1] += separator
+            lines.append(f"  {part}")
+
+    for part in text.split("; "):
+        if len(part) < LINE_WIDTH - 2:
+            add(part, ";")
+            continue
+        for number, piece in enumerate(part.split(", ")):
+            separator = "," if number else ";"
+            for word in piece.split(" ") if len(piece) > LINE_WIDTH - 4 else [piece]:
+                add(word, separator)
+                separator = ""
+    return lines
+
+
+def is_announced(log: logging.Logger) -> bool:
+    """True if :func:`announce` writes lines of this logger, to its handlers or to stderr."""
+    if log.hasHandlers():
+        return log.isEnabledFor(logging.INFO)
+    if sys.stderr is None or logging.root.manager.disable >= logging.INFO:
+        return False
     at: logging.Logger | None = log
     while at is not None and at is not logging.root:
         if at.disabled or at.level > logging.INFO:
-            return True
+            return False
         at = at.parent
-    return False
+    return True

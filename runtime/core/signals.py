@@ -52,6 +52,12 @@ class InterruptHandler:
         with self._lock:
             self._runs = tuple(other for other in self._runs if other is not run)
 
+    @property
+    def interrupted(self) -> bool:
+        """True if a signal has been received and is being handled; from any thread."""
+        period = self._period
+        return period is not None and period.interrupted
+
     @contextmanager
     def waiting(self) -> Iterator[InterruptibleWait]:
         """Handle signals while the main thread waits; no effect in other threads.

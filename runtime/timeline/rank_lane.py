@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,13 @@ class RankLane:
         self.totals = [0.0] * NUM_CAUSES
         self.num_steps = 0
         self.num_throttles = 0
+
+    @classmethod
+    def without_events(cls, rank: int, start: float) -> RankLane:
+        """A lane that only keeps the totals: no events, gaps or bins."""
+        lane = cls(rank, start, max_events=1, min_gap_s=math.inf, step_interval_s=math.inf)
+        lane._bin_end = lane._next_step = math.inf
+        return lane
 
     # On the rank's thread.
 

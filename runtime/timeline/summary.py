@@ -117,6 +117,11 @@ class RunFacts:
         batch_size: Samples in a batch; the mean if ranks have different batch sizes.
         batch_sizes: Batch size of each rank, if they differ.
         num_samples: Length of the data set.
+        global_batch: Samples of an optimizer step on all ranks together; 0: each rank makes steps
+            of its own.
+        batch_text: The batch and its division among the ranks, as text.
+        steps_per_epoch: Optimizer steps in an epoch, of each rank on average.
+        lr_factor: Factor of the learning rate by the number of devices.
     """
 
     devices: tuple[str, ...]
@@ -127,6 +132,18 @@ class RunFacts:
     batch_size: int = 0
     batch_sizes: tuple[int, ...] = ()
     num_samples: int = 0
+    global_batch: int = 0
+    batch_text: str = ""
+    steps_per_epoch: int = 0
+    lr_factor: float = 1.0
+
+    @property
+    def batch_line(self) -> str:
+        """Batch, steps and factor of the learning rate, separated by semicolons."""
+        each = "" if self.global_batch else " on each worker"
+        epochs = f"{self.num_epochs:,} epoch{'s' if self.num_epochs != 1 else ''}"
+        steps = f"{self.steps_per_epoch:,} steps an epoch{each}, {epochs}"
+        return f"{self.batch_text}; {steps}; learning rate x {self.lr_factor:g}"
 
 
 MIN_SHOWN = 0.001

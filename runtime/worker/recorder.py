@@ -1,4 +1,4 @@
-"""Recording of a worker's time on its timeline lane, or none.
+"""Recording of a worker's time by cause on its lane.
 
 A step changes the lane's cause three times: to data, to compute, and back to the loop. The step
 itself writes these changes to :attr:`WorkerRecorder.lane`, if there is one.
@@ -31,7 +31,7 @@ from runtime.timeline.events import (
     UNATTRIBUTED,
     Kind,
 )
-from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.rank_lane import RankLane, now
 from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 from runtime.worker.protocol import WorkerProtocol, WorkerState
@@ -301,17 +301,23 @@ class LaneRecorder(WorkerRecorder):
 
 
 class RunRecorder:
-    """Records a run on its timeline; without one, all methods do nothing.
+    """Records the time of a run's ranks by cause, and its events on its timeline, if any.
 
     Args:
-        timeline: The timeline, or ``None``.
+        timeline: The timeline; ``None``: only the seconds by cause are kept.
+        world_size: Number of ranks.
+
+    Attributes:
+        lanes: The lane of each rank; empty before :meth:`begin`.
 
     Raises:
         ValueError: The timeline has recorded another run.
     """
 
-    def __init__(self, timeline: Timeline | None) -> None:
+    def __init__(self, timeline: Timeline | None, world_size: int) -> None:
         self._timeline = timeline
+        self._world_size = world_size
+        self.lanes: tuple[RankLane, ...] = ()
         if self._timeline is not None:
             self._timeline.require_unused()
 
@@ -330,14 +336,17 @@ class RunRecorder:
             machine: The coordinator.
             service: The service that reports the coordinator's events to the timeline.
         """
-        if self._timeline is not None:
+        ranks = range(self._world_size)
+        if self._timeline is None:
+            start = now()
+            self.lanes = tuple(RankLane.without_events(rank, start) for rank in ranks)
+        else:
             service.observe(self._timeline.begin(facts, devices, machine).observe)
+            self.lanes = tuple(self._timeline.lane(rank) for rank in ranks)
 
     def recorder(self, rank: int) -> WorkerRecorder:
         """The recorder of a rank's worker."""
-        return (
-            WorkerRecorder() if self._timeline is None else LaneRecorder(self._timeline.lane(rank))
-        )
+        return LaneRecorder(self.lanes[rank])
 
     def built(self, rank: int, model: torch.nn.Module) -> None:
         """A worker has built its replica."""
@@ -346,8 +355,7 @@ class RunRecorder:
 
     def left(self, rank: int) -> None:
         """Close a rank's lane; called at the end of its thread."""
-        if self._timeline is not None:
-            self._timeline.lane(rank).close()
+        self.lanes[rank].close()
 
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
         """End the recording."""

@@ -229,9 +229,9 @@ def test_progress_is_silent_off_a_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_explicit_progress_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
-    with caplog.at_level("INFO", logger="runtime.metrics_thread"):
-        builder(epochs=2).progress(True).run().join(WAIT_S)
+def test_progress_off_a_terminal_logs_one_line_an_epoch(caplog, capfd):
+    with caplog.at_level("INFO", logger="runtime.loggers.progress"):
+        builder(epochs=2).run().join(WAIT_S)
     assert [r.getMessage().split(":")[0] for r in caplog.records] == ["epoch 0", "epoch 1"]
     assert capfd.readouterr() == ("", "")
 

@@ -1,9 +1,17 @@
-"""Summary of a run on stderr: printed once, and not at all with progress off."""
+"""Lines of a run on stderr: the first, those of epochs, the headline; none with progress off."""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 
 import pytest
 
@@ -11,10 +19,15 @@ from tests.house import ROOT
 from tests.support import programs
 
 SCRIPT = """
-import logging, sys
+import logging, os, signal
 import torch
 from torch import nn
-from runtime import Trainer
+from runtime import Trainer, current_worker
+
+def train(model, batch):
+    if {how!r} == "interrupted" and current_worker().local_step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return model(batch[0]).square().mean()
 
 def main(how):
     {before}
@@ -24,11 +37,11 @@ def main(how):
         model.step()
         model.close()
         return
-    b = Trainer.builder(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, 0.1),
-                        lambda m, batch: m(batch[0]).square().mean())
-    b.dataset((torch.ones(40, 2),)).batch_size(2).num_epochs(1).devices(["cpu"] * 2)
-    if how in ("quiet", "lines"):
-        b.progress(how == "lines")
+    b = Trainer.builder(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, 0.1), train)
+    b.dataset((torch.ones(40, 2),)).batch_size(2).num_epochs(1 if how != "interrupted" else 10**6)
+    b.devices(["cpu"] * 2).policy("cadence")
+    if how == "quiet":
+        b.progress(False)
     b.run().join()
 
 if __name__ == "__main__":
@@ -36,14 +49,14 @@ if __name__ == "__main__":
 """
 
 
-def stderr_of(how, before="pass", start=programs.run):
+def stderr_of(how, before="pass", start=programs.run, check=True):
     done = start(
         [sys.executable, "-c", SCRIPT.format(how=how, before=before)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=55,
-        check=True,
+        check=check,
     )
     assert done.stdout == ""
     return done.stderr
@@ -56,7 +69,14 @@ def stderr_of(how, before="pass", start=programs.run):
         (
             "run",
             subprocess.run,
-            ["2 workers on 2 x cpu", "equal devices", "policy CADENCE over CPU", "THREAD"],
+            [
+                "2 workers on 2 x cpu",
+                "equal devices",
+                "policy CADENCE over CPU",
+                "batches of 2 on each worker; 10 steps an epoch on each worker, 1 epoch",
+                "learning rate x 1",
+                "THREAD",
+            ],
         ),
         (
             "setup",
@@ -66,11 +86,22 @@ def stderr_of(how, before="pass", start=programs.run):
     ],
     ids=["run", "setup"],
 )
-def test_the_summary_line_names_devices_policy_transport_and_reason(how, start, expected):
-    told = stderr_of(how, start=start)
-    assert len(told.splitlines()) == 1
-    assert [part for part in expected if part not in told] == []
-    assert "not all devices are CUDA devices" in told
+def test_the_first_line_names_devices_policy_and_batch(how, start, expected):
+    lines = stderr_of(how, start=start).splitlines()
+    first = [lines[0], *itertools.takewhile(lambda line: line.startswith("  "), lines[1:])]
+    whole = " ".join(line.strip() for line in first)
+    assert [part for part in expected if part not in whole] == []
+    assert "not all devices are CUDA devices" in whole
+    assert max(map(len, lines)) < 80
+
+
+def test_after_the_epochs_a_headline_names_throughput_and_losses():
+    lines = stderr_of("run").splitlines()
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert re.fullmatch(r"epoch 0: loss [\d.e-]+; 40 samples in [\d.]+ s", epochs[0])
+    assert len(epochs) == 1
+    headline = " ".join(lines[lines.index(epochs[0]) + 1 :])
+    assert re.match(r"[\d,]+ samples/s, \d+ % of what these devices can do alone;", headline)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +126,40 @@ def test_a_configured_logger_receives_the_summary_instead():
     lines = [line for line in stderr_of("run", LOGGED).splitlines() if "policy CADENCE" in line]
     assert len(lines) == 1
     assert lines[0].startswith("LOG runtime.run: 2 workers")
+    (headline,) = [line for line in stderr_of("run", LOGGED).splitlines() if "can do alone" in line]
+    assert headline.startswith("LOG runtime.run: ")
+    assert "; lost: " in headline
 
 
-@pytest.mark.parametrize(
-    ("how", "before", "start"),
-    [
-        ("lines", "pass", "epoch 0: loss"),
-        ("lines", LOGGED, "LOG runtime.metrics_thread: epoch 0: loss"),
-        ("run", LOGGED, "LOG runtime.metrics_thread: epoch 0: loss"),
-    ],
-)
-def test_off_a_terminal_each_epoch_has_a_line(how, before, start):
-    """With progress(True), or with a logger enabled for INFO."""
-    lines = [line for line in stderr_of(how, before).splitlines() if "epoch 0" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(start)
+def test_a_log_that_is_configured_gets_the_line_of_an_epoch():
+    lines = [line for line in stderr_of("run", LOGGED).splitlines() if "epoch 0" in line]
+    assert [line.partition("loss")[0] for line in lines] == [
+        "LOG runtime.loggers.progress: epoch 0: "
+    ]
+
+
+def test_no_line_of_a_terminal_of_80_columns_wraps():
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with programs.Popen(
+        [sys.executable, "-c", SCRIPT.format(how="run", before="pass")], cwd=ROOT, stderr=side
+    ) as process:
+        os.close(side)
+        written = b""
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(main, 65536):
+                written += part
+        assert process.wait(55) == 0
+    os.close(main)
+    shown = [line for line in re.split(r"[\r\n]+", written.decode()) if line]
+    assert max(map(len, shown)) < 80
+    bars = [line for line in shown if "|" in line]
+    assert re.match(r"epoch 0: loss [\d.e-]+, [\d,]+ samples/s 100%\|", bars[-1])
+    assert re.search(r"\| \d\d:\d\d<00:00$", bars[-1])
+    assert any("can do alone" in line for line in shown[shown.index(bars[-1]) + 1 :])
+
+
+def test_ctrl_c_ends_a_run_without_a_headline():
+    lines = stderr_of("interrupted", check=False).splitlines()
+    assert lines[-1].startswith("KeyboardInterrupt")
+    assert [line for line in lines if "samples/s" in line] == []

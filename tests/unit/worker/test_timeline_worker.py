@@ -14,6 +14,8 @@ from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.machine import Coordinator
 from runtime import CheckpointError, Kind, Timeline
 from runtime.timeline.coordinator_lane import CoordinatorLane
+from runtime.timeline.events import COMPUTE, CONTROL, STARTUP
+from runtime.timeline.events import SYNC as WAITING
 from runtime.timeline.summary import RunFacts
 from runtime.worker import recorder
 from runtime.worker.rank_checkpoint import RankCheckpoint
@@ -59,8 +61,16 @@ def test_the_lane_recorder_overrides_every_method():
     assert points(WorkerRecorder) <= points(LaneRecorder) | {"lane"}
 
 
-def test_a_run_without_a_timeline_has_no_lane():
-    assert RunRecorder(None).recorder(0).lane is None
+def test_a_run_without_a_timeline_keeps_seconds_by_cause_and_no_events():
+    recorder = RunRecorder(None, 2)
+    recorder.begin(RunFacts(devices=("cpu",) * 2, policy="SYNC", backend="THREAD"), (), None, None)
+    lane = recorder.recorder(1).lane
+    start = lane.since
+    lane.enter(COMPUTE, start + 5.0)
+    lane.end_step(CONTROL, start + 5.0, [2])
+    lane.enter(WAITING, start + 100.0)
+    assert lane.seconds(start + 100.0)[STARTUP] == 5.0
+    assert lane.events(start) == lane.gaps(start, start + 100.0) == []
 
 
 def test_each_message_to_a_worker_has_a_cause_of_time():

@@ -1,0 +1,265 @@
+"""Progress of a run: a bar on a terminal or in a notebook, lines elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from coordinator.metrics import EpochMetrics
+from coordinator.run_state import Statistics
+from runtime.core.context import LINE_WIDTH, announce, is_announced
+
+logger = logging.getLogger(__name__)
+
+BAR_REFRESH_S = 0.2
+LINE_INTERVAL_S = 30.0
+WINDOW_S = 10.0
+"""Loss and samples/s are means over about this time."""
+
+
+class ProgressDisplay(ABC):
+    """Shows the progress of one run, on one thread.
+
+    Attributes:
+        refresh_s: Seconds between two calls of :meth:`refresh`.
+    """
+
+    refresh_s: float
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Show the present progress."""
+
+    @abstractmethod
+    def epoch_closed(self, metrics: EpochMetrics) -> None:
+        """Show the results of an epoch."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Show the last state, and release the display."""
+
+
+class ProgressBar(ProgressDisplay):
+    """A bar of tqdm with loss, samples/s and time left.
+
+    Args:
+        kind: Its class; see :func:`bar_kind`.
+        recent: Reads the run.
+        total: Batches in the whole run.
+    """
+
+    refresh_s = BAR_REFRESH_S
+
+    def __init__(self, kind: type[Any], recent: RecentProgress, total: int) -> None:
+        self._recent = recent
+        self._bar = kind(
+            total=total,
+            unit="batch",
+            leave=True,
+            dynamic_ncols=True,
+            bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
+        )
+
+    def refresh(self) -> None:
+        """See :meth:`ProgressDisplay.refresh`."""
+        now = self._recent.read()
+        if now.num_trained:
+            shown = f"epoch {now.epoch}: loss {now.loss:.4g}, {now.rate:,.0f} samples/s "
+            self._bar.set_description_str(shown, refresh=False)
+        self._bar.update(now.num_trained - self._bar.n)
+
+    def epoch_closed(self, metrics: EpochMetrics) -> None:
+        """See :meth:`ProgressDisplay.epoch_closed`."""
+        self.refresh()
+
+    def close(self) -> None:
+        """See :meth:`ProgressDisplay.close`."""
+        self.refresh()
+        self._bar.refresh()
+        self._bar.close()
+
+
+class ProgressLines(ProgressDisplay):
+    """A line for each epoch and one every ``LINE_INTERVAL_S`` between, logged or on stderr.
+
+    Args:
+        recent: Reads the run.
+        total: Batches in the whole run.
+    """
+
+    refresh_s = LINE_INTERVAL_S
+
+    def __init__(self, recent: RecentProgress, total: int) -> None:
+        self._recent = recent
+        self._total = total
+
+    def refresh(self) -> None:
+        """See :meth:`ProgressDisplay.refresh`."""
+        now = self._recent.read()
+        if not now.num_trained:
+            return
+        line = f"epoch {now.epoch}: loss {now.loss:.4g}, {now.rate:,.0f} samples/s"
+        line += f", {min(1.0, now.num_trained / self._total):.0%} of the run"
+        if now.left_s is not None:
+            line += f", {duration_text(now.left_s)} left"
+        announce(logger, line)
+
+    def epoch_closed(self, metrics: EpochMetrics) -> None:
+        """See :meth:`ProgressDisplay.epoch_closed`."""
+        line = f"epoch {metrics.epoch}: loss {metrics.avg_loss:.4g}"
+        end = f"; {metrics.num_samples:,} samples in {duration_text(metrics.epoch_s)}"
+        for name, value in metrics.scalars.items():
+            part = f", {name} {value:.4g}"
+            if len(line + part + end) > LINE_WIDTH:
+                break
+            line += part
+        announce(logger, line + end)
+
+    def close(self) -> None:
+        """See :meth:`ProgressDisplay.close`; every epoch has had its line."""
+
+
+class CurrentProgress(NamedTuple):
+    """The present progress of a run.
+
+    Attributes:
+        num_trained: Batches trained.
+        epoch: The epoch being trained.
+        loss: Mean of the losses reported lately; NaN: none, or not finite.
+        rate: Samples per second lately.
+        left_s: Estimated seconds left; ``None``: unknown.
+    """
+
+    num_trained: int
+    epoch: int
+    loss: float
+    rate: float
+    left_s: float | None
+
+
+class RecentProgress:
+    """Means of loss and speed over the last seconds, from the coordinator's counters.
+
+    Nothing is read from a device. Used by one thread.
+
+    Args:
+        statistics: Returns the counters.
+        total: Batches in the whole run.
+        num_epochs: Epochs in the whole run.
+        clock: Returns seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        statistics: Callable[[], Statistics],
+        total: int,
+        num_epochs: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._statistics = statistics
+        self._total = total
+        self._num_epochs = num_epochs
+        self._clock = clock
+        self._past: deque[_Reading] = deque([self._reading(statistics())])
+        self._loss = math.nan
+        self._rate = self._speed = 0.0
+
+    def read(self) -> CurrentProgress:
+        """Read the counters."""
+        statistics = self._statistics()
+        now = self._reading(statistics)
+        past = self._past
+        past.append(now)
+        while len(past) > 2 and past[1].at <= now.at - WINDOW_S:
+            past.popleft()
+        first = past[0]
+        lasted, weight = now.at - first.at, now.loss_weight - first.loss_weight
+        if now.num_trained <= first.num_trained:
+            past.clear()  # start-up, or a long evaluation: the last values stay
+            past.append(now)
+        elif lasted > 0:
+            self._loss = (now.loss_sum - first.loss_sum) / weight if weight > 0 else math.nan
+            self._rate = (now.num_samples - first.num_samples) / lasted
+            self._speed = (now.num_trained - first.num_trained) / lasted
+        return CurrentProgress(
+            num_trained=now.num_trained,
+            epoch=min(statistics.epoch, self._num_epochs - 1),
+            loss=self._loss,
+            rate=self._rate,
+            left_s=(self._total - now.num_trained) / self._speed if self._speed > 0 else None,
+        )
+
+    def _reading(self, statistics: Statistics) -> _Reading:
+        return _Reading(
+            self._clock(),
+            statistics.num_trained,
+            sum(rank.num_samples for rank in statistics.ranks),
+            statistics.loss_sum,
+            statistics.loss_weight,
+        )
+
+
+class _Reading(NamedTuple):
+    at: float
+    num_trained: int
+    num_samples: int
+    loss_sum: float
+    loss_weight: float
+
+
+def make_display(
+    progress: bool | None, statistics: Callable[[], Statistics], total: int, num_epochs: int
+) -> ProgressDisplay | None:
+    """The display of a run's progress; ``None`` if nothing is shown.
+
+    Args:
+        progress: ``False``: nothing is shown.
+        statistics: Returns the counters of the run.
+        total: Batches in the whole run.
+        num_epochs: Epochs in the whole run.
+    """
+    if progress is False:
+        return None
+    recent = RecentProgress(statistics, total, num_epochs)
+    kind = bar_kind()
+    if kind is not None:
+        return ProgressBar(kind, recent, total)
+    return ProgressLines(recent, total) if is_announced(logger) else None
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no monitor thread
+
+
+def bar_kind() -> type[Any] | None:
+    """The progress bar's class for a terminal or a notebook; ``None`` elsewhere."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return _Bar
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    if importlib.util.find_spec("ipywidgets") is None:
+        return _Bar  # as text, below the cell
+    from tqdm.notebook import tqdm_notebook
+
+    return type("_NotebookBar", (tqdm_notebook,), {"monitor_interval": 0})
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in at most two units."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
