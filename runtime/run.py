@@ -538,7 +538,7 @@ class Run:
             state="running",
             before=self._first_statistics,
             now=self.statistics(),
-            seconds=[lane.seconds() for lane in self._recording.lanes],
+            seconds=self._recording.seconds(),
             num_epochs=len(self._machine.outcome.metrics),
             alternatives=Alternatives(
                 balance=c.coordinator.advise_balance,
@@ -562,6 +562,8 @@ class Run:
             started=started,
             timeline=self.config.timeline,
             statistics=self.statistics,
+            summary=self.summary,
+            seconds=self._recording.seconds,
             # The coordinator only appends to this list, except at a resume, which is complete
             # before any thread starts.
             epochs=lambda since: machine.outcome.metrics[since:],

@@ -24,10 +24,10 @@ MAX_POLL_S = 3600.0
 class Monitor(Closeable):
     """A web page that shows a live run: attach it with ``handle.attach(monitor)``.
 
-    The page shows the state, epoch, progress and time left, the curves of loss and scalars, a
-    panel for each rank, the anchor, the load of the machine and live events. For a run with
-    ``.timeline(Timeline())`` it also shows how each rank spends its time, and what happened
-    before the monitor was attached; without one, it shows what the coordinator counts.
+    The page leads with throughput, lost time and the loss. It shows the progress and time left,
+    the curves of scalars, a panel for each rank with its time by cause, the anchor, the load of
+    the machine and live events. For a run with ``.timeline(Timeline())`` it also shows the time
+    before the monitor was attached, and the events of each rank.
 
     The server runs in its own daemon thread from here until :meth:`close`, the end of the
     ``with`` block, of this object or of the process. It keeps running after the run has ended,

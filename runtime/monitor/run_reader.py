@@ -47,6 +47,7 @@ class RunReader:
         self._num_epochs = 0
         self._first: tuple[float, int] | None = None
         self._num_readings = 0
+        self._losses = (0.0, 0.0)
 
     def facts(self) -> Json:
         """Constant facts of the run."""
@@ -92,6 +93,7 @@ class RunReader:
         elapsed_s: float,
     ) -> Json:
         error = None if end is None else end.error
+        throughput = self._run.summary()
         total, step = self._run.total_batches, statistics.global_step
         if self._first is None or step == self._first[1]:
             self._first = (elapsed_s, step)
@@ -99,6 +101,8 @@ class RunReader:
             "state": "running" if end is None else end.state,
             "error": None if error is None else _error_line(error),
             "model": "" if summary is None else summary.model,
+            "headline": throughput.headline,
+            "advice": throughput.advice,
             "elapsed_s": round(elapsed_s, 3),
             "left_s": None if end is not None else self._left_s(elapsed_s, step),
             "step": step,
@@ -137,12 +141,24 @@ class RunReader:
         }
         if any(rank.piece for rank in statistics.ranks):
             tick["pieces"] = [rank.piece for rank in statistics.ranks]
+        tick.update(self._running_loss(statistics))
+        seconds = self._run.seconds()
         if summary is not None and summary.ranks:
             tick["samples"] = [rank.num_samples for rank in summary.ranks]
-            tick["causes"] = [
-                [round(rank.causes[cause.label], 3) for cause in Cause] for rank in summary.ranks
-            ]
+            seconds = [[rank.causes[cause.label] for cause in Cause] for rank in summary.ranks]
+        tick["causes"] = [[round(value, 3) for value in rank] for rank in seconds]
         return tick
+
+    def _running_loss(self, statistics: Statistics) -> Json:
+        """Mean of the losses reported since the last reading, and its position in epochs."""
+        before, after = self._losses, (statistics.loss_sum, statistics.loss_weight)
+        total = self._run.total_batches
+        if after[1] <= before[1] or not total:
+            return {}
+        self._losses = after
+        epochs = self._run.facts.num_epochs * min(1.0, statistics.global_step / total)
+        loss = _finite((after[0] - before[0]) / (after[1] - before[1]))
+        return {"loss": loss, "epochs": round(epochs, 4)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

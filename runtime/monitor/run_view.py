@@ -9,6 +9,7 @@ import torch
 
 from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Statistics
+from runtime.timeline.run_summary import RunSummary
 from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 
@@ -24,6 +25,8 @@ class RunView:
         started: Start of the run, by ``time.monotonic``.
         timeline: The run's timeline, if it has one.
         statistics: Returns the coordinator's counters.
+        summary: Returns the throughput of the run and its lost time.
+        seconds: Returns the seconds of each rank by cause; empty before the start.
         epochs: Returns the closed epochs from this number on.
         end: Returns the end of the run; ``None`` while it is running.
     """
@@ -34,6 +37,8 @@ class RunView:
     started: float
     timeline: Timeline | None
     statistics: Callable[[], Statistics]
+    summary: Callable[[], RunSummary]
+    seconds: Callable[[], Sequence[Sequence[float]]]
     epochs: Callable[[int], Sequence[EpochMetrics]]
     end: Callable[[], RunEnd | None]
 

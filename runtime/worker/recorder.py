@@ -318,6 +318,7 @@ class RunRecorder:
         self._timeline = timeline
         self._world_size = world_size
         self.lanes: tuple[RankLane, ...] = ()
+        self._end: float | None = None
         if self._timeline is not None:
             self._timeline.require_unused()
 
@@ -357,7 +358,12 @@ class RunRecorder:
         """Close a rank's lane; called at the end of its thread."""
         self.lanes[rank].close()
 
+    def seconds(self) -> list[list[float]]:
+        """Seconds of each rank by cause, up to now or to the end; empty before :meth:`begin`."""
+        return [lane.seconds(self._end) for lane in self.lanes]
+
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
         """End the recording."""
+        self._end = now()
         if self._timeline is not None:
             self._timeline.finish(stopped=stopped, error=error)

@@ -16,12 +16,18 @@ function chart(id, title, unit, options, next = null) {
     node("span", { class: "soft" }, unit));
   const box = node("section", { id, class: "plot" }, heading, place);
   charts.set(id, { ...options, box, place, visible: false, dirty: true, width: 0 });
-  document.getElementById("charts").insertBefore(box, next);
+  document.getElementById(options.within || "charts").insertBefore(box, next);
   seen.observe(box);
 }
 
 const curve = (name) => epochs.map((epoch) => [epoch.epoch, epoch[name]]);
 const readings = (read) => ticks.map((tick) => [tick.t, read(tick)]).filter(([, value]) => value !== undefined && value !== null);
+
+// Means of epochs at whole numbers. A loss trained after n epochs belongs to the mean around n - 0.5.
+function losses() {
+  const running = ticks.filter((tick) => typeof tick.loss === "number").map((tick) => [tick.epochs - 0.5, tick.loss]);
+  return [{ name: "mean of an epoch", points: curve("loss") }, { name: "running", points: running, thin: true }];
+}
 
 function rates() {
   return facts.devices.map((_, rank) => {
@@ -130,15 +136,22 @@ function draw(found) {
   const [unit, suffix] = epochwise ? [1, ""] : unitOf(last(ticks) ? last(ticks).t : 0);
   const traces = series.map((s) => ({
     type: "scatter", name: s.name, x: s.points.map((p) => p[0] / unit), y: s.points.map((p) => p[1]),
-    mode: epochwise && s.points.length < 60 ? "lines+markers" : "lines",
-    line: { width: 1.6, shape: s.step ? "hv" : "linear" }, marker: { size: 4 },
+    mode: epochwise && !s.thin && s.points.length < 60 ? "lines+markers" : "lines",
+    line: { width: s.thin ? 0.8 : 1.6, shape: s.step ? "hv" : "linear" }, marker: { size: 4 },
     hovertemplate: series.length > 1 ? "%{y:.4~g}" : "%{y:.5~g}<extra><\/extra>", connectgaps: false,
   }));
+  const layout = layoutOf(found, width, series.length > 1, found.across, suffix);
+  const heights = series.flatMap((s) => s.points.map((p) => p[1])).filter((y) => typeof y === "number");
+  const low = Math.min(...heights), high = Math.max(...heights);
+  // A constant has no range of its own, and Plotly's goes from -1 to 1 around small ones.
+  if (heights.length && low === high && low !== 0 && found.low !== 0) {
+    layout.yaxis.range = [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  }
   found.box.setAttribute("data-points", series.map((s) => s.points.length).join(" "));
   found.box.setAttribute("data-last", series.map((s) => (s.points.length ? last(s.points)[1] : "")).join(" "));
   found.width = width;
   found.dirty = false;
-  Plotly.react(found.place, traces, layoutOf(found, width, series.length > 1, found.across, suffix),
+  Plotly.react(found.place, traces, layout,
     { displayModeBar: false, displaylogo: false, responsive: false, scrollZoom: false });
 }
 

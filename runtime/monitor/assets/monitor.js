@@ -46,7 +46,8 @@ function build() {
   view.policy = list.querySelector("b");
   add("ranks", facts.devices.length);
   const sizes = facts.batch_sizes?.length ? facts.batch_sizes : [facts.batch_size];
-  add("batch size", sizes.map((n) => number(n)).join(", "));
+  if (facts.batch_text) list.append(node("li", {}, node("b", {}, facts.batch_text)));
+  else add("batch size", sizes.map((n) => number(n)).join(", "));
   add("samples", number(facts.num_samples, 6));
   add("started", new Date(facts.begun * 1000).toLocaleString());
   view.fill = node("div", { class: "fill" });
@@ -54,11 +55,14 @@ function build() {
   const [box, values] = tiles([
     ["progress", "done"], ["left", "left"], ["elapsed", "elapsed"],
     ["epoch", `of ${number(facts.num_epochs, 6)} epochs`],
-    ["step", `of ${number(facts.total_batches, 6)} batches`], ["loss", "loss"], ["rate", "samples/s"], ["anchor", "anchor"],
-    ["averagings", "averagings"],
+    ["step", `of ${number(facts.total_batches, 6)} batches`], ["loss", "loss"], ["rate", "samples/s"],
+    ...(hasAnchor() ? [["anchor", "anchor"]] : []),
+    ["averagings", facts.policy === "SYNC" ? "global steps" : "averagings"],
   ]);
   view.bar = bar;
   view.values = values;
+  view.headline = node("p", { id: "headline" });
+  view.advice = node("p", { id: "advice" });
   view.ended = node("p", { id: "ended" });
   view.ended.hidden = true;
   view.error = node("p", { class: "error", id: "error" });
@@ -66,16 +70,21 @@ function build() {
   view.machines = node("p", { id: "machines" });
   view.machines.hidden = true;
   view.events = node("ol");
-  head.append(list, bar, box, view.ended, view.error, view.machines);
-  page.append(ranks(), node("div", { class: "charts", id: "charts" }),
+  head.append(view.headline, view.advice, list, bar, box, view.ended, view.error, view.machines);
+  page.append(node("div", { class: "lead", id: "lead" }), ranks(), node("div", { class: "charts", id: "charts" }),
     node("section", { id: "events" }, node("h2", {}, "Events"), view.events));
-  chart("loss", "Loss", "per epoch", { across: "epoch", series: () => [{ name: "loss", points: curve("loss") }] });
+  chart("loss", "Loss", "by epoch", { across: "epoch", within: "lead", series: losses });
   chart("throughput", "Throughput", "samples/s of each rank", { low: 0, series: () => rates() });
-  chart("anchor", "Anchor", "batches between averagings", {
-    low: 0, series: () => [{ name: "anchor", points: readings((t) => t.anchor), step: true }] });
+  if (hasAnchor()) {
+    chart("anchor", "Anchor", "batches between averagings", {
+      low: 0, series: () => [{ name: "anchor", points: readings((t) => t.anchor), step: true }] });
+  }
   chart("load", "Load", "%", { low: 0, series: load });
   chart("memory", "Memory", "MiB", { low: 0, series: memory });
 }
+
+// Lockstep and a single rank have no interval between averagings.
+const hasAnchor = () => facts.policy !== "SYNC" && facts.devices.length > 1;
 
 function ranks() {
   const box = node("div", { class: "ranks", id: "ranks" });
@@ -84,24 +93,24 @@ function ranks() {
     const badge = node("span", { class: "badge gone" }, "gone");
     badge.hidden = true;
     const fill = node("div", { class: "fill" });
-    const share = node("div", { class: "track share", title: "share of the samples" }, fill);
+    const share = node("div", { class: "track share" }, fill);
     const [grid, values] = tiles([
       ["share", "share"], ["rate", "samples/s"], ["throughput", "when busy"],
-      ["num_batches", "batches"], ["num_throttles", "throttles"], ["memory", "memory"],
+      ["num_batches", "batches"], ["num_throttles", "throttles"],
+      ["memory", device.startsWith("cuda") ? "memory of the GPU" : "memory of the process"],
     ]);
-    const causes = node("div", { class: "track causes", title: "total time by cause" });
-    const lane = node("canvas", { title: "time by cause; the newest at the right" });
+    const causes = node("div", { class: "track causes" });
+    const listed = node("p", { class: "listed" });
+    const lane = node("canvas");
+    const axis = node("div", { class: "times" });
     const doing = node("p", { class: "doing" });
-    const panel = node("section", { class: "rank", "data-rank": rank },
-      node("h3", {}, name, node("span", { class: "soft" }, device), badge), share, grid);
-    if (facts.recorded) panel.append(causes, lane, doing);
-    box.append(panel);
-    panels.push({ badge, fill, values, causes, lane, doing });
+    const label = (words) => node("p", { class: "label" }, words);
+    box.append(node("section", { class: "rank", "data-rank": rank },
+      node("h3", {}, name, node("span", { class: "soft" }, device), badge),
+      label("share of the samples"), share, grid,
+      label("time by cause"), causes, listed, label("time by cause over the run"), lane, axis, doing));
+    panels.push({ badge, fill, values, causes, listed, lane, axis, doing });
   });
-  if (!facts.recorded) {
-    return node("div", {}, box, node("p", { class: "soft small" },
-      "A run with .timeline(Timeline()) also shows the time of each rank by cause."));
-  }
   const legend = node("ul", { class: "legend", id: "legend" });
   for (const cause of ORDER) {
     if (cause === "unattributed") continue;
@@ -145,10 +154,14 @@ function update() {
   set(view.values, "elapsed", seconds(now.elapsed_s), now.elapsed_s);
   set(view.values, "epoch", number(now.num_epochs, 6), now.num_epochs);
   set(view.values, "step", number(now.step, 6), now.step);
-  const loss = epochs.length ? last(epochs).loss : null;
+  write(view.headline, now.headline || "");
+  view.headline.hidden = !now.headline;
+  write(view.advice, now.advice || "");
+  view.advice.hidden = !now.advice;
+  const loss = epochs.length ? last(epochs).loss : (last(ticks) || {}).loss;
   set(view.values, "loss", number(loss, 4), loss);
   set(view.values, "rate", number(speeds.reduce((a, b) => a + (b || 0), 0)));
-  set(view.values, "anchor", String(now.anchor), now.anchor);
+  if (hasAnchor()) set(view.values, "anchor", String(now.anchor), now.anchor);
   set(view.values, "averagings", number(now.num_averagings, 6), now.num_averagings);
   view.ended.hidden = !over;
   const words = { finished: "The run has finished", stopped: "The run was stopped", failed: "The run failed" };
@@ -171,35 +184,42 @@ function updateRank(panel, rank, speed) {
   set(panel.values, "num_batches", number(rank.num_batches, 6), rank.num_batches);
   set(panel.values, "num_throttles", number(rank.num_throttles, 6), rank.num_throttles);
   set(panel.values, "memory", bytes(held), held);
-  if (facts.recorded && tick.causes) {
+  if (tick.causes && tick.causes.length) {
     const totals = tick.causes[rank.rank];
     const whole = totals.reduce((a, b) => a + b, 0) || 1;
-    panel.causes.replaceChildren(...ORDER.map((cause) => [cause, totals[facts.causes.indexOf(cause)]])
-      .filter(([, spent]) => spent > 0).map(([cause, spent]) => {
-        const part = node("div", { class: "fill", "data-cause": cause, "data-value": spent,
-          title: `${WORDS[cause]} ${seconds(spent)}` });
-        part.style.width = `${(100 * spent) / whole}%`;
-        part.style.background = `var(--${cause})`;
-        return part;
-      }));
+    const parts = ORDER.map((cause) => [cause, totals[facts.causes.indexOf(cause)]]).filter(([, spent]) => spent > 0);
+    panel.causes.replaceChildren(...parts.map(([cause, spent]) => {
+      const part = node("div", { class: "fill", "data-cause": cause, "data-value": spent,
+        title: `${WORDS[cause]} ${seconds(spent)}` }, spent / whole >= 0.12 ? percent(spent / whole) : "");
+      part.style.width = `${(100 * spent) / whole}%`;
+      part.style.background = `var(--${cause})`;
+      return part;
+    }));
+    const largest = [...parts].sort((a, b) => b[1] - a[1]).filter(([, spent]) => spent / whole >= 0.005);
+    write(panel.listed, largest.map(([cause, spent]) => `${WORDS[cause]} ${percent(spent / whole)}`).join(", "));
     drawLane(panel, rank.rank);
   }
 }
 
+// The whole run, from its start at the left to now at the right.
 function drawLane(panel, rank) {
-  const width = panel.lane.clientWidth, height = panel.lane.clientHeight, step = 4;
+  const width = panel.lane.clientWidth, height = panel.lane.clientHeight;
   const scale = window.devicePixelRatio || 1;
-  const known = ticks.filter((tick) => tick.causes);
-  if (!width || known.length < 2) return;
-  const columns = known.slice(-Math.floor(width / step) - 1);
+  const known = ticks.filter((tick) => tick.causes && tick.causes.length);
+  const end = known.length ? last(known).t : 0;
+  if (!width || !(end > 0)) return;
   panel.lane.width = width * scale;
   panel.lane.height = height * scale;
   const context = panel.lane.getContext("2d");
   context.scale(scale, scale);
   const colors = ORDER.map((cause) => css(`--${cause}`));
-  let busiest = null;
-  for (let i = 1; i < columns.length; i += 1) {
-    const spent = columns[i].causes[rank].map((value, c) => Math.max(0, value - columns[i - 1].causes[rank][c]));
+  let before = { t: 0, causes: known[0].causes.map((row) => row.map(() => 0)) }, drawnColumns = 0, busiest = null;
+  for (const tick of known) {
+    const left = Math.round((before.t / end) * width), right = Math.round((tick.t / end) * width);
+    // Narrower columns than a pixel are joined, so that nothing is left out.
+    if (right - left < 1 && tick !== last(known)) continue;
+    const spent = tick.causes[rank].map((value, c) => Math.max(0, value - before.causes[rank][c]));
+    before = tick;
     const whole = spent.reduce((a, b) => a + b, 0);
     if (!(whole > 0)) continue;
     let bottom = height;
@@ -209,12 +229,15 @@ function drawLane(panel, rank) {
       if (!(part > 0)) return;
       if (!busiest || part > busiest[1]) busiest = [cause, part];
       context.fillStyle = colors[c];
-      context.fillRect(width - (columns.length - i) * step, bottom - part * height, step - 0.5, part * height);
+      context.fillRect(left, bottom - part * height, right - left, part * height);
       bottom -= part * height;
     });
+    drawnColumns += 1;
   }
-  panel.lane.setAttribute("data-columns", columns.length - 1);
-  if (busiest) write(panel.doing, now.state === "running" ? `now: ${WORDS[busiest[0]]} ${percent(busiest[1])}` : "");
+  panel.lane.setAttribute("data-columns", drawnColumns);
+  const marks = width < 240 ? [0, 1] : [0, 0.25, 0.5, 0.75, 1];
+  panel.axis.replaceChildren(...marks.map((part) => node("span", {}, seconds(part * end))));
+  write(panel.doing, busiest && now.state === "running" ? `now: ${WORDS[busiest[0]]} ${percent(busiest[1])}` : "");
 }
 
 // -- events ------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ def test_the_final_page_equals_the_counters_of_the_run(monitor, recorded):
     assert whole["ticks"][-1]["samples"] == [rank.num_samples for rank in statistics.ranks]
     assert [e["args"]["epoch"] for e in whole["events"] if e["kind"] == "epoch"] == [0, 1, 2]
     assert whole["events"][-1]["kind"] == "finished"
-    assert ("causes" in whole["ticks"][-1]) is recorded
+    assert [len(causes) for causes in whole["ticks"][-1]["causes"]] == [len(Cause)] * 3
+    assert now["headline"] == handle.summary().headline
     if timeline is not None:
         summary = timeline.summary()
         assert now["elapsed_s"] == round(summary.wall_s, 3)

@@ -134,7 +134,10 @@ def test_the_curves_are_those_of_the_run(browser, monitored):
     monitor, handle, _ = monitored
     visit(browser, monitor.url)
     metrics = handle.state.metrics
-    assert drawn(browser, "loss") == [[[0, 1, 2], [m.avg_loss for m in metrics]]]
+    means, running = drawn(browser, "loss")
+    assert means == [[0, 1, 2], [m.avg_loss for m in metrics]]
+    assert sorted(running[0]) == running[0]
+    assert -0.5 < running[0][0] < running[0][-1] == 2.5
     scalars = (
         [m.scalars["accuracy"] for m in metrics],
         [m.scalars["eval/accuracy"] for m in metrics],
@@ -152,6 +155,53 @@ def test_the_curves_are_those_of_the_run(browser, monitored):
     assert len(drawn(browser, "load")) == 2
     assert max(drawn(browser, "memory")[0][1]) > 1
     assert complaints(browser) == []
+
+
+def test_the_page_leads_with_the_headline_and_the_loss(browser, monitored):
+    monitor, handle, _ = monitored
+    visit(browser, monitor.url)
+    assert text(browser, "#headline") == handle.summary().headline
+    order = browser.execute_script(
+        "return ['#headline', '#loss', '#ranks', '#throughput'].map("
+        "s => document.querySelector(s).getBoundingClientRect().top)"
+    )
+    assert order == sorted(order)
+
+
+def test_bars_and_the_memory_of_a_rank_are_labelled(browser, monitored):
+    monitor, _, _ = monitored
+    visit(browser, monitor.url)
+    panel = '.rank[data-rank="0"]'
+    labels = browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)",
+        f"{panel} .label",
+    )
+    assert labels == ["share of the samples", "time by cause", "time by cause over the run"]
+    memory = "return document.querySelector(arguments[0]).parentElement.lastChild.textContent"
+    named = browser.execute_script(memory, f'{panel} [data-name="memory"]')
+    assert named == "memory of the process"
+    assert " %" in text(browser, f"{panel} .listed")
+
+
+def test_the_lane_of_a_rank_spans_the_whole_run(browser, monitored):
+    monitor, _, _ = monitored
+    for width in (480, 1280):
+        visit(browser, monitor.url, width)
+        # A pixel is painted at both ends; the marks below go from 0 to the end.
+        painted = browser.execute_script(
+            "const c = document.querySelector('.rank canvas'), x = c.getContext('2d');"
+            "return [1, c.width / 2, c.width - 2].map("
+            "at => x.getImageData(at, c.height - 2, 1, 1).data[3])"
+        )
+        assert min(painted) > 0
+        first, last = browser.execute_script(
+            "const t = document.querySelectorAll('.rank .times span');"
+            "return [t[0].textContent, t[t.length - 1].textContent]"
+        )
+        assert first == "0 s"
+        assert last == browser.execute_script(
+            "return document.querySelector('[data-name=elapsed]').textContent"
+        )
 
 
 def test_events_are_listed_newest_first(browser, monitored):
