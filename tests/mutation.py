@@ -332,9 +332,10 @@ def modules_of(names: list[str]) -> list[str]:
 
 
 def tests_of(module: str) -> tuple[str, ...]:
-    """The tests that shall see a change of a module; those that there are."""
+    """Tests that cover a module, those of its own name first."""
     prefix = max((p for p in TESTS if module.startswith(p)), key=len)
-    return tuple(t for t in TESTS[prefix] if (ROOT / re.split("::| -k ", t)[0]).is_file())
+    found = [t for t in TESTS[prefix] if (ROOT / re.split("::| -k ", t)[0]).is_file()]
+    return tuple(sorted(dict.fromkeys(found), key=lambda t: Path(module).stem not in t))
 
 
 # -- running tests ------------------------------------------------------------------

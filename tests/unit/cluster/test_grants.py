@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from coordinator.messages import Payload
+from coordinator.cluster.grant import Grant
+from coordinator.cluster.ledger import ClusterLedger
+from coordinator.messages import Payload, SaveCheckpoint
+from runtime.cluster.grants import GrantTracker
 from runtime.cluster.tensors import (
     contribution,
     from_wire,
@@ -95,3 +100,28 @@ def test_a_state_with_a_missing_outer_tensor_is_refused():
     del sent["outer.0"]
     with pytest.raises(ValueError, match=r"no tensor 'outer\.0'"):
         state_from_tensors(sent, payload(0.0))
+
+
+def test_batches_returned_for_a_failed_round_are_granted_again():
+    """Otherwise the run trains them, and the cluster grants them to another machine as well."""
+    ledger = ClusterLedger(
+        settings={}, num_epochs=1, batches_per_epoch=10, period_s=1.0, max_batches=None
+    )
+    tracker = GrantTracker()
+    tracker.commit(Grant(batches=((0, (range(8),)),)), ledger)
+    epoch = {"epoch": 0, "consumed": [[0, 3]], "tally": {"ranks": []}}
+    captured = SaveCheckpoint(
+        payload=payload(0.0),
+        ranks=(),
+        run={"epochs": [epoch], "elche": {"seconds": []}},
+        epoch=0,
+        global_step=3,
+        scheduled=False,
+        returned=((0, (range(5, 8),)),),
+    )
+    first = tracker.capture(captured, ledger)
+    assert first.done == ((0, (range(3),)),)
+    assert first.kept == ((0, (range(3, 5),)),)
+    (again,) = tracker.resume()
+    assert again.batches == (range(5, 8),)
+    assert tracker.capture(replace(captured, returned=()), ledger).kept == ((0, (range(3, 8),)),)

@@ -57,8 +57,8 @@ class Run:
         stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
         return self.handle(m.BatchReport(rank=rank, epoch=epoch, stats=stats))
 
-    def end_plan(self, rank, batches=1, epoch=0):
-        stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=0.01 * batches)
+    def end_plan(self, rank, batches=1, epoch=0, batch_s=0.01):
+        stats = m.ReportStats(num_batches=batches, num_samples=batches, compute_s=batch_s * batches)
         return self.handle(m.EpochReport(rank=rank, epoch=epoch, stats=stats))
 
     def snapshot(self, rank, round_id, samples=1):
@@ -185,7 +185,9 @@ def test_training_during_an_average_counts_for_the_next_round():
     run.snapshot(0, 1), run.snapshot(1, 1)
     run.end_plan(0), run.end_plan(0), run.end_plan(1)
     run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
-    assert [r.since_round for r in run.machine.run_state.ranks] == [2, 1]
+    ranks = run.machine.run_state.ranks
+    assert [r.since_round for r in ranks] == [2, 1]
+    assert [r.compute_since_round for r in ranks] == pytest.approx([0.02, 0.01])
     assert run.machine.run_state.ledger.oldest.num_settled == 4
     assert run.to(m.SetGlobalStep)[-1].step == 4
 
@@ -244,6 +246,70 @@ def test_late_rounds_that_are_not_consecutive_do_not_end_the_run():
             run.end_plan(0), run.end_plan(1)
     assert run.machine.statistics().num_failed_rounds == 10
     assert run.machine.phase is Phase.RUNNING
+
+
+def test_a_delivered_average_is_not_abandoned_but_its_late_ranks_end_the_run():
+    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
+    run.now = 0.5
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.now = 5.0
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.handle(m.SyncAck(rank=0, round=1))
+    for deadline in (6.0, 7.0):
+        assert run.machine.deadline == deadline
+        run.now = deadline
+        run.handle(m.Tick())
+        assert len(run.to(m.RequestParams)) == 2
+        assert run.machine.phase is Phase.RUNNING
+    run.now = 8.0
+    run.handle(m.Tick())
+    error = run.machine.outcome.failure.error
+    assert isinstance(error, AveragingFailed)
+    assert "ranks [1] have not answered a round for 3 times 1 s" in str(error)
+
+
+def test_a_late_acknowledgement_completes_the_round():
+    run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
+    run.snapshot(0, 1), run.snapshot(1, 1)
+    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
+    run.handle(m.SyncAck(rank=0, round=1))
+    for run.now in (1.0, 2.0):
+        run.handle(m.Tick())
+    run.handle(m.SyncAck(rank=1, round=1))
+    assert run.machine.rounds.round.num_failed == 0
+    assert run.machine.statistics().num_failed_rounds == 2
+    assert run.machine.deadline == 2.0 + run.machine.run_state.config.stall_timeout_s
+
+
+@pytest.mark.parametrize(("batch_s", "timeout_s"), [(0.01, 5.0), (4.0, 24.0)])
+def test_a_round_waits_for_three_steps_of_the_slowest_rank(batch_s, timeout_s):
+    run = Run(accumulate=2, anchor=2, snapshot_timeout_s=5.0)
+    run.end_plan(0, 2, batch_s=0.01), run.end_plan(1, 2, batch_s=batch_s)
+    assert len(run.to(m.RequestParams)) == 2
+    assert run.machine.deadline == pytest.approx(timeout_s)
+
+
+@pytest.mark.parametrize("backend", [CPU, THREAD])
+def test_a_speed_is_measured_over_failed_rounds_and_the_next(backend):
+    run = at_a_round(backend, snapshot_timeout_s=1.0)
+    if backend is CPU:
+        run.snapshot(0, 1)
+        run.now = 1.0
+        run.handle(m.Tick())
+    else:
+        run.handle(m.SyncAck(rank=0, round=1))
+        run.handle(m.SyncAck(rank=1, round=1, ok=False))
+    run.end_plan(0, batch_s=0.07), run.end_plan(1, batch_s=0.01)
+    ranks = run.machine.run_state.ranks
+    assert [r.since_round for r in ranks] == [3, 3]
+    assert [r.compute_since_round for r in ranks] == pytest.approx([0.09, 0.03])
+    if backend is CPU:
+        finish_round(run)
+    else:
+        for rank in (0, 1):
+            run.handle(m.SyncAck(rank=rank, round=run.to(m.SyncNow)[-1].round))
+    assert [r.round_batches for r in ranks] == [3, 3]
+    assert [r.round_compute_s for r in ranks] == pytest.approx([0.09, 0.03])
 
 
 def test_a_completed_round_has_no_deadline():

@@ -248,6 +248,15 @@ def test_an_out_of_memory_piece_above_the_limit_is_not_new():
     assert [shares.record_out_of_memory(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
 
 
+def test_a_larger_piece_that_runs_out_of_memory_later_does_not_raise_the_limit():
+    """It was assigned before the first error."""
+    shares = Shares(2)
+    shares.record_out_of_memory(0, 10)
+    shares.record_out_of_memory(0, 20)
+    assert shares.may_fit(8, (0,))
+    assert not shares.may_fit(9, (0,))
+
+
 def test_measured_memory_limits_a_piece_until_the_next_measurement():
     ranks = Ranks([(0, 1e-3), (0, 3e-3)], 80)
     for _ in range(9):

@@ -150,6 +150,13 @@ def test_a_generator_orders_the_samples_as_in_a_plain_loop(how, way):
     assert found != trained(loader(2), epochs=3, way=way)
 
 
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["sync", "cadence"])
+def test_an_epoch_has_the_number_of_samples_of_a_random_sampler(way):
+    sampler = RandomSampler(range(N), num_samples=10)
+    samples = joined(trained(DataLoader(Numbers(), 5, sampler=sampler), epochs=2, way=way))
+    assert [len(samples), len(set(samples[:10])), len(set(samples[10:]))] == [20, 10, 10]
+
+
 @pytest.mark.parametrize("steps", [3, 5, 7])
 def test_a_generator_continues_from_a_checkpoint(steps, tmp_path):
     def loader(g):
