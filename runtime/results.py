@@ -151,7 +151,7 @@ class TrainedState(Generic[ModelT_co]):
     def evaluate(
         self,
         ds: Any,
-        fn: EvaluationFn,
+        fn: Callable[[ModelT_co, Any], Any],
         devices: Devices = None,
         model_factory: ModelFactory | None = None,
         *,

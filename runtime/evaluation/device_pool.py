@@ -19,7 +19,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.evaluation.batch_means import EvaluationView, drawing, evaluating, failed
 from runtime.evaluation.batch_source import BatchSource, SampleRange
 
-EvaluationFn = Callable[[nn.Module, Any], Any]
+EvaluationFn = Callable[[Any, Any], Any]
 
 
 class Receiver(Protocol):

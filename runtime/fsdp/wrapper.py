@@ -362,7 +362,7 @@ class FSDP(nn.Module):
             self._store.record_gradients()
         return total
 
-    def param_groups(self, f: Callable[[nn.Module], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    def param_groups(self, f: Callable[[Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Return parameter groups of shards for an optimizer, made by the full parameters.
 
         Args:

@@ -23,13 +23,13 @@ class CombinedLogger(RunLogger):
         TypeError: One is not callable.
     """
 
-    def __init__(self, *functions: Callable[[Any], object]) -> None:
+    def __init__(self, *functions: Callable[[EpochMetrics], object]) -> None:
         for function in functions:
             if not callable(function):
                 raise TypeError(
                     f"CombinedLogger({function!r:.80}): pass loggers or functions f(EpochMetrics)"
                 )
-        self._functions = functions
+        self._functions: tuple[Callable[[Any], object], ...] = functions
 
     def __call__(self, metrics: EpochMetrics | StepMetrics) -> bool:
         """Call all of them; return ``False``, which ends the run, if one returned ``False``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NoReturn, Self, cast
 
@@ -16,7 +16,7 @@ from runtime.core.threads import Closeable
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.one_device import SingleDeviceEngine
-from runtime.loop.replica import FollowingOptimizer, LossFn
+from runtime.loop.replica import FollowingOptimizer
 from runtime.loop.scatter import to_replica
 from runtime.replica.build import ModelT_co
 from runtime.replica.schedule import SchedulerFactory
@@ -169,7 +169,11 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         checked = None if weight is None else check_weight("weight", weight)
         self._engine.step(checked, reduce=reduce)
 
-    def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
+    def accumulate(
+        self,
+        loss_fn: Callable[[ModelT_co, Any], Tensor | tuple[Tensor, float | Tensor]],
+        batches: Sequence[Any],
+    ) -> Tensor:
         """Compute the gradients of several batches, each batch as a whole on one device.
 
         Blocks until all are trained. Batches are distributed in proportion to

@@ -37,7 +37,7 @@ from runtime.replica.error_notes import LOOP_REMEDY, add_note_once, explain_erro
 from runtime.replica.flat import reals
 from runtime.replica.gradients import refuse_sparse
 
-LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, float | Tensor]]
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 Addition = tuple[list[Tensor], list[Tensor]]
 """Targets, and the source to be added to each."""
 Row = Sequence[Tensor | None]

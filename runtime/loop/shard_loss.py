@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.core.loss_weights import Weighted, check_weight, checked_loss
 
-ShardLossFn = Callable[[nn.Module, Any], Any]
+ShardLossFn = Callable[[Any, Any], Any]
 
 
 class ShardLoss(NamedTuple):
