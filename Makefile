@@ -48,7 +48,7 @@ test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(LAUNCHES) --jobs $(JOBS) --nccl
 	$(PY) -m tests.storm --seed $(SEED) --count $(FAULTS)
 	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation \
-		tests/unit/cluster/test_cluster_processes.py
+		tests/unit/cluster/test_cluster_processes.py tests/typing
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) -m tests.gpu.run

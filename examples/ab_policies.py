@@ -1,4 +1,4 @@
-"""Every policy over every backend on the same model and seeds: one table, one picture."""
+"""Compares every policy over every backend on one model, in a table and a picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pathlib import Path
 import torch
 from digits import BACKENDS, POLICIES, build_model, load_data
 from slow import Slowdown
-from torch import nn
+from torch import Tensor, nn
 
-from gpuworker import ApplyPolicy, AverageBackend, Timeline, Trainer
+from gpuworker import Timeline, TimelineSummary, Trainer
 
 SHOWN = ["compute", "averaging", "control", "data", "sync", "parked", "idle", "gone"]
 COLORS = ["#3a9d76", "#2c6fb3", "#8a7fd0", "#e6a11c", "#d0552d", "#b5659a", "#b9c0ca", "#566070"]
 
 
-def train(args, policy, backend, seed):
-    """Train once; gives the last epoch's loss, the test accuracy and the summary."""
+def train(
+    args: argparse.Namespace, policy: str, backend: str, seed: int
+) -> tuple[float, float, TimelineSummary]:
+    """Train once; return the last epoch's loss, the test accuracy and the summary."""
     train_set, (images, labels) = load_data()
     slowdown = Slowdown(1, args.slow)
 
-    def train_fn(model, batch):
+    def train_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         slowdown()
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -34,16 +36,15 @@ def train(args, policy, backend, seed):
         train_fn,
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(16).num_epochs(args.epochs).seed(seed)
-    builder.policy(ApplyPolicy(policy)).backend(AverageBackend(backend)).timeline(timeline)
+    builder.policy(policy).backend(backend).timeline(timeline)
     state = builder.progress(False).run().join()
-    model = build_model()
-    model.load_state_dict(state.state_dict())
+    model = state.model()
     accuracy = (model(images).argmax(1) == labels).float().mean().item()
     return state.metrics[-1].avg_loss, accuracy, timeline.summary()
 
 
-def picture(shares):
-    """A bar for each way: the part of its time that went to each cause, as SVG."""
+def picture(shares: dict[str, dict[str, float]]) -> str:
+    """An SVG with a bar for each policy and backend, divided by cause."""
     height = 26 * len(shares) + 40
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}"']
     lines.append('font-family="sans-serif" font-size="12">')
@@ -62,7 +63,7 @@ def picture(shares):
     return "\n".join([*lines, "</svg>", ""])
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=POLICIES)
     parser.add_argument("--workers", type=int, default=2)
@@ -76,14 +77,14 @@ def main():
     shares = {}
     for policy, backend in ((p, b) for p in args.policies for b in BACKENDS):
         runs = [train(args, policy, backend, seed) for seed in args.seeds]
-        loss, accuracy = (statistics.mean(run[i] for run in runs) for i in (0, 1))
-        summaries = [run[2] for run in runs]
+        losses, accuracies, summaries = zip(*runs, strict=True)
         ranks = [rank for summary in summaries for rank in summary.ranks]
-        seconds = defaultdict(float)
+        seconds: dict[str, float] = defaultdict(float)
         for rank, cause in ((rank, cause) for rank in ranks for cause in SHOWN):
             seconds[cause] += rank.causes[cause]
         shares[f"{policy} over {backend}"] = {c: seconds[c] / sum(seconds.values()) for c in SHOWN}
-        print(f"| {policy:7} | {backend:7} | {loss:.4f} | {accuracy:8.1%}", end=" ")
+        print(f"| {policy:7} | {backend:7} | {statistics.mean(losses):.4f}", end=" ")
+        print(f"| {statistics.mean(accuracies):8.1%}", end=" ")
         print(f"| {statistics.mean(s.wall_s for s in summaries):6.2f}", end=" ")
         print(f"| {statistics.mean(s.num_averagings for s in summaries):10.0f}", end=" ")
         print(f"| {statistics.mean(r.idle_share for r in ranks):5.1%} |", flush=True)

@@ -8,35 +8,36 @@ import sys
 import torch
 from sklearn.datasets import load_digits
 from slow import Slowdown
-from stopping import follow, going_on, parse, stoppable
-from torch import nn
+from stopping import follow, parse, stoppable, with_checkpoints
+from torch import Tensor, nn
 
-from gpuworker import ApplyPolicy, AverageBackend, Trainer, device_summary, record_scalar
+from gpuworker import Trainer, TrainerHandle, device_summary, record_scalar
 
+Batch = tuple[Tensor, Tensor]  # images and labels
 POLICIES, BACKENDS = ["sync", "cadence", "async"], ["cpu", "thread", "gloo"]
 REQUIRED_ACCURACY = 0.96
 
 
-def load_data():
+def load_data() -> tuple[Batch, Batch]:
     """1,797 images of 8 x 8 pixels; a fixed fifth of them is held out for the test."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return (images[order[359:]], labels[order[359:]]), (images[order[:359]], labels[order[:359]])
 
 
-def build_model():
+def build_model() -> nn.Sequential:
     convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
     head = [nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)]
     return nn.Sequential(*convolutions, nn.ReLU(), nn.MaxPool2d(2), *head)
 
 
-def start(args, policy, backend, train_set):
-    slowdown = Slowdown(int(args.slow[0]), args.slow[1]) if args.slow else lambda: None
+def start(args: argparse.Namespace, policy: str, backend: str, data: Batch) -> TrainerHandle:
+    slowdown = Slowdown(int(args.slow[0]), args.slow[1]) if args.slow else None
 
-    def train_fn(model, batch):
-        slowdown()
+    def train_fn(model: nn.Module, batch: Batch) -> Tensor:
+        if slowdown is not None:
+            slowdown()
         images, labels = batch
         logits = model(images)
         record_scalar("accuracy", (logits.argmax(1) == labels).float().mean())
@@ -46,23 +47,22 @@ def start(args, policy, backend, train_set):
         lambda device: build_model().to(device),
         lambda params: torch.optim.AdamW(params, lr=3e-3),
         train_fn,
-    ).dataset(train_set)
+    ).dataset(data)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
-    builder.policy(ApplyPolicy(policy)).backend(AverageBackend(backend)).seed(args.seed)
+    builder.policy(policy).backend(backend).seed(args.seed)
     if args.cluster:
         builder.cluster(args.cluster, min_machines=args.machines, period=1.0)
-    return going_on(builder.progress(False), args).run()
+    return with_checkpoints(builder.progress(False), args).run()
 
 
-def train(args, policy, backend):
-    """Train once, print what happened and return the accuracy on the test images."""
+def train(args: argparse.Namespace, policy: str, backend: str) -> float:
+    """Train once, print a summary and return the accuracy on the test images."""
     train_set, (images, labels) = load_data()
     handle = start(args, policy, backend, train_set)
     follow(handle, quiet=args.all)
     state = handle.join()
-    model = build_model()
-    model.load_state_dict(state.state_dict())
-    accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    model = state.model()
+    accuracy = float((model(images).argmax(1) == labels).float().mean())
     total = sum(m.num_samples for m in state.metrics)
     print(f"{policy:7} over {handle.backend.value:6}: test accuracy {accuracy:.1%}", end=", ")
     print(f"{sum(m.num_averagings for m in state.metrics):4} averagings; samples by rank:", end="")
@@ -73,7 +73,7 @@ def train(args, policy, backend):
     return accuracy
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", choices=POLICIES, default="sync")
     parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto")

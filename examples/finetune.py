@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers import get_linear_schedule_with_warmup as linear_schedule
 
@@ -17,14 +19,14 @@ SENTENCE = "the quick brown fox jumps over the lazy dog; "
 class Bytes:
     """Texts as their bytes, for the tiny model, which has no tokenizer."""
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens):
+    def decode(self, tokens: Tensor) -> str:
         return bytes(int(t) for t in tokens if t < 256).decode(errors="replace")
 
 
-def load(name):
+def load(name: str | None) -> tuple[Any, Any]:
     """A model and its tokenizer, from a directory or the hub, or new and tiny."""
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
@@ -33,7 +35,7 @@ def load(name):
     return GPT2LMHeadModel(config), Bytes()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory or name on the hub; default: tiny and new")
     parser.add_argument("--data", type=Path, help="a text; default: a sentence, repeated")

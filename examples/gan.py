@@ -6,7 +6,7 @@ import argparse
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpuworker import Trainer
@@ -14,43 +14,44 @@ from gpuworker import Trainer
 NUM_MODES, SPREAD, NOISE = 8, 0.05, 8
 
 
-def mlp(num_in, num_out, width=64):
+def mlp(num_in: int, num_out: int, width: int = 64) -> nn.Sequential:
     layers = [nn.Linear(num_in, width), nn.LeakyReLU(0.2), nn.Linear(width, width)]
     return nn.Sequential(*layers, nn.LeakyReLU(0.2), nn.Linear(width, num_out))
 
 
-def centres():
+def centres() -> Tensor:
     angles = torch.arange(NUM_MODES) * (2 * math.pi / NUM_MODES)
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def real_points(count):
+def real_points(count: int) -> Tensor:
     modes = torch.randint(NUM_MODES, (count,))
     return centres()[modes] + SPREAD * torch.randn(count, 2)
 
 
-def near_a_mode(points):
-    """The share of points within four spreads of a mode, and how many modes have some."""
+def near_a_mode(points: Tensor) -> tuple[float, int]:
+    """Share of the points within four spreads of a mode, and number of modes with such points."""
     distances, modes = torch.cdist(points, centres()).min(dim=1)
     near = distances < 4 * SPREAD
-    return near.float().mean().item(), len(modes[near].unique())
+    return near.float().mean().item(), len(torch.unique(modes[near]))
 
 
-def fake(model, count):
-    return model["maker"](torch.randn(count, NOISE))
+def fake(model: nn.ModuleDict, count: int) -> Tensor:
+    made: Tensor = model["maker"](torch.randn(count, NOISE))
+    return made
 
 
-def judge_loss(model, batch):
+def judge_loss(model: nn.ModuleDict, batch: tuple[Tensor]) -> Tensor:
     (real,) = batch
     made = model["judge"](fake(model, len(real)))
     return F.softplus(-model["judge"](real)).mean() + F.softplus(made).mean()
 
 
-def maker_loss(model, batch):
+def maker_loss(model: nn.ModuleDict, batch: tuple[Tensor]) -> Tensor:
     return F.softplus(-model["judge"](fake(model, len(batch[0])))).mean()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2, help="replicas, all on the CPU")
     parser.add_argument("--steps", type=int, default=2000)

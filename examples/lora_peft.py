@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers import BertForSequenceClassification as Bert
 
@@ -15,7 +17,7 @@ from gpuworker import Trainer
 LENGTH, NUM_CLASSES = 16, 4
 
 
-def load(name, vocabulary):
+def load(name: str | None, vocabulary: int) -> Any:
     """A classifier: one from a directory or the hub, or a tiny new one."""
     if name is not None:
         return AutoModelForSequenceClassification.from_pretrained(name, num_labels=NUM_CLASSES)
@@ -24,7 +26,7 @@ def load(name, vocabulary):
     return Bert(BertConfig(vocab_size=vocabulary, num_labels=NUM_CLASSES, **sizes, **layers))
 
 
-def sentences(count, vocabulary, generator):
+def sentences(count: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rows of tokens; a row's class is which of the first four tokens it holds most often."""
     labels = torch.randint(NUM_CLASSES, (count,), generator=generator)
     tokens = torch.randint(NUM_CLASSES, vocabulary, (count, LENGTH), generator=generator)
@@ -32,7 +34,7 @@ def sentences(count, vocabulary, generator):
     return torch.where(marked, labels[:, None], tokens), labels
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="directory or name on the hub; default: tiny and new")
     parser.add_argument("--workers", type=int, default=2, help="replicas, all on the CPU")

@@ -9,14 +9,17 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from stopping import follow, going_on, parse, stoppable
-from torch import nn
+from stopping import follow, parse, stoppable, with_checkpoints
+from torch import Tensor, nn
 
 from gpuworker import Trainer, device_summary, record_scalar
 
+Batch = tuple[Tensor, Tensor]  # images and labels
 
-def read_idx(path):
+
+def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     """The array of unsigned bytes in an idx file: magic 0, 0, 8, rank; sizes; data."""
     raw = path.read_bytes()
     content = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -28,8 +31,8 @@ def read_idx(path):
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
 
-def read_set(images_path):
-    """Images in [0, 1] and labels, whose file differs in name by the words alone."""
+def read_set(images_path: Path) -> Batch:
+    """Images in [0, 1], and labels from the file whose name differs in these words."""
     name = images_path.name.replace("images", "labels").replace("idx3", "idx1")
     images, labels = read_idx(images_path), read_idx(images_path.with_name(name))
     if images.ndim != 3 or images.shape[1:] != (28, 28) or labels.shape != images.shape[:1]:
@@ -37,8 +40,8 @@ def read_set(images_path):
     return torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long()
 
 
-def load_data(directory):
-    """Training and test set; where there is one set only, its last fifth is the test set."""
+def load_data(directory: Path) -> tuple[Batch, Batch]:
+    """Training and test set; of a single set the last fifth is the test set."""
     paths = sorted(directory.glob("*images*idx3-ubyte*"))
     if not paths:
         raise FileNotFoundError(f"{directory} holds no file named *images*idx3-ubyte or .gz")
@@ -51,7 +54,7 @@ def load_data(directory):
     return (images[:split], labels[:split]), (images[split:], labels[split:])
 
 
-def lenet():
+def lenet() -> nn.Sequential:
     return nn.Sequential(
         *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -59,14 +62,14 @@ def lenet():
     )
 
 
-def train_fn(model, batch):
+def train_fn(model: nn.Module, batch: Batch) -> Tensor:
     images, labels = batch
     logits = model(images)
     record_scalar("accuracy", (logits.argmax(1) == labels).float().mean())
     return nn.functional.cross_entropy(logits, labels)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--workers", type=int, default=2, help="all on the CPU")
@@ -83,11 +86,10 @@ def main():
         train_fn,
     ).dataset(train_set)
     builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
-    handle = going_on(builder.seed(0), args).run()
+    handle = with_checkpoints(builder.seed(0), args).run()
     print(device_summary(handle.devices))
     follow(handle)
-    model = lenet()
-    model.load_state_dict(handle.join().state_dict())
+    model = handle.join().model()
     accuracy = (model(images).argmax(1) == labels).float().mean().item()
     print(f"accuracy {accuracy:.1%} on {len(labels)} test images")
 

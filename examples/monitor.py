@@ -1,4 +1,4 @@
-"""Watch a run in the browser, and log its metrics to files and its messages with the rank."""
+"""Shows a run in the browser; logs its metrics to files, and messages with their rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from profile_timeline import build_model, make_data
 from slow import Slowdown
-from torch import nn
+from torch import Tensor, nn
 
 from gpuworker import (
     CombinedLogger,
@@ -18,6 +18,7 @@ from gpuworker import (
     TensorBoardLogger,
     Timeline,
     Trainer,
+    TrainerHandle,
     WorkerLogFilter,
     record_scalar,
 )
@@ -25,8 +26,8 @@ from gpuworker import (
 logger = logging.getLogger("example")
 
 
-def log_to_the_terminal():
-    """Every message with rank, epoch and step, where a worker wrote it."""
+def log_to_the_terminal() -> None:
+    """Print each message with the rank, epoch and step of the worker that logged it."""
     handler = logging.StreamHandler()
     handler.addFilter(WorkerLogFilter())
     handler.setFormatter(logging.Formatter("%(levelname)s %(worker)s%(message)s"))
@@ -34,10 +35,10 @@ def log_to_the_terminal():
     logger.setLevel(logging.INFO)
 
 
-def start(args):
+def start(args: argparse.Namespace) -> TrainerHandle:
     slowdown = Slowdown(0, args.slow)
 
-    def train_fn(model, batch):
+    def train_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         slowdown()
         points, labels = batch
         logits = model(points)
@@ -52,14 +53,14 @@ def start(args):
     builder.devices(["cpu"] * args.workers).batch_size(32).num_epochs(args.epochs)
     builder.policy("cadence")  # rank 0 is slow: the other trains more of the data
     builder.epoch_fn(lambda epoch, worker: logger.info("begins"))
-    writers = [CsvLogger(args.csv)] if args.csv else []
-    writers += [TensorBoardLogger(args.tensorboard)] if args.tensorboard else []
-    builder.metrics_fn(CombinedLogger(*writers))
-    # The timeline lets the page show what each rank's time goes to; the page works without.
+    tables = [CsvLogger(args.csv)] if args.csv else []
+    boards = [TensorBoardLogger(args.tensorboard)] if args.tensorboard else []
+    builder.metrics_fn(CombinedLogger(*tables, *boards))
+    # With a timeline the page shows each rank's time by cause; it is optional.
     return builder.timeline(Timeline()).progress(False).run()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0, help="of the page; 0 picks a free one")
     parser.add_argument("--workers", type=int, default=2)

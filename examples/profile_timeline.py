@@ -7,38 +7,38 @@ from pathlib import Path
 
 import torch
 from slow import Slowdown
-from torch import nn
+from torch import Tensor, nn
 
-from gpuworker import ApplyPolicy, AverageBackend, Timeline, Trainer, record_scalar
+from gpuworker import ApplyPolicy, Timeline, Trainer, TrainerHandle, record_scalar
 
 POLICIES = [policy.value for policy in ApplyPolicy]
 BACKENDS = ["auto", "cpu", "thread", "gloo"]
 
 
-def make_data(num_samples, num_features=64):
-    """Points around ten centres, which a small network tells apart."""
+def make_data(num_samples: int, num_features: int = 64) -> tuple[Tensor, Tensor]:
+    """Points around ten centres, and the number of the centre as the label."""
     labels = torch.arange(num_samples) % 10
     centres = torch.randn(10, num_features, generator=torch.Generator().manual_seed(0))
     return centres[labels] + 0.8 * torch.randn(num_samples, num_features), labels
 
 
-def build_model():
+def build_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def start(args, timeline):
+def start(args: argparse.Namespace, timeline: Timeline) -> TrainerHandle:
     slowdown = Slowdown(0, args.slow)
     data = make_data(args.samples)
     test_points, test_labels = make_data(500)
 
-    def train_fn(model, batch):
+    def train_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         slowdown()
         points, labels = batch
         logits = model(points)
         record_scalar("accuracy", (logits.argmax(1) == labels).float().mean())
         return nn.functional.cross_entropy(logits, labels)
 
-    def evaluate(model, epoch):
+    def evaluate(model: nn.Module, epoch: int) -> dict[str, float]:
         right = model(test_points).argmax(1) == test_labels
         return {"accuracy": right.float().mean().item()}
 
@@ -48,12 +48,12 @@ def start(args, timeline):
         train_fn,
     ).dataset(data)
     builder.devices(["cpu"] * args.workers).batch_size(32).num_epochs(args.epochs)
-    builder.policy(ApplyPolicy(args.policy)).backend(AverageBackend(args.backend))
+    builder.policy(args.policy).backend(args.backend)
     return builder.eval_fn(evaluate).timeline(timeline).progress(False).run()
 
 
-def report(timeline):
-    """Print what each rank did with its time, and the longest waits."""
+def report(timeline: Timeline) -> None:
+    """Print each rank's time by cause, and the longest waits."""
     print(timeline.summary())
     for gap in timeline.idle_gaps()[:5]:
         cause = gap.cause.label
@@ -61,7 +61,7 @@ def report(timeline):
         print(f"at {gap.start_s:.3f} s")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", choices=POLICIES, default="cadence")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
@@ -75,7 +75,7 @@ def main():
     handle = start(args, timeline)
     try:
         handle.join()
-    finally:  # a run that was stopped or failed has a timeline too
+    finally:  # also for a run that was stopped or failed
         timeline.save_html(f"{args.out}.html")
         timeline.save_trace(f"{args.out}.trace.json")
     report(timeline)

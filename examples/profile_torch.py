@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from torch.profiler import ProfilerActivity, profile
 
 from gpuworker import ApplyPolicy, Trainer, current_worker
 
+nvtx: Any = torch.cuda.nvtx  # its functions have no annotations
 POLICIES = [policy.value for policy in ApplyPolicy]
 
 
 class Ranges(threading.local):
-    """Names what the calling worker's thread does: one range ends where the next begins.
+    """Named ranges of the calling worker's thread; each ends where the next begins.
 
-    They show as ``gpu-worker-0/forward`` and so on: in the profiler's table and trace, and
-    on GPUs as NVTX ranges for Nsight Systems too.
+    They appear as ``gpu-worker-0/forward`` and so on in the profiler's table and trace, and on
+    GPUs also as NVTX ranges for Nsight Systems.
     """
 
-    range = None
+    def __init__(self) -> None:
+        self.open = ExitStack()
 
-    def begin(self, part):
+    def begin(self, part: str) -> None:
         self.end()
         worker = current_worker()
         name = f"gpu-worker-{worker.rank}/{part}"
-        self.range, self.on_gpu = record_function(name), worker.device.type == "cuda"
-        self.range.__enter__()
-        if self.on_gpu:
-            torch.cuda.nvtx.range_push(name)
+        self.open.enter_context(record_function(name))
+        if worker.device.type == "cuda":
+            self.open.enter_context(nvtx.range(name))
 
-    def end(self):
-        if self.range is not None:
-            if self.on_gpu:
-                torch.cuda.nvtx.range_pop()
-            self.range.__exit__(None, None, None)
-            self.range = None
+    def end(self) -> None:
+        self.open.close()
 
 
 RANGES = Ranges()
 
 
-def train_fn(model, batch):
+def train_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     RANGES.begin("forward")
     points, labels = batch
     loss = nn.functional.cross_entropy(model(points), labels)
@@ -53,20 +54,20 @@ def train_fn(model, batch):
     return loss
 
 
-def make_optimizer(params):
+def make_optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(params, lr=1e-3)
-    # Under SYNC what comes before it, behind the backward, is the reduction.
+    # Under SYNC the time between backward and optimizer is the reduction.
     optimizer.register_step_pre_hook(lambda *_: RANGES.begin("optimizer"))
     optimizer.register_step_post_hook(lambda *_: RANGES.end())
     return optimizer
 
 
-def build_model(device):
+def build_model(device: torch.device) -> nn.Sequential:
     layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
     return nn.Sequential(*layers).to(device)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", choices=POLICIES, default="cadence")
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
@@ -80,7 +81,7 @@ def main():
     activities = [ProfilerActivity.CPU]
     if any(device.startswith("cuda") for device in args.devices):
         activities.append(ProfilerActivity.CUDA)
-    # Without this the profiler sees the thread that starts it, and no other.
+    # Without this the profiler records only the thread that starts it.
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=everywhere) as profiler:
         builder.run().join()

@@ -1,4 +1,4 @@
-"""Make one worker slower than it is, to watch how the work is shared out."""
+"""Slows one worker down, to show how the data is divided."""
 
 from __future__ import annotations
 

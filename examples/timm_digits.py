@@ -10,8 +10,9 @@ from sklearn.datasets import load_digits
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from gpuworker import Trainer
@@ -19,20 +20,20 @@ from gpuworker import Trainer
 NUM_CLASSES, NUM_TRAINED, SIZE = 10, 1400, 32
 
 
-def digits():
+def digits() -> tuple[Tensor, Tensor]:
     """Images of 32 x 32 pixels, and their labels."""
     pixels, labels = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
     images = F.interpolate(pixels.view(-1, 1, 8, 8).float() / 16, size=SIZE)
     return images, labels
 
 
-def accuracy(model, images, labels):
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     model.eval()
     with torch.no_grad():
-        return (model(images).argmax(1) == labels).float().mean().item()
+        return float((model(images).argmax(1) == labels).float().mean())
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="test_vit", help="any of timm.list_models()")
     parser.add_argument("--workers", type=int, default=2, help="replicas, all on the CPU")
@@ -46,7 +47,7 @@ def main():
     held_out = images[NUM_TRAINED:], labels[NUM_TRAINED:]
     options = {"img_size": SIZE} if "vit" in args.model else {}
     model = timm.create_model(args.model, num_classes=NUM_CLASSES, in_chans=1, **options)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    average = AveragedModel(model, avg_fn=lambda a, b, _: (a + b) / 2, use_buffers=True)
     mix = Mixup(mixup_alpha=0.2, num_classes=NUM_CLASSES)
 
     loader = DataLoader(
@@ -58,7 +59,7 @@ def main():
     )
     soft_loss = SoftTargetCrossEntropy()
 
-    def evaluate(replica, epoch):  # on the average over the workers, once an epoch
+    def evaluate(replica: nn.Module, epoch: int) -> dict[str, float]:  # on averaged weights
         average.update_parameters(replica)
         return {"accuracy": accuracy(replica, *held_out)}
 
