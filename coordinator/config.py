@@ -86,6 +86,10 @@ class CoordinatorConfig:
         evaluate: Evaluate at the end of each epoch.
         eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: only
             at its end.
+        val_batches: Batches of the validation set; 0: there is none.
+        val_every: Epochs between two validations.
+        val_every_steps: Batches over all ranks between two validations within an epoch; ``None``:
+            none.
         checkpoint_every: Epochs between two calls of the checkpoint function.
         scheduler_metric: Metric of each closed epoch that is sent to the ranks' schedulers.
         save_every: Epochs between two saves of the whole state, which is also saved at the
@@ -132,6 +136,9 @@ class CoordinatorConfig:
     metrics_every: int | None = None
     evaluate: bool = False
     eval_every: int | None = None
+    val_batches: int = 0
+    val_every: int = 1
+    val_every_steps: int | None = None
     checkpoint_every: int | None = None
     scheduler_metric: str | None = None
     save_every: int | None = None
@@ -158,6 +165,16 @@ class CoordinatorConfig:
         if self.batch_sizes is None or self.policy is ApplyPolicy.SYNC:
             return 1
         return Fraction(self.batch_size * len(self.batch_sizes), sum(self.batch_sizes))
+
+    @property
+    def has_epoch_work(self) -> bool:
+        """True if averages that close an epoch are evaluated or handed over."""
+        return self.evaluate or self.val_batches > 0 or self.checkpoint_every is not None
+
+    @property
+    def stops_within(self) -> bool:
+        """True if there are evaluations within epochs."""
+        return self.eval_every is not None or self.val_every_steps is not None
 
     @property
     def uses_collectives(self) -> bool:

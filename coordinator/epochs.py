@@ -13,6 +13,7 @@ from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
 from coordinator.run_state import Rank, RunState
 from coordinator.shares import Shares
+from coordinator.validator import Tasks, Validation, Validator
 
 PLAN_STEPS = 5
 """Optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the next plan
@@ -25,14 +26,21 @@ FIXED_PLAN_STEPS = 50
 
 
 class EpochScheduler:
-    """Sends plans, closes epochs once all batches are settled, and publishes their metrics."""
+    """Sends plans, closes epochs once all batches are settled, and publishes their metrics.
+
+    Attributes:
+        resumed_s: Time since the last epoch closed, before a resume.
+        validator: The validations.
+    """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
+        self.validator = Validator(run.config)
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
         self._num_evaluated = 0  # multiples of eval_every passed
+        self._num_validated = 0  # multiples of val_every_steps passed
         self._evaluating: tuple[int, int] | None = None  # (rank, batches before)
         self.resumed_s = 0.0
 
@@ -40,6 +48,7 @@ class EpochScheduler:
         """Start the run, :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
         self._mark_evaluated()
+        self._mark_validated()
 
     @property
     def elapsed_s(self) -> float:
@@ -67,8 +76,18 @@ class EpochScheduler:
 
     @property
     def is_evaluating(self) -> bool:
-        """True while a rank evaluates within an epoch."""
-        return self._evaluating is not None and self._run.is_live(self._evaluating[0])
+        """True while ranks evaluate within an epoch."""
+        if self._evaluating is not None and self._run.is_live(self._evaluating[0]):
+            return True
+        within = self.validator.within
+        return within is not None and within.waits_for(self._speeds)
+
+    @property
+    def _speeds(self) -> dict[int, float]:
+        """Samples a second of each live rank; 0: not measured."""
+        return {
+            r.rank: r.num_samples / r.compute_s if r.compute_s > 0 else 0.0 for r in self._run.live
+        }
 
     @property
     def evaluation_due(self) -> bool:
@@ -94,17 +113,62 @@ class EpochScheduler:
         if self._evaluating is not None and self._evaluating[1] == eval_at:
             self._evaluating = None
 
+    @property
+    def validation_due(self) -> bool:
+        """True if a validation within the open epoch is due."""
+        every, oldest = self._run.config.val_every_steps, self._run.ledger.oldest
+        if every is None or oldest is None or self.is_evaluating:
+            return False
+        return self._run.num_trained // every > self._num_validated
+
+    def begin_validation(self, closing: Epoch | None = None) -> Validation:
+        """Begin a validation of an average, for all live ranks.
+
+        Args:
+            closing: The epoch that it closes; ``None``: it is within the open epoch.
+        """
+        if closing is not None:
+            return self.validator.begin(closing.epoch, None, self._speeds)
+        oldest = self._run.ledger.oldest
+        assert oldest is not None, "no validation is due"
+        return self.validator.begin(oldest.epoch, self._run.num_trained, self._speeds)
+
+    def cancel_validation(self, validation: Validation | None) -> None:
+        """Make a validation due again: its average was rolled back."""
+        self.validator.cancel(validation)
+        if validation is not None and validation.at is None:
+            epoch = self._find(validation.epoch)
+            if epoch is not None:
+                epoch.validation = None
+
     def evaluate_if_due(self) -> None:
-        """Send an evaluation of the live weights to the first live rank."""
-        if self.evaluation_due:
+        """Send the evaluation of the live weights to the first live rank, and a validation to
+        all.
+        """
+        evaluates, validates = self.evaluation_due, self.validation_due
+        if evaluates:
             lead = self._run.live[0].rank
             epoch, eval_at = self.begin_evaluation(lead)
             self._run.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
+        if validates:
+            validation = self.begin_validation()
+            self._send_tasks(validation, validation.tasks)
+
+    def _send_tasks(
+        self, validation: Validation, tasks: Tasks, state: m.Payload | None = None
+    ) -> None:
+        for rank, batches in tasks.items():
+            self._run.send(rank, m.Validate(task=validation.message(batches), state=state))
 
     def _mark_evaluated(self) -> None:
         every = self._run.config.eval_every
         if every is not None:
             self._num_evaluated = self._run.num_trained // every
+
+    def _mark_validated(self) -> None:
+        every = self._run.config.val_every_steps
+        if every is not None:
+            self._num_validated = self._run.num_trained // every
 
     def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
         """Batches to assign before all ranks stop for an evaluation; ``None``: no limit.
@@ -112,29 +176,51 @@ class EpochScheduler:
         Args:
             plan: The plan in progress; ``None``: the last one is trained.
         """
-        run, every = self._run, self._run.config.eval_every
-        if every is None:
+        run, c = self._run, self._run.config
+        assigned = run.num_trained if plan is None else plan.first_step + plan.num_batches
+        passed = ((c.eval_every, self._num_evaluated), (c.val_every_steps, self._num_validated))
+        left = [(num + 1) * every - assigned for every, num in passed if every is not None]
+        if not left:
             return None
-        assigned = self._run.num_trained if plan is None else plan.first_step + plan.num_batches
-        left = (self._num_evaluated + 1) * every - assigned
-        in_step = run.config.accumulate * (run.per_global if run.lockstep else 1)
-        return max(0, -(-left // in_step) * in_step)
+        in_step = c.accumulate * (run.per_global if run.lockstep else 1)
+        return max(0, -(-min(left) // in_step) * in_step)
 
     def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
         if self._evaluating != (event.rank, eval_at):
             return  # the average was rolled back
         self._evaluating = None
         self._mark_evaluated()
+        scalars = {f"eval/{name}": value for name, value in event.values}
+        self._publish_within(event.epoch, eval_at, scalars)
+
+    def _publish_within(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
         metrics = StepMetrics(
-            step=eval_at,
-            epoch=event.epoch,
+            step=step,
+            epoch=epoch,
             num_batches=0,
             avg_loss=math.nan,
-            scalars={f"eval/{name}": value for name, value in event.values},
+            scalars=scalars,
             learning_rate=math.nan,
             throughput=math.nan,
         )
         self._run.publish_steps([metrics])
+
+    def on_validated(self, event: m.ValidationReport) -> None:
+        """Handle results of a validation."""
+        done = self.validator.on_report(event)
+        if done is None:
+            return
+        self._last_close += done.duration_s  # no training time
+        if self._run.steps is not None:
+            self._run.steps.exclude(done.duration_s)
+        if done.at is not None:
+            self._mark_validated()
+            scalars = {f"val/{name}": value for name, value in done.means.items()}
+            self._publish_within(done.epoch, done.at, scalars)
+            return
+        epoch = self._find(done.epoch)
+        if epoch is not None:
+            epoch.validation = done.means
 
     def on_evaluated(self, event: m.EvalReport) -> None:
         """Handle the results of an evaluation."""
@@ -152,7 +238,21 @@ class EpochScheduler:
             epoch.saved = True
 
     def _is_done(self, epoch: Epoch) -> bool:
-        return self.pending_work(epoch) == (None, None)
+        return self.pending_work(epoch) == (None, None) and not self.needs_validation(epoch)
+
+    def needs_validation(self, epoch: Epoch) -> bool:
+        """True if the average that closes an epoch is to be validated and has no result yet."""
+        return self._is_validated(epoch) and epoch.validation is None
+
+    def _is_validated(self, epoch: Epoch) -> bool:
+        """True if the average that closes a trained epoch is validated, by the number of epochs or
+        of steps.
+        """
+        if epoch.is_validated is None:
+            every, num_trained = self._run.config.val_every_steps, self._run.num_trained
+            by_steps = every is not None and num_trained // every > self._num_validated
+            epoch.is_validated = by_steps or self.validator.is_due(epoch.epoch)
+        return epoch.is_validated
 
     def assign_batches(self) -> None:
         """Keep two plans queued on every rank: one in progress and the next.
@@ -166,7 +266,7 @@ class EpochScheduler:
         lead = self._run.config.max_batch_diff
         max_chunk = None if lead is None else lead + 1
         limit: int | None = None
-        if self._run.alone and self._run.config.eval_every is not None:
+        if self._run.alone and self._run.config.stops_within:
             # The rank stops for each evaluation.
             if any(rank.num_queued for rank in self._run.live):
                 return
@@ -309,6 +409,8 @@ class EpochScheduler:
             (span,) = plan.parts[live[0].rank]
             keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(live))
             batches = {info.rank: own for info, own in zip(live, keys, strict=True)}
+        has_more = run.ledger.has_more(run.ledger.epochs[0])
+        pauses = has_more and self._batches_until_evaluation(plan) == 0
         for info in live:
             yield (
                 info,
@@ -320,9 +422,8 @@ class EpochScheduler:
                     pieces=tuple(plan.pieces.get(info.rank, ())),
                     per_global=run.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
-                    more=bool(plan.pieces)
-                    and run.ledger.has_more(run.ledger.epochs[0])
-                    and self._batches_until_evaluation(plan) != 0,
+                    more=bool(plan.pieces) and has_more and not pauses,
+                    pauses=pauses,
                 ),
             )
 
@@ -350,10 +451,11 @@ class EpochScheduler:
             zip(some, self._shares.sizes(total, some), strict=True)
         )
 
-    def has_work(self, epoch: int) -> bool:
+    def has_work(self, epoch: Epoch) -> bool:
         """True if the average that closes the epoch is evaluated or handed over."""
         every = self._run.config.checkpoint_every
-        return self._run.config.evaluate or (every is not None and (epoch + 1) % every == 0)
+        hands_over = every is not None and (epoch.epoch + 1) % every == 0
+        return self._run.config.evaluate or hands_over or self._is_validated(epoch)
 
     def pending_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
         """The epoch to evaluate and the version to hand over that are pending on its average."""
@@ -364,11 +466,23 @@ class EpochScheduler:
         return epoch.epoch if evaluate else None, version if due else None
 
     def orphaned(self) -> Epoch | None:
-        """A closed epoch whose lead died before it evaluated or handed it over."""
+        """A closed epoch whose lead died before it evaluated or handed it over, or of which a rank
+        died before it had validated its part.
+        """
         for closing in self._closing:
-            if not self._is_done(closing.epoch) and not self._run.is_live(closing.epoch.lead):
+            if self.orphaned_work(closing.epoch) != (None, None):
+                return closing.epoch
+            if self.needs_validation(closing.epoch) and not self._is_validating(closing.epoch):
                 return closing.epoch
         return None
+
+    def orphaned_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
+        """The pending work of a closed epoch whose lead has died."""
+        return (None, None) if self._run.is_live(epoch.lead) else self.pending_work(epoch)
+
+    def _is_validating(self, epoch: Epoch) -> bool:
+        validation = self.validator.of_epoch.get(epoch.epoch)
+        return validation is not None and validation.waits_for(self._speeds)
 
     def uses_live_weights(self, epoch: Epoch) -> bool:
         """True if the lead needs no averaging round for its work on a closed epoch.
@@ -380,15 +494,26 @@ class EpochScheduler:
 
     def request_work(self, epoch: Epoch) -> None:
         """Have the first live rank evaluate and hand over its live weights, or the state of all
-        machines.
+        machines, and all ranks validate it.
         """
-        evaluate, checkpoint = self.pending_work(epoch)
-        lead, state = self._run.live[0].rank, self._run.common.get(epoch.epoch)
-        epoch.lead = lead
+        evaluate, checkpoint = self.orphaned_work(epoch)
+        state = self._run.common.get(epoch.epoch)
+        if not self._run.is_live(epoch.lead):
+            epoch.lead = self._run.live[0].rank
+        lead = epoch.lead
         if evaluate is not None:
             self._run.send(lead, m.Evaluate(epoch=evaluate, state=state))
         if checkpoint is not None:
             self._run.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
+        if not self.needs_validation(epoch) or self._is_validating(epoch):
+            return
+        validation = self.validator.of_epoch.get(epoch.epoch)
+        if validation is not None and (self._run.lockstep or state is not None):
+            tasks = self.validator.reassign(validation, self._speeds)
+        else:  # the weights have changed since an earlier one
+            validation = self.begin_validation(epoch)
+            tasks = validation.tasks
+        self._send_tasks(validation, tasks, state)
 
     def close(self, now: float) -> None:
         """Close epochs whose batches are all settled, in order.
@@ -405,7 +530,7 @@ class EpochScheduler:
 
     def _close_settled(self) -> None:
         while (epoch := self._run.ledger.oldest) is not None and epoch.settled:
-            work = self.has_work(epoch.epoch)
+            work = self.has_work(epoch)
             if self.uses_live_weights(epoch):
                 if self._run.lockstep and any(r.num_queued for r in self._run.live):
                     return
@@ -418,6 +543,8 @@ class EpochScheduler:
             self._run.ledger.pop_oldest()
             if self._run.config.evaluate:
                 self._mark_evaluated()
+            if self._is_validated(epoch):
+                self._mark_validated()
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
 
     def publish(self, *, anyway: bool = False) -> None:
@@ -454,7 +581,10 @@ class EpochScheduler:
             param_norm=epoch.norm,
             machine=self._run.config.machine,
             others=epoch.others,
-            extra_scalars={f"eval/{k}": v for k, v in (epoch.evaluation or {}).items()},
+            extra_scalars={
+                **{f"eval/{k}": v for k, v in (epoch.evaluation or {}).items()},
+                **{f"val/{k}": v for k, v in (epoch.validation or {}).items()},
+            },
             partial=partial,
         )
         self._run.outcome.metrics.append(metrics)

@@ -65,7 +65,7 @@ class FailureRecovery:
         run = self._run
         run.alone = True
         (last,) = self.survivors
-        if run.config.evaluate or run.config.checkpoint_every is not None:
+        if run.config.has_epoch_work:
             run.ledger.disable_look_ahead()
         if run.lockstep:
             return

@@ -624,6 +624,8 @@ class Epoch:
         worked: The lead was sent its evaluation and checkpoint.
         lead: The rank that evaluates it and calls the checkpoint function.
         evaluation: Results of the evaluation.
+        is_validated: The average that closes it is validated; ``None``: not decided.
+        validation: Means over the validation set.
         saved: The checkpoint function has returned.
         parts: The parts of the ranks before the run was interrupted.
         granted: In a cluster, batches granted to this machine and not returned.
@@ -647,6 +649,8 @@ class Epoch:
     worked: bool = False
     lead: int = -1
     evaluation: dict[str, float] | None = None
+    is_validated: bool | None = None
+    validation: dict[str, float] | None = None
     saved: bool = False
     parts: dict[int, tuple[range, ...]] | None = None
     granted: BatchSet | None = None

@@ -17,6 +17,7 @@ from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
 from coordinator.errors import AveragingFailed, RunAborted
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
+from coordinator.ledger import Epoch
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_finalizer import RunFinalizer
@@ -25,6 +26,7 @@ from coordinator.saving import RunCheckpointer
 from coordinator.shares import ImbalanceDetector
 from coordinator.stall import StallDetector
 from coordinator.transports import RoundState
+from coordinator.validator import Validation
 
 logger = logging.getLogger(__name__)
 STEPS_BACK = 2
@@ -147,6 +149,8 @@ class Coordinator:
                 self._saving.on_captured(event)
             case m.EvalReport():
                 self._epochs.on_evaluated(event)
+            case m.ValidationReport():
+                self._epochs.on_validated(event)
             case m.CheckpointDone():
                 self._epochs.on_saved(event)
             case m.FinalSnapshot():
@@ -417,6 +421,7 @@ class Coordinator:
         if counts and rnd.fault is not None:
             self._rounds.record_fault(now)
         self._epochs.cancel_evaluation(rnd.eval_at)
+        self._epochs.cancel_validation(rnd.validation)
         for rank in self._rounds.give_up():
             self._run.send(rank, m.Rollback(round=rnd.id))
         if not counts:
@@ -531,18 +536,21 @@ class Coordinator:
             return
         orphan = self._epochs.orphaned()
         if orphan is not None:
-            self._rounds.start(now, orphan, self._epochs.pending_work(orphan))
+            validation = self._validation_of(orphan)
+            self._rounds.start(now, orphan, self._epochs.orphaned_work(orphan), None, validation)
             return
         busy = self._epochs.is_evaluating or not self._epochs.all_published
         if busy and self._rounds.next_transport.waits:
-            return  # peers would wait in the collective for the evaluating lead
+            return  # peers would wait in the collective for an evaluating rank
         oldest = self._run.ledger.oldest
         if oldest is not None and not self._run.ledger.fully_trained(oldest):
             oldest = None
         evaluates = oldest is None and self._epochs.evaluation_due
+        validates = oldest is None and self._epochs.validation_due
         if (
             oldest is not None
             or evaluates
+            or validates
             or self._may_save()
             or self._run.round_schedule.is_round_due(live)
         ):
@@ -551,7 +559,16 @@ class Coordinator:
             if evaluates:
                 epoch, eval_at = self._epochs.begin_evaluation(live[0].rank)
                 work = epoch, None
-            self._rounds.start(now, oldest, work, eval_at)
+            validation = self._validation_of(oldest)
+            if validates:
+                validation = self._epochs.begin_validation()
+            self._rounds.start(now, oldest, work, eval_at, validation)
+
+    def _validation_of(self, closing: Epoch | None) -> Validation | None:
+        """The validation of the average that closes an epoch, if it is due."""
+        if closing is None or not self._epochs.needs_validation(closing):
+            return None
+        return self._epochs.begin_validation(closing)
 
 
 def _out_of_memory_error(event: m.Halted) -> BaseException:

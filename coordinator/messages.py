@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from coordinator.batch_means import BatchMeans
 from coordinator.config import AverageBackend
 from coordinator.errors import RunStalled
 from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
@@ -43,6 +44,7 @@ class EpochPlan:
         per_global: With pieces, the batches in a global batch.
         num_slices: With pieces, the micro-batches of each rank in a global batch.
         more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
+        pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
         metrics: Value of each closed epoch for a scheduler that steps by a metric; ``None``: the
             epoch has no such metric. Empty without such a scheduler.
     """
@@ -55,6 +57,7 @@ class EpochPlan:
     per_global: int = 0
     num_slices: int = 1
     more: bool = False
+    pauses: bool = False
     metrics: tuple[float | None, ...] = ()
 
     @property
@@ -118,6 +121,21 @@ class BatchBudget:
     report_after: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationTask:
+    """Batches of the validation set for a rank to evaluate on the average.
+
+    Attributes:
+        id: Counts the validations of a run.
+        epoch: The epoch that closes, or within which it takes place.
+        batches: Positions of the batches.
+    """
+
+    id: int
+    epoch: int
+    batches: tuple[range, ...]
+
+
 # From the coordinator to a worker.
 
 
@@ -138,6 +156,7 @@ class SyncNow:
         evaluate: Epoch to evaluate on the averaged weights, if any.
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
+        validate: Part of a validation on the averaged weights, if any.
         capture: The acknowledgement must carry the rank's own state.
     """
 
@@ -146,6 +165,7 @@ class SyncNow:
     evaluate: int | None = None
     eval_at: int | None = None
     checkpoint: int | None = None
+    validate: ValidationTask | None = None
     capture: bool = False
 
 
@@ -186,6 +206,7 @@ class Update:
         evaluate: Epoch to evaluate on the average, if any.
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
+        validate: Part of a validation on the average, if any.
     """
 
     round: int
@@ -195,6 +216,7 @@ class Update:
     evaluate: int | None = None
     eval_at: int | None = None
     checkpoint: int | None = None
+    validate: ValidationTask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +270,19 @@ class Evaluate:
 
     epoch: int
     eval_at: int | None = None
+    state: Payload | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validate:
+    """Evaluate batches of the validation set on the live weights, which hold the average.
+
+    Attributes:
+        task: The batches.
+        state: In a cluster, the state to evaluate in place of the live weights; read-only.
+    """
+
+    task: ValidationTask
     state: Payload | None = None
 
 
@@ -330,6 +365,7 @@ ToWorker = (
     | Throttle
     | Resume
     | Evaluate
+    | Validate
     | CallCheckpointFn
     | TakeCheckpoint
     | Rollback
@@ -655,6 +691,23 @@ class EvalReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationReport:
+    """Results of some batches of a :class:`ValidationTask`.
+
+    Attributes:
+        rank: The sender.
+        id: Id of the task.
+        results: The means of each batch evaluated since the last report.
+        seconds: Time of their evaluation.
+    """
+
+    rank: int
+    id: int
+    results: tuple[BatchMeans, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDone:
     """The checkpoint function has returned, or failed and the rank has logged the error."""
 
@@ -747,6 +800,7 @@ FromWorker = (
     | FinalSnapshot
     | CapturedState
     | EvalReport
+    | ValidationReport
     | CheckpointDone
     | Exiting
     | Failed

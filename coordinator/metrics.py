@@ -380,6 +380,10 @@ class StepAccumulator:
         self._held[rank] += part * len(stats.losses)
         return self._complete(SILENT_S)
 
+    def exclude(self, seconds: float) -> None:
+        """Exclude a pause of all ranks from throughput."""
+        self._since += seconds
+
     def drop(self, rank: int) -> None:
         """Remove a rank; its reports still count."""
         self._last[rank] = -math.inf

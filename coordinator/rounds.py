@@ -18,6 +18,7 @@ from coordinator.transports import (
     RoundState,
     Transport,
 )
+from coordinator.validator import Validation
 
 _NO_WORK = (None, None)
 COORDINATOR_SHARE, REFERENCE_RATE_PER_S = 0.012, 1000.0
@@ -58,6 +59,7 @@ class RoundRunner:
         epoch: Epoch | None = None,
         work: tuple[int | None, int | None] = _NO_WORK,
         eval_at: int | None = None,
+        validation: Validation | None = None,
     ) -> None:
         """Start a round of all live ranks; it makes a checkpoint if one is due.
 
@@ -66,6 +68,7 @@ class RoundRunner:
             epoch: The epoch that the average closes, or one whose lead died.
             work: The epoch to evaluate and the checkpoint version to hand over, on the average.
             eval_at: See :class:`~coordinator.messages.Evaluate`.
+            validation: The validation of the average, if any.
         """
         evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._run.live)
@@ -81,6 +84,7 @@ class RoundRunner:
             evaluate=evaluate,
             checkpoint=checkpoint,
             eval_at=eval_at,
+            validation=validation,
             capture=capture,
             backend=self._run.backend_choice.next,
             started_at=now,
@@ -117,10 +121,12 @@ class RoundRunner:
         """Extend the deadline of a round that cannot be abandoned before all replies.
 
         Returns:
-            The late ranks, without a lead that evaluates.
+            The late ranks, without those that evaluate.
         """
         rnd = self.round
         rnd.deadline = now + self.transport.timeout_s
+        if rnd.validation is not None:
+            return ()
         busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NO_WORK else -1
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
@@ -164,7 +170,8 @@ class RoundRunner:
         rate of ``overhead_target``.
         """
         rnd = self.round
-        if rnd.capture or (rnd.evaluate, rnd.checkpoint) != _NO_WORK:
+        evaluates = rnd.validation is not None or (rnd.evaluate, rnd.checkpoint) != _NO_WORK
+        if rnd.capture or evaluates:
             return None
         busy = [rank for rank in rnd.acks if rank not in rnd.idle]
         lost_s = sum(ack.sync_s for ack in rnd.acks.values())

@@ -73,7 +73,6 @@ class RunState:
         world = config.world_size
         self.alone = world == 1
         self.lockstep = config.policy is ApplyPolicy.SYNC
-        per_epoch_work = config.evaluate or config.checkpoint_every is not None
         self.ledger = BatchLedger(
             num_samples=config.num_samples,
             batch_size=config.batch_size,
@@ -93,7 +92,7 @@ class RunState:
                 if self.lockstep or config.batch_sizes is None
                 else [size // config.batch_size for size in config.batch_sizes]
             ),
-            look_ahead=not (self.alone and per_epoch_work),
+            look_ahead=not (self.alone and config.has_epoch_work),
             granted=config.granted,
         )
         self.elche = ElChe(

@@ -86,7 +86,7 @@ def _is_progress(event: m.Event) -> bool:
             return event.stats.num_batches > 0
         case m.ParamSnapshot() | m.SyncAck() | m.CapturedState() | m.Halted():
             return event.report is not None and event.report.stats.num_batches > 0
-        case m.Ready() | m.EvalReport() | m.CheckpointDone():
+        case m.Ready() | m.EvalReport() | m.ValidationReport() | m.CheckpointDone():
             return True
         case m.Exiting() | m.Failed() | m.ThreadEnded():
             return True

@@ -14,6 +14,7 @@ from coordinator.config import AverageBackend
 from coordinator.ledger import Epoch
 from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
 from coordinator.run_state import RunState
+from coordinator.validator import Validation
 
 
 class Transport(ABC):
@@ -122,10 +123,11 @@ class Round:
     """The round in progress, or the last one while ``state`` is ``NONE``.
 
     ``ranks`` contribute their state; ``lead`` evaluates and hands over the average if it closes
-    ``epoch``. ``must_fail``: a rank died in the collective before it reported its part, so that
-    the round must be undone. ``capture``: the round makes a checkpoint. ``backend`` is kept to
-    the end of the round, whatever is chosen meanwhile; ``fault`` is its failure, if any. ``idle``
-    are ranks without work at the start; ``stale_s`` is the time until the average was sent.
+    ``epoch``; all of them take part in ``validation``. ``must_fail``: a rank died in the collective
+    before it reported its part, so that the round must be undone. ``capture``: the round makes a
+    checkpoint. ``backend`` is kept to the end of the round, whatever is chosen meanwhile; ``fault``
+    is its failure, if any. ``idle`` are ranks without work at the start; ``stale_s`` is the time
+    until the average was sent.
     """
 
     id: int = 0
@@ -138,6 +140,7 @@ class Round:
     evaluate: int | None = None
     eval_at: int | None = None
     checkpoint: int | None = None
+    validation: Validation | None = None
     capture: bool = False
     deadline: float | None = None
     num_failed: int = 0
@@ -195,6 +198,10 @@ class Round:
         else:
             return False
         return during and reply is not None and reply.round == event.round
+
+    def task(self, rank: int) -> m.ValidationTask | None:
+        """Part of a rank in the validation, if any."""
+        return None if self.validation is None else self.validation.task(rank)
 
     def drop_snapshots(self) -> None:
         """Drop the references to the snapshots."""
@@ -310,6 +317,7 @@ class SnapshotTransport(Transport):
                     evaluate=rnd.evaluate if lead else None,
                     eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
+                    validate=rnd.task(rank),
                 ),
             )
             self._run.send(rank, m.SetGlobalStep(step=self._run.position))
@@ -351,6 +359,7 @@ class CollectiveTransport(Transport):
                     evaluate=rnd.evaluate if lead else None,
                     eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
+                    validate=rnd.task(rank),
                     capture=rnd.capture,
                 ),
             )

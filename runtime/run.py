@@ -129,10 +129,13 @@ class Run:
             nccl_fault=launch_blocking_fault(len(names)),
         )
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
-        self.config = config
         self._cpu_workers = config.worker.num_cpu_workers
         # Raises for an unsupported device, before any thread starts.
         self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
+        self._validation = config.validation_data(self._contexts)
+        if self._validation is not None:
+            config = config.with_values(val_batches=self._validation.num_batches)
+        self.config = config
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
@@ -281,6 +284,8 @@ class Run:
             self._saves.claim()
             for context in self._contexts:
                 context.follow_caller()
+            if self._validation is not None:
+                self._validation.start()
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
             self._connect()
             IntraOpThreads.acquire()
@@ -435,6 +440,7 @@ class Run:
             launch_load=self._launch_load,
             resume=self._resume,
             recorder=self._recording.recorder(rank),
+            validation=self._validation,
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):
@@ -585,6 +591,8 @@ class Run:
                 self.fail(error)
 
     def _abort(self, generation: int | None) -> None:
+        if generation is None and self._validation is not None:
+            self._validation.is_cancelled.set()
         self._peers.groups.abort(generation)
 
     def _on_end(self) -> None:
@@ -664,6 +672,8 @@ class Run:
         self._peers.replicas.clear()
         self._collectives = {}
         self._data_path.close()
+        if self._validation is not None:
+            self._validation.close()
         self._workers = [None] * len(self._workers)  # a stuck one may still write its own
         self._resume = self.resumed = None
         # The run object lives until garbage collection; free its tensors now.

@@ -23,7 +23,9 @@ from runtime.core.capabilities import GRAPHS, missing_in
 from runtime.core.checks import check_directory, default_devices
 from runtime.data.data_path import DataOptions
 from runtime.data.stream import is_stream
+from runtime.device.base import Device
 from runtime.device.cuda import devices_differ
+from runtime.evaluation.validation_data import ValidationData
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
 from runtime.timeline.summary import RunFacts
@@ -81,6 +83,7 @@ class RunSettings:
         min_anchor: ``None``: ``anchor`` if set, else default.
         progressive_dispatch: ``None``: by policy.
         dataset_length: Items in a stream's epoch; ``None``: the stream's length.
+        val_dataset: The validation set; ``None``: there is none.
         sampler: Yields each epoch's order; ``None``: a random permutation.
         seed: ``None``: 0, without seeding the process generator.
     """
@@ -96,6 +99,7 @@ class RunSettings:
     dataset: Any = None
     dataset_length: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    val_dataset: Any = None
     sampler: Any = None
     dataset_lock: bool = False
     requested_devices: tuple[torch.device, ...] | None = None
@@ -268,6 +272,24 @@ class RunSettings:
         total = math.ceil(per_epoch * c.num_epochs * c.counted_as)
         return total if c.max_steps is None else min(total, c.max_steps)
 
+    def validation_data(self, contexts: Sequence[Device]) -> ValidationData | None:
+        """The validation set, if there is one.
+
+        Args:
+            contexts: The device context of each rank.
+        """
+        if self.val_dataset is None:
+            return None
+        return ValidationData(
+            self.val_dataset,
+            contexts,
+            batch_size=self.data.batch_size,
+            collate_fn=self.collate_fn,
+            loader_workers=self.data.loader_workers,
+            lock=self.dataset_lock,
+            seed=self.worker.seed,
+        )
+
     def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
         """True if ``SYNC`` cuts batches by measured speed: as requested, else if devices differ."""
         if self.requested_balance is not None:
@@ -349,6 +371,7 @@ class RunSettings:
         if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
         self._check_eval_every()
+        self._check_val_dataset()
         if self.requested_balance and c.partition_ratios is not None:
             raise ValueError(
                 "balance(True) measures shares, partition_ratios fixes them: leave one of them out"
@@ -362,6 +385,10 @@ class RunSettings:
         if metric.startswith("eval/") and self.functions.eval_fn is None:
             raise ValueError(
                 f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
+            )
+        if metric.startswith("val/") and self.val_dataset is None:
+            raise ValueError(
+                f"scheduler(metric={metric!r}) needs val_dataset(ds), which gives {metric[4:]!r}"
             )
         if len(devices) > 1:
             self._check_forward_collectives()
@@ -398,6 +425,11 @@ class RunSettings:
             raise ValueError(
                 "cluster(): eval_every(n) counts batches of one machine: leave it out, eval_fn is "
                 "called when an epoch closes"
+            )
+        if self.coordinator.val_every_steps is not None:
+            raise ValueError(
+                "cluster(): val_dataset(every_steps=n) counts batches of one machine: leave it "
+                "out, the validation takes place when an epoch closes"
             )
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
@@ -518,6 +550,16 @@ class RunSettings:
                 f"eval_every({c.eval_every}) cannot stop within an epoch, which partition_ratios "
                 "under SYNC assigns in one piece: leave one of them out, or pass sizes to "
                 "batch_size([...])"
+            )
+
+    def _check_val_dataset(self) -> None:
+        c = self.coordinator
+        ratios = c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None
+        if c.val_every_steps is not None and ratios:
+            raise ValueError(
+                f"val_dataset(every_steps={c.val_every_steps}) cannot stop within an epoch, which "
+                "partition_ratios under SYNC assigns in one piece: leave one of them out, or pass "
+                "sizes to batch_size([...])"
             )
 
     def _check_optimizers(self) -> None:

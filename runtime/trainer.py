@@ -311,6 +311,7 @@ class FitSettings(TypedDict, total=False):
     max_steps: int
     eval_fn: Callable[[Any, int], Mapping[str, SupportsFloat]]
     eval_every: int
+    val_dataset: Any
     epoch_fn: Callable[[int, GpuWorker], object]
     metrics_fn: Callable[[EpochMetrics], object]
     cluster: str | None
@@ -812,6 +813,39 @@ class TrainerBuilder(Generic[ModelT_co]):
         """
         return self._set(eval_every=check_int("eval_every", n, 1))
 
+    def val_dataset(
+        self,
+        ds: Any,
+        every: int = 1,
+        every_steps: int | None = None,
+        fn: Callable[[Any, Any], Any] | None = None,
+    ) -> Self:
+        """Validate the averaged weights on all workers, in eval mode without gradients.
+
+        Each sample is evaluated once. The means over all samples are scalars of the epoch under
+        ``val/``, for callbacks (``KeepBest(metric="val/loss")``) and loggers.
+
+        Args:
+            ds: A data set that is read by index, or a ``DataLoader`` of one.
+            every: Epochs between two validations, each at the end of an epoch.
+            every_steps: Also validate within epochs, every so many batches over all ranks, as
+                :meth:`eval_every`. Training pauses.
+            fn: ``f(model, batch)`` returns a dict of means, as for
+                :meth:`TrainedState.evaluate`; ``None``: the loss and scalars of ``train_fn``.
+        """
+        if ds is None:
+            raise TypeError("val_dataset(None): pass a data set, or leave the call out")
+        if fn is not None:
+            check_callable("val_dataset: fn", fn, "(model, batch) -> dict of means")
+        if every_steps is not None:
+            check_int("val_dataset: every_steps", every_steps, 1)
+        return self._set(
+            val_dataset=ds,
+            val_every=check_int("val_dataset: every", every, 1),
+            val_every_steps=every_steps,
+            val_fn=fn,
+        )
+
     def epoch_fn(self, f: Callable[[int, GpuWorker], object]) -> Self:
         """``f(epoch, worker)``, called in each worker's thread before its first batch of an
         epoch.
@@ -1093,6 +1127,9 @@ _OTHER_LIBRARIES_NAMES = {
     "gpus": "devices",
     "sync_batch_norm": "sync_batchnorm",
     "val_check_interval": "eval_every",
+    "val_dataloaders": "val_dataset",
+    "eval_dataset": "val_dataset",
+    "validation_data": "val_dataset",
     "eval_steps": "eval_every",
     "log_every_n_steps": "metrics_every",
     "logging_steps": "metrics_every",

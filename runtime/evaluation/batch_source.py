@@ -177,7 +177,7 @@ def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> Batch
     collate, order = None, None
     if isinstance(dataset, DataLoader):
         settings = settings_of_loader(dataset)
-        order = _order(dataset)
+        order = order_of_loader(dataset)
         batch_size = batch_size or settings["batch_size"]
         collate = settings.get("collate_fn")
         if settings.get("loader_workers") or isinstance(dataset.dataset, IterableDataset):
@@ -194,7 +194,7 @@ def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> Batch
     return IndexedSource(adapter, batch_size, order)
 
 
-def _order(loader: DataLoader[Any]) -> Tensor | None:
+def order_of_loader(loader: DataLoader[Any]) -> Tensor | None:
     """The indices of a loader's sampler; ``None``: the data's order."""
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:

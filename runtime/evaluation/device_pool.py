@@ -16,8 +16,8 @@ from runtime.data.batches import copy_batch_to_device, pin_batch
 from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.memory import is_out_of_memory
-from runtime.evaluation.batch_means import EvaluationView, drawing, evaluating, failed
 from runtime.evaluation.batch_source import BatchSource, SampleRange
+from runtime.evaluation.pending_means import EvaluationView, drawing, evaluating, failed
 
 EvaluationFn = Callable[[Any, Any], Any]
 

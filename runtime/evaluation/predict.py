@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.evaluation.batch_means import (
-    BatchMeans,
-    EvaluationView,
-    PendingMeans,
-    weighted_means,
-)
+from coordinator.batch_means import BatchMeans, weighted_means
 from runtime.evaluation.batch_source import SampleRange, open_source
 from runtime.evaluation.device_pool import DevicePool, EvaluationFn
 from runtime.evaluation.output_collector import OutputCollector
+from runtime.evaluation.pending_means import EvaluationView, PendingMeans
 
 
 def predict_outputs(

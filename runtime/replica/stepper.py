@@ -206,6 +206,12 @@ class Stepper:
         if self._scaler is not None and scale:
             self._scaler.load_state_dict(scale)
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of the run's precision, for a forward pass outside a step."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
     def clear_gradients(self) -> None:
         """Drop the gradients of the last step."""
         for part in self._parts.values() or (self._whole,):

@@ -15,13 +15,14 @@ from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, mark_failed
 from runtime.core.rng import thread_generator
 from runtime.device.base import PendingCopy
-from runtime.evaluation.batch_means import evaluating
+from runtime.evaluation.pending_means import evaluating
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import EvalFn, UserFunctions
+from runtime.worker.worker_validation import WorkerValidation
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class MessageHandler:
         recorder: Records the captures of state.
         flush_weight: Adds weights still on the device to the protocol's.
         confirm_steps: Waits until no step can fail any more; see :class:`WorkerSteps`.
+        validation: Evaluates parts of the validation set; ``None``: there is none.
         falls_back: True if another transport may replace a collective that fails.
     """
 
@@ -52,6 +54,7 @@ class MessageHandler:
         flush_weight: Callable[[], None],
         confirm_steps: Callable[[], None] = lambda: None,
         *,
+        validation: WorkerValidation | None = None,
         falls_back: bool = False,
     ) -> None:
         self._worker = weakref.ref(worker)  # else a cycle of references
@@ -66,6 +69,7 @@ class MessageHandler:
         self._recorder = recorder
         self._flush_weight = flush_weight
         self._confirm_steps = confirm_steps
+        self._validation = validation
         self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
@@ -84,6 +88,10 @@ class MessageHandler:
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
                     self._run_callbacks(work.epoch, None, work.eval_at)
+            case m.Validate():
+                self._finite_check.require_finite()
+                with self._averager.holding(work.state):
+                    self._run_callbacks(None, None, validate=work.task)
             case m.CallCheckpointFn():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
@@ -149,7 +157,9 @@ class MessageHandler:
                 )
             )
         if ok:
-            self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at)
+            self._run_callbacks(
+                message.evaluate, message.checkpoint, message.eval_at, message.validate
+            )
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -200,10 +210,13 @@ class MessageHandler:
         def callbacks() -> None:
             nonlocal callbacks_s
             before = self._clock.now()
-            self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at)
+            self._run_callbacks(
+                message.evaluate, message.checkpoint, message.eval_at, message.validate
+            )
             callbacks_s = self._clock.now() - before
 
-        calls_due = message.evaluate is not None or message.checkpoint is not None
+        work = (message.evaluate, message.checkpoint, message.validate)
+        calls_due = any(part is not None for part in work)
         arrival: PendingCopy | None = None
         if self._finite_check.is_bad:
             arrival = self._replace(message)
@@ -231,10 +244,16 @@ class MessageHandler:
         return arrival
 
     def _run_callbacks(
-        self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
+        self,
+        evaluate: int | None,
+        checkpoint: int | None,
+        eval_at: int | None = None,
+        validate: m.ValidationTask | None = None,
     ) -> None:
-        """Run the evaluation and checkpoint functions, while the live state is an average."""
-        if evaluate is None and checkpoint is None:
+        """Run the evaluation and checkpoint functions, and a part of a validation, while the live
+        state is an average.
+        """
+        if evaluate is None and checkpoint is None and validate is None:
             return
         f, log = self._functions, self._replica.stepper.log
         # Their random draws must not change those of the worker.
@@ -253,6 +272,10 @@ class MessageHandler:
                 with log.closed("checkpoint_fn"):
                     call_checkpoint_fn(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
                 self._reporter.send(m.CheckpointDone(rank=self._rank, version=checkpoint))
+            if validate is not None:
+                assert self._validation is not None, "there is a validation set"
+                with self._recorder.validation(validate.epoch):
+                    self._validation.run(validate)
 
     def _capture_or_propose(self, capture: int) -> None:
         """Send the state; in lockstep, propose the step before which all ranks capture theirs.

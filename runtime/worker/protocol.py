@@ -183,7 +183,9 @@ class WorkerProtocol:
                 return message
             case m.Rollback():
                 return message if self.on_rolled_back(message.round) else None
-            case m.RequestParams() | m.Update() | m.Evaluate() | m.CallCheckpointFn():
+            case (
+                m.RequestParams() | m.Update() | m.Evaluate() | m.Validate() | m.CallCheckpointFn()
+            ):
                 return message
             case m.TakeCheckpoint() | m.ApplyDelta():
                 return message

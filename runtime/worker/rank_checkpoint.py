@@ -157,14 +157,27 @@ class RankCheckpoint:
         }
 
     def keep_buffers(self) -> None:
-        """Keep the current buffers for the checkpoint, before the end of the run averages them.
+        """Keep the current buffers for checkpoints, before they are averaged within an epoch: for
+        the end of the run, or for an evaluation, after which :meth:`return_buffers` follows.
 
-        A run that is not stopped here would not average them.
+        A run that does not pause here would not average them.
         """
         with self._context.comm(), torch.no_grad():
             kept = self._buffers()
             kept["buffers"] = {name: t.clone() for name, t in kept["buffers"].items()}
             self._before_sync = kept
+
+    def return_buffers(self) -> None:
+        """Restore the buffers that :meth:`keep_buffers` kept, if any."""
+        kept, self._before_sync = self._before_sync, None
+        if kept is not None:
+            with self._context.comm(), torch.no_grad():
+                self._restore_buffers(kept["buffers"])
+            self._lockstep.buffer_samples = kept["together"][-1]
+
+    def drop_kept_buffers(self) -> None:
+        """Drop the buffers that :meth:`keep_buffers` kept: the state is another rank's."""
+        self._before_sync = None
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`capture`.

@@ -88,6 +88,10 @@ class WorkerRecorder:
         """The worker copies its state for a checkpoint."""
         return _NO_CONTEXT
 
+    def validation(self, epoch: int) -> AbstractContextManager[None]:
+        """The worker evaluates its part of the validation set."""
+        return _NO_CONTEXT
+
     def halted(self) -> None:
         """The worker's group of ranks is broken."""
 
@@ -128,6 +132,7 @@ _MESSAGE_CAUSES: dict[type, tuple[int, str | None]] = {
     m.Rollback: (AVERAGING, "rollback"),
     m.Regroup: (SYNC, None),
     m.Evaluate: (CALLBACKS, None),
+    m.Validate: (CALLBACKS, None),
     m.CallCheckpointFn: (CALLBACKS, None),
     m.TakeCheckpoint: (CONTROL, None),
     m.Halt: (CONTROL, None),
@@ -283,6 +288,17 @@ class LaneRecorder(WorkerRecorder):
             lane.enter(before)
             if before != CALLBACKS:  # else it is part of an event that is being recorded
                 lane.record(Kind.CHECKPOINT, start, None, "state")
+
+    @contextmanager
+    def validation(self, epoch: int) -> Iterator[None]:
+        """The worker evaluates its part of the validation set."""
+        before = self.lane.enter(CALLBACKS)
+        start = self.lane.since
+        try:
+            yield
+        finally:
+            self.lane.enter(before)
+            self.lane.record(Kind.EVALUATION, start, epoch)
 
     def halted(self) -> None:
         """The worker's group of ranks is broken."""

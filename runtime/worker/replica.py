@@ -436,6 +436,7 @@ class WorkerReplica:
             self.copy_from(donor)
             self.context.finish()  # the donor continues to train once this rank reports
             self.lockstep.copy_from(donor.lockstep)
+            self.checkpoint.drop_kept_buffers()
 
     def copy_from(self, donor: WorkerReplica) -> None:
         """Copy another rank's parameters, buffers, optimizer, schedule and gradient scaler.

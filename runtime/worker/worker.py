@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
+from runtime.evaluation.validation_data import ValidationData
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
@@ -54,6 +56,7 @@ from runtime.worker.worker_config import (
     WorkerConfig,
     WorkerEndpoints,
 )
+from runtime.worker.worker_validation import WorkerValidation, validation_fn
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ class GpuWorker:
         launch_load: Shared by all workers of a run; receives samples of their launch times.
         resume: The state of an earlier run, which this one continues.
         recorder: Records the worker's time; ``None``: not recorded.
+        validation: The validation set, shared by all workers of a run; ``None``: there is none.
 
     Attributes:
         model: The replica's model, in the modes that the user has set.
@@ -117,6 +121,7 @@ class GpuWorker:
         launch_load: LaunchLoad | None = None,
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
+        validation: ValidationData | None = None,
     ) -> None:
         prepare_threads()  # unless a run has done so
         install_thread_generators()
@@ -174,6 +179,7 @@ class GpuWorker:
             lane=self._lane,
             fallbacks=fallbacks,
         )
+        self._validation = None if validation is None else self._make_validation(validation)
         self._handler = self._make_handler()
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
@@ -197,7 +203,22 @@ class GpuWorker:
             self._recorder,
             self.steps.flush_weight,
             self.steps.confirm_steps,
+            validation=self._validation,
             falls_back=self.config.falls_back,
+        )
+
+    def _make_validation(self, data: ValidationData) -> WorkerValidation:
+        this = weakref.ref(self)  # else a cycle of references
+        return WorkerValidation(
+            this,
+            self.model,
+            self._context,
+            self.replica.stepper,
+            self._reporter,
+            data,
+            validation_fn(self._functions.val_fn, self._functions.train_fn),
+            self.rank,
+            self.world_size,
         )
 
     @property
@@ -358,6 +379,7 @@ class GpuWorker:
             self.protocol.plans.appendleft(plan)
             self.protocol.begin_plan()
         with worker_context(self), thread_generator(self._cpu_generator):
+            self.replica.checkpoint.return_buffers()
             self._schedule.step_by_metrics(plan.metrics)
             self._begin_epoch(plan.epoch)
             self.steps.check_graphs()
@@ -389,6 +411,8 @@ class GpuWorker:
             if not plan.more:
                 self.replica.check_structure()
                 self._check_drift(frozen=True)
+                if plan.pauses:
+                    self.replica.checkpoint.keep_buffers()
                 self.replica.sync_buffers()
             self._handler.apply_agreed()
         if plan.more:
@@ -745,5 +769,7 @@ class GpuWorker:
         """Close the loader and the worker; False if the loader's thread is alive. Idempotent."""
         ended = True if self._loader is None else bool(self._loader.close())
         self._loader = None
+        if self._validation is not None:
+            ended &= self._validation.close()
         self.steps.close()  # breaks a cycle of references: the replica is freed at once
         return ended

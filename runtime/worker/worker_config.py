@@ -113,6 +113,7 @@ class UserFunctions:
     param_groups: ParamGroups | None = None
     scheduler: SchedulerFactories | None = None
     eval_fn: EvalFn | None = None
+    val_fn: Callable[[nn.Module, Any], Any] | None = None
     epoch_fn: Callable[[int, Any], object] | None = None
     checkpoint_fn: Callable[[int, nn.Module], object] | None = None
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from coordinator.errors import AveragingFailed, RunStalled
-from coordinator.messages import Average, Command, PublishEpoch, Send
-from coordinator.metrics import EpochMetrics
+from coordinator.messages import Average, Command, PublishEpoch, PublishSteps, Send
+from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.run_state import Failure, RankState
 from coordinator.splitting import batch_bounds, count_batches, seconds, split_by_cost
 from runtime.core.errors import CollectiveTimeout
@@ -54,13 +54,16 @@ class Checks:
         self.saves = SaveChecks(sim)
         self._is_cut_anyhow = c.max_steps is not None
         self._evaluated_at: int | None = None
+        self._validated: dict[int, frozenset[Batch]] = {}
+        self._validated_batches: set[tuple[int, int]] = set()
+        self._validated_at: int | None = None
         self._partial: list[EpochMetrics] = []
         self._resumed: frozenset[Batch] = frozenset()
         if sim.origin is not None:
             self._resumed = sim.origin.held
             self._trained = dict.fromkeys(self._resumed, BEFORE)
             if c.batch_sizes is None:
-                self._evaluated_at = len(self._resumed)
+                self._evaluated_at = self._validated_at = len(self._resumed)
             self._closed = list(range(sim.origin.num_closed))
             # With ratios each rank had its own part of the epoch.
             consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]
@@ -82,6 +85,9 @@ class Checks:
                     raise Violation(f"norms of other snapshots: {command.squares}, not {told}")
             case PublishEpoch():
                 self._on_publish(command)
+            case PublishSteps(metrics=metrics) if metrics.num_batches == 0:
+                if "val/at" in metrics.scalars:
+                    self._on_validated_within(metrics)
 
     def _on_send(self, rank: int, message: m.ToWorker) -> None:
         if isinstance(message, m.Shutdown):
@@ -166,6 +172,11 @@ class Checks:
         if isinstance(event, m.SyncAck | m.ParamSnapshot):
             took_s = self._sim.now - self._asked_at[event.rank]
             self.longest_answer_s = max(self.longest_answer_s, took_s)
+        if isinstance(event, m.ValidationReport):
+            found = {(event.id, result.position) for result in event.results}
+            if found & self._validated_batches:
+                raise Violation(f"validated twice: {event}")
+            self._validated_batches |= found
         if isinstance(event, m.SyncAck) and event.round == self._asked:
             self._unanswered.discard(event.rank)
 
@@ -186,6 +197,31 @@ class Checks:
         self._must_hold(metrics.epoch, self._sim.settled(), "closed")
         if c.evaluate and ("evaluated", metrics.epoch) not in self._done_per_epoch:
             raise Violation(f"epoch {metrics.epoch} is published before it was evaluated")
+        due = c.val_batches and (metrics.epoch + 1) % c.val_every == 0
+        if due or "val/at" in metrics.scalars:
+            self._must_be_validated(metrics.scalars)
+
+    def _must_be_validated(self, scalars: Mapping[str, float]) -> None:
+        """Check that the means are over all batches of the validation set, each of them once."""
+        if scalars.get("val/at") != (self._config.val_batches - 1) / 2:
+            raise Violation(f"{self._config.val_batches} batches are validated, told: {scalars}")
+
+    def on_validated(self, rank: int, task: m.ValidationTask, held: frozenset[Batch]) -> None:
+        """Check that all ranks validate one average."""
+        if self._validated.setdefault(task.id, held) != held:
+            raise Violation(f"rank {rank} validates another average than its peers: {task}")
+        busy = [w.rank for w in self._sim.workers if w.protocol.plan or w.protocol.plans]
+        if self._config.policy is ApplyPolicy.SYNC and busy and not self._sim.dead:
+            raise Violation(f"rank {rank} validates while {busy} have a plan")
+
+    def _on_validated_within(self, metrics: StepMetrics) -> None:
+        every, last = self._config.val_every_steps, self._validated_at
+        assert every is not None
+        self._must_be_validated(metrics.scalars)
+        undone = self._sim.dead or self._sim.num_faults
+        if last is not None and metrics.step // every <= last // every and not undone:
+            raise Violation(f"validated after {last} and after {metrics.step} batches of {every}")
+        self._validated_at = metrics.step
 
     def _batches_of(self, epoch: int) -> list[Batch]:
         return [(epoch, b) for b in range(self._per_epoch)]
@@ -406,6 +442,18 @@ class Checks:
         if not self._sim.dead and not self._sim.machine.run_state.generation and not self._resumed:
             self._shares()
         self._was_evaluated()
+        self._was_validated()
+
+    def _was_validated(self) -> None:
+        """Check that there were validations within long enough epochs, without deaths or stops."""
+        c, sim, every = self._config, self._sim, self._config.val_every_steps
+        if every is None or c.max_steps is not None or self._resumed:
+            return
+        if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
+            return
+        counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
+        if counted >= 2 * every + ahead and self._validated_at is None:
+            raise Violation(f"never validated within {counted} batches of {every}")
 
     def _was_evaluated(self) -> None:
         """Check the evaluations within long enough epochs, without deaths or stops."""

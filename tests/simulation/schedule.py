@@ -207,7 +207,25 @@ class Draw:
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     drawn = with_transports(with_sizes(with_shares(with_saves(Draw(seed).schedule()))))
-    return with_evaluations(drawn)
+    return with_validations(with_evaluations(drawn))
+
+
+def with_validations(schedule: Schedule) -> Schedule:
+    """The schedule with a validation set in a third of the runs, from a separate generator."""
+    c, rng = schedule.config, random.Random(f"validations of {schedule.seed}")
+    if rng.random() < 0.67:
+        return schedule
+    stops = not (c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None)
+    within = stops and rng.random() < 0.5
+    return replace(
+        schedule,
+        config=replace(
+            c,
+            val_batches=rng.randint(1, 3 * c.world_size),
+            val_every=rng.choice((1, 1, 2)),
+            val_every_steps=rng.randint(1, 40) if within else None,
+        ),
+    )
 
 
 def with_evaluations(schedule: Schedule) -> Schedule:

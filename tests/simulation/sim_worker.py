@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator import messages as m
+from coordinator.batch_means import BatchMeans
 from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.worker.lockstep import LockstepProgress
@@ -439,6 +440,8 @@ class SimWorker:
                 yield from self._take_update(work)
             case m.Evaluate():
                 yield from self._per_epoch(work.epoch, None, work.eval_at)
+            case m.Validate():
+                yield from self._per_epoch(None, None, validate=work.task)
             case m.CallCheckpointFn():
                 yield from self._per_epoch(None, work.version)
             case m.TakeCheckpoint():
@@ -492,7 +495,8 @@ class SimWorker:
                 )
             )
         if ok:
-            yield from self._per_epoch(message.evaluate, message.checkpoint, message.eval_at)
+            work = message.evaluate, message.checkpoint, message.eval_at, message.validate
+            yield from self._per_epoch(*work)
 
     def _all_reduce(self, round_id: int) -> Steps:
         self._check_samples()
@@ -560,15 +564,19 @@ class SimWorker:
             self.local = [b for b in self.local if b not in self._snapshot]
             self.base = average.base
         evaluated, checkpoint = message.evaluate, message.checkpoint
-        wanted = evaluated is not None or checkpoint is not None
+        wanted = any(w is not None for w in (evaluated, checkpoint, message.validate))
         if self.replica is not None and (message.num_samples > 0 or wanted):
             self.replica.take(average, wanted=wanted)
         self._expect("updated")
-        yield from self._per_epoch(evaluated, checkpoint, message.eval_at)
+        yield from self._per_epoch(evaluated, checkpoint, message.eval_at, message.validate)
         self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
     def _per_epoch(
-        self, evaluate: int | None, checkpoint: int | None, eval_at: int | None = None
+        self,
+        evaluate: int | None,
+        checkpoint: int | None,
+        eval_at: int | None = None,
+        validate: m.ValidationTask | None = None,
     ) -> Steps:
         c = self._sim.schedule.config
         held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
@@ -585,3 +593,18 @@ class SimWorker:
         if checkpoint is not None and c.checkpoint_every is not None:
             self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
             self._reporter.send(m.CheckpointDone(rank=self.rank, version=checkpoint))
+        if validate is not None:
+            yield from self._validate(validate, held)
+
+    def _validate(self, task: m.ValidationTask, held: frozenset[Batch]) -> Steps:
+        """Evaluate a task, with a report in the middle."""
+        batches = [batch for span in task.batches for batch in span]
+        self._sim.checks.on_validated(self.rank, task, held)
+        half = len(batches) // 2
+        for part in (batches[:half], batches[half:]) if half else (batches,):
+            seconds = self._sim.step_s(self.rank, 1) * len(part)
+            yield seconds
+            results = tuple(BatchMeans(b, (("at", float(b), 1.0),)) for b in part)
+            self._reporter.send(
+                m.ValidationReport(rank=self.rank, id=task.id, results=results, seconds=seconds)
+            )

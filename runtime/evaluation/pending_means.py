@@ -1,35 +1,20 @@
-"""BatchMeans: results of an evaluation function, and their means over a data set."""
+"""PendingMeans: the result of an evaluation function for a batch; the context of its call."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coordinator.batch_means import BatchMeans
 from runtime.core.errors import EvaluationFailed
 from runtime.core.loss_weights import Weight, Weighted, check_weight, split_loss
 from runtime.core.rng import thread_generator
 
 _REMEDY = "return a dict of means over the batch, such as {'loss': loss}, or (dict, weight)"
-
-Means = tuple[tuple[str, float, float], ...]
-"""Name, mean and weight of each value of a batch."""
-
-
-class BatchMeans(NamedTuple):
-    """The means of one batch.
-
-    Attributes:
-        position: Its position among the batches.
-        values: Its values, with their weights.
-    """
-
-    position: int
-    values: Means
 
 
 class PendingMeans:
@@ -108,25 +93,6 @@ def _checked(name: str, value: Any) -> Any:
             f"the evaluation function returned {name!r} of type {type(value).__name__}: {_REMEDY}"
         )
     return value
-
-
-def weighted_means(batches: Iterable[BatchMeans]) -> dict[str, float]:
-    """The exact weighted mean of each value over batches, independent of their order.
-
-    Batches of weight 0 do not count, even if their value is NaN.
-    """
-    sums: dict[str, list[tuple[float, float]]] = {}
-    for batch in batches:
-        for name, value, weight in batch.values:
-            sums.setdefault(name, []).append((value, weight))
-    return {name: _mean([(v, w) for v, w in pairs if w > 0]) for name, pairs in sums.items()}
-
-
-def _mean(pairs: list[tuple[float, float]]) -> float:
-    if not all(math.isfinite(value) for value, _ in pairs):
-        return sum(value for value, _ in pairs)  # infinite or NaN
-    total = math.fsum(weight for _, weight in pairs)
-    return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
 
 
 class EvaluationView:
