@@ -255,6 +255,13 @@ def train_weighted(model, batch):
     return losses.sum() / weights.sum().clamp(min=1), weights.sum()
 
 
+def train_mixed(model, batch):
+    """A weight on one rank, the next step on the other, and then on both."""
+    worker = current_worker()
+    train = train_counted if worker.local_step % 3 == worker.rank else train_weighted
+    return train(model, batch)
+
+
 def train_nothing(model, batch):
     return -model(batch[0]).mean(), torch.zeros((), dtype=torch.float64)
 
@@ -300,6 +307,8 @@ def late_steps(monkeypatch):
         {"optim": fused_adamw, "train": train_weighted},
         {"optim": fused_adamw, "train": train_weighted, "accumulate": 2, "ranks": 3},
         {"optim": fused_momentum, "train": train_weighted, "bucket_cap_mb": 1e-5},
+        {"optim": fused_momentum, "train": train_mixed},
+        {"optim": fused_momentum, "train": train_mixed, "bucket_cap_mb": 1e-5},
     ],
     ids=[
         "plain",
@@ -309,6 +318,8 @@ def late_steps(monkeypatch):
         "weighted",
         "three ranks",
         "weighted buckets",
+        "mixed",
+        "mixed buckets",
     ],
 )
 def test_a_run_over_nccl_equals_one_over_threads(settings, over_nccl, late_steps, monkeypatch):
