@@ -15,7 +15,13 @@ from torch.nn import functional as F
 
 from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
-from runtime import AverageBackend, WorkerFailed, create_collectives, current_worker
+from runtime import (
+    AverageBackend,
+    WorkerFailed,
+    all_gather,
+    create_collectives,
+    current_worker,
+)
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
@@ -145,6 +151,26 @@ def test_nan_gradients_of_a_piece_of_weight_0_do_not_reach_other_ranks(on_device
     state = run(dead, ranks=3).join(WAIT_S)
     assert all(tensor.isfinite().all() for tensor in state.state_dict().values())
     assert all(metrics.avg_loss > 0 for metrics in state.metrics)
+
+
+def test_a_piece_of_weight_0_takes_part_in_the_backward_pass_of_the_layers():
+    """Even if its loss is left out, as that of gathered rows may be."""
+
+    def dead(model, batch):
+        loss, weight = weighted(model, batch)
+        worker = current_worker()
+        alive = worker.rank != 1 or worker.local_step % 3 != 1
+        return (loss, float(weight)) if alive else (loss * float("nan"), 0.0)
+
+    def gathering(model, batch):
+        loss, weight = dead(model, batch)
+        rows, _ = all_gather(batch[0] * model.one.bias[0])
+        return loss + 0 * rows.sum(), weight
+
+    settings = {"ranks": 3, "collective_timeout": 5.0}
+    expected = run(dead, **settings).join(WAIT_S).state_dict()
+    state = run(gathering, all_gather=True, **settings).join(WAIT_S).state_dict()
+    assert_same(state, expected)
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "least"), [(2, 1, 1), (3, 2, 1), (4, 1, 0)])

@@ -765,6 +765,30 @@ def test_generations_are_ascending():
     assert [msg.generation for msg in run.to(m.Regroup, 0)] == [1, 2]
 
 
+@pytest.mark.parametrize(("granted", "num_plans"), [(4, 2), (5, 1), (6, 1), (8, 2)])
+def test_no_plan_follows_a_short_window_before_it_is_trained(granted, num_plans):
+    """After a death, steps are counted in whole windows up to the last one of the plan."""
+    run = Run(
+        policy=ApplyPolicy.SYNC,
+        granted=True,
+        accumulate=2,
+        balance=True,
+        num_samples=400,
+        batch_size=4,
+    )
+    for batches in (range(granted), range(granted, granted + 8)):
+        epoch = m.EpochGrant(epoch=0, batches=(batches,))
+        run.handle(m.ClusterRoundDone(epochs=(epoch,)))
+    first, *others = [message.plan for message in run.to(m.StartEpoch, 0)]
+    assert len(others) == num_plans - 1
+    if not others:
+        for rank in (0, 1):
+            count = len(run.to(m.StartEpoch, rank)[0].plan.pieces)
+            run.end_plan(rank, count)
+        first, *others = [message.plan for message in run.to(m.StartEpoch, 0)]
+    assert [plan.first_step for plan in others] == [first.first_step + granted]
+
+
 def test_a_single_device_has_no_rounds():
     run = Run(world=1, num_samples=3)
     while (plans := run.to(m.StartEpoch)) and not run.to(m.Shutdown):
