@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from runtime import AverageBackend, NonFiniteError, ReplicaMismatch, WorkerFailed, current_worker
+from runtime.core.errors import CollectiveAborted
+from runtime.replica.reducer import GradientReducer
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -367,3 +369,37 @@ def test_under_sync_the_mean_loss_counts_no_batch_twice():
     state = run(fault, (SYNC, THREAD)).join(WAIT_S)
     assert fault.num_shots == 1
     assert state.metrics[0].avg_loss == pytest.approx((NUM_SAMPLES - 1) / 2)
+
+
+def test_under_sync_a_rank_behind_copies_the_statistics_of_a_rank_ahead(monkeypatch):
+    """Rank 1 dies within step 2, which rank 0 has made, and rank 2 has not."""
+    exchange, cut_ranks = GradientReducer.exchange, set()
+    statistics = {rank: [] for rank in range(3)}  # before each forward pass
+
+    def cut(reducer, num_samples, **settings):
+        made = exchange(reducer, num_samples, **settings)
+        worker = current_worker()
+        if worker.local_step == 2 and worker.rank and worker.rank not in cut_ranks:
+            cut_ranks.add(worker.rank)
+            raise ValueError("planted") if worker.rank == 1 else CollectiveAborted("planted")
+        return made
+
+    def train(model, batch):
+        norm = model[0]
+        state = norm.num_batches_tracked.double(), norm.running_mean
+        statistics[current_worker().rank].append(torch.cat([state[0].view(1), state[1]]))
+        return model(batch[0]).square().mean()
+
+    def make(device):
+        return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+
+    monkeypatch.setattr(GradientReducer, "exchange", cut)
+    data = torch.randn(96, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    settings = {"optim": lambda p: torch.optim.SGD(p, 0.01), "way": (SYNC, THREAD), "ranks": 3}
+    b = builder(model=make, train=train, dataset=(data,), batch_size=4, **settings)
+    state = b.on_worker_failure("continue").run().join(WAIT_S)
+    assert [failure.rank for failure in state.failures] == [1]
+    assert cut_ranks == {1, 2}
+    assert not torch.equal(statistics[0][2], statistics[2][2])
+    assert float(statistics[0][3][0]) == 3
+    assert torch.equal(statistics[0][3], statistics[2][3])
