@@ -106,10 +106,11 @@ class RunSummary:
     @property
     def advice(self) -> str:
         """The settings that would be faster, with their estimated gains; empty: none."""
-        gains = [
-            f"{call} would gain about {100 * gain:.0f} % here" for call, gain in self.gains.items()
-        ]
-        return f"{', '.join(gains)}, see docs/policies.md" if gains else ""
+        calls = [f"{call} about {100 * gain:.0f} %" for call, gain in self.gains.items()]
+        if not calls:
+            return ""
+        first = calls[0].replace(" about", " would gain about") + " here"
+        return f"{', '.join([first, *calls[1:]])}; see docs/policies.md"
 
     def _percents(self) -> dict[str, int]:
         """Training and losses in whole percents that sum to 100."""

@@ -187,7 +187,7 @@ def test_lockstep_that_costs_more_than_a_tenth_names_cadence_with_its_gain():
     found = summary_of(WAITING, WAITING)
     # The waits end, and nine exchanges of ten.
     assert found.gains == pytest.approx({'policy("cadence")': (0.15 + 0.05 * 0.9) / 0.8})
-    assert found.advice == 'policy("cadence") would gain about 24 % here, see docs/policies.md'
+    assert found.advice == 'policy("cadence") would gain about 24 % here; see docs/policies.md'
 
 
 def test_unequal_ranks_name_balance_with_its_gain():
@@ -197,6 +197,10 @@ def test_unequal_ranks_name_balance_with_its_gain():
     # Balanced, both compute 200 samples at 33.3 a second together: 6 s instead of 9.
     assert found.gains["balance(True)"] == pytest.approx(10 / 7 - 1)
     assert list(found.gains) == ["balance(True)", 'policy("cadence")']
+    assert re.fullmatch(
+        r"balance\(True\) would gain about 43 % here, policy\(.cadence.\) about \d+ %; see .*",
+        found.advice,
+    )
 
 
 @pytest.mark.parametrize(
