@@ -24,6 +24,7 @@ from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
 from runtime.core.launchers import refuse_launcher
 from runtime.core.signals import INTERRUPTS, InterruptibleWait
+from runtime.core.tracebacks import print_briefly
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
@@ -56,13 +57,15 @@ class TrainerHandle(Generic[ModelT_co]):
     previous handlers are restored and called: by default SIGTERM then ends the process.
     """
 
-    def __init__(self, run: Run | ClusterRun) -> None:
+    def __init__(self, run: Run | ClusterRun, checkpoint_dir: Path | None = None) -> None:
         self._run = run
+        self._checkpoint_dir = checkpoint_dir
         self._condition = threading.Condition()
         self._unread: deque[EpochMetrics] = deque()
         self._ended = False
         self._state: TrainedState[ModelT_co] | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._is_abandoned = False
         self._started = time.monotonic()
         self._ended_at = 0.0
@@ -87,6 +90,7 @@ class TrainerHandle(Generic[ModelT_co]):
         self.end_callbacks()  # before a waiter returns and may reuse them in another run
         with self._condition:
             self._ended_at = time.monotonic()
+            self._traceback = None if error is None else error.__traceback__
             # _ended last: it publishes the others to readers without the lock.
             self._state, self._error, self._ended = state, error, True
             self._condition.notify_all()
@@ -232,12 +236,37 @@ class TrainerHandle(Generic[ModelT_co]):
         if not self._await(lambda: self._ended, deadline):
             raise TimeoutError(f"the run is not over after {timeout} s; it continues")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
         assert self._state is not None
         return self._state
 
     def _await(self, ready: Callable[[], object], deadline: float | None) -> bool:
         """Wait while handling signals; returns False if the deadline passed first."""
+        try:
+            return self._await_signals(ready, deadline)
+        except KeyboardInterrupt as error:
+            self._describe(error)
+            raise
+
+    def _describe(self, error: KeyboardInterrupt) -> None:
+        """Set what Python prints if the interrupt ends the process."""
+        if self._state is None:
+            lines = ["KeyboardInterrupt: the run was aborted, and its state is lost"]
+        else:
+            num = self.statistics().global_step
+            lines = [
+                f"KeyboardInterrupt: the run was stopped after {num:,} of {self.total_batches:,} "
+                "batches; handle.state has the trained state"
+            ]
+        saved = self._checkpoint_dir
+        lines.append(
+            "checkpoint_dir(path) would save it for resume(path)"
+            if saved is None
+            else f"resume({str(saved)!r}) continues it from its last checkpoint"
+        )
+        print_briefly(error, *lines)
+
+    def _await_signals(self, ready: Callable[[], object], deadline: float | None) -> bool:
         with INTERRUPTS.waiting() as period:
             try:
                 in_time = self._wait(ready, deadline, period)
@@ -304,7 +333,7 @@ class TrainerHandle(Generic[ModelT_co]):
         else:
             raise TimeoutError(f"no epoch closed within {timeout} s; the run continues")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
         return None
 
     def poll_metrics(self) -> list[EpochMetrics]:
@@ -331,6 +360,8 @@ class TrainerHandle(Generic[ModelT_co]):
         with INTERRUPTS.waiting() as period:
             period.count += isinstance(error, KeyboardInterrupt)  # counts as the first signal
             self._stop_and_wait(period)
+        if isinstance(error, KeyboardInterrupt):
+            self._describe(error)
 
 
 def _make_adapter(config: RunSettings) -> DatasetAdapter:
@@ -383,7 +414,7 @@ def start_run(config: RunSettings) -> TrainerHandle[Any]:
         raise ValueError("dataset is not set: call .dataset(ds) before .run()")
     config = config.with_ledger_batch_size()
     run = _make_run(config.with_callbacks(), _make_adapter(config))
-    handle = TrainerHandle(run)
+    handle = TrainerHandle(run, config.checkpoint_dir)
     try:
         for callback in config.callbacks:
             callback.begin(handle)

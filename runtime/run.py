@@ -48,6 +48,7 @@ from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
+from runtime.core.tracebacks import fold_tracebacks
 from runtime.data.data_path import DataPath
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
@@ -402,7 +403,7 @@ class Run:
         except BaseException as error:
             # Rebound to the name that the except clause deletes: else the traceback, whose frame
             # holds the error, is a cycle.
-            error = self._data_path.explain(rank, error)
+            error = fold_tracebacks(self._data_path.explain(rank, error))
             self._inbox.put(failure_message(rank, worker, error))
             if self.config.worker.survives:
                 logger.warning(
@@ -479,6 +480,7 @@ class Run:
             return dict(check_eval_values(values))
         except TypeError as error:
             worker = current_worker()
+            fold_tracebacks(error, with_note=False)
             failed = WorkerFailed(worker.rank, epoch, worker.local_step, error)
             failed.__cause__ = error
             self.fail(failed)

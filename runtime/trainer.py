@@ -24,6 +24,7 @@ from runtime.core.checks import (
     check_int,
     check_path,
 )
+from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
@@ -1084,6 +1085,7 @@ class TrainerBuilder(Generic[ModelT_co]):
             raise TypeError(f"timeline({tl!r:.80}): pass a gpuworker.Timeline()")
         return self._set(timeline=tl)
 
+    @folds_tracebacks
     def run(self) -> TrainerHandle[ModelT_co]:
         """Check all settings, start the threads and return without waiting.
 

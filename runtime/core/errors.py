@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.run_state import Failure
+from runtime.core.tracebacks import NOTE
 
 __all__ = [
     "AveragingFailed",
@@ -204,7 +205,8 @@ class CollectiveTimeout(GpuWorkerError):
 
 def text_of(error: BaseException) -> str:
     """Type and message of an error, with its notes, which hold the remedy."""
-    return ". ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(NOTE)]
+    return ". ".join([f"{type(error).__name__}: {error}", *notes])
 
 
 def mark_failed(error: CollectiveError) -> CollectiveError:

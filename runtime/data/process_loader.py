@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from coordinator.messages import EpochPlan
+from runtime.core.tracebacks import fold_tracebacks
 from runtime.data.batches import (
     Position,
     read_batch,
@@ -315,6 +316,7 @@ class _BatchDataset(Dataset[Any]):
         try:
             return self._read(request)
         except Exception as error:
+            fold_tracebacks(error, with_note=False)  # PyTorch sends it as text
             # What cannot be pickled would be lost, and the batch be waited for in vain.
             try:
                 pickle.dumps(type(error))

@@ -19,6 +19,7 @@ from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
 from runtime.core.threads import Closeable
+from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
@@ -203,6 +204,7 @@ class DataParallelCoordinator(Closeable):
             follower.follow()
         return (self._optimizer, *self._followers)
 
+    @folds_tracebacks
     def train_batch(self, samples: Any) -> BatchResult:
         """Train all replicas on a mini-batch, divided among them; blocks until they are done.
 

@@ -15,6 +15,7 @@ from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, default_devices
 from runtime.core.context import announce
 from runtime.core.launchers import refuse_launcher
+from runtime.core.tracebacks import folds_tracebacks
 from runtime.device.base import device_summary
 from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
@@ -43,6 +44,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 """Seconds that a replica waits for a slower one; a failed replica aborts its peers at once."""
 
 
+@folds_tracebacks
 def set_up(
     model_or_factory: Any,
     optim_factory: OptimFactory,

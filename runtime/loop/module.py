@@ -13,6 +13,7 @@ from runtime.checkpoint.format import plain_key
 from runtime.core.checks import check_callable, check_float
 from runtime.core.loss_weights import check_weight
 from runtime.core.threads import Closeable
+from runtime.core.tracebacks import folds_tracebacks
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.one_device import SingleDeviceEngine
@@ -123,6 +124,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.plain_forward
 
+    @folds_tracebacks
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch. Blocks until every replica has run it (on a GPU: enqueued it).
 
@@ -133,6 +135,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         """
         return self._engine.forward(*args, **kwargs)
 
+    @folds_tracebacks
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
         """Clip and step with the gradients of the whole batch, and clear them.
 
@@ -169,6 +172,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         checked = None if weight is None else check_weight("weight", weight)
         self._engine.step(checked, reduce=reduce)
 
+    @folds_tracebacks
     def accumulate(
         self,
         loss_fn: Callable[[ModelT_co, Any], Tensor | tuple[Tensor, float | Tensor]],

@@ -16,6 +16,7 @@ from coordinator.errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
 from runtime.core.threads import IntraOpThreads
+from runtime.core.tracebacks import fold_tracebacks
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.collective_group import CollectiveGroup
@@ -272,7 +273,7 @@ def raise_replica_failure(
     if not failures:
         return
     rank, error = failures[0]
-    raised = ReplicaFailed(rank, str(devices[rank]), operation, error)
+    raised = ReplicaFailed(rank, str(devices[rank]), operation, fold_tracebacks(error))
     for other, peer in failures[1:]:
         raised.add_note(f"rank {other} failed too: {type(peer).__name__}: {peer}")
     raise raised from error

@@ -385,11 +385,11 @@ def check_eval_values(values: Any) -> tuple[tuple[str, float], ...]:
     """
     try:
         return tuple((str(name), float(value)) for name, value in values.items())
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError):
         raise TypeError(
             f"eval_fn returned {values!r:.200}: return a dict of floats, for instance end it with "
             "return {'accuracy': accuracy}, which is recorded as 'eval/accuracy'"
-        ) from error
+        ) from None
 
 
 def call_checkpoint_fn(

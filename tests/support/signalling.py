@@ -77,7 +77,10 @@ class Probe:
 
     def __init__(self):
         self.stopped, self.aborted = threading.Event(), threading.Event()
-        self.stop, self.abort = self.stopped.set, self.aborted.set
+        self.abort = self.aborted.set
+
+    def stop(self, reason="stopped"):
+        self.stopped.set()
 
 
 class RecordedHandler:

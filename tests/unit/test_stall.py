@@ -201,7 +201,7 @@ def test_the_last_messages_are_listed_by_rank_and_direction_with_their_age():
     log.sent(0, m.Resume(), 11.5)
     assert log.text(12.0).splitlines() == [
         "from the service:",
-        "      1.000 s ago  StopRequested()",
+        "      1.000 s ago  StopRequested(reason='stopped')",
         "from rank 0:",
         "      0.500 s ago  Ready(rank=0)",
         "to rank 0:",
