@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.run_state import Failure
-from runtime.core.tracebacks import NOTE
 
 __all__ = [
     "AveragingFailed",
@@ -203,9 +202,13 @@ class CollectiveTimeout(GpuWorkerError):
     failed = False
 
 
+FRAMES_NOTE = "gpuworker: "
+"""Beginning of the note on frames that were left out of a traceback."""
+
+
 def text_of(error: BaseException) -> str:
     """Type and message of an error, with its notes, which hold the remedy."""
-    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(NOTE)]
+    notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith(FRAMES_NOTE)]
     return ". ".join([f"{type(error).__name__}: {error}", *notes])
 
 

@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 import coordinator
+from runtime.core.errors import FRAMES_NOTE
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +24,6 @@ E = TypeVar("E", bound=BaseException)
 
 VARIABLE = "GPUWORKER_TRACEBACK"
 """Environment variable: ``full`` keeps all frames."""
-
-NOTE = "gpuworker: "
-"""Beginning of the note on frames that were left out."""
 
 _OWN = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "")
@@ -56,7 +54,7 @@ def fold_tracebacks(error: E, *, with_note: bool = True) -> E:
     num_left_out = sum(map(_fold, chain))
     if num_left_out and with_note:
         chain[-1].add_note(
-            f"{NOTE}{num_left_out} frames of its own are left out; {VARIABLE}=full shows them"
+            f"{FRAMES_NOTE}{num_left_out} frames of its own are left out; {VARIABLE}=full shows them"
         )
     return error
 
