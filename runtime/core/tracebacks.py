@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-E = TypeVar("E", bound=BaseException)
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 VARIABLE = "GPUWORKER_TRACEBACK"
 """Environment variable: ``full`` keeps all frames."""
@@ -36,7 +36,7 @@ _INTERNAL = (AssertionError, AttributeError, LookupError, NameError)
 """Errors that are faults of this project if its own code raises them."""
 
 
-def fold_tracebacks(error: E, *, with_note: bool = True) -> E:
+def fold_tracebacks(error: ErrorT, *, with_note: bool = True) -> ErrorT:
     """Leave the frames of this project out of the tracebacks of an error and its causes.
 
     A note on the first cause gives their number, if ``with_note``. Where an error has frames of
@@ -54,7 +54,8 @@ def fold_tracebacks(error: E, *, with_note: bool = True) -> E:
     num_left_out = sum(map(_fold, chain))
     if num_left_out and with_note:
         chain[-1].add_note(
-            f"{FRAMES_NOTE}{num_left_out} frames of its own are left out; {VARIABLE}=full shows them"
+            f"{FRAMES_NOTE}{num_left_out} frames of its own are left out; "
+            f"{VARIABLE}=full shows them"
         )
     return error
 
