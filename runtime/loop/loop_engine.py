@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -62,6 +62,9 @@ class LoopEngine(Protocol):
 
     def zero_grad(self) -> None:
         """Clear all gradients since the last step."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes reduce no gradients."""
 
     def sync_params(self) -> None:
         """Copy the model's parameters and buffers to all devices now."""
@@ -126,6 +129,10 @@ def _call(steps: weakref.ref[DirectSteps], name: str, *args: object) -> None:
 STEPPED_OUTSIDE = (
     "each device keeps its own gradients until model.step() reduces them, after accumulate(...) "
     "and with max_anchor: call model.step() instead of optimizer.step()"
+)
+STEPPED_DEFERRED = (
+    "each device keeps its own gradients of the backward passes within no_sync(): run the last "
+    "backward pass of the step outside of it, or call model.step()"
 )
 MIXED_GRADIENTS = (
     "loss.backward() and accumulate(...) cannot share a step: their gradients are averaged "

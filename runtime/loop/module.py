@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NoReturn, Self, cast
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, Generic, NoReturn, Self, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from runtime.checkpoint.format import plain_key
 from runtime.core.checks import check_callable, check_float
 from runtime.core.loss_weights import check_weight
+from runtime.core.nested import flatten
 from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.loop.accumulation import rounds
@@ -21,6 +26,8 @@ from runtime.loop.replica import FollowingOptimizer
 from runtime.loop.scatter import to_replica
 from runtime.replica.build import ModelT_co
 from runtime.replica.schedule import SchedulerFactory
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
@@ -98,7 +105,8 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     optimizer, as on one device. Not seen are writes in place to tensors that are neither
     parameters nor buffers and to objects implemented in C; between two steps, writes through
     ``.data`` to large buffers and to parameters while devices differ: :meth:`sync_params` copies
-    these. Other methods of the model run on rank 0's, in the caller's thread.
+    these. Other methods of the model run on rank 0's, in the caller's thread; the first call of
+    one with tensors is logged.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller apply
     to the replicas. Dropout on CPU replicas draws from the process-wide generator, in no fixed
@@ -118,6 +126,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     def __init__(self, engine: LoopEngine, head: Any = None) -> None:
         super().__init__()
         self._head = head
+        self._reported: set[str] = set()
         self._engine = engine
         self._followers = [FollowingOptimizer(engine.optimizer) for _ in engine.devices[1:]]
         if isinstance(engine, SingleDeviceEngine):
@@ -224,8 +233,20 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context without effect: gradients of several backward passes add up in any case."""
-        return nullcontext()
+        """Let backward passes in this context leave the reduction to the next one outside it.
+
+        As in DDP, for several backward passes before a step::
+
+            for i, (x, y) in enumerate(micro_batches):
+                with model.no_sync() if i < last else nullcontext():
+                    (F.cross_entropy(model(x), y) / len(micro_batches)).backward()
+            model.step()
+
+        In between ``.grad`` holds the gradients of ``devices[0]`` only; the next backward pass
+        outside, :meth:`step` and :meth:`clip_grad_norm_` add those of the other devices. Without
+        it each pass reduces, to the same gradients.
+        """
+        return self._engine.no_sync()
 
     def set_scheduler(self, factory: SchedulerFactory) -> None:
         """Set the learning rate by the scheduler ``factory(optimizer)``, stepped at each step.
@@ -386,7 +407,32 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         engine = self.__dict__.get("_engine")
         if engine is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(engine.model, name)
+        value = getattr(engine.model, name)
+        if len(engine.devices) > 1 and name not in self._reported and _is_own_method(value):
+            return self._reporting(name, value)
+        return value
+
+    def _reporting(self, name: str, method: MethodType) -> MethodType:
+        """The method; a call with tensors, or that returns some, logs once where it ran."""
+
+        @functools.wraps(method.__func__)
+        def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            tensors: list[Tensor] = []
+            flatten((args, kwargs, result), tensors, strict=False)
+            if tensors and name not in self._reported:
+                self._reported.add(name)
+                logger.warning(
+                    "model.%s(...) ran on %s alone, in the caller's thread; only calls of the "
+                    "model itself are divided among its %d devices: call it in the model's "
+                    "forward to use all of them",
+                    name,
+                    self.devices[0],
+                    len(self.devices),
+                )
+            return result
+
+        return MethodType(call, method.__self__)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
@@ -445,3 +491,10 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             GpuWorkerError: A thread does not return from user code.
         """
         self._engine.close()
+
+
+def _is_own_method(value: Any) -> TypeGuard[MethodType]:
+    """True for a bound method that the class of a model adds to those of ``nn.Module``."""
+    if not inspect.ismethod(value) or not isinstance(value.__self__, nn.Module):
+        return False
+    return not hasattr(nn.Module, value.__name__)

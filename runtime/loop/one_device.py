@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -174,6 +175,10 @@ class SingleDeviceEngine:
         self._weights = []
         self._remove_guards()
         self.model.zero_grad(set_to_none=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """No effect: nothing is reduced."""
+        return nullcontext()
 
     def sync_params(self) -> None:
         """No effect: there is one replica."""

@@ -25,6 +25,7 @@ from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_engine import (
     LOCAL_GRADIENTS,
     MIXED_GRADIENTS,
+    STEPPED_DEFERRED,
     STEPPED_OUTSIDE,
     WEIGHTED_TWICE,
     DirectSteps,
@@ -123,6 +124,7 @@ class ThreadedEngine:
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
         self._spans_steps = accumulation.spans_steps
+        self._is_deferred = False
         self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
 
     @property
@@ -247,19 +249,66 @@ class ThreadedEngine:
                     rows = [take_grads(shard.leaves) for shard in shards]
                 self._mirror.adopt()
                 total: Sequence[Tensor | None] = [None] * len(params)
-                if with_params and self._spans_steps:
-                    for shard, row in zip(shards, rows, strict=True):
-                        if shard.rank:
-                            self._local[shard.rank].add(params, row)
-                        else:
-                            total = row
-                elif with_params:
+                if with_params:
                     by_rank: list[Row] = [total] * len(self._replicas)
                     for shard, row in zip(shards, rows, strict=True):
                         by_rank[shard.rank] = row
                     rows = []
-                    total = self._reduction.sum(by_rank, params)
+                    into_grads = wanted is None
+                    total = self._sum_or_keep(by_rank, params, into_grads=into_grads)
             return [outcomes[shard.rank].value for shard in shards], total
+
+    def _sum_or_keep(
+        self, rows: list[Row], params: Sequence[Tensor], *, into_grads: bool
+    ) -> Sequence[Tensor | None]:
+        """Sum a backward pass's gradients, and those kept from earlier passes, or keep them.
+
+        Args:
+            rows: One per rank; overwritten.
+            params: The parameters.
+            into_grads: True if they are added to the parameters' gradients; others (of
+                ``torch.autograd.grad``) are summed at once and alone.
+
+        Returns:
+            The model's gradients: the sum, or those of rank 0 while the others are kept.
+        """
+        if into_grads and (self._spans_steps or self._is_deferred):
+            for local, row in zip(self._local[1:], rows[1:], strict=True):
+                local.add(params, row)
+            return rows[0]
+        if into_grads and self._has_deferred:
+            for rank, local in enumerate(self._local[1:], 1):
+                local.add(params, rows[rank])
+                rows[rank] = local.row(params)
+                local.clear()
+        return self._reduction.sum(rows, params)
+
+    @property
+    def _has_deferred(self) -> bool:
+        """True if ranks keep gradients of backward passes within :meth:`no_sync`."""
+        return (
+            not self._spans_steps and self._source is GradientSource.BACKWARD and any(self._local)
+        )
+
+    def _reduce_deferred(self) -> None:
+        """Sum the gradients that ranks keep of passes within :meth:`no_sync` in the model."""
+        if not self._has_deferred:
+            return
+        params = self._mirror.params
+        rows = [[p.grad for p in params], *(local.row(params) for local in self._local[1:])]
+        for local in self._local:
+            local.clear()
+        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
+            p.grad = grad
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let each rank keep the gradients of backward passes, for the next reduction."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
 
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Distribute batches; each rank trains its own sequentially."""
@@ -371,6 +420,7 @@ class ThreadedEngine:
         """
         params = self._mirror.params
         if self._source is not GradientSource.ACCUMULATED:
+            self._reduce_deferred()
             if weight is not None:
                 divide_grads_(params, weight)
             return isinstance(weight, float) and weight == 0
@@ -417,6 +467,8 @@ class ThreadedEngine:
             self._recover()
             if self._spans_steps or self._source is GradientSource.ACCUMULATED:
                 raise RuntimeError(LOCAL_GRADIENTS)
+            with self._clearing_on_error():
+                self._reduce_deferred()
             return nn.utils.clip_grad_norm_(self._mirror.params, max_norm)
 
     def zero_grad(self) -> None:
@@ -428,6 +480,9 @@ class ThreadedEngine:
         """Prepare a step of the optimizer that the caller makes."""
         if self._spans_steps or self._source is GradientSource.ACCUMULATED:
             raise RuntimeError(STEPPED_OUTSIDE)
+        self._detect_caller_gradients()
+        if self._has_deferred:
+            raise RuntimeError(STEPPED_DEFERRED)
         self.rate.check()
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
@@ -569,6 +624,9 @@ class RankGradients:
     def row(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients in order of ``params``."""
         return [self._grads.get(p) for p in params]
+
+    def __bool__(self) -> bool:
+        return bool(self._grads)
 
     def clear(self) -> None:
         self._grads = {}

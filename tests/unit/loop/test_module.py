@@ -115,8 +115,35 @@ def test_attributes_and_methods_of_the_model_are_accessible_and_can_be_set(num_d
         assert [r.scale for r in model.replicas] == [2.0] * num_devices
         assert model.describe() == "scaled by 2.0"
         assert model.linear is model.module.linear
+        assert model.describe.__self__ is model.module
         with pytest.raises(AttributeError, match="missing"):
             _ = model.missing
+
+
+class Encoding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.float64)
+
+    def encode(self, x):
+        return self.linear(x)
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+@one_or_two
+def test_a_method_that_computes_beside_forward_is_logged_once(num_devices, caplog):
+    x, _ = make_batch(4)
+    with on_cpus(Encoding(), num_devices) as model:
+        model(x)
+        assert torch.equal(model.encode(x), model.module.encode(x))
+        model.encode(x).sum().backward()
+        assert model.linear.weight.grad is not None
+        model.register_buffer("scale", torch.ones(1))
+    found = [r.getMessage() for r in caplog.records if "alone" in r.getMessage()]
+    assert len(found) == num_devices - 1
+    assert all(text.startswith("model.encode(...) ran on cpu alone") for text in found)
 
 
 @one_or_two
