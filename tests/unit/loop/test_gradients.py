@@ -351,3 +351,24 @@ def test_weights_changed_in_place_reach_all_replicas():
         net[0].weight.data.zero_()
         model.sync_params()
         assert_identical(model)
+
+
+def test_two_models_of_a_gan_equal_one_device():
+    maker, judge = make_net(), nn.Sequential(nn.Linear(NUM_CLASSES, 1, dtype=torch.float64))
+    alone = OneDevice(maker, adamw), OneDevice(judge, adamw)
+
+    def train(maker, judge, noise):
+        made, real = maker(noise), noise[:, :NUM_CLASSES]
+        (F.softplus(-judge(real)).mean() + F.softplus(judge(made.detach())).mean()).backward()
+        judge.step()
+        F.softplus(-judge(made)).mean().backward()
+        maker.step()
+        judge.optimizer.zero_grad()
+
+    with on_cpus(maker, 2, adamw) as own_maker, on_cpus(judge, 3, adamw) as own_judge:
+        for _ in range(3):
+            noise, _ = make_batch(9)
+            train(own_maker, own_judge, noise)
+            train(*alone, noise)
+        assert_close(own_maker, alone[0].model)
+        assert_close(own_judge, alone[1].model)
