@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+
+from coordinator.splitting import count_batches
 
 
 class ApplyPolicy(Enum):
@@ -43,15 +46,48 @@ class AverageBackend(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCount:
+    """Counts global batches in batches of the ledger, where these are parts of global batches.
+
+    Attributes:
+        batch_size: Samples in a batch of the ledger.
+        global_batch_size: Samples in a global batch.
+        batches_per_epoch: Batches in an epoch.
+        steps_per_epoch: Global batches in an epoch, the short one included.
+    """
+
+    batch_size: int
+    global_batch_size: int
+    batches_per_epoch: int
+    steps_per_epoch: int
+
+    def steps(self, num_batches: int) -> int:
+        """Completed global batches after ``num_batches``."""
+        epochs, rest = divmod(num_batches, self.batches_per_epoch)
+        return epochs * self.steps_per_epoch + rest * self.batch_size // self.global_batch_size
+
+    def batches(self, num_steps: int) -> int:
+        """Batches in ``num_steps`` global batches."""
+        epochs, rest = divmod(num_steps, self.steps_per_epoch)
+        part = rest * self.global_batch_size // self.batch_size
+        return epochs * self.batches_per_epoch + min(part, self.batches_per_epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     """Settings of the coordinator; validated by the builder that fills them.
 
     Attributes:
         devices: Device of each rank, by name; their number is the world size.
         num_samples: Length of the data set.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of the ledger: the batch of one rank, or under ``SYNC``
+            the global batch if ``global_batch_size`` is set.
         batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
             mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
+        global_batch_size: Samples of one optimizer step over all ranks, which is the unit in
+            which steps are counted; ``None``: batches of one rank are counted.
+        num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a global
+            batch; ``accumulate`` is then 1.
         num_epochs: Epochs in the run.
         policy: Averaging policy.
         backend: The first transport, resolved, never ``AUTO``.
@@ -81,11 +117,10 @@ class CoordinatorConfig:
         machine: The name of this machine in a cluster.
         granted: In a cluster, train only the batches granted by each round between machines, and
             end when a round says so; otherwise train all batches.
-        max_steps: End after this many batches over all ranks.
-        metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
+        max_steps: End after this many steps, as counted by :meth:`count_steps`.
+        metrics_every: Steps between two metrics of steps; ``None``: none.
         evaluate: Evaluate at the end of each epoch.
-        eval_every: Batches over all ranks between two evaluations within an epoch; ``None``: only
-            at its end.
+        eval_every: Steps between two evaluations within an epoch; ``None``: only at its end.
         val_batches: Batches of the validation set; 0: there is none.
         val_every: Epochs between two validations.
         val_every_steps: Batches over all ranks between two validations within an epoch; ``None``:
@@ -95,8 +130,7 @@ class CoordinatorConfig:
         save_every: Epochs between two saves of the whole state, which is also saved at the
             end; ``None``: only on request.
         save_every_s: Seconds between two saves within an epoch; ``None``: off.
-        save_every_steps: Batches over all ranks between two saves within an epoch; ``None``:
-            off.
+        save_every_steps: Steps between two saves within an epoch; ``None``: off.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
@@ -110,6 +144,8 @@ class CoordinatorConfig:
     batch_size: int
     num_epochs: int
     batch_sizes: tuple[int, ...] | None = None
+    global_batch_size: int | None = None
+    num_micro_batches: int = 1
     policy: ApplyPolicy = ApplyPolicy.SYNC
     backend: AverageBackend = AverageBackend.CPU
     alternatives: tuple[AverageBackend, ...] = ()
@@ -153,9 +189,14 @@ class CoordinatorConfig:
 
     @property
     def batch_parts(self) -> tuple[Fraction | int, ...]:
-        """A batch of each rank, in batches of the mean size."""
+        """A batch of each rank, in steps."""
         sizes = self.batch_sizes
-        if sizes is None or self.policy is ApplyPolicy.SYNC:
+        if self.policy is ApplyPolicy.SYNC:
+            return (1,) * self.world_size
+        if self.global_batch_size is not None:
+            own = sizes or (self.batch_size,) * self.world_size
+            return tuple(Fraction(size, self.global_batch_size) for size in own)
+        if sizes is None:
             return (1,) * self.world_size
         return tuple(Fraction(size * len(sizes), sum(sizes)) for size in sizes)
 
@@ -175,6 +216,55 @@ class CoordinatorConfig:
     def stops_within(self) -> bool:
         """True if there are evaluations within epochs."""
         return self.eval_every is not None or self.val_every_steps is not None
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of the ledger in an epoch."""
+        num = self.num_samples
+        if self.drop_last and self.global_batch_size is not None:
+            num -= num % self.global_batch_size
+        return count_batches(num, self.batch_size, drop_last=self.drop_last)
+
+    @property
+    def steps_per_epoch(self) -> Fraction | int:
+        """Steps in an epoch: global batches if ``global_batch_size`` is set, else batches."""
+        if self.global_batch_size is None:
+            return self.batches_per_epoch * self.counted_as
+        return count_batches(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps in all epochs, whatever :attr:`max_steps` is."""
+        return math.ceil(self.num_epochs * self.steps_per_epoch)
+
+    @property
+    def step_count(self) -> StepCount | None:
+        """Counts global batches; ``None``: batches of the ledger are counted."""
+        size = self.global_batch_size
+        if size is None or size == self.batch_size:
+            return None
+        return StepCount(
+            batch_size=self.batch_size,
+            global_batch_size=size,
+            batches_per_epoch=self.batches_per_epoch,
+            steps_per_epoch=int(self.steps_per_epoch),
+        )
+
+    def count_steps(self, num_batches: int) -> int:
+        """The position of schedules after ``num_batches`` of the ledger.
+
+        With ``global_batch_size``, completed global batches, the short one of an epoch included;
+        otherwise batches of the mean size over all ranks.
+        """
+        count = self.step_count
+        return (
+            math.ceil(num_batches * self.counted_as) if count is None else count.steps(num_batches)
+        )
+
+    def count_batches(self, num_steps: int) -> int:
+        """Batches of the ledger in ``num_steps`` steps."""
+        count = self.step_count
+        return math.ceil(num_steps / self.counted_as) if count is None else count.batches(num_steps)
 
     @property
     def uses_collectives(self) -> bool:

@@ -326,7 +326,9 @@ class EpochScheduler:
         run = self._run
         if run.config.partition_ratios is not None:
             return False
-        return run.shares is not None or len(run.live) != run.per_global
+        if run.shares is not None or len(run.live) != run.per_global:
+            return True
+        return run.num_slices([rank.rank for rank in run.live]) > 1
 
     def _assign_next(self) -> bool:
         run, splits = self._run, self._splits

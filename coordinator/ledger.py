@@ -38,7 +38,7 @@ class BatchLedger:
         batch_size: Samples in a batch.
         num_epochs: Epochs in the run.
         world_size: Ranks at the start.
-        drop_last: Omit the short batch of an epoch.
+        batches_per_epoch: Batches in an epoch, from its first one on; ``None``: all.
         ratios: Fixed share of each rank; ``None``: by measured speed.
         progressive: Deal chunks on demand; otherwise one partition per epoch.
         granularity: Chunks are multiples of this many batches (an accumulation window).
@@ -56,7 +56,7 @@ class BatchLedger:
         batch_size: int,
         num_epochs: int,
         world_size: int,
-        drop_last: bool = False,
+        batches_per_epoch: int | None = None,
         ratios: Sequence[float] | None = None,
         progressive: bool = True,
         granularity: int = 1,
@@ -77,7 +77,9 @@ class BatchLedger:
         self._ended = False
         self._sizes = tuple(sizes or (1,) * world_size)
         self.unequal = any(size != 1 for size in self._sizes)
-        self.batches_per_epoch = count_batches(num_samples, batch_size, drop_last=drop_last)
+        self.batches_per_epoch = batches_per_epoch or count_batches(
+            num_samples, batch_size, drop_last=False
+        )
         self.by_rank = [RankLedger() for _ in range(world_size)]
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = 0
@@ -464,17 +466,21 @@ class BatchLedger:
             permutation, and the number of batches in each global batch.
         """
         pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
-        counts = []
+        counts, whole = [], sum(sizes.values())
         for first in range(span.start, span.stop, per_global):
             count = min(per_global, span.stop - first)
             counts.append(count)
             start, _ = batch_bounds(first, self._num_samples, self._batch_size)
             _, stop = batch_bounds(first + count - 1, self._num_samples, self._batch_size)
-            most_ranks = -(-count * len(sizes) // per_global)
-            for total in split_by_ratio(stop - start, [1] * num_slices):
-                if total == sum(sizes.values()):
+            num = num_slices
+            if stop - start < per_global * self._batch_size:  # with slices and pieces as usual
+                num = min(num, -(-(stop - start) // whole))
+            totals = split_by_ratio(stop - start, [1] * num)
+            for total in (*totals, *(0 for _ in range(num_slices - num))):
+                if total == whole:
                     parts = sizes
                 else:
+                    most_ranks = -(-total * len(sizes) // whole)
                     some = dict(list(sizes.items())[: min(most_ranks, total)])
                     parts = dict(zip(some, short(total, some) if some else (), strict=True))
                 for rank, own in pieces.items():

@@ -400,7 +400,7 @@ class Coordinator:
         run.global_step += event.num_batches
         if event.num_batches and not run.lockstep:
             for rank in run.live:
-                run.send(rank.rank, m.SetGlobalStep(step=run.global_step))
+                run.send(rank.rank, m.SetGlobalStep(step=run.position))
 
     @property
     def idle(self) -> bool:

@@ -78,14 +78,12 @@ class RunState:
             batch_size=config.batch_size,
             num_epochs=config.num_epochs,
             world_size=world,
-            drop_last=config.drop_last,
+            batches_per_epoch=config.batches_per_epoch,
             ratios=config.partition_ratios,
             progressive=config.granted or (config.progressive and not self.alone),
             granularity=config.accumulate,
             max_batches=(
-                None
-                if config.max_steps is None
-                else math.ceil(config.max_steps / config.counted_as)
+                None if config.max_steps is None else config.count_batches(config.max_steps)
             ),
             sizes=(
                 None
@@ -122,7 +120,7 @@ class RunState:
         self.generation = 0
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
-        self.per_global = world
+        self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
         self.shares: Shares | None = None
         sizes = config.batch_sizes
         if config.granted and sizes is None and not config.balance:
@@ -145,12 +143,16 @@ class RunState:
         if self.lockstep:
             return self.global_step  # micro-batches may be parts of batches
         parts = self.config.batch_parts
-        return int(sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True)))
+        total = sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True))
+        size = self.config.global_batch_size
+        if size is None:
+            return int(total)
+        return self.config.count_steps(int(total * size) // self.config.batch_size)
 
     @property
     def position(self) -> int:
-        """``global_step`` in batches of the mean size: the position of schedules."""
-        return math.ceil(self.global_step * self.config.counted_as)
+        """``global_step`` in steps: the position of schedules."""
+        return self.config.count_steps(self.global_step)
 
     @property
     def idle(self) -> bool:
@@ -179,8 +181,11 @@ class RunState:
         No slice is larger than the ranks' own batches together: memory for its batch suffices a
         rank for its piece, however many others have died.
         """
+        num = self.config.num_micro_batches
         if self.config.sync_batchnorm or self.config.all_gather:
-            return 1  # statistics or losses are over the global batch
+            return num  # statistics or losses are over the ranks' whole micro-batch
+        if self.config.global_batch_size is not None:
+            return -(-num * len(self.ranks) // len(ranks))
         own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
         return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
 

@@ -228,6 +228,7 @@ class Run:
         """Settings that a resumed run must share with the checkpoint, by their names in it."""
         c = self.config.coordinator
         return {
+            "global_batch_size": c.global_batch_size,
             "batch_size": c.batch_size,
             "num_samples": c.num_samples,
             "drop_last": c.drop_last,

@@ -15,7 +15,7 @@ from torch import nn
 from coordinator.backend_choice import candidate_backends
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import MAX_REPORT_INTERVAL_S
-from coordinator.splitting import count_batches
+from coordinator.splitting import split_by_ratio
 from runtime.callbacks import Callback
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
@@ -40,6 +40,7 @@ PRECISION_NAMES = {
     **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
 }
 """Aliases: the names that Lightning and Accelerate use."""
+LOSS_REDUCTIONS = ("mean", "sum")
 ON_WORKER_FAILURE = ("raise", "continue")
 MAX_SEED = 2**63 - 1
 """The largest seed that every generator accepts."""
@@ -174,13 +175,54 @@ class RunSettings:
         """Return a copy with the batch size of the coordinator's ledger.
 
         With a batch size for each rank and a policy other than ``SYNC``, that is their greatest
-        common divisor.
+        common divisor. Under ``SYNC`` with ``global_batch_size`` it is the global batch.
+
+        Raises:
+            ValueError: The global batch cannot be split.
         """
+        if self.coordinator.global_batch_size is not None:
+            return self._with_global_batch(self.coordinator.global_batch_size)
         sizes = self.coordinator.batch_sizes
         if sizes is None or len(set(sizes)) == 1 or self.coordinator.policy is ApplyPolicy.SYNC:
             return self
         config = self.with_values(batch_size=math.gcd(*sizes))
         return replace(config, data=replace(config.data, batch_size=max(sizes)))
+
+    def _with_global_batch(self, size: int) -> RunSettings:
+        c, world = self.coordinator, len(self.resolved_devices())
+        way, num = f"global_batch_size({size})", c.accumulate
+        if size < world * num:
+            micro = f" in each of accumulate({num}) micro-batches" if num > 1 else ""
+            raise ValueError(
+                f"{way} is too small for {world} devices, which need a sample each{micro}: pass "
+                f"at least {world * num}, or fewer devices"
+            )
+        if c.policy is ApplyPolicy.SYNC:
+            if c.partition_ratios is not None:
+                raise ValueError(
+                    f"{way} and partition_ratios both fix what each rank trains under SYNC: leave "
+                    "one of them out, or pass the samples of each device to batch_size([...])"
+                )
+            parts = split_by_ratio(-(-size // num), [1] * world)
+            config = self.with_values(batch_size=size, accumulate=1, num_micro_batches=num)
+            worker = replace(config.worker, batch_sizes=parts if world * num > 1 else None)
+            data = replace(config.data, batch_size=parts[0], accumulate=num)
+            return replace(config, worker=worker, data=data)
+        if size % num:
+            raise ValueError(
+                f"{way} is no multiple of accumulate({num}), whose micro-batches have one size "
+                f"under {c.policy.name}: pass {size // num * num} or {(size // num + 1) * num}, or "
+                'call policy("sync")'
+            )
+        parts = split_by_ratio(size // num, [1] * world)
+        if c.drop_last and parts[0] != parts[-1]:
+            raise ValueError(
+                f"{way} is no multiple of the {world} devices, and cannot be combined with "
+                f"drop_last(True) under {c.policy.name}, where the short batch of an epoch depends "
+                'on the ranks\' speed: leave drop_last out, pass a multiple, or call policy("sync")'
+            )
+        config = self.with_values(batch_size=math.gcd(*parts), batch_sizes=parts)
+        return replace(config, data=replace(config.data, batch_size=parts[0]))
 
     def for_run(
         self,
@@ -201,7 +243,6 @@ class RunSettings:
         """
         c = self.coordinator
         progressive = self.progressive_dispatch
-        per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         balance = self.resolved_balance(devices)
         sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
@@ -224,18 +265,23 @@ class RunSettings:
             evaluate=self.functions.eval_fn is not None,
             grace_s=grace_s,
         )
-        every = per_epoch if self.scheduler_interval == "epoch" else 1
+        every = int(coordinator.steps_per_epoch) if self.scheduler_interval == "epoch" else 1
+        is_split = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
         worker = replace(
             self.worker,
             balance=balance,
-            batch_sizes=sizes,
+            batch_sizes=self.worker.batch_sizes if is_split else sizes,
             bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
             num_samples=num_samples,
             falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
-            total_steps=math.ceil(c.num_epochs * per_epoch * coordinator.counted_as),
+            total_steps=coordinator.total_steps,
+            step_count=coordinator.step_count,
             schedule_every=0 if c.scheduler_metric is not None else every,
+            scheduler_steps=c.num_epochs
+            if c.scheduler_metric is not None
+            else -(-self.total_batches(num_samples) // every),
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
@@ -247,8 +293,10 @@ class RunSettings:
         num_samples, world = c.num_samples, c.world_size
         sizes = c.batch_sizes or (c.batch_size,) * world
         lockstep = c.policy is ApplyPolicy.SYNC
-        per_step = sum(sizes) * c.accumulate
-        kept = count_batches(num_samples, c.batch_size, drop_last=c.drop_last) * c.batch_size
+        if lockstep and c.global_batch_size is not None:
+            sizes = self.worker.batch_sizes or sizes
+        per_step = c.global_batch_size or sum(sizes) * c.accumulate
+        kept = c.batches_per_epoch * c.batch_size
         global_batch = per_step if lockstep or world == 1 else 0
         return RunFacts(
             devices=c.devices,
@@ -257,7 +305,7 @@ class RunSettings:
             backend_reason=c.backend_reason,
             num_epochs=c.num_epochs,
             batch_size=sum(sizes) // world,
-            batch_sizes=c.batch_sizes or (),
+            batch_sizes=sizes if len(set(sizes)) > 1 else (),
             num_samples=num_samples,
             global_batch=global_batch,
             batch_text=_batch_text(self, sizes, global_batch),
@@ -266,11 +314,11 @@ class RunSettings:
         )
 
     def total_batches(self, num_samples: int) -> int:
-        """Batches in the whole run, over all ranks, for a data set of ``num_samples``."""
-        c = self.coordinator
-        per_epoch = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
-        total = math.ceil(per_epoch * c.num_epochs * c.counted_as)
-        return total if c.max_steps is None else min(total, c.max_steps)
+        """Steps in the whole run, for a data set of ``num_samples``: batches over all ranks, or
+        global batches.
+        """
+        c = replace(self.coordinator, num_samples=num_samples)
+        return c.total_steps if c.max_steps is None else min(c.total_steps, c.max_steps)
 
     def validation_data(self, contexts: Sequence[Device]) -> ValidationData | None:
         """The validation set, if there is one.
@@ -330,16 +378,22 @@ class RunSettings:
             ValueError: A required value is missing, or values are incompatible.
         """
         c = self.coordinator
-        for name in ("batch_size", "num_epochs"):
-            if not getattr(c, name):
-                of_fit = ", or fit(..., batch_size=n)" if name == "batch_size" else ""
-                raise ValueError(f"{name} is not set: call .{name}(n) before .run(){of_fit}")
+        if not c.batch_size:
+            raise ValueError(
+                "batch_size is not set: call .batch_size(n), the samples of one device, or "
+                ".global_batch_size(n), those of one optimizer step over all devices, before "
+                ".run(), or fit(..., batch_size=n)"
+            )
+        if not c.num_epochs:
+            raise ValueError("num_epochs is not set: call .num_epochs(n) before .run()")
         world = len(devices)
         self._check_accelerators(devices)
-        if c.drop_last and num_samples < c.batch_size:
+        name = "batch_size" if c.global_batch_size is None else "global_batch_size"
+        size = c.global_batch_size or c.batch_size
+        if c.drop_last and num_samples < size:
             raise ValueError(
                 f"drop_last(True) would leave no batch: the data set has {num_samples} samples, "
-                f"fewer than batch_size({c.batch_size}); lower batch_size or call drop_last(False)"
+                f"fewer than {name}({size}); lower {name} or call drop_last(False)"
             )
         self._check_batch_sizes(world)
         self._check_batch_fits(num_samples, world)
@@ -414,8 +468,14 @@ class RunSettings:
             )
         if is_stream(self.dataset):
             raise ValueError(f"{way}and a stream has none: use a data set that is read by index")
-        sizes = self.coordinator.batch_sizes
+        sizes, size = self.coordinator.batch_sizes, self.coordinator.global_batch_size
         if sizes is not None and len(set(sizes)) > 1:
+            if size is not None:
+                raise ValueError(
+                    f"{way}which must be of one size on all of them, and global_batch_size({size}) "
+                    f"is no multiple of the {len(sizes)} devices of this machine: pass a multiple, "
+                    'or call policy("sync")'
+                )
             raise ValueError(
                 f"{way}which must be of one size on all of them, and batch_size({list(sizes)}) "
                 "names several: pass one number; devices of a machine get batches by their speed, "
@@ -434,19 +494,21 @@ class RunSettings:
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
         """The settings that all machines of a cluster must share, for ``num_samples`` samples."""
-        c = self.coordinator
-        num_batches = count_batches(num_samples, c.batch_size, drop_last=c.drop_last)
+        c = replace(self.coordinator, num_samples=num_samples)
+        settings = {
+            "num_samples": num_samples,
+            "batch_size": c.batch_size,
+            "seed": self.worker.seed,
+            "drop_last": c.drop_last,
+        }
+        if c.global_batch_size is not None:
+            settings["global_batch_size"] = c.global_batch_size
         return DataFacts(
-            settings={
-                "num_samples": num_samples,
-                "batch_size": c.batch_size,
-                "seed": self.worker.seed,
-                "drop_last": c.drop_last,
-            },
+            settings=settings,
             num_epochs=c.num_epochs,
-            num_batches=num_batches,
-            num_samples=min(num_samples, num_batches * c.batch_size),
-            max_batches=c.max_steps,
+            num_batches=c.batches_per_epoch,
+            num_samples=min(num_samples, c.batches_per_epoch * c.batch_size),
+            max_batches=None if c.max_steps is None else c.count_batches(c.max_steps),
         )
 
     def check_stream(self) -> None:
@@ -477,7 +539,7 @@ class RunSettings:
 
     def _check_batch_sizes(self, world: int) -> None:
         c = self.coordinator
-        if c.batch_sizes is None:
+        if c.batch_sizes is None or c.global_batch_size is not None:
             return
         sizes = list(c.batch_sizes)
         if len(sizes) != world:
@@ -567,8 +629,9 @@ class RunSettings:
             if isinstance(self.functions.scheduler, Mapping):
                 raise ValueError("scheduler({...}) is for several optimizers: pass one function")
             return
+        num = self.worker.accumulate * self.worker.num_micro_batches
         obstacles = {
-            f"accumulate({self.worker.accumulate})": self.worker.accumulate > 1,
+            f"accumulate({num})": num > 1,
             "cuda_graphs(True)": self.worker.cuda_graphs,
             "sync_batchnorm(True)": self.worker.sync_batchnorm,
             "all_gather(True)": self.worker.all_gather,
@@ -624,7 +687,8 @@ _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) -> str:
     c = settings.coordinator
     alike = len(set(sizes)) == 1
-    notes = [f"accumulated {c.accumulate} times"] if c.accumulate > 1 else []
+    num = c.accumulate * c.num_micro_batches
+    notes = [f"accumulated {num} times"] if num > 1 else []
     if c.partition_ratios is not None:
         notes.insert(0, f"epochs cut {' : '.join(f'{ratio:g}' for ratio in c.partition_ratios)}")
     if not global_batch:

@@ -41,9 +41,10 @@ from runtime.replica.build import (
 )
 from runtime.replica.drift import ON_DRIFT
 from runtime.replica.non_finite import ON_NON_FINITE
-from runtime.replica.schedule import SchedulerFactories
+from runtime.replica.schedule import SchedulerFactories, takes_total
 from runtime.results import TrainedState
 from runtime.settings import (
+    LOSS_REDUCTIONS,
     MAX_SEED,
     ON_WORKER_FAILURE,
     PRECISION_NAMES,
@@ -104,8 +105,8 @@ class Trainer:
             optim_factory: ``f(params) -> Optimizer``; receives the trainable parameters.
             train_fn: ``f(model, batch)``; returns the batch's mean loss as a tensor, ``(loss,
                 weight)``, a :class:`~gpuworker.Weighted`, or a model's output with a field
-                ``loss``. Called in the worker's thread, on its device, with its compute stream
-                current. See below.
+                ``loss``; a sum with ``loss_reduction("sum")``. Called in the worker's thread, on
+                its device, with its compute stream current. See below.
 
         A loss alone counts as the mean over the batch's samples. If it is a mean over other
         elements, return ``(loss, weight)`` with their number or total weight: the tokens that are
@@ -277,6 +278,7 @@ class FitSettings(TypedDict, total=False):
 
     sampler: Any
     batch_size: int | Sequence[int]
+    global_batch_size: int
     seed: int
     drop_last: bool
     collate_fn: Callable[[list[Any]], Any]
@@ -303,6 +305,7 @@ class FitSettings(TypedDict, total=False):
     progressive_dispatch: bool
     max_grad_norm: float
     accumulate: int
+    loss_reduction: str
     precision: str | int
     on_non_finite: str
     on_drift: str
@@ -479,7 +482,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(sampler=check_sampler(s))
 
     def batch_size(self, n: int | Sequence[int]) -> Self:
-        """Samples in a batch of one worker.
+        """Samples in a batch of one worker; :meth:`global_batch_size` sets those of one step.
 
         A list gives one size for each device. Under ``CADENCE`` and ``ASYNC`` each device trains
         batches of its own size, and schedules count batches of the mean size. Under ``SYNC``
@@ -494,8 +497,36 @@ class TrainerBuilder(Generic[ModelT_co]):
             sizes = tuple(check_int("batch_size", size, 1) for size in n)
             if not sizes:
                 raise ValueError("batch_size([]): pass one number for each device")
+            self._check_one_batch_size("batch_size", list(sizes), "global_batch_size")
             return self._set(batch_size=max(1, sum(sizes) // len(sizes)), batch_sizes=sizes)
-        return self._set(batch_size=check_int("batch_size", n, 1), batch_sizes=None)
+        size = check_int("batch_size", n, 1)
+        self._check_one_batch_size("batch_size", size, "global_batch_size")
+        return self._set(batch_size=size, batch_sizes=None)
+
+    def global_batch_size(self, n: int) -> Self:
+        """Samples of one optimizer step over all devices, in place of :meth:`batch_size`.
+
+        Each global batch is split over the devices, into unequal parts where ``n`` does not divide
+        or :meth:`balance` is on; with :meth:`accumulate` into micro-batches as well. Under
+        ``CADENCE`` and ``ASYNC`` each device trains its part of ``n`` as its own batch. Schedules,
+        :meth:`max_steps`, :meth:`metrics_every`, :meth:`eval_every` and ``every_steps`` count
+        global batches: an epoch has ``ceil(len(ds) / n)``, or ``floor`` with :meth:`drop_last`,
+        whatever the number of devices and micro-batches. The ``batch_size`` of a ``DataLoader``
+        is then not used.
+
+        Raises:
+            ValueError: :meth:`batch_size` was called, too.
+        """
+        size = check_int("global_batch_size", n, 1)
+        self._check_one_batch_size("global_batch_size", size, "batch_size")
+        return self._set(global_batch_size=size)
+
+    def _check_one_batch_size(self, name: str, value: Any, other: str) -> None:
+        if other in self._explicit:
+            raise ValueError(
+                f"{name}({value}) was called after {other}: call one of them; global_batch_size(n) "
+                "is one optimizer step over all devices, batch_size(n) the batch of each device"
+            )
 
     def num_epochs(self, n: int) -> Self:
         """Number of passes over the data set."""
@@ -713,9 +744,20 @@ class TrainerBuilder(Generic[ModelT_co]):
 
     def accumulate(self, n: int) -> Self:
         """Micro-batches for each optimizer step (default 1), averaged by their samples, or by
-        the weights that ``train_fn`` returns.
+        the weights that ``train_fn`` returns: parts of :meth:`global_batch_size`, or each of
+        :meth:`batch_size`.
         """
         return self._set(accumulate=check_int("accumulate", n, 1))
+
+    def loss_reduction(self, name: str) -> Self:
+        """``"mean"`` (default) or ``"sum"``: the reduction over the samples of the batch by which
+        ``train_fn`` computes its loss. With ``"sum"`` the gradient of a step is that of the sum
+        over the global batch, or over one device's batch under ``CADENCE`` and ``ASYNC`` without
+        :meth:`global_batch_size`. ``avg_loss`` is the mean over samples with both.
+        """
+        if name not in LOSS_REDUCTIONS:
+            raise ValueError(f'loss_reduction({name!r:.40}): pass "mean" or "sum"')
+        return self._set(loss_reduction=name)
 
     def precision(self, name: str | int) -> Self:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
@@ -758,9 +800,12 @@ class TrainerBuilder(Generic[ModelT_co]):
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None
     ) -> Self:
-        """``f(optimizer)`` returns a torch scheduler, stepped once for each batch trained by any
-        rank, or, with ``interval="epoch"``, once for each epoch of them. Under ``CADENCE`` and
-        ``ASYNC`` a rank's schedule enters an epoch when its count of batches reaches it.
+        """``f(optimizer)`` or ``f(optimizer, total)`` returns a torch scheduler, stepped once for
+        each global batch of :meth:`global_batch_size`, or for each batch trained by any rank with
+        :meth:`batch_size`, or, with ``interval="epoch"``, once for each epoch of them. ``total`` is
+        the number of its steps in the run, with :meth:`max_steps` and the length of a stream;
+        early ends are unknown. Under ``CADENCE`` and ``ASYNC`` a rank's schedule enters an epoch
+        when its count of batches reaches it.
 
         ``ReduceLROnPlateau`` is stepped by a metric of each closed epoch: ``metric`` is a field of
         :class:`~gpuworker.EpochMetrics`, such as ``"avg_loss"``, or a name in its ``scalars``,
@@ -771,7 +816,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         Each of several optimizers gets its own scheduler; a dict limits this to the named ones.
         """
         for each in f.values() if isinstance(f, Mapping) else (f,):
-            check_callable("scheduler", each, "(optimizer) -> LRScheduler")
+            check_callable("scheduler", each, "f(optimizer[, total]) -> LRScheduler")
+            takes_total(each)
         if interval not in ("step", "epoch"):
             raise ValueError(f'scheduler(interval={interval!r:.40}): pass "step" or "epoch"')
         if metric is not None and (not isinstance(metric, str) or not metric):
@@ -790,9 +836,10 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(param_groups=f)
 
     def max_steps(self, n: int) -> Self:
-        """End after ``n`` batches over all ranks. The metrics of an incomplete epoch cover its
-        trained part; see ``EpochMetrics.partial``. Under ``SYNC`` a multiple of the
-        number of devices ends between global batches, so that a resume is exact.
+        """End after ``n`` global batches, or with :meth:`batch_size` after ``n`` batches over all
+        ranks. The metrics of an incomplete epoch cover its trained part; see
+        ``EpochMetrics.partial``. With :meth:`batch_size` under ``SYNC`` a multiple of the number of
+        devices ends between global batches, so that a resume is exact.
         """
         return self._set(max_steps=check_int("max_steps", n, 1))
 
@@ -804,7 +851,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(eval_fn=f)
 
     def eval_every(self, n: int) -> Self:
-        """Call :meth:`eval_fn` also within an epoch, for every ``n`` batches over all ranks
+        """Call :meth:`eval_fn` also within an epoch, for every ``n`` global batches, or with
+        :meth:`batch_size` for every ``n`` batches over all ranks
         (default: when an epoch closes). ``metrics_fn``, loggers and callbacks receive its values
         as a :class:`~gpuworker.StepMetrics` with ``num_batches=0``, under ``eval/``.
 
@@ -919,7 +967,8 @@ class TrainerBuilder(Generic[ModelT_co]):
 
     def metrics_every(self, n: int) -> Self:
         """Also pass a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
-        for every ``n`` batches of all ranks: their loss, the scalars, the learning rate and the
+        for every ``n`` global batches, or with :meth:`batch_size` for every ``n`` batches of all
+        ranks: their loss, the scalars, the learning rate and the
         samples a second. They are delivered with the ranks' periodic reports, ten or more a
         second, so that no step waits for a value from the device.
         """
@@ -1092,7 +1141,10 @@ class TrainerBuilder(Generic[ModelT_co]):
         Raises:
             ValueError, TypeError: A setting is missing or invalid; no thread was started.
         """
-        brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
+        own = self._explicit
+        if "global_batch_size" in own:
+            own = own | {"batch_size"}
+        brought = {k: v for k, v in self._loader_settings.items() if k not in own}
         return start_run(self._config.with_values(**brought))
 
 

@@ -23,6 +23,7 @@ from runtime.core.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _SETTING_NAMES = {
+    "global_batch_size": "global_batch_size",
     "batch_size": "batch_size",
     "num_samples": "length of the data set",
     "drop_last": "drop_last",
@@ -42,7 +43,11 @@ _COMPATIBLE = record(
         "accumulate": integer(1),
         "sync": of_type(bool),
     },
-    may={"sampler": of_type(bool), "stream": of_type(bool)},
+    may={
+        "sampler": of_type(bool),
+        "stream": of_type(bool),
+        "global_batch_size": optional(integer(1)),
+    },
 )
 
 _TENSORS = mapping(of_type(str), of_type(Tensor))
@@ -97,9 +102,23 @@ class ResumePoint:
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
         """Raise ``CheckpointError`` unless the run matches the checkpoint."""
-        saved = {"sampler": False, "stream": False, **self._data.compatible}
+        saved = {
+            "sampler": False,
+            "stream": False,
+            "global_batch_size": None,
+            **self._data.compatible,
+        }
+        if saved["global_batch_size"] is None and self._steps_by(compatible):
+            saved["global_batch_size"] = compatible["global_batch_size"]
         for name, value in compatible.items():
             if saved.get(name) != value:
+                if name == "global_batch_size" and saved[name] is None:
+                    raise CheckpointError(
+                        f"{self._name} was written with batch_size({saved['batch_size']}) on "
+                        f"{self._per_global} devices, and this run has global_batch_size({value}), "
+                        "which counts steps differently: use the same, or start over without "
+                        "resume(path)"
+                    )
                 raise CheckpointError(
                     f"{self._name} was written with {_SETTING_NAMES[name]} {saved.get(name)!r}, "
                     f"this run has {value!r}: use the same, or start over without resume(path)"
@@ -115,6 +134,17 @@ class ResumePoint:
             compatible["num_samples"], compatible["batch_size"], drop_last=compatible["drop_last"]
         )
         assert self._data.global_step <= per_epoch * num_epochs  # ensured by check_content
+
+    def _steps_by(self, compatible: Mapping[str, Any]) -> bool:
+        """True if each batch of the checkpoint was a step of the run's global batch size."""
+        saved = self._data.compatible
+        step = saved["batch_size"], self._per_global, saved["accumulate"]
+        return bool(saved["sync"]) and step == (compatible["global_batch_size"], 1, 1)
+
+    @property
+    def _per_global(self) -> int:
+        """Batches of the checkpoint's global batch."""
+        return int(self._data.run.get("per_global", self._data.run["world_size"]))
 
     @property
     def run(self) -> Mapping[str, Any]:

@@ -53,6 +53,7 @@ def build_replica(
     scheduler: SchedulerFactories | None = None,
     total_steps: int | None = None,
     schedule_every: int = 1,
+    scheduler_steps: int | None = None,
     finish: Callable[[], None] = lambda: None,
     load: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
@@ -82,7 +83,7 @@ def build_replica(
             else:
                 params = state.params.params
                 optimizer = build_optimizer(optim_factory, model, params, param_groups)
-            schedule = Schedule(optimizer, scheduler, total_steps, schedule_every)
+            schedule = Schedule(optimizer, scheduler, total_steps, schedule_every, scheduler_steps)
             finish()
         if rank == 0:
             order.publish(Template.of(model))

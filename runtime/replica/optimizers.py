@@ -308,6 +308,11 @@ class Schedulers:
             )
         self.by_metric = kinds == {True}
 
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The schedulers."""
+        return tuple(self._members.values())
+
     def step(self, *args: Any) -> None:
         """Step every scheduler."""
         for each in self._members.values():

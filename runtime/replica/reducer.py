@@ -58,6 +58,7 @@ class GradientReducer:
         comm: The context for collectives, see :meth:`Device.comm`.
         bucket_bytes: Approximate size of a bucket; ``None``: a single exchange after backward.
         timer: Timer of the steps; waits within the backward pass are excluded.
+        sums: Return the sum over all samples in place of their mean.
 
     Attributes:
         collective: The collective of the ranks.
@@ -76,7 +77,9 @@ class GradientReducer:
         *,
         bucket_bytes: int | None = None,
         timer: StepTimer | None = None,
+        sums: bool = False,
     ) -> None:
+        self._sums = sums
         self._params = params.params
         self.collective = collective
         self._finite_check = finite_check
@@ -422,6 +425,8 @@ class GradientReducer:
         # The same on every rank: part of the exchange.
         num_weighed = self.collective.tally
         if async_op:
+            if self._sums:
+                self._multiply(total)
             if num_weighed:
                 self._divide_async((total - num_weighed) / total)
             return True
@@ -435,9 +440,15 @@ class GradientReducer:
             if not self.is_empty:
                 for flat in self._grads:
                     flat.div_(mean_weight)
+        if self._sums:
+            self._multiply(total)
         if self.collective.host_runs_ahead:
             self.skip_flag.zero_()
         return True
+
+    def _multiply(self, total: float) -> None:
+        for flat in self._grads:
+            flat.mul_(total)
 
     def _divide_async(self, plain: float) -> None:
         """Divide by the reduced weight for each sample, a value on the device.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,34 @@ from runtime.checkpoint.format import plain
 from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
 
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+SchedulerFactory = (
+    Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+    | Callable[[torch.optim.Optimizer, int], torch.optim.lr_scheduler.LRScheduler]
+)
+"""``f(optimizer)`` or ``f(optimizer, total)``, with the number of scheduler steps of the run."""
 SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
 """One factory for all optimizers, or factories by optimizer name."""
+
+
+def takes_total(factory: Callable[..., Any]) -> bool:
+    """True if a scheduler factory takes the number of steps after the optimizer, by its signature.
+
+    Raises:
+        TypeError: It is a scheduler's class, whose second argument is of another kind.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # some callables have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    if isinstance(factory, type) and len(required) > 1:
+        more = ", ".join(required)
+        raise TypeError(
+            f"scheduler({factory.__name__}): the class requires {more}: pass for instance "
+            f"lambda optimizer, total: {factory.__name__}({more})"
+        )
+    return len(required) == 2 or any(p.name == "total" for p in positional[1:2])
 
 
 class Schedule:
@@ -26,6 +53,8 @@ class Schedule:
         total: The last position of the scheduler; it stays there.
         every: Positions between two steps of the scheduler; 0: it is stepped by
             :meth:`step_by_metrics`, and positions are epochs.
+        num_steps: Steps of the scheduler in the run, for ``factory(optimizer, total)``; ``None``:
+            unknown.
 
     Attributes:
         scheduler: The scheduler; ``None``: constant rates.
@@ -37,10 +66,12 @@ class Schedule:
         factory: SchedulerFactories | None = None,
         total: int | None = None,
         every: int = 1,
+        num_steps: int | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._total = total
         self._every = every
+        self._num_steps = num_steps
         self._position = 0
         self._scale = 1.0
         self._host_lr: float | None = None
@@ -52,7 +83,17 @@ class Schedule:
             self.attach(factory)
 
     def attach(self, factory: SchedulerFactories) -> None:
-        """Set the learning rates by the scheduler ``factory(optimizer)`` from now on."""
+        """Set the learning rates by the scheduler ``factory(optimizer)``, or ``factory(optimizer,
+        total)``, from now on.
+
+        Raises:
+            TypeError: The factory or its result is of another kind.
+            ValueError: The scheduler has fewer steps than the run, or the number is unknown.
+        """
+        if isinstance(factory, Mapping):
+            factory = {name: self._with_total(each) for name, each in factory.items()}
+        else:
+            factory = self._with_total(factory)
         scheduler = make_scheduler(self._optimizer, factory)
         if not hasattr(scheduler, "step"):
             raise TypeError(
@@ -79,10 +120,42 @@ class Schedule:
         for optimizer in members_of(self._optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self.scheduler = scheduler
+        self._check_length()
         self._position = 0
         self._base = self._read()
         if self._scale != 1.0:
             self._write([rate * self._scale for rate in self._base])
+
+    def _with_total(self, factory: SchedulerFactory) -> SchedulerFactory:
+        if not takes_total(factory):
+            return factory
+        if self._num_steps is None:
+            raise ValueError(
+                "scheduler: the number of steps is unknown here, since the loop is the caller's: "
+                "pass f(optimizer), with the number in it"
+            )
+        return partial(_call_with_total, factory, self._num_steps)
+
+    def _one_cycles(self) -> Iterator[torch.optim.lr_scheduler.OneCycleLR]:
+        """The schedulers that end, and raise if they are stepped beyond."""
+        found = self.scheduler
+        members = found.members if isinstance(found, Schedulers) else (found,)
+        yield from (s for s in members if isinstance(s, torch.optim.lr_scheduler.OneCycleLR))
+
+    def _check_length(self) -> None:
+        """Check that no scheduler ends before the run.
+
+        Raises:
+            ValueError: One does.
+        """
+        for each in self._one_cycles():
+            if self._num_steps is not None and each.total_steps < self._num_steps - 1:
+                raise ValueError(
+                    f"OneCycleLR has {each.total_steps} steps, and the run {self._num_steps}: pass "
+                    "scheduler(lambda optimizer, total: OneCycleLR(optimizer, max_lr, "
+                    "total_steps=total)). A resumed run keeps the steps of its checkpoint: do not "
+                    "raise num_epochs or max_steps with this scheduler"
+                )
 
     @property
     def num_groups(self) -> int:
@@ -176,6 +249,7 @@ class Schedule:
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(restore_subclasses(dict(state["scheduler"])))
+            self._check_length()
 
     def mark(self) -> ScheduleMark | None:
         """The current state, for :meth:`restore`; ``None`` if no step changes it."""
@@ -236,7 +310,10 @@ class Schedule:
         if self._scale != 1.0:
             self._write(self._base)
         for metrics in arguments:
-            self.scheduler.step(*metrics)
+            # The last position is after the last step, where no rate is needed.
+            ended = any(each.last_epoch >= each.total_steps for each in self._one_cycles())
+            if self._num_steps is None or not ended:
+                self.scheduler.step(*metrics)
             self._position += 1
         if self._scale != 1.0:
             # Chainable schedulers compute from the current rate, which must not be the scaled one.
@@ -252,6 +329,10 @@ class ScheduleMark(NamedTuple):
     base: list[float]
     rates: list[float | torch.Tensor]
     scheduler: dict[str, Any]
+
+
+def _call_with_total(factory: Any, total: int, optimizer: torch.optim.Optimizer) -> Any:
+    return factory(optimizer, total)
 
 
 def _interval_text(every: int) -> str:

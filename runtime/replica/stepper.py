@@ -67,6 +67,8 @@ class Stepper:
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         parts: The optimizers, if there are several.
         warns: True on the rank that logs warnings about ``train_fn``.
+        sum_scale: The losses are sums over the samples, and without a reducer their gradients are
+            multiplied by this factor; ``None``: the losses are means.
 
     Attributes:
         log: See above.
@@ -91,7 +93,9 @@ class Stepper:
         global_batch: GlobalBatchComm | None = None,
         parts: Sequence[OptimizerPart] = (),
         warns: bool = True,
+        sum_scale: float | None = None,
     ) -> None:
+        self._sum_scale = sum_scale
         self.log = log or BatchLog(ValueLog())
         self.part_names = tuple(part.name for part in parts)
         self._parts = {part.name: part for part in parts}
@@ -354,6 +358,7 @@ class AccumulationWindow:
         part = self._part
         checks = stepper._checks[part.name]
         scaled = num_samples != self.num_samples or stepper._scaler is not None
+        scaled = scaled or not (stepper._sum_scale is None or part.reducer is None)
         probes = checks.probe() if scaled or checks.is_first else ()
         if stepper._dtype is None:
             result = train_fn(stepper._model, batch)
@@ -373,7 +378,11 @@ class AccumulationWindow:
         checks.check_graph(loss)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         live: Tensor | bool = True
-        if weight is None and self._weights is None:
+        if stepper._sum_scale is not None:
+            self._plain_units += fraction
+            target = self._scale_sum(loss, weight, stepper._sum_scale)
+            loss = loss.detach() / num_samples
+        elif weight is None and self._weights is None:
             self._plain_units += fraction
             target = loss if fraction == 1.0 else loss * fraction
         else:
@@ -423,6 +432,21 @@ class AccumulationWindow:
             log.values.weigh_scalars(num_scalars, weight)
             log.values.push_loss(loss, weight)
         return loss, weight
+
+    def _scale_sum(self, loss: Tensor, weight: Weight | None, scale: float) -> Tensor:
+        """Scale the sum of a micro-batch, which the reducer expects as a part of the rank's mean.
+
+        Raises:
+            ValueError: It has a weight.
+        """
+        if weight is not None:
+            raise ValueError(
+                'loss_reduction("sum"): train_fn returned a loss with a weight, which are for '
+                "means: return the sum alone"
+            )
+        if self._part.reducer is not None:
+            return loss / self.num_samples
+        return loss if scale == 1.0 else loss * scale
 
     def _require(self, *stages: _Stage) -> None:
         if self._stage not in stages:

@@ -127,6 +127,7 @@ class WorkerReplica:
             scheduler=functions.scheduler,
             total_steps=config.total_steps,
             schedule_every=config.schedule_every,
+            scheduler_steps=config.scheduler_steps,
             finish=context.finish,
             load=None if resume is None else resume.load_weights,
         )
@@ -260,6 +261,7 @@ class WorkerReplica:
             global_batch=self.global_batch,
             parts=parts,
             warns=config.rank == 0,
+            sum_scale=config.sum_scale,
         )
 
     def _params_of(self, name: str) -> ParamSubset:
@@ -286,6 +288,7 @@ class WorkerReplica:
             self.context.comm,
             bucket_bytes=config.bucket_bytes,
             timer=timer,
+            sums=config.loss_reduction == "sum",
         )
         self._reducers.append(reducer)
         return reducer

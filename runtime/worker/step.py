@@ -89,7 +89,7 @@ class WorkerSteps:
         self._timer = timer
         self._await_batch = await_batch
         self._lane = lane
-        self._part = config.batch_part
+        self._config = config
         self._can_repeat = self._is_lockstep and (config.redoes or config.falls_back)
         self._redoes = config.redoes
         self._launched: deque[_LaunchedStep] = deque()
@@ -123,7 +123,7 @@ class WorkerSteps:
             self.replica.model,
             optimizer,
             log=self._log,
-            full=[config.own_batch_size] * config.accumulate,
+            full=[config.own_batch_size] * (config.accumulate * config.num_micro_batches),
             varies=varies,
             memory=self._memory,
             fallbacks=fallbacks,
@@ -475,10 +475,8 @@ class WorkerSteps:
 
     def _advance_schedule(self, position: int | None = None) -> None:
         if position is None:
-            own = self._protocol.batches
-            if self._part is not None:
-                own = int(own * self._part)
-            position = self._protocol.global_step + own
+            protocol = self._protocol
+            position = self._config.position(protocol.global_step, protocol.batches)
         self._schedule.advance(position)
         if self._capturable is not None:
             self._capturable.refresh()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy
+from coordinator.config import ApplyPolicy, StepCount
 from runtime.device.timing import StepTime
 from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
 from runtime.replica.schedule import SchedulerFactories
@@ -29,10 +28,15 @@ class WorkerConfig:
         world_size: Number of ranks.
         device: The worker's device.
         num_samples: Length of the data set.
-        batch_size: Samples in a batch.
+        batch_size: Samples in a batch of the ledger.
         batch_sizes: The batch size of each rank; ``None``: equal sizes.
+        global_batch_size: Samples of one optimizer step over all ranks; ``None``: not set.
+        step_count: Counts global batches, as positions of the schedule; ``None``: each batch is
+            one position.
+        num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a step.
         policy: ``SYNC`` averages gradients in every step.
         seed: Seed of the worker's generators.
+        loss_reduction: ``"mean"`` or ``"sum"``, of a loss over the samples of its batch.
         accumulate: Micro-batches in an optimizer step.
         max_grad_norm: Maximum norm, to which gradients are clipped.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
@@ -41,6 +45,7 @@ class WorkerConfig:
         lr_scale: Multiplies the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
+        scheduler_steps: Steps of the scheduler in the run; ``None``: unknown.
         num_cpu_workers: CPU workers that share the cores.
         survives: True if the worker continues after the death of another one.
         falls_back: True if the run continues over another transport after one fails.
@@ -62,9 +67,13 @@ class WorkerConfig:
     num_samples: int = 0
     batch_size: int = 1
     batch_sizes: tuple[int, ...] | None = None
+    global_batch_size: int | None = None
+    step_count: StepCount | None = None
+    num_micro_batches: int = 1
     policy: ApplyPolicy = ApplyPolicy.SYNC
     seed: int = 0
     accumulate: int = 1
+    loss_reduction: str = "mean"
     max_grad_norm: float | None = None
     precision: str = "fp32"
     on_non_finite: str = "raise"
@@ -72,6 +81,7 @@ class WorkerConfig:
     lr_scale: float = 1.0
     total_steps: int | None = None
     schedule_every: int = 1
+    scheduler_steps: int | None = None
     num_cpu_workers: int = 1
     survives: bool = False
     falls_back: bool = False
@@ -89,13 +99,31 @@ class WorkerConfig:
         """Samples in a full batch of this rank, if pieces do not follow measured speed."""
         return self.batch_size if self.batch_sizes is None else self.batch_sizes[self.rank]
 
-    @property
-    def batch_part(self) -> Fraction | None:
-        """Schedule positions of one batch of this rank; ``None``: one."""
-        sizes = self.batch_sizes
+    def position(self, global_step: int, num_batches: int) -> int:
+        """Position of the schedule before a step.
+
+        Args:
+            global_step: The position up to which all ranks' batches are known.
+            num_batches: Batches of this rank since.
+        """
+        sizes, count = self.batch_sizes, self.step_count
+        if count is not None:
+            num = num_batches * self.own_batch_size // count.batch_size
+            return count.steps(count.batches(global_step) + num)
         if sizes is None or self.policy is ApplyPolicy.SYNC:
+            return global_step + num_batches
+        return global_step + num_batches * sizes[self.rank] * len(sizes) // sum(sizes)
+
+    @property
+    def sum_scale(self) -> float | None:
+        """Factor of a sum's gradients on a rank that steps alone: its batch is a part of the global
+        batch; ``None``: losses are means.
+        """
+        if self.loss_reduction == "mean":
             return None
-        return Fraction(sizes[self.rank] * len(sizes), sum(sizes))
+        if self.policy is ApplyPolicy.SYNC or self.global_batch_size is None:
+            return 1.0
+        return self.global_batch_size / (self.own_batch_size * self.accumulate)
 
     @property
     def redoes(self) -> bool:

@@ -221,6 +221,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "progressive_dispatch": (True,),
         "max_grad_norm": (5,),
         "accumulate": (2,),
+        "loss_reduction": ("sum",),
         "precision": ("fp32",),
         "on_non_finite": ("raise",),
         "scheduler": (lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0),),
@@ -255,7 +256,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method
     public = {name for name in dir(b) if not name.startswith("_")}
-    assert public == {*values, "cluster", "collate_fn", "run"}
+    assert public == {*values, "cluster", "collate_fn", "global_batch_size", "run"}
     assert b.run().join(WAIT_S).metrics[0].num_samples == 12
 
 

@@ -224,7 +224,9 @@ def test_the_short_batch_counts_its_samples():
 
 
 def test_drop_last_omits_the_short_batch():
-    ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=1, drop_last=True)
+    ledger = BatchLedger(
+        num_samples=103, batch_size=10, num_epochs=1, world_size=1, batches_per_epoch=10
+    )
     while assign(ledger, 0):
         pass
     settle_all(ledger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -12,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from coordinator import messages as m
 from coordinator.messages import Send
 from coordinator.service import Service
-from runtime import current_worker
-from runtime.replica.schedule import Schedule
+from runtime import CheckpointError, WorkerFailed, current_worker
+from runtime.replica.schedule import Schedule, takes_total
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -389,3 +390,127 @@ def test_requirements_of_a_metric_are_checked_before_the_run():
         builder().scheduler(halving, metric="eval/loss").run()
     with pytest.raises(TypeError, match="pass a name"):
         builder().scheduler(halving, metric=3)
+
+
+# -- the number of steps of the run -------------------------------------------------------------
+
+
+def one_cycle(optimizer, total):
+    return OneCycleLR(optimizer, 0.4, total_steps=total)
+
+
+class Callable:
+    """A factory that is an object."""
+
+    def __call__(self, optimizer, total):
+        return one_cycle(optimizer, total)
+
+
+TAKE_TOTAL = {
+    "function": (one_cycle, True),
+    "object": (Callable(), True),
+    "bound method": (Callable().__call__, True),
+    "total with a default": (lambda optimizer, total=None: None, True),
+    "optimizer alone": (lambda optimizer: None, False),
+    "setting with a default": (lambda optimizer, rate=0.1: None, False),
+    "any arguments": (lambda *arguments: None, False),
+    "partial": (functools.partial(OneCycleLR, max_lr=0.4, total_steps=9), False),
+    "class": (torch.optim.lr_scheduler.ConstantLR, False),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_TOTAL)
+def test_a_factory_takes_the_number_of_steps_by_its_signature(name):
+    factory, wanted = TAKE_TOTAL[name]
+    assert takes_total(factory) is wanted
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda: None,
+        lambda optimizer, total, more: None,
+        lambda optimizer, *, gamma: None,
+        StepLR,  # its second argument is no number of steps of the run
+        OneCycleLR,
+    ],
+)
+def test_a_factory_with_another_signature_is_refused_at_once(factory):
+    for given in (factory, {"a": factory}):
+        with pytest.raises(TypeError, match=r"^scheduler.*optimizer.*(pass|define)"):
+            builder().scheduler(given)
+
+
+TOTALS = [
+    ({}, {}, 30),  # 3 epochs of 10 batches, counted over both ranks
+    ({}, {"interval": "epoch"}, 3),
+    ({"max_steps": 14}, {}, 14),
+    ({"max_steps": 14}, {"interval": "epoch"}, 2),
+    ({"drop_last": True, "batch_size": 3}, {}, 18),
+    ({"accumulate": 2}, {}, 30),
+]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize(("settings", "how", "total"), TOTALS)
+def test_the_number_of_steps_is_that_of_the_run(policy, settings, how, total):
+    found = []
+
+    def scheduler(optimizer, total):
+        found.append(total)
+        return one_cycle(optimizer, total)
+
+    b = builder(dataset=20, batch_size=2, epochs=3, way=(SYNC, THREAD)).policy(policy)
+    for name, value in settings.items():
+        getattr(b, name)(value)
+    b.scheduler(scheduler, **how).run().join(WAIT_S)
+    assert found == [total] * 2
+
+
+def test_a_plateau_scheduler_may_take_the_number_of_epochs():
+    found = []
+
+    def scheduler(optimizer, total):
+        found.append(total)
+        return ReduceLROnPlateau(optimizer)
+
+    builder(epochs=3).scheduler(scheduler, metric="avg_loss").run().join(WAIT_S)
+    assert found == [3] * 2
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_cycle_that_ends_one_step_early_is_no_error(policy, missing):
+    """The last rate is that of the step before it: no step is made at the last position."""
+    b = builder(dataset=20, batch_size=2, epochs=2, way=(SYNC, THREAD)).policy(policy)
+    b.scheduler(lambda o: OneCycleLR(o, 0.4, total_steps=20 - missing)).run().join(WAIT_S)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_cycle_that_is_shorter_than_the_run_is_refused_before_the_first_step(way):
+    stepped = []
+
+    def train(model, batch):
+        stepped.append(batch)
+        return count_up(model, batch)
+
+    b = builder(train=train, dataset=20, batch_size=2, epochs=2, way=way)
+    b.scheduler(lambda o: OneCycleLR(o, 0.4, total_steps=18))
+    with pytest.raises(WorkerFailed, match=r"18 steps, and the run 20.*lambda optimizer, total"):
+        b.run().join(WAIT_S)
+    assert stepped == []
+
+
+def test_a_resumed_cycle_is_as_long_as_the_first(tmp_path):
+    def run(epochs):
+        b = builder(dataset=20, batch_size=2, epochs=epochs, way=(SYNC, THREAD))
+        return b.scheduler(one_cycle)
+
+    run(2).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    with pytest.raises(CheckpointError, match="keeps the steps of its checkpoint"):
+        run(3).resume(tmp_path).run().join(WAIT_S)
+
+
+def test_the_number_of_steps_is_unknown_without_a_run():
+    with pytest.raises(ValueError, match="the loop is the caller's"):
+        Schedule(optimizer(), one_cycle)
