@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from coordinator.splitting import count_batches
-
 
 class ApplyPolicy(Enum):
     """Averaging policy: when replicas exchange gradients or parameters."""
@@ -43,34 +41,6 @@ class AverageBackend(Enum):
     def collective(self) -> str:
         """Kind of collective that the ranks use; only for a resolved backend."""
         return "thread" if self is AverageBackend.CPU else self.value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCount:
-    """Counts global batches in batches of the ledger, where these are parts of global batches.
-
-    Attributes:
-        batch_size: Samples in a batch of the ledger.
-        global_batch_size: Samples in a global batch.
-        batches_per_epoch: Batches in an epoch.
-        steps_per_epoch: Global batches in an epoch, the short one included.
-    """
-
-    batch_size: int
-    global_batch_size: int
-    batches_per_epoch: int
-    steps_per_epoch: int
-
-    def steps(self, num_batches: int) -> int:
-        """Completed global batches after ``num_batches``."""
-        epochs, rest = divmod(num_batches, self.batches_per_epoch)
-        return epochs * self.steps_per_epoch + rest * self.batch_size // self.global_batch_size
-
-    def batches(self, num_steps: int) -> int:
-        """Batches in ``num_steps`` global batches."""
-        epochs, rest = divmod(num_steps, self.steps_per_epoch)
-        part = rest * self.global_batch_size // self.batch_size
-        return epochs * self.batches_per_epoch + min(part, self.batches_per_epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +193,15 @@ class CoordinatorConfig:
         num = self.num_samples
         if self.drop_last and self.global_batch_size is not None:
             num -= num % self.global_batch_size
-        return count_batches(num, self.batch_size, drop_last=self.drop_last)
+        return num // self.batch_size if self.drop_last else -(-num // self.batch_size)
 
     @property
     def steps_per_epoch(self) -> Fraction | int:
         """Steps in an epoch: global batches if ``global_batch_size`` is set, else batches."""
-        if self.global_batch_size is None:
+        num, size = self.num_samples, self.global_batch_size
+        if size is None:
             return self.batches_per_epoch * self.counted_as
-        return count_batches(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
+        return num // size if self.drop_last else -(-num // size)
 
     @property
     def total_steps(self) -> int:
@@ -284,3 +255,31 @@ class CoordinatorConfig:
     def world_size(self) -> int:
         """Number of ranks at the start."""
         return len(self.devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCount:
+    """Counts global batches in batches of the ledger, where these are parts of global batches.
+
+    Attributes:
+        batch_size: Samples in a batch of the ledger.
+        global_batch_size: Samples in a global batch.
+        batches_per_epoch: Batches in an epoch.
+        steps_per_epoch: Global batches in an epoch, the short one included.
+    """
+
+    batch_size: int
+    global_batch_size: int
+    batches_per_epoch: int
+    steps_per_epoch: int
+
+    def steps(self, num_batches: int) -> int:
+        """Completed global batches after ``num_batches``."""
+        epochs, rest = divmod(num_batches, self.batches_per_epoch)
+        return epochs * self.steps_per_epoch + rest * self.batch_size // self.global_batch_size
+
+    def batches(self, num_steps: int) -> int:
+        """Batches in ``num_steps`` global batches."""
+        epochs, rest = divmod(num_steps, self.steps_per_epoch)
+        part = rest * self.global_batch_size // self.batch_size
+        return epochs * self.batches_per_epoch + min(part, self.batches_per_epoch)

@@ -23,27 +23,6 @@ SchedulerFactories = SchedulerFactory | Mapping[str, SchedulerFactory]
 """One factory for all optimizers, or factories by optimizer name."""
 
 
-def takes_total(factory: Callable[..., Any]) -> bool:
-    """True if a scheduler factory takes the number of steps after the optimizer, by its signature.
-
-    Raises:
-        TypeError: It is a scheduler's class, whose second argument is of another kind.
-    """
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # some callables have no signature
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p.name for p in positional if p.default is p.empty]
-    if isinstance(factory, type) and len(required) > 1:
-        more = ", ".join(required)
-        raise TypeError(
-            f"scheduler({factory.__name__}): the class requires {more}: pass for instance "
-            f"lambda optimizer, total: {factory.__name__}({more})"
-        )
-    return len(required) == 2 or any(p.name == "total" for p in positional[1:2])
-
-
 class Schedule:
     """Sets an optimizer's learning rates by the position in the run.
 
@@ -329,6 +308,27 @@ class ScheduleMark(NamedTuple):
     base: list[float]
     rates: list[float | torch.Tensor]
     scheduler: dict[str, Any]
+
+
+def takes_total(factory: Callable[..., Any]) -> bool:
+    """True if a scheduler factory takes the number of steps after the optimizer, by its signature.
+
+    Raises:
+        TypeError: It is a scheduler's class, whose second argument is of another kind.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # some callables have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    if isinstance(factory, type) and len(required) > 1:
+        more = ", ".join(required)
+        raise TypeError(
+            f"scheduler({factory.__name__}): the class requires {more}: pass for instance "
+            f"lambda optimizer, total: {factory.__name__}({more})"
+        )
+    return len(required) == 2 or any(p.name == "total" for p in positional[1:2])
 
 
 def _call_with_total(factory: Any, total: int, optimizer: torch.optim.Optimizer) -> Any:
