@@ -29,7 +29,16 @@ from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.protocol import WorkerState
-from tests.support.running import CPU, WAIT_S, Trace, count_up, counter, numbers, plain_sgd
+from tests.support.running import (
+    CADENCE,
+    CPU,
+    WAIT_S,
+    Trace,
+    count_up,
+    counter,
+    numbers,
+    plain_sgd,
+)
 
 N, SIZE = 40, 2
 BATCH = (torch.zeros(SIZE),)
@@ -53,6 +62,7 @@ class Alone:
             )
             if key in kwargs
         }
+        settings.setdefault("policy", CADENCE)
         endpoints, channels = GpuWorker.channels()
         self.control, self.reports = channels.control, channels.reports
         self.worker = GpuWorker(
