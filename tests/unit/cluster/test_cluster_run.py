@@ -22,7 +22,7 @@ from runtime import (
 from runtime.checkpoint.store import entries, load_newest
 from runtime.cluster import cluster_run
 from tests.support.clustering import Effects, Machine, same
-from tests.support.memory_engine import MemoryCluster
+from tests.support.memory_engine import MemoryCluster, MemoryEngine
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
@@ -328,6 +328,23 @@ def test_a_worker_error_ends_only_its_machine():
         b.join()
     a.join()
     assert set(a.trained) == set(range(203))
+
+
+@pytest.mark.parametrize("part", ["the result", "the end of the engine"])
+def test_an_error_at_the_end_of_a_machine_is_raised_by_its_handle(part, monkeypatch):
+    close = MemoryEngine.close
+
+    def fail(owner, *args):
+        if part != "the result":
+            close(owner)
+        raise OSError(f"planted in {part}")
+
+    place = (cluster_run.ClusterRun, "_with_last_round")
+    if part != "the result":
+        place = (MemoryEngine, "close")
+    monkeypatch.setattr(*place, fail)
+    with pytest.raises(OSError, match=f"planted in {part}"):
+        Machine(MemoryCluster(), "a").join()
 
 
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():

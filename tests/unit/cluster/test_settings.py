@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime import Mean, Nesterov
+from runtime.cluster.options import MAX_MACHINE_ID_BYTES, EngineOptions
 from runtime.cluster.settings import PERIOD_VARIABLE, ClusterSettings
 
 ADDRESS = {"GPUWORKER_CLUSTER": "host:1"}
@@ -23,6 +24,13 @@ def test_the_period_comes_from_the_call_or_the_environment_and_defaults_to_30_s(
         settings(**{PERIOD_VARIABLE: "soon"})
     with pytest.raises(ValueError, match="period"):
         settings(period=0)
+
+
+@pytest.mark.parametrize("machine", ["", "x" * (MAX_MACHINE_ID_BYTES + 1), "é" * 200])
+def test_an_id_without_or_with_too_many_bytes_is_refused(machine):
+    EngineOptions(address="host:1", machine="x" * MAX_MACHINE_ID_BYTES)
+    with pytest.raises(ValueError, match="pass an id of 1 to"):
+        EngineOptions(address="host:1", machine=machine)
 
 
 def test_another_type_of_outer_optimizer_raises():

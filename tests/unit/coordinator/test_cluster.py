@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -117,7 +117,12 @@ def test_the_error_for_malformed_facts_names_the_field(field, value):
         MachineReport.from_json(json.dumps(sent).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}'])
+NAMES = json.dumps([field.name for field in fields(MachineReport)]).encode()
+
+
+@pytest.mark.parametrize(
+    "data", [NAMES, b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"weight": NaN}']
+)
 def test_garbage_instead_of_facts_raises(data):
     with pytest.raises(ValueError):  # noqa: PT011 - several messages
         MachineReport.from_json(data)

@@ -268,6 +268,17 @@ def test_a_delivered_average_is_not_abandoned_but_its_late_ranks_end_the_run():
     assert "ranks [1] have not answered a round for 3 times 1 s" in str(error)
 
 
+def test_a_collective_that_one_rank_has_left_is_waited_for_until_its_timeout():
+    run = at_a_round(THREAD, collective_timeout_s=7.0, max_failed_rounds=1)
+    assert run.machine.rounds.round.deadline is None  # the collective has its own
+    run.now = 3.0
+    run.handle(m.SyncAck(rank=0, round=1, ok=False))
+    assert run.machine.deadline == 10.0
+    run.now = 10.0
+    run.handle(m.Tick())
+    assert "ranks [1] have not answered" in str(run.machine.outcome.failure.error)
+
+
 def test_a_late_acknowledgement_completes_the_round():
     run = at_a_round(snapshot_timeout_s=1.0, max_failed_rounds=3)
     run.snapshot(0, 1), run.snapshot(1, 1)
