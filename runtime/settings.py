@@ -577,13 +577,17 @@ class RunSettings:
 
     def _check_batch_fits(self, num_samples: int, world: int) -> None:
         """Refuse a batch larger than the data set, or warn if that is a trial of a few samples."""
-        largest = max(self.coordinator.batch_sizes or (self.coordinator.batch_size,))
+        c = self.coordinator
+        if c.global_batch_size is not None:
+            name, largest, fitting = "global_batch_size", c.global_batch_size, num_samples
+        else:
+            name, largest = "batch_size", max(c.batch_sizes or (c.batch_size,))
+            fitting = max(1, num_samples // world)
         if largest <= num_samples:
             return
         text = (
-            f"batch_size({largest}) is larger than the data set, which has {num_samples} samples: "
-            f"call .batch_size({max(1, num_samples // world)}), with which each of the {world} "
-            f"workers has a batch, or at most .batch_size({num_samples})"
+            f"{name}({largest}) is larger than the data set, which has {num_samples} samples: call "
+            f".{name}({fitting}), with which each of the {world} workers has a part of it"
         )
         if num_samples > MAX_TRIAL_SAMPLES:
             raise ValueError(text)

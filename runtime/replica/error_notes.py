@@ -114,20 +114,23 @@ def memory_note(num_samples: int, largest: int, remedy: str) -> str:
     return f"the batch had {num_samples} samples, {fitted}: {remedy}"
 
 
-def accumulate_remedy(num_samples: int, largest: int, accumulate: int) -> str:
+def accumulate_remedy(
+    num_samples: int, largest: int, accumulate: int, global_batch_size: int | None
+) -> str:
     """The settings of a run that train the same samples in a step, in smaller batches.
 
     Args:
         num_samples: Samples of a batch of one worker.
         largest: Samples of the largest batch that fitted; 0: none yet.
         accumulate: Batches of a step so far.
+        global_batch_size: Samples of a step, if they are set.
     """
     if num_samples < 2:
         return 'use precision("bf16"), a smaller model or gpuworker.FSDP'
     parts = 2
     while 0 < largest < -(-num_samples // parts):
         parts += 1
-    return (
-        f".batch_size({-(-num_samples // parts)}).accumulate({parts * accumulate}) trains as many "
-        "samples in each optimizer step with less memory"
-    )
+    calls = f".accumulate({parts * accumulate})"
+    if global_batch_size is None:
+        calls = f".batch_size({-(-num_samples // parts)}){calls}"
+    return f"{calls} trains as many samples in each optimizer step with less memory"

@@ -95,7 +95,8 @@ class WorkerSteps:
         self._launched: deque[_LaunchedStep] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._is_lockstep
-        self._accumulate = config.accumulate
+        num_batches = max(config.accumulate, config.num_micro_batches)
+        self._sizes = (num_batches, config.global_batch_size)
         self._largest = 0  # samples of the largest batch that fitted into memory
         varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
@@ -233,7 +234,7 @@ class WorkerSteps:
             self._largest = max(sizes)
 
     def _explain_memory(self, error: RuntimeError, num_samples: int) -> None:
-        remedy = accumulate_remedy(num_samples, self._largest, self._accumulate)
+        remedy = accumulate_remedy(num_samples, self._largest, *self._sizes)
         add_note_once(error, memory_note(num_samples, self._largest, remedy))
 
     def _make_lockstep(
