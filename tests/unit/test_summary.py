@@ -25,7 +25,8 @@ from torch import nn
 from runtime import Trainer, current_worker
 
 def train(model, batch):
-    if {how!r} == "interrupted" and current_worker().local_step == 2:
+    worker = current_worker()
+    if {how!r} == "interrupted" and (worker.rank, worker.local_step) == (0, 2):
         os.kill(os.getpid(), signal.SIGINT)
     return model(batch[0]).square().mean()
 
