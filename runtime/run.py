@@ -80,6 +80,12 @@ logger = logging.getLogger(__name__)
 
 WORKER_GRACE_S = 5.0
 
+UNSEEDED = (
+    "seed(n) is not set: the order of samples and the workers' generators use 0, and initial "
+    "weights are drawn from PyTorch's process generator; torch.manual_seed(%d) at the start of the "
+    "program repeats them"
+)
+
 
 class Run:
     """The parts of one run: queues, coordinator, collectives, workers.
@@ -146,6 +152,8 @@ class Run:
         self._peers = RunPeers(CollectiveGroups(self._make_group))
         self._collectives: dict[int, Collective] = {}
         self._order = BuildOrder(config.seed)
+        if config.seed is None:
+            logger.info(UNSEEDED, torch.initial_seed())
         self._agreement = LockstepAgreement()
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)

@@ -533,8 +533,12 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(num_epochs=check_int("num_epochs", n, 1))
 
     def seed(self, n: int) -> Self:
-        """Seed of permutations and of each worker's generator (default 0). Setting it
-        also seeds the process generator around rank 0's model factory.
+        """Seed of the initial weights, of the order of samples and of each worker's generator.
+
+        Without it order and generators use 0, and the model factory draws from PyTorch's process
+        generator: such runs repeat after ``torch.manual_seed(n)``, and otherwise differ in their
+        initial weights. To compare seeds, set it: ``torch.manual_seed`` changes the initial
+        weights only.
         """
         return self._set(seed=check_int("seed", n, 0, MAX_SEED))
 

@@ -79,6 +79,8 @@ def train(
     dataset=None,
     recomputed=False,
     configure=lambda b: b,
+    seed=5,
+    weights=None,
 ):
     turns = Turns(order or list(range(ranks)))
 
@@ -90,8 +92,14 @@ def train(
         turns.over(worker)
         return loss
 
+    def make(device):
+        net = Net(recomputed=recomputed)
+        if weights is not None:
+            net.load_state_dict(weights)
+        return net
+
     made = builder(
-        model=lambda device: Net(recomputed=recomputed),
+        model=make,
         optim=lambda params: torch.optim.AdamW(params, 0.01),
         train=fit,
         dataset=dataset or Noisy(),
@@ -99,12 +107,32 @@ def train(
         epochs=EPOCHS,
         ranks=ranks,
         way=(SYNC, backend),
-    ).seed(5)
+    )
+    if seed is not None:
+        made.seed(seed)
     return configure(made).run().join(WAIT_S).params
 
 
 def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_without_a_seed_repeats_after_manual_seed_and_logs_it(caplog):
+    def unseeded(torch_seed, **settings):
+        torch.manual_seed(torch_seed)
+        return train(2, seed=None, **settings)
+
+    with caplog.at_level("INFO", "runtime"):
+        first = unseeded(7)
+    assert same(first, unseeded(7))
+    assert "torch.manual_seed(7) at the start of the program" in caplog.text
+    other = unseeded(8)
+    assert not same(first, other)
+    # Order and workers' generators are those of seed 0.
+    torch.manual_seed(7)
+    weights = Net().state_dict()
+
+    assert same(first, train(2, seed=0, weights=weights))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
