@@ -25,7 +25,7 @@ from runtime.core.checks import (
     default_devices,
 )
 from runtime.core.errors import CheckpointError
-from runtime.evaluation.device_pool import EvaluationFn
+from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import evaluate_means, predict_outputs
 from runtime.loop import ReplicatedModule
 from runtime.replica.build import ModelFactory, ModelT, ModelT_co

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +17,13 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.memory import is_out_of_memory
 from runtime.evaluation.batch_source import BatchSource, SampleRange
-from runtime.evaluation.pending_means import EvaluationView, drawing, evaluating, failed
-
-EvaluationFn = Callable[[Any, Any], Any]
+from runtime.evaluation.pending_means import (
+    EvaluationFn,
+    EvaluationView,
+    drawing,
+    evaluating,
+    failed,
+)
 
 
 class Receiver(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from runtime.core.errors import EvaluationFailed
 from runtime.core.loss_weights import Weight, Weighted, check_weight, split_loss
 from runtime.core.rng import thread_generator
 
+EvaluationFn = Callable[[Any, Any], Any]
 _REMEDY = "return a dict of means over the batch, such as {'loss': loss}, or (dict, weight)"
 
 

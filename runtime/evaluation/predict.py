@@ -12,9 +12,9 @@ from torch import nn
 
 from coordinator.batch_means import BatchMeans, weighted_means
 from runtime.evaluation.batch_source import SampleRange, open_source
-from runtime.evaluation.device_pool import DevicePool, EvaluationFn
+from runtime.evaluation.device_pool import DevicePool
 from runtime.evaluation.output_collector import OutputCollector
-from runtime.evaluation.pending_means import EvaluationView, PendingMeans
+from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, PendingMeans
 
 
 def predict_outputs(

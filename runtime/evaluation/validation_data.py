@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from coordinator.messages import EpochPlan
 from coordinator.splitting import count_batches
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
@@ -128,12 +129,21 @@ class ValidationLoader:
     """
 
     def __init__(self, loader: Loader, ready: threading.Event, index: EpochIndex) -> None:
-        self.submit = loader.submit
-        self.cancel = loader.cancel
-        self.close = loader.close
         self._loader = loader
         self._ready = ready
         self._index = index
+
+    def submit(self, plan: EpochPlan) -> None:
+        """Read the batches of ``plan``."""
+        self._loader.submit(plan)
+
+    def cancel(self) -> None:
+        """Drop all batches not yet taken."""
+        self._loader.cancel()
+
+    def close(self) -> bool:
+        """Stop threads and processes; False if one is alive. Idempotent."""
+        return self._loader.close()
 
     def bounds(self, batch: int) -> tuple[int, int]:
         """Positions of the first sample of a batch, and after its last one."""

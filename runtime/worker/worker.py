@@ -30,7 +30,6 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
-from runtime.evaluation.validation_data import ValidationData
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
@@ -56,7 +55,11 @@ from runtime.worker.worker_config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.worker_validation import WorkerValidation, validation_fn
+from runtime.worker.worker_validation import (
+    ValidationSource,
+    WorkerValidation,
+    validation_fn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class GpuWorker:
         launch_load: LaunchLoad | None = None,
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
-        validation: ValidationData | None = None,
+        validation: ValidationSource | None = None,
     ) -> None:
         prepare_threads()  # unless a run has done so
         install_thread_generators()
@@ -207,7 +210,7 @@ class GpuWorker:
             falls_back=self.config.falls_back,
         )
 
-    def _make_validation(self, data: ValidationData) -> WorkerValidation:
+    def _make_validation(self, data: ValidationSource) -> WorkerValidation:
         this = weakref.ref(self)  # else a cycle of references
         return WorkerValidation(
             this,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -14,9 +15,13 @@ from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted
 from runtime.core.loss_weights import split_loss
 from runtime.device.base import Device
-from runtime.evaluation.device_pool import EvaluationFn
-from runtime.evaluation.pending_means import EvaluationView, PendingMeans, drawing, evaluating
-from runtime.evaluation.validation_data import ValidationData, ValidationLoader
+from runtime.evaluation.pending_means import (
+    EvaluationFn,
+    EvaluationView,
+    PendingMeans,
+    drawing,
+    evaluating,
+)
 from runtime.replica.stepper import Stepper, TrainFns
 from runtime.worker.reporter import Reporter
 
@@ -49,7 +54,7 @@ class WorkerValidation:
         context: Device,
         stepper: Stepper,
         reporter: Reporter,
-        data: ValidationData,
+        data: ValidationSource,
         fn: EvaluationFn,
         rank: int,
         world_size: int,
@@ -63,7 +68,7 @@ class WorkerValidation:
         self._fn = fn
         self._rank = rank
         self._world_size = world_size
-        self._loader: ValidationLoader | None = None
+        self._loader: ValidationReader | None = None
 
     def run(self, task: m.ValidationTask) -> None:
         """Evaluate a task, and report the results.
@@ -84,7 +89,7 @@ class WorkerValidation:
             if state is not None:
                 self._context.set_generator_state(state)
 
-    def _evaluate(self, task: m.ValidationTask, loader: ValidationLoader) -> None:
+    def _evaluate(self, task: m.ValidationTask, loader: ValidationReader) -> None:
         loader.submit(m.EpochPlan(epoch=0, batches=task.batches))
         pending: list[PendingMeans] = []
         since = time.monotonic()
@@ -126,7 +131,37 @@ class WorkerValidation:
     def close(self) -> bool:
         """Close the loader; False if its thread is alive. Idempotent."""
         loader, self._loader = self._loader, None
-        return loader is None or bool(loader.close())
+        return loader is None or loader.close()
+
+
+class ValidationSource(Protocol):
+    """The validation set of a run, shared by its workers."""
+
+    @property
+    def is_cancelled(self) -> threading.Event:
+        """Set when the run has failed."""
+
+    def make_loader(self, rank: int, worker: object) -> ValidationReader:
+        """The batches of a rank."""
+
+
+class ValidationReader(Protocol):
+    """The validation batches of one rank."""
+
+    def submit(self, plan: m.EpochPlan) -> None:
+        """Read the batches of ``plan``."""
+
+    def bounds(self, batch: int) -> tuple[int, int]:
+        """Positions of the first sample of a batch, and after its last one."""
+
+    def next(self) -> Any:
+        """The next submitted batch, on the device; blocks until it is read."""
+
+    def cancel(self) -> None:
+        """Drop all batches not yet taken."""
+
+    def close(self) -> bool:
+        """Stop threads and processes; False if one is alive."""
 
 
 def validation_fn(fn: EvaluationFn | None, train_fn: TrainFns) -> EvaluationFn:
