@@ -11,16 +11,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
-from runtime.core.checks import check_float, check_int, check_path
+from runtime.core.checks import check_flag, check_float, check_int, check_path
 from runtime.core.errors import UnknownMetric
+from runtime.replica.flat import copy_values
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,12 @@ class Callback:
         """Called with the averaged weights of a closing epoch, before its metrics. Runs in a
         worker's thread, which waits; copy tensors to keep them.
         """
+
+    def final_state(self, state: Any) -> Any:
+        """Called with the run's :class:`~gpuworker.TrainedState` when it is over, before
+        :meth:`end`; returns the one that ``join()`` returns.
+        """
+        return state
 
     def end(self) -> None:
         """Called when the run is over."""
@@ -308,38 +316,54 @@ class TimeLimit(Callback):
 
 
 class KeepBest(_MetricCallback):
-    """Saves the averaged weights of the epoch with the best metric in a safetensors file, which
-    a bare module loads: ``Net().load_state_dict(safetensors.torch.load_file(path))``.
+    """Keeps the averaged weights of the epoch with the best metric, in a safetensors file, in the
+    state that ``join()`` returns, or in both.
 
-    The file is written in the metrics thread, whole or not at all. Until an epoch's metrics are
-    known, one copy of its weights is held in host memory. After a resume the file is replaced by
-    better weights only, if it holds the best epoch of the resumed run.
+    A bare module loads the file: ``Net().load_state_dict(safetensors.torch.load_file(path))``. It
+    is written in the metrics thread, whole or not at all. Until an epoch's metrics are known, one
+    copy of its weights is held in host memory; with ``restore`` also one of the best ones. After
+    a resume the file is replaced by better weights only, if it holds the best epoch of the
+    resumed run.
 
     Args:
-        path: The file; its directory is created if needed.
+        path: The file; its directory is created if needed. ``None``: none is written.
         metric: As for :class:`EarlyStopping`.
         mode: ``"min"``: lower is better; ``"max"``: higher.
+        restore: The state of the run has the best weights in place of the last ones; so has a
+            module that was passed in place of a factory.
 
     Attributes:
-        path: The file.
+        path: The file, if any.
         best: The best value, if any.
-        best_epoch: Epoch of the best value, whose weights are in the file.
+        best_epoch: Epoch of the best value, whose weights are kept.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
+        TypeError, ValueError: An argument has the wrong type or is out of range, or there is
+            neither a path nor ``restore``.
     """
 
     takes_weights = True
 
     def __init__(
-        self, path: str | os.PathLike[str], metric: str = "avg_loss", mode: str = "min"
+        self,
+        path: str | os.PathLike[str] | None = None,
+        metric: str = "avg_loss",
+        mode: str = "min",
+        restore: bool = False,
     ) -> None:
         super().__init__()
-        self.path: Path = check_path("KeepBest", path)
+        self._restores = check_flag("KeepBest: restore", restore)
+        if path is None and not restore:
+            raise ValueError(
+                "KeepBest() keeps nothing: pass a path for the best weights, or restore=True to "
+                "have them in the state that join() returns"
+            )
+        self.path: Path | None = None if path is None else check_path("KeepBest", path)
         self._metric = metric
         self._make_tracker = partial(MetricTracker, "KeepBest", metric, mode)
         self._tracker = self._make_tracker()
-        self._weights: dict[int, dict[str, Tensor]] = {}
+        self._weights: dict[int, _EpochWeights] = {}
+        self._best_values: dict[str, Any] | None = None
 
     def begin(self, run: StoppableRun) -> None:
         """Make the directory, and find the best epoch before a resume.
@@ -349,7 +373,9 @@ class KeepBest(_MetricCallback):
         """
         super().begin(run)
         self._tracker = self._make_tracker()
-        self._weights = {}
+        self._weights, self._best_values = {}, None
+        if self.path is None:
+            return  # the weights of earlier epochs are not kept
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for metrics in run.past_metrics:
             value = metrics.value(self._metric)
@@ -372,18 +398,48 @@ class KeepBest(_MetricCallback):
 
     def weights(self, epoch: int, model: nn.Module) -> None:
         """Copy an epoch's weights until its metrics arrive."""
-        copies = {k: t.detach().to("cpu", copy=True) for k, t in named_weights(model).items()}
+        values = copy_values(model) if self._restores else {}
+        in_file: dict[str, Tensor] = {}
+        if self.path is not None:
+            for name, t in named_weights(model).items():
+                in_file[name] = values.get(name, t).detach().to("cpu", copy=name not in values)
         with self._lock:
-            self._weights[epoch] = copies
+            self._weights[epoch] = _EpochWeights(values, in_file)
 
     def __call__(self, metrics: EpochMetrics) -> None:
-        """Write the epoch's weights if it is the best."""
+        """Keep the epoch's weights if it is the best."""
         with self._lock:
             weights = self._weights.pop(metrics.epoch, None)
         value = self._tracker.read(metrics)
         if weights is None or value is None or not self._tracker.improves(value, metrics.epoch):
             return
-        save_weights(self.path, weights, {_BEST: self._described()})
+        if self._restores:
+            self._best_values = weights.values
+        if self.path is not None:
+            save_weights(self.path, weights.in_file, {_BEST: self._described()})
+
+    def final_state(self, state: Any) -> Any:
+        """The state with the best weights, if ``restore``."""
+        if not self._restores or self.best_epoch is None:
+            return state
+        values = self._best_values
+        if values is None:  # of an epoch before the resume
+            assert self.path is not None, "only a file outlasts a run"
+            values = load_file(self.path)
+        logger.info("the state has the weights of epoch %d, the best", self.best_epoch)
+        return state.with_values(values)
+
+    def end(self) -> None:
+        """Release the weights."""
+        self._weights, self._best_values = {}, None
+        super().end()
+
+
+class _EpochWeights(NamedTuple):
+    """The values of a model in its state, and in a file of its weights."""
+
+    values: dict[str, Any]
+    in_file: dict[str, Tensor]
 
 
 _BEST = "gpuworker_best"

@@ -31,7 +31,7 @@ from runtime.data.stream import StreamAdapter, is_stream
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
 from runtime.replica.build import ModelT_co
-from runtime.results import TrainedState
+from runtime.results import TrainedState, load_given
 from runtime.run import Run
 from runtime.settings import RunSettings
 from runtime.timeline.run_summary import RunSummary
@@ -87,6 +87,8 @@ class TrainerHandle(Generic[ModelT_co]):
 
     def finish(self, state: TrainedState[Any] | None, error: BaseException | None) -> None:
         """Store the trained state or the error, and wake all waiters; called by the run."""
+        if state is not None:
+            state = self._final_state(state)
         self.end_callbacks()  # before a waiter returns and may reuse them in another run
         with self._condition:
             self._ended_at = time.monotonic()
@@ -97,6 +99,18 @@ class TrainerHandle(Generic[ModelT_co]):
             monitors = list(self._monitors)
         for monitor in monitors:
             monitor.run_ended()
+
+    def _final_state(self, state: TrainedState[Any]) -> TrainedState[Any]:
+        """The state that the callbacks make of the run's last one."""
+        final = state
+        for callback in self.callbacks:
+            try:
+                final = callback.final_state(final)
+            except Exception:
+                logger.exception("%r failed at the end of the run", callback)
+        if final is not state:
+            load_given(final)
+        return final
 
     def end_callbacks(self) -> None:
         """End the callbacks that have begun; errors are logged."""

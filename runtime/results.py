@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, overload
 
 import torch
@@ -28,14 +29,18 @@ from runtime.core.errors import CheckpointError
 from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import evaluate_means, predict_outputs
 from runtime.loop import ReplicatedModule
-from runtime.replica.build import ModelFactory, ModelT, ModelT_co
+from runtime.replica.build import CopyingFactory, ModelFactory, ModelT, ModelT_co
 from runtime.replica.copying import copy_module
-from runtime.replica.flat import FlatState, modules_with_extra_state
+from runtime.replica.flat import (
+    EXTRA_STATE,
+    FlatState,
+    extra_key,
+    modules_with_extra_state,
+)
+
+logger = logging.getLogger(__name__)
 
 Devices = Sequence[str | torch.device] | str | torch.device | int | None
-
-EXTRA_STATE = "_extra_state"
-"""Key of a module's extra state in ``state_dict()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -126,6 +131,15 @@ class TrainedState(Generic[ModelT_co]):
             RuntimeError: The module has other names or shapes.
         """
         return self.load_into(self._factory.build(factory, torch.device(device)))
+
+    def with_values(self, values: Mapping[str, Any]) -> TrainedState[ModelT_co]:
+        """This state with other values, by name; names that ``values`` lacks keep theirs."""
+        return replace(
+            self,
+            params={name: values.get(name, t) for name, t in self.params.items()},
+            buffers={name: values.get(name, t) for name, t in self.buffers.items()},
+            _extra={name: values.get(name, value) for name, value in self._extra.items()},
+        )
 
     def load_into(self, module: ModelT) -> ModelT:
         """Copy the trained values, buffers that are not in ``state_dict()`` included, into a module
@@ -284,6 +298,11 @@ class RunFactory:
     def __init__(self, factory: ModelFactory | None) -> None:
         self._factory = factory
 
+    @property
+    def given(self) -> nn.Module | None:
+        """The module that was passed in place of the factory, if any."""
+        return self._factory.module if isinstance(self._factory, CopyingFactory) else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return RunFactory, (None,)
 
@@ -408,6 +427,22 @@ def assemble_state(
     )
 
 
+def load_given(state: TrainedState[Any]) -> None:
+    """Load a trained state into the module that was passed in place of the run's factory, if
+    any; failures are logged.
+    """
+    module = state._factory.given
+    if module is None:
+        return
+    try:
+        load_trained(module, state)
+    except Exception:
+        logger.exception(
+            "the trained weights were not loaded into the module that was passed; they are in the "
+            "state that join() returns"
+        )
+
+
 @torch.no_grad()
 def load_trained(module: nn.Module, state: TrainedState) -> None:
     """Copy the trained values into a module of the same structure, on its devices."""
@@ -415,9 +450,7 @@ def load_trained(module: nn.Module, state: TrainedState) -> None:
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         t.copy_(values[plain_key(name)])
     for name, sub in modules_with_extra_state(module).items():
-        sub.set_extra_state(
-            state._extra[plain_key(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE)]
-        )
+        sub.set_extra_state(state._extra[plain_key(extra_key(name))])
 
 
 def _copied(value: Any) -> Any:

@@ -62,9 +62,9 @@ from runtime.loggers.progress import make_display
 from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
-from runtime.replica.build import BuildOrder, CopyingFactory
+from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
-from runtime.results import TrainedState, assemble_state, load_trained
+from runtime.results import TrainedState, assemble_state, load_given
 from runtime.settings import RunSettings
 from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
 from runtime.timeline.summary import RunFacts
@@ -621,7 +621,7 @@ class Run:
                 if whole is not None:
                     self._machine.outcome.payload = whole
                 state = self._state(errors)
-                self._load_given(state)
+                load_given(state)
         except BaseException as caught:
             error = caught
         stopped = self._machine.outcome.stopped
@@ -660,18 +660,6 @@ class Run:
             errors,
             self.config.functions.model_factory,
         )
-
-    def _load_given(self, state: TrainedState) -> None:
-        """Load the trained state into the module that was passed in place of a factory."""
-        factory = self.config.functions.model_factory
-        if isinstance(factory, CopyingFactory):
-            try:
-                load_trained(factory.module, state)
-            except Exception:
-                logger.exception(
-                    "the trained weights were not loaded into the module that was passed; they "
-                    "are in the state that join() returns"
-                )
 
     def _take_down(self) -> None:
         """Free the run's resources; a stuck thread keeps only what its frames hold."""

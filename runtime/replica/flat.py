@@ -10,6 +10,7 @@ Checkpoints contain both, see :class:`ModuleState`.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from coordinator import averaging as host_memory
 from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
-from runtime.checkpoint.format import plain
+from runtime.checkpoint.format import plain, plain_key
 from runtime.checkpoint.subclasses import restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
 from runtime.replica.copying import named_tensors, plain_attributes
@@ -681,6 +682,33 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+EXTRA_STATE = "_extra_state"
+"""Key of a module's extra state in ``state_dict()``."""
+
+
+def extra_key(name: str) -> str:
+    """Key of the extra state of a submodule in the state dict."""
+    return f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
+
+
+def copy_values(model: nn.Module) -> dict[str, Any]:
+    """Copies of all parameters, buffers and extra state of a model, on the CPU, under the keys of
+    a bare module.
+    """
+    copies: dict[int, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, t in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if id(t) not in copies:
+            copies[id(t)] = t.detach().to("cpu", copy=True)
+        values[plain_key(name)] = copies[id(t)]
+    for name, sub in modules_with_extra_state(model).items():
+        values[plain_key(extra_key(name))] = copy.deepcopy(sub.get_extra_state())
+    return values
 
 
 def checksum(t: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from runtime import (
     Callback,
@@ -248,6 +249,82 @@ def test_a_reused_object_starts_afresh_in_another_run(tmp_path):
     assert keep.path.read_bytes() != content
 
 
+class Grown(nn.Module):
+    """Has buffers in and outside of its state dict, and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("hidden", torch.zeros(1, dtype=torch.float64), persistent=False)
+        self.notes = 0
+
+    def get_extra_state(self):
+        return {"notes": self.notes}
+
+    def set_extra_state(self, state):
+        self.notes = state["notes"]
+
+
+def grow(model, batch):
+    model.seen += 1
+    model.hidden += 1
+    model.notes += 1
+    return -model.w.sum()
+
+
+@each_way
+@pytest.mark.parametrize("with_file", [False, True])
+def test_the_state_of_the_run_has_the_best_weights(tmp_path, way, with_file):
+    values, seen = [3.0, 1.0, 2.0, 1.0], {}
+
+    def evaluate(model, epoch):
+        seen[epoch] = {
+            "w": model.w.item(),
+            "seen": model.seen.item(),
+            "hidden": model.hidden.item(),
+        }
+        seen[epoch]["notes"] = model.notes
+        return {"score": values[epoch]}
+
+    path = tmp_path / "best.safetensors" if with_file else None
+    keep, given = KeepBest(path, "eval/score", restore=True), Grown()
+    b = builder(way=way, epochs=4, model=given, train=grow).eval_fn(evaluate).callbacks(keep)
+    state = b.run().join(WAIT_S)
+    assert keep.best_epoch == 1
+    for model in (state.model(Grown), given):
+        found = {name: getattr(model, name).item() for name in ("w", "seen", "hidden")}
+        assert found | {"notes": model.notes} == seen[1]
+    assert seen[1]["w"] != seen[3]["w"]
+    assert len(state.metrics) == 4
+    if with_file:
+        assert load_file(path)["w"].item() == seen[1]["w"]
+
+
+def test_the_best_weights_of_a_stopped_run_are_restored(tmp_path):
+    keep = KeepBest(metric="eval/score", mode="max", restore=True)
+    stop = EarlyStopping("eval/score", patience=2, mode="max")
+    state = run_with([1.0, 5.0, *[2.0] * 300], keep, stop, way=(CADENCE, OVER_CPU))
+    assert state.stopped
+    assert keep.best_epoch == 1
+    assert state.params["w"].item() < 30
+
+
+@pytest.mark.parametrize(("values", "best"), [([1.0, 3.0, 2.0], 0), ([2.0, 3.0, 1.0], 2)])
+def test_the_best_weights_before_a_resume_are_restored_from_their_file(tmp_path, values, best):
+    path, states = tmp_path / "best.safetensors", []
+
+    def make():
+        return KeepBest(path, "eval/score", restore=True)
+
+    for epochs, resumes in ((1, False), (3, True)):
+        b = builder(epochs=epochs).eval_fn(lambda model, epoch: {"score": values[epoch]})
+        b = b.callbacks(make()).checkpoint_dir(tmp_path / "run")
+        states.append((b.resume(tmp_path / "run") if resumes else b).run().join(WAIT_S))
+    assert torch.equal(states[1].params["w"], load_file(path)["w"])
+    assert torch.equal(states[1].params["w"], states[0].params["w"]) is (best == 0)
+
+
 def test_epochs_before_a_resume_count_for_early_stopping(tmp_path):
     def make():
         return EarlyStopping("eval/score", patience=3)
@@ -429,6 +506,8 @@ def test_an_exception_of_a_callback_is_logged_and_training_continues(caplog):
         (lambda: EarlyStopping(patience=0), ValueError, "patience"),
         (lambda: EarlyStopping(min_delta=-1.0), ValueError, "min_delta"),
         (lambda: KeepBest(3), TypeError, "pass a path"),
+        (lambda: KeepBest(), ValueError, "keeps nothing"),
+        (lambda: KeepBest("a", restore=1), TypeError, "restore"),
         (lambda: KeepBest("a", mode="most"), ValueError, "one of min, max"),
         (lambda: TimeLimit(0), ValueError, "TimeLimit"),
         (lambda: TimeLimit("1h"), TypeError, "TimeLimit"),
