@@ -35,7 +35,7 @@ def train(
         lambda params: torch.optim.AdamW(params, lr=3e-3),
         train_fn,
     ).dataset(train_set)
-    builder.devices(["cpu"] * args.workers).batch_size(16).num_epochs(args.epochs).seed(seed)
+    builder.devices(["cpu"] * args.workers).global_batch_size(32).num_epochs(args.epochs).seed(seed)
     builder.policy(policy).backend(backend).timeline(timeline)
     state = builder.progress(False).run().join()
     model = state.model()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gpuworker import Trainer
 
-BLOCK, BATCH_SIZE = 64, 16
+BLOCK, BATCH_SIZE = 64, 32
 WIDTH, NUM_HEADS, NUM_LAYERS = 96, 4, 3
 
 
@@ -82,7 +82,7 @@ def main() -> None:
         lambda params: torch.optim.AdamW(params, lr=2e-3),
         loss_fn,
     ).eval_fn(lambda model, epoch: {"loss": loss_fn(model, validation).item()})
-    builder.dataset(train).batch_size(BATCH_SIZE).num_epochs(args.epochs).seed(0)
+    builder.dataset(train).global_batch_size(BATCH_SIZE).num_epochs(args.epochs).seed(0)
     handle = builder.devices(["cpu"] * args.workers).max_grad_norm(1.0).run()
     for m in handle.metrics():
         print(f"epoch {m.epoch}  loss {m.avg_loss:.4f}", end="  ")

@@ -48,8 +48,8 @@ def start(args: argparse.Namespace, policy: str, backend: str, data: Batch) -> T
         lambda params: torch.optim.AdamW(params, lr=3e-3),
         train_fn,
     ).dataset(data)
-    builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
-    builder.policy(policy).backend(backend).seed(args.seed)
+    builder.devices(["cpu"] * args.workers).policy(policy).backend(backend)
+    builder.global_batch_size(args.batch_size).num_epochs(args.epochs).seed(args.seed)
     if args.cluster:
         builder.cluster(args.cluster, min_machines=args.machines, period=1.0)
     return with_checkpoints(builder.progress(False), args).run()
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slow", type=float, nargs=2, metavar=("RANK", "FACTOR"))
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=32, help="of a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cluster", metavar="HOST:PORT", help="train with other machines")
     parser.add_argument("--machines", type=int, default=1, help="fewest that begin")

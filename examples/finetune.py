@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a text; default: a sentence, repeated")
     parser.add_argument("--workers", type=int, default=2, help="replicas, all on the CPU")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=8, help="of each worker")
+    parser.add_argument("--batch-size", type=int, default=16, help="of a step")
     parser.add_argument("--length", type=int, default=32, help="tokens in a sample")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--out", type=Path, help="directory for the trained model")
@@ -53,7 +53,6 @@ def main() -> None:
     samples = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
     if not len(samples):
         parser.error(f"--data: the text has fewer than {args.length} tokens")
-    num_steps = args.epochs * -(-len(samples) // args.batch_size)
 
     handle = (
         Trainer.builder(
@@ -62,12 +61,11 @@ def main() -> None:
             lambda replica, batch: replica(**batch),  # computes its loss, a mean over tokens
         )
         .dataset({"input_ids": samples, "labels": samples})
-        .batch_size(args.batch_size)
+        .global_batch_size(args.batch_size)
         .num_epochs(args.epochs)
         .devices(["cpu"] * args.workers)
-        .policy("sync")
         .max_grad_norm(1.0)
-        .scheduler(lambda optimizer: linear_schedule(optimizer, num_steps // 10, num_steps))
+        .scheduler(lambda optimizer, total: linear_schedule(optimizer, total // 10, total))
         .run()
     )
     for m in handle.metrics():

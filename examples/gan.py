@@ -55,14 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2, help="replicas, all on the CPU")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=128, help="for each replica")
+    parser.add_argument("--batch-size", type=int, default=256, help="of a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
     model = nn.ModuleDict({"maker": mlp(NOISE, 2), "judge": mlp(2, 1)})
     num_epochs = min(5, args.steps)
-    num_points = args.steps // num_epochs * args.workers * args.batch_size  # in an epoch
+    num_points = args.steps // num_epochs * args.batch_size  # in an epoch
     handle = (
         Trainer.builder(
             model,
@@ -73,10 +73,9 @@ def main() -> None:
             {"judge": judge_loss, "maker": maker_loss},
         )
         .dataset((real_points(num_points),))
-        .batch_size(args.batch_size)
+        .global_batch_size(args.batch_size)
         .num_epochs(num_epochs)
         .devices(["cpu"] * args.workers)
-        .policy("sync")
         .seed(args.seed)
         .run()
     )

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--workers", type=int, default=2, help="all on the CPU")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=64, help="of a step")
     args = parse(parser)
     try:
         train_set, (images, labels) = load_data(args.data)
@@ -85,7 +85,8 @@ def main() -> None:
         lambda params: torch.optim.AdamW(params, lr=2e-3),
         train_fn,
     ).dataset(train_set)
-    builder.devices(["cpu"] * args.workers).batch_size(args.batch_size).num_epochs(args.epochs)
+    builder.devices(["cpu"] * args.workers).num_epochs(args.epochs)
+    builder.global_batch_size(args.batch_size)
     handle = with_checkpoints(builder.seed(0), args).run()
     print(device_summary(handle.devices))
     follow(handle)

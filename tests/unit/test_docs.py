@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpuworker
 
@@ -141,3 +142,17 @@ def test_the_chart_is_drawn_from_the_record():
     drawn = pictures.speed_svg()
     assert drawn == pictures.SPEED.read_text(encoding="utf-8"), "run docs/pictures.py speed"
     assert pictures.TIMELINE.stat().st_size < 300_000
+
+
+def test_the_example_of_the_readme_has_the_loss_of_one_device_on_several():
+    """In two epochs of 1,000 samples, with a seed; rounding alone differs."""
+    (code,) = (b.code for b in blocks_of(PAGES[0]) if b.language == "python")
+    losses = {}
+    for num in (1, 2, 4):
+        torch.manual_seed(0)
+        changed = code.replace("10_000", "1_000").replace('["cpu", "cpu"]', f'["cpu"] * {num}')
+        changed = changed.replace("num_epochs(10)", "num_epochs(2).seed(0).progress(False)")
+        namespace = {"__name__": "readme"}
+        exec(compile(changed, "README.md", "exec"), namespace)
+        losses[num] = namespace["state"].metrics[-1].avg_loss
+    assert losses == dict.fromkeys(losses, pytest.approx(losses[1], rel=1e-4))

@@ -115,7 +115,7 @@ def test_digits_give_a_slow_rank_less_work(output_of):
 
 def test_mnist_trains_on_one_set_of_files(output_of, tmp_path):
     write_mnist(tmp_path, "small-10k", count=200)
-    output = output_of("mnist.py", "--data", tmp_path, "--epochs", 5, "--batch-size", 8)
+    output = output_of("mnist.py", "--data", tmp_path, "--epochs", 5, "--batch-size", 16)
     assert "on 40 test images" in output
     assert accuracy_in(output) >= 0.9
 
