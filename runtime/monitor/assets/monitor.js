@@ -52,10 +52,11 @@ function build() {
   add("started", new Date(facts.begun * 1000).toLocaleString());
   view.fill = node("div", { class: "fill" });
   const bar = node("div", { id: "progress", class: "track", role: "progressbar", "aria-label": "progress" }, view.fill);
+  const counted = facts.total_batches === facts.steps_per_epoch * facts.num_epochs ? "steps" : "batches";
   const [box, values] = tiles([
     ["progress", "done"], ["left", "left"], ["elapsed", "elapsed"],
     ["epoch", `of ${number(facts.num_epochs, 6)} epochs`],
-    ["step", `of ${number(facts.total_batches, 6)} batches`], ["loss", "loss"], ["rate", "samples/s"],
+    ["step", `of ${number(facts.total_batches, 6)} ${counted}`], ["loss", "loss"], ["rate", "samples/s"],
     ...(hasAnchor() ? [["anchor", "anchor"]] : []),
     ["averagings", facts.policy === "SYNC" ? "global steps" : "averagings"],
   ]);
