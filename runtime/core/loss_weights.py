@@ -189,7 +189,7 @@ class WeightAccumulator:
             unit, units = plain, self._plain_units
         else:
             unit, units = first, 0.0
-        self._is_scaled = fraction != 1.0
+        self._is_scaled = fraction != 1.0 or self.total is not None or self._plain_units > 0
         scale = weight / unit
         self.total = WindowWeight(unit, units + scale)
         return live, scale.to(loss.dtype) if isinstance(scale, Tensor) else scale

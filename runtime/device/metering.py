@@ -242,6 +242,24 @@ class ValueLog:
         del self._scalars[mark.scalars :]
         self._step = mark.step
 
+    def push_nothing(self) -> None:
+        """Count a batch without a loss."""
+        if self.each is not None:
+            self._losses.append((_NOTHING, 0, self._step))
+        self._step += 1
+
+    def merge_last(self) -> None:
+        """Add the last loss to the one before it: both are of one batch."""
+        loss, _, _ = self._losses.pop()
+        first, weight, self._step = self._losses[-1]
+        self._losses[-1] = first + loss, weight, self._step
+        self._step += 1
+
+    def forget_losses(self, mark: LogMark) -> None:
+        """Drop the losses pushed since a mark, and their numbers, but no scalars."""
+        del self._losses[mark.losses :]
+        self._step = mark.step
+
     def withhold(self, mark: LogMark) -> PendingStep:
         """Remove the values pushed since a mark, until :meth:`give` restores them."""
         held = PendingStep(self._losses[mark.losses :], self._scalars[mark.scalars :])

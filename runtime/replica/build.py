@@ -54,13 +54,14 @@ def build_replica(
     total_steps: int | None = None,
     schedule_every: int = 1,
     scheduler_steps: int | None = None,
+    by_model: bool = False,
     finish: Callable[[], None] = lambda: None,
     load: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
     Parameters are moved into flat tensors before the optimizer is built, so that its state refers
-    to them. ``finish`` waits for the device: other ranks copy rank 0's weights on their own
+    to them. With ``by_model`` ``optim_factory`` receives the model. ``finish`` waits for the device: other ranks copy rank 0's weights on their own
     streams, and rank 0 starts training once they are ready. ``load`` loads a checkpoint's weights
     into rank 0's model.
     """
@@ -78,8 +79,11 @@ def build_replica(
                     "statistics): call model.train() in the factory to train in train mode"
                 )
             state = FlatState(model)
-            if isinstance(optim_factory, Mapping):
-                optimizer: torch.optim.Optimizer = build_optimizers(optim_factory, model)
+            optimizer: torch.optim.Optimizer
+            if by_model:
+                optimizer = build_optimizers_of_loop(optim_factory, model, state.params.params)
+            elif isinstance(optim_factory, Mapping):
+                optimizer = build_optimizers(optim_factory, model)
             else:
                 params = state.params.params
                 optimizer = build_optimizer(optim_factory, model, params, param_groups)
@@ -319,10 +323,19 @@ def build_optimizer(
         ValueError: Its step requires a closure, or it holds a parameter that is not the model's.
     """
     optimizer = factory(params if groups is None else groups(model))
+    check_optimizer(optimizer, params, "optim_factory(params)")
+    return optimizer
+
+
+def check_optimizer(optimizer: object, params: list[nn.Parameter], where: str) -> None:
+    """Check an optimizer of these parameters.
+
+    Raises:
+        TypeError, ValueError: As :func:`build_optimizer`.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optim_factory(params) returned {type(optimizer).__name__}: "
-            "return a torch.optim.Optimizer"
+            f"{where} returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
         )
     step = inspect.signature(type(optimizer).step)
     closure = step.parameters.get("closure")
@@ -338,7 +351,37 @@ def build_optimizer(
             "optim_factory: the optimizer holds a parameter that is not a trainable parameter of "
             "this worker's model; build it from the parameters passed to the factory"
         )
-    return optimizer
+
+
+def build_optimizers_of_loop(
+    factory: Any, model: nn.Module, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Call the optimizer factory of an own loop with the model and check the result.
+
+    Raises:
+        TypeError, ValueError: As :func:`build_optimizer`; or two optimizers share a parameter.
+    """
+    found = factory(model)
+    if not isinstance(found, Mapping):
+        check_optimizer(found, params, "optim_factory(model)")
+        assert isinstance(found, torch.optim.Optimizer)
+        return found
+    if not found or not all(isinstance(name, str) and name for name in found):
+        raise ValueError(
+            f"optim_factory(model) returned a dict with the names {list(found)}: name each "
+            "optimizer by a string"
+        )
+    owners: dict[int, str] = {}
+    for name, optimizer in found.items():
+        check_optimizer(optimizer, params, f"optim_factory(model)[{name!r}]")
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = owners.setdefault(id(p), name)
+            if owner != name:
+                raise ValueError(
+                    f"the optimizers {owner!r} and {name!r} share a parameter: each parameter "
+                    "belongs to one optimizer"
+                )
+    return Optimizers(found)
 
 
 def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) -> Optimizers:

@@ -162,6 +162,55 @@ class Stepper:
             chosen.finite_check.begin()
         return window
 
+    def open_window(self, part: str | None = None, *, run_ahead: bool = False) -> AccumulationWindow:
+        """Open the window of a step whose forward passes the caller runs; see :meth:`window`.
+
+        The window grows with :meth:`AccumulationWindow.add_loss`, and keeps gradients that
+        parameters have already. Windows of several optimizers may be open at the same time.
+
+        Args:
+            part: The optimizer, if there are several.
+            run_ahead: As in :meth:`window`.
+        """
+        chosen = self._whole if part is None else self._parts[part]
+        if chosen.finite_check is not None:
+            chosen.finite_check.begin()
+        window = AccumulationWindow(self, chosen, 0, 0, run_ahead)
+        window.keep_gradients()
+        return window
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward passes with this precision."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """The context of backward passes and steps within :meth:`autocast`.
+
+        Casts of parameters are not kept, since the step changes these.
+        """
+        return nullcontext() if self._dtype is None else self._paused_autocast()
+
+    @contextmanager
+    def _paused_autocast(self) -> Iterator[None]:
+        with torch.autocast(self._device_type, enabled=False):
+            yield
+        torch.clear_autocast_cache()
+
+    def params_of(self, part: str) -> Sequence[nn.Parameter]:
+        """The parameters of an optimizer; ``""``: of the only one."""
+        return (self._parts[part] if part else self._whole).params.params
+
+    def inputs_of(self, part: str) -> list[nn.Parameter]:
+        """The parameters of an optimizer that are not frozen."""
+        return [p for p in self.params_of(part) if p.requires_grad]
+
+    @property
+    def scales_losses(self) -> bool:
+        """True if losses are scaled before their backward pass (fp16)."""
+        return self._scaler is not None
+
     def _choose(self, name: str) -> OptimizerPart:
         """One of several optimizers: parameters of the others get no gradients."""
         for each in self._parts.values():
@@ -301,6 +350,7 @@ class AccumulationWindow:
         self._plain_units = 0.0  # sum over micro-batches before the first weight
         self._weights: WeightAccumulator | None = None
         self._pending: CollectiveWork | None = None
+        self._inputs: Sequence[Tensor] | None = None  # of the backward pass; None: all leaves
 
     def __enter__(self) -> AccumulationWindow:
         self._stepper._is_open = True
@@ -377,6 +427,53 @@ class AccumulationWindow:
         loss = checked_loss(result, "train_fn", has_run_backward=checks.has_run_backward)
         checks.check_graph(loss)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
+        return self._run_backward(loss, weight, num_samples, fraction, num_scalars)
+
+    def keep_gradients(self) -> None:
+        """Begin to accumulate, on top of the parameters' present gradients."""
+        self._require(_Stage.NEW)
+        self._stage = _Stage.ACCUMULATING
+
+    def add_loss(
+        self,
+        loss: Tensor,
+        num_samples: int,
+        weight: Weight | None = None,
+        *,
+        fraction: float = 1.0,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Run the backward pass of a loss that the caller has computed, and log the loss.
+
+        Args:
+            loss: A scalar with a graph.
+            num_samples: Samples of its batch: its weight, if ``weight`` is ``None``.
+            weight: The number of units of which it is the mean.
+            fraction: The factor of its gradients in the step's, without weights.
+            inputs: The tensors that receive gradients; ``None``: all leaves.
+
+        Returns:
+            The loss, detached, on the device.
+        """
+        self._require(_Stage.ACCUMULATING)
+        log = self._stepper.log
+        log.num_samples = num_samples
+        self._inputs = inputs
+        self._stepper._checks[self._part.name].check_graph(loss)
+        return self._run_backward(loss, weight, num_samples, fraction, log.values.num_scalars)[0]
+
+    def _run_backward(
+        self,
+        loss: Tensor,
+        weight: Weight | None,
+        num_samples: int,
+        fraction: float,
+        num_scalars: int,
+    ) -> tuple[Tensor, Weight | None]:
+        """Scale a loss, run its backward pass and log it; see :meth:`add` for the result."""
+        stepper, part = self._stepper, self._part
+        log, global_batch = stepper.log, stepper._global_batch
+        checks = stepper._checks[part.name]
         live: Tensor | bool = True
         if stepper._sum_scale is not None:
             self._plain_units += fraction
@@ -390,10 +487,11 @@ class AccumulationWindow:
             if weights is None:
                 weights = WeightAccumulator(self._plain_units, is_prompt=stepper._is_prompt)
                 self._weights = weights
+            is_first = weights.total is None and not self._plain_units
             live, scale = weights.add(loss, weight, fraction, num_samples)
             weight = weights.last
             stepper._weights_on_device |= isinstance(weight, Tensor)
-            target = loss if fraction == 1.0 else loss * scale
+            target = loss if fraction == 1.0 and is_first else loss * scale
         if stepper._scaler is not None:
             target = stepper._scaler.scale(target)
         counts = live
@@ -409,7 +507,7 @@ class AccumulationWindow:
         versions = checks.versions()
         if is_last:
             self._reducing_backward(target, counts)
-        elif counts is True:
+        elif counts is True and self._inputs is None:
             target.backward()  # type: ignore[no-untyped-call]
         else:
             self._backward(target, counts)
@@ -458,14 +556,14 @@ class AccumulationWindow:
     def _backward(self, target: Tensor, live: Tensor | bool) -> None:
         """Backward pass of a micro-batch whose gradients are zeroed unless ``live``."""
         if live is True:
-            target.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(target, inputs=self._inputs)
             return
         stepper = self._stepper
         if stepper._mask is None:
             stepper._mask = GradientMask(self._part.params.params)
         stepper._mask.live = live
         try:
-            target.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(target, inputs=self._inputs)
         finally:
             stepper._mask.live = None
 
@@ -494,11 +592,16 @@ class AccumulationWindow:
             return True
         return self._stepper._weights_on_device and not self._can_skip
 
-    def finish(self, apply: Callable[[], None] | None = None) -> StepEnd:
+    def finish(
+        self,
+        apply: Callable[[], None] | None = None,
+        agreed: Callable[[], bool] | None = None,
+    ) -> StepEnd:
         """Reduce, check, clip and step.
 
         Args:
             apply: A captured graph of :meth:`apply`, to replay instead.
+            agreed: Called after the reduction; False drops the step, on every rank alike.
 
         Raises:
             NonFiniteError, CollectiveAborted, CollectiveTimeout: See :class:`GradientReducer`.
@@ -521,6 +624,8 @@ class AccumulationWindow:
         self._require(*_OPEN)
         if self._stage is _Stage.PACKED:
             ended = self._reduce()
+            if agreed is not None and not agreed():
+                ended = DROPPED
             if ended is not None:
                 self._stage = _Stage.CLOSED
                 return ended
@@ -625,6 +730,11 @@ class AccumulationWindow:
             optimizer.step()
         finally:
             del optimizer.found_inf
+
+    def close(self) -> None:
+        """Drop the gradients, of a step that was made or not; the window is over."""
+        self._stage = _Stage.CLOSED
+        self._part.clear_gradients()
 
     def captured(self) -> CapturedWindow:
         """The window's present result, for :meth:`load` after a replay of the captured work."""

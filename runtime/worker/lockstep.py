@@ -45,14 +45,14 @@ class LockstepProgress:
         """Steps since the replicas were last compared."""
         return self.step - self.equal_step
 
-    def stepped(self, num_samples: int) -> None:
-        """Count a step made with the peers."""
-        self.step += 1
+    def stepped(self, num_samples: int, num_steps: int = 1) -> None:
+        """Count steps made with the peers."""
+        self.step += num_steps
         self.buffer_samples += num_samples
 
-    def step_undone(self, num_samples: int) -> None:
-        """Uncount the last step, which has failed."""
-        self.step -= 1
+    def step_undone(self, num_samples: int, num_steps: int = 1) -> None:
+        """Uncount the last steps, which have failed."""
+        self.step -= num_steps
         self.buffer_samples -= num_samples
 
     def synced(self) -> None:

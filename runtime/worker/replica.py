@@ -115,6 +115,7 @@ class WorkerReplica:
         self.lockstep = lockstep
         self.is_lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
         self._recorder = recorder
+        self._by_model = functions.loop is not None
         if collective is not None:
             recorder.collective_changed(collective)
         replica = build_replica(
@@ -128,6 +129,7 @@ class WorkerReplica:
             total_steps=config.total_steps,
             schedule_every=config.schedule_every,
             scheduler_steps=config.scheduler_steps,
+            by_model=functions.loop is not None,
             finish=context.finish,
             load=None if resume is None else resume.load_weights,
         )
@@ -238,7 +240,7 @@ class WorkerReplica:
         finite_check: StepFiniteCheck | None = None
         if isinstance(self.optimizer, Optimizers):
             for name, optimizer in self.optimizer.members.items():
-                named = self._params_of(name)
+                named = self._params_of(name, optimizer)
                 own = self._step_check(config, named, self.part_log)
                 reducer = self._make_reducer(config, named, collective, own, timer)
                 parts.append(OptimizerPart(name, named, optimizer, reducer, own))
@@ -264,9 +266,12 @@ class WorkerReplica:
             sum_scale=config.sum_scale,
         )
 
-    def _params_of(self, name: str) -> ParamSubset:
-        """The trainable parameters of a submodule."""
-        own = {id(p) for p in self.model.get_submodule(name).parameters()}
+    def _params_of(self, name: str, optimizer: torch.optim.Optimizer) -> ParamSubset:
+        """The trainable parameters of a submodule; in an own loop, of its optimizer."""
+        if self._by_model:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        else:
+            own = {id(p) for p in self.model.get_submodule(name).parameters()}
         both = zip(self.state.params.params, self.state.params.names, strict=True)
         found = [(p, named) for p, named in both if id(p) in own]
         return ParamSubset([p for p, _ in found], [named for _, named in found])

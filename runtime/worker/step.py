@@ -190,16 +190,12 @@ class WorkerSteps:
         if self._launched:
             self._confirm(MAX_STEPS_AHEAD - 1)
         if sizes:
-            assert self._await_batch is not None, "the worker is closed, or has no batches"
-            first = self._await_batch(answer=not self._protocol.leaving)
+            first = self.next_batch(answer=not self._protocol.leaving)
             if first is None:
                 return False
         elif lane is not None:
             lane.enter(COMPUTE)
-        if self._schedule.scheduler is not None or self._capturable is not None:
-            if self._redoes:
-                self._schedule_before = self._schedule.mark()
-            self._advance_schedule(position)
+        self._follow_schedule(position)
         if lane is None:
             self.train_window(sizes, first, train_fn)
             return True
@@ -207,6 +203,42 @@ class WorkerSteps:
         self.train_window(sizes, first, train_fn)
         lane.end_step(CONTROL, start, sizes)
         return True
+
+    def next_batch(self, *, answer: bool) -> Any:
+        """Wait for a batch of the plan in progress; see :class:`AwaitBatch`."""
+        assert self._await_batch is not None, "the worker is closed, or has no batches"
+        return self._await_batch(answer=answer)
+
+    def _follow_schedule(self, position: int | None) -> None:
+        if self._schedule.scheduler is not None or self._capturable is not None:
+            if self._redoes:
+                self._schedule_before = self._schedule.mark()
+            self._advance_schedule(position)
+
+    def prepare(self, position: int | None) -> BeforeStep:
+        """Prepare a step whose forward passes the caller runs: confirm earlier ones, set the
+        learning rates and start the timer.
+
+        Args:
+            position: As in :meth:`run`.
+
+        Returns:
+            The state before the step, for :meth:`commit` and :meth:`undo`.
+        """
+        if self._launched:
+            self._confirm(MAX_STEPS_AHEAD - 1)
+        self._follow_schedule(position)
+        self._timer.start()
+        return self.state_before()
+
+    def state_before(self) -> BeforeStep:
+        """The present state, for :meth:`commit` and :meth:`undo`."""
+        return BeforeStep(
+            self._log.values.mark(),
+            self._copy_buffers(),
+            self.replica.generator.get_state() if self._shrinks else None,
+            self._schedule_before,
+        )
 
     def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFns) -> None:
         """Make the step of a window whose first batch is available.
@@ -241,18 +273,11 @@ class WorkerSteps:
         self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int
     ) -> None:
         """A step in lockstep, which leaves no trace if the reduction fails, to be repeated."""
-        before = _BeforeStep(
-            self._log.values.mark(),
-            self._copy_buffers(),
-            self.replica.generator.get_state() if self._shrinks else None,
-            self._schedule_before,
-        )
+        before = self.state_before()
         try:
             end = self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout) as error:
-            self._log.values.retract(before.mark)
-            self._restore(before)
-            cause = self.abandon_steps()
+            cause = self.undo(before)
             if cause is not None and not isinstance(error, PieceTooLarge):
                 raise cause from error
             raise
@@ -261,20 +286,51 @@ class WorkerSteps:
             self._memory.stepped(max(sizes))
             if self._shrinks:  # fixed shares do not change
                 self._meter.most_samples = self._memory.most
-        self._lockstep.stepped(0 if end.dropped else total)
-        if end.pending is None and not self._launched:
-            self._count(len(sizes), total, end)
+        self.commit(before, end, len(sizes), total)
+
+    def undo(self, before: BeforeStep) -> BaseException | None:
+        """Undo a step in lockstep that has failed, and earlier ones that fail with it.
+
+        Returns:
+            The error of an earlier step, if one has failed.
+        """
+        self._log.values.retract(before.mark)
+        self._restore(before)
+        return self.abandon_steps()
+
+    def commit(
+        self,
+        before: BeforeStep,
+        end: StepEnd,
+        num_batches: int,
+        num_samples: int,
+        num_steps: int = 1,
+    ) -> None:
+        """Count a step, once its reduction has succeeded.
+
+        Args:
+            before: The state before it.
+            end: Its end.
+            num_batches: Batches of this rank in it.
+            num_samples: Samples in them.
+            num_steps: Steps of the plan in it.
+        """
+        self._lockstep.stepped(0 if end.dropped else num_samples, num_steps)
+        if not self._is_lockstep or (end.pending is None and not self._launched):
+            self._count(num_batches, num_samples, end)
             return
         values = self._log.values.withhold(before.mark)
         if end.pending is None:
             self.confirm_steps()  # this one has succeeded, and so have those before it
             self._log.values.give(values)
-            self._count(len(sizes), total, end)
+            self._count(num_batches, num_samples, end)
         else:
-            self._launched.append(_LaunchedStep(end.pending, before, values, len(sizes), total))
-            self._progress.local_step += len(sizes)
+            self._launched.append(
+                _LaunchedStep(end.pending, before, values, num_batches, num_samples, num_steps)
+            )
+            self._progress.local_step += num_batches
 
-    def _restore(self, before: _BeforeStep) -> None:
+    def _restore(self, before: BeforeStep) -> None:
         """Undo the changes of a failed step other than those of parameters."""
         if before.buffers is not None:
             self.replica.state.buffers.write_from(*before.buffers)
@@ -319,7 +375,7 @@ class WorkerSteps:
         """Undo all launched steps: the oldest has failed, and so have those after it."""
         first = self._launched[0].before
         for step in self._launched:
-            self._lockstep.step_undone(step.num_samples)
+            self._lockstep.step_undone(step.num_samples, step.num_steps)
             self._progress.local_step -= step.num_batches + step.num_empty
         self._launched.clear()
         self._log.values.start_at(first.mark.step)
@@ -474,10 +530,14 @@ class WorkerSteps:
         if weight is not None:
             self._protocol.add_weight(float(weight))
 
+    def position_of(self, position: int | None) -> int:
+        """The position of the schedule; ``None``: computed from this rank's counts."""
+        if position is not None:
+            return position
+        return self._config.position(self._protocol.global_step, self._protocol.batches)
+
     def _advance_schedule(self, position: int | None = None) -> None:
-        if position is None:
-            protocol = self._protocol
-            position = self._config.position(protocol.global_step, protocol.batches)
+        position = self.position_of(position)
         self._schedule.advance(position)
         if self._capturable is not None:
             self._capturable.refresh()
@@ -493,19 +553,21 @@ class _LaunchedStep:
         values: Its losses and scalars.
         num_batches: Its batches.
         num_samples: Their samples.
+        num_steps: Steps of the plan in it.
         num_empty: Following batches without samples for this rank.
     """
 
     pending: CollectiveWork
-    before: _BeforeStep
+    before: BeforeStep
     values: PendingStep
     num_batches: int
     num_samples: int
+    num_steps: int = 1
     num_empty: int = 0
 
 
 @dataclass(slots=True)
-class _BeforeStep:
+class BeforeStep:
     """State before a step in lockstep, to undo it.
 
     Attributes:

@@ -11,8 +11,9 @@ import queue
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
 from runtime.worker.message_handler import MessageHandler
+from runtime.worker.own_loop import LoopPeers, OwnLoop
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
@@ -63,6 +65,7 @@ from runtime.worker.worker_validation import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DRAIN_S = 30.0
 """Longest wait for ``Shutdown`` after a collective was aborted."""
 
@@ -87,6 +90,7 @@ class GpuWorker:
         resume: The state of an earlier run, which this one continues.
         recorder: Records the worker's time; ``None``: not recorded.
         validation: The validation set, shared by all workers of a run; ``None``: there is none.
+        loop_peers: Shared by all workers of a run with an own loop.
 
     Attributes:
         model: The replica's model, in the modes that the user has set.
@@ -125,6 +129,7 @@ class GpuWorker:
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
         validation: ValidationSource | None = None,
+        loop_peers: LoopPeers | None = None,
     ) -> None:
         prepare_threads()  # unless a run has done so
         install_thread_generators()
@@ -183,6 +188,20 @@ class GpuWorker:
             fallbacks=fallbacks,
         )
         self._validation = None if validation is None else self._make_validation(validation)
+        self._loop: OwnLoop | None = None
+        if functions.loop is not None:
+            self._loop = OwnLoop(
+                functions.loop,
+                self,
+                config,
+                self.steps,
+                self.replica,
+                self.protocol,
+                timer,
+                meter,
+                loop_peers or LoopPeers(1, config.collective_timeout_s),
+                self._lane,
+            )
         self._handler = self._make_handler()
         self._inbox = endpoints.inbox
         self._deferred: deque[Any] = deque()
@@ -374,56 +393,85 @@ class GpuWorker:
         Returns:
             True if ``Shutdown`` was received before the end.
         """
-        with self._recorder.plan(plan):
-            return self._run_plan(plan, train_fn or self._functions.train_fn)
+        return _exhaust(self._train_plan(plan, train_fn or self._functions.train_fn, None))
 
-    def _run_plan(self, plan: m.EpochPlan, train_fn: TrainFns) -> bool:
-        if self.protocol.plan is not plan:
-            self.protocol.plans.appendleft(plan)
-            self.protocol.begin_plan()
-        with worker_context(self), thread_generator(self._cpu_generator):
-            self.replica.checkpoint.return_buffers()
-            self._schedule.step_by_metrics(plan.metrics)
-            self._begin_epoch(plan.epoch)
-            self.steps.check_graphs()
-            if not any(p is plan for p in self._held):
-                self._submit(plan)
-                self._submitted.remove(plan)
-            self._submit_held()
-            plan_steps = PlanSteps(plan, self.config)
-            last = len(plan_steps.steps) - 1
-            for index, sizes in enumerate(plan_steps.steps):
+    def _train_plan(
+        self, plan: m.EpochPlan, train_fn: TrainFns, loop: OwnLoop | None
+    ) -> Generator[Any, None, bool]:
+        """Train a plan; with an own loop, yield each batch to its body."""
+        with self._recorder.plan(plan):
+            if self.protocol.plan is not plan:
+                self.protocol.plans.appendleft(plan)
+                self.protocol.begin_plan()
+            in_context = loop is not None  # entered in run(): the body needs it, too
+            with (
+                nullcontext() if in_context else worker_context(self),
+                nullcontext() if in_context else thread_generator(self._cpu_generator),
+            ):
+                left = yield from self._make_steps(plan, train_fn, loop)
+                if left is not None:
+                    return left
+            if plan.more:
+                self.protocol.end_plan()
+                self._reporter.report_epoch(plan.epoch, wait=False)
+            else:
+                self._end_plan(plan)
+            return False
+
+    def _make_steps(
+        self, plan: m.EpochPlan, train_fn: TrainFns, loop: OwnLoop | None
+    ) -> Generator[Any, None, bool | None]:
+        """Make the steps of a plan.
+
+        Returns:
+            ``None`` at its end; if it was abandoned, the result of :meth:`run_epoch_plan`.
+        """
+        self.replica.checkpoint.return_buffers()
+        self._schedule.step_by_metrics(plan.metrics)
+        self._begin_epoch(plan.epoch)
+        self.steps.check_graphs()
+        if not any(p is plan for p in self._held):
+            self._submit(plan)
+            self._submitted.remove(plan)
+        self._submit_held()
+        plan_steps = PlanSteps(plan, self.config)
+        last = len(plan_steps.steps) - 1
+        for index, sizes in enumerate(plan_steps.steps):
+            is_open = loop is not None and loop.is_open  # a step over several batches
+            if not is_open:
                 if not self._may_step():
                     self._abandon(plan)
                     return self.protocol.leaving
                 if self._is_lockstep and self._lockstep.num_uncompared >= DRIFT_INTERVAL:
                     self._check_drift()
-                position = plan_steps.position(index) if plan.shares else None
-                if not self.steps.run(sizes, position, train_fn):
-                    self._abandon(plan)
-                    return True
-                if self._checks_types:
-                    self._checks_types = False
-                    self.steps.confirm_steps()
-                    self.replica.checkpoint.check_types()
-                if plan_steps.num_empty:
-                    self.steps.count_empty(plan_steps.num_empty.get(index, 0))
-                if index < last:  # else the plan's own report follows
-                    self._reporter.report_if_due()
-            self.steps.confirm_steps()
-            if not plan.more:
-                self.replica.check_structure()
-                self._check_drift(frozen=True)
-                if plan.pauses:
-                    self.replica.checkpoint.keep_buffers()
-                self.replica.sync_buffers()
-            self._handler.apply_agreed()
-        if plan.more:
-            self.protocol.end_plan()
-            self._reporter.report_epoch(plan.epoch, wait=False)
-        else:
-            self._end_plan(plan)
-        return False
+            position = plan_steps.position(index) if plan.shares else None
+            if loop is None:
+                is_made = self.steps.run(sizes, position, train_fn)
+            else:
+                is_made = yield from loop.train_step(sizes, position)
+                is_open = loop.is_open
+            if not is_made:
+                self._abandon(plan)
+                return True
+            if self._checks_types and not is_open:
+                self._checks_types = False
+                self.steps.confirm_steps()
+                self.replica.checkpoint.check_types()
+            if plan_steps.num_empty:
+                self.steps.count_empty(plan_steps.num_empty.get(index, 0))
+            if index < last and not is_open:  # else the plan's own report follows
+                self._reporter.report_if_due()
+        if loop is not None:
+            loop.end_plan(closes=self._is_lockstep and not (plan.more or plan.pauses))
+        self.steps.confirm_steps()
+        if not plan.more:
+            self.replica.check_structure()
+            self._check_drift(frozen=True)
+            if plan.pauses:
+                self.replica.checkpoint.keep_buffers()
+            self.replica.sync_buffers()
+        self._handler.apply_agreed()
+        return None
 
     def _check_drift(self, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""
@@ -434,6 +482,8 @@ class GpuWorker:
     def _begin_epoch(self, epoch: int) -> None:
         self._progress.epoch = self._reporter.epoch = epoch
         if epoch > self._progress.begun_epoch:
+            if self._loop is not None:
+                self._loop.require_closed()
             self._progress.begun_epoch = epoch
             checkpoint = self.replica.checkpoint
             checkpoint.before_epoch_fn()
@@ -626,6 +676,8 @@ class GpuWorker:
             self._send_unconnected(message, error)
             return
         self.replica.join(collective)
+        if self._loop is not None:
+            self._loop.regrouped(message.generation, message.ranks)
         self.protocol.on_regrouped(message.generation)
         if message.step is None:
             return
@@ -651,20 +703,29 @@ class GpuWorker:
             self.protocol.generation = message.generation
             self._send_halted()
 
+    def request_stop(self) -> None:
+        """Request the end of the run at a step boundary."""
+        self._reporter.send(m.StopRequested())
+
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
         try:
-            self._run()
+            if self._loop is None:
+                _exhaust(self._run())
+            else:
+                with worker_context(self), thread_generator(self._cpu_generator):
+                    self._loop.run(self._run())
         finally:
             self._recorder.ended()
             self._lockstep.epoch_starts.leave(self.rank)
             self.steps.forget_graphs()  # before another worker may use their stream
 
-    def _run(self) -> None:
+    def _run(self) -> Generator[Any, None, None]:
+        """The control flow of the worker, which yields each batch to the body of an own loop."""
         self._reporter.send(m.Ready(rank=self.rank))
         while True:
             try:
-                self._train_plans()
+                yield from self._train_plans()
                 break
             except PieceTooLarge as error:
                 logger.warning(
@@ -699,11 +760,14 @@ class GpuWorker:
             self.send_final_snapshot()
         self.report_exiting()
 
-    def _train_plans(self) -> None:
+    def _train_plans(self) -> Generator[Any, None, None]:
+        train_fn = self._functions.train_fn
         try:
             while (plan := self.wait_for_epoch_plan()) is not None:
-                if self.run_epoch_plan(plan):
+                if (yield from self._train_plan(plan, train_fn, self._loop)):
                     return
+            if self._loop is not None:
+                self._loop.require_closed()
         except (CollectiveAborted, CollectiveTimeout):
             self.steps.abandon_steps()
             raise
@@ -717,6 +781,8 @@ class GpuWorker:
         """
         self._recorder.halted()
         self._forget_loads()
+        if self._loop is not None:
+            self._loop.halted()
         self._context.finish()  # a peer may copy from this replica after the report
         if not self.protocol.leaving:
             self.protocol.halt()
@@ -774,5 +840,16 @@ class GpuWorker:
         self._loader = None
         if self._validation is not None:
             ended &= self._validation.close()
+        self._loop = None
         self.steps.close()  # breaks a cycle of references: the replica is freed at once
         return ended
+
+
+def _exhaust(flow: Generator[Any, None, T]) -> T:
+    """Run a control flow that yields nothing; returns its result."""
+    try:
+        next(flow)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("only the body of an own loop takes batches")

@@ -59,6 +59,7 @@ class WorkerConfig:
         metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         saves: True if the run writes checkpoints.
         report_interval_s: Longest time between two reports.
+        collective_timeout_s: Longest wait for other ranks at a step of an own loop.
     """
 
     rank: int = 0
@@ -93,6 +94,7 @@ class WorkerConfig:
     metrics_every: int | None = None
     saves: bool = False
     report_interval_s: float = 0.05
+    collective_timeout_s: float = 60.0
 
     @property
     def own_batch_size(self) -> int:
@@ -133,11 +135,16 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserFunctions:
-    """The user's functions; see ``TrainerBuilder`` for each."""
+    """The user's functions; see ``TrainerBuilder`` for each.
+
+    With ``loop`` the user runs the training loop: ``train_fn`` is not called, and ``optim_factory``
+    receives the model and returns an optimizer or a dict of optimizers.
+    """
 
     model_factory: ModelFactory
     optim_factory: OptimFactories
     train_fn: TrainFns
+    loop: Callable[[Any], object] | None = None
     param_groups: ParamGroups | None = None
     scheduler: SchedulerFactories | None = None
     eval_fn: EvalFn | None = None

@@ -1,0 +1,236 @@
+"""Agreement of ranks in lockstep on the steps that the bodies of their own loops make.
+
+The bodies run in the ranks' threads, in one process, so that ranks agree through shared memory: a
+rank posts each step before it joins the reduction, and compares the posts of all after it. A rank
+whose body makes no step, or that has no samples, waits for the posts of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
+
+
+class Act(Enum):
+    """The act of a rank at a meeting."""
+
+    STEP = "an optimizer step"
+    SKIP = "no step on the batch"
+    FOLLOW = "the step of the others, without samples"
+    NEXT = "the next batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The act of one rank.
+
+    Attributes:
+        act: The act.
+        batch: Number of the batch: of the step of the plans, since the group was formed.
+        made: Optimizers of the rank's steps on this batch, that of the act included.
+        num_batches: Batches in the optimizer step.
+    """
+
+    act: Act
+    batch: int
+    made: tuple[str, ...] = ()
+    num_batches: int = 1
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer of the step."""
+        return self.made[-1]
+
+    def __str__(self) -> str:
+        calls = ", ".join(f"step(optimizer={name!r})" if name else "step()" for name in self.made)
+        over = f" over {self.num_batches} batches" if self.num_batches > 1 else ""
+        then = "" if self.act is Act.STEP else ", then the next batch"
+        return f"{calls or 'no step'}{over} in its batch {self.batch}{then}"
+
+
+class Meetings:
+    """Acts of all ranks of a run, by generation of their group. Thread-safe.
+
+    Args:
+        timeout_s: Longest wait for the acts of other ranks, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._condition = threading.Condition(threading.Lock())
+        self._groups: dict[int, _Group] = {}
+        self._aborted = -1  # the last generation that was aborted
+        self._is_over = False
+
+    def post(self, generation: int, rank: int, number: int, post: Post) -> None:
+        """Post an act at a meeting, without waiting.
+
+        Args:
+            generation: The rank's group.
+            rank: The rank.
+            number: Number of the meeting, which each rank counts from 0 in each group.
+            post: The act.
+
+        Raises:
+            ReplicaMismatch: Another rank makes other steps.
+        """
+        with self._condition:
+            group = self._group(generation)
+            # Every rank has read the meeting before the last.
+            group.posts.pop(number - 2, None)
+            posts = group.posts.setdefault(number, {})
+            posts[rank] = post
+            if group.num_waiting:
+                self._condition.notify_all()
+            for other, theirs in (*posts.items(), *group.ended.items()):
+                if other != rank and not _agree(post, theirs):
+                    raise _mismatch((rank, post), (other, theirs))
+
+    def end_batch(self, generation: int, rank: int, number: int, made: Post) -> None:
+        """Post the end of a batch, without waiting.
+
+        Args:
+            generation: The rank's group.
+            rank: The rank.
+            number: Number of the rank's next meeting.
+            made: The steps that it made.
+
+        Raises:
+            ReplicaMismatch: Another rank makes one more step on this batch.
+        """
+        with self._condition:
+            group = self._group(generation)
+            group.ended[rank] = made
+            if group.num_waiting:
+                self._condition.notify_all()
+            for other, theirs in group.posts.get(number, {}).items():
+                if other != rank and not _agree(theirs, made):
+                    raise _mismatch((rank, made), (other, theirs))
+
+    def follow(
+        self, generation: int, ranks: Sequence[int], number: int, batch: int
+    ) -> Post | None:
+        """Wait for a step of the other ranks.
+
+        Args:
+            generation: The caller's group.
+            ranks: The ranks of the group.
+            number: Number of the meeting, at which the caller has posted.
+            batch: Number of the caller's batch.
+
+        Returns:
+            The step; the end of this batch on a rank (``NEXT``); or ``None`` if all ranks have
+            posted, and none steps.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: As a collective.
+        """
+        found: Post | None = None
+
+        def is_met() -> bool:
+            nonlocal found
+            group = self._group(generation)
+            posts = group.posts.get(number, {})
+            steps = [post for post in posts.values() if post.act is Act.STEP]
+            ends = [post for post in group.ended.values() if post.batch >= batch]
+            found = next(iter(steps or ends), None)
+            return found is not None or _all_posted(posts, ranks, batch)
+
+        self._wait(generation, is_met)
+        return found
+
+    def wait_for_all(
+        self, generation: int, ranks: Sequence[int], number: int, batch: int
+    ) -> None:
+        """Wait until all ranks have posted at a meeting. Raises as :meth:`follow`."""
+
+        def is_met() -> bool:
+            return _all_posted(self._group(generation).posts.get(number, {}), ranks, batch)
+
+        self._wait(generation, is_met)
+
+    def all_step(self, generation: int, number: int) -> bool:
+        """True if no rank skips the batch of a meeting at which all have posted."""
+        posts = self._group(generation).posts.get(number, {})
+        return all(post.act is not Act.SKIP for post in tuple(posts.values()))
+
+    def _group(self, generation: int) -> _Group:
+        group = self._groups.get(generation)
+        return self._groups.setdefault(generation, _Group()) if group is None else group
+
+    def _wait(self, generation: int, is_met: Callable[[], bool]) -> None:
+        with self._condition:
+            group = self._group(generation)
+            group.num_waiting += 1
+            try:
+                in_time = self._condition.wait_for(
+                    lambda: self._is_aborted(generation) or is_met(), self._timeout_s
+                )
+            finally:
+                group.num_waiting -= 1
+            if self._is_aborted(generation):
+                raise CollectiveAborted("another rank failed or left its group")
+            if not in_time:
+                raise CollectiveTimeout(
+                    f"the other ranks made no step within {self._timeout_s:g} s: raise "
+                    "collective_timeout if the body of the loop takes longer"
+                )
+
+    def _is_aborted(self, generation: int) -> bool:
+        return self._is_over or generation <= self._aborted
+
+    def abort(self, generation: int | None) -> None:
+        """Wake all ranks that wait in a group; ``None``: in all, permanently."""
+        with self._condition:
+            if generation is None:
+                self._is_over = True
+            else:
+                self._aborted = max(self._aborted, generation)
+                for old in [each for each in self._groups if each < self._aborted]:
+                    del self._groups[old]
+            self._condition.notify_all()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Acts of the ranks of one group.
+
+    Attributes:
+        posts: By number of the meeting and rank.
+        ended: The last batch that each rank has ended.
+        num_waiting: Ranks that wait.
+    """
+
+    posts: dict[int, dict[int, Post]] = field(default_factory=dict)
+    ended: dict[int, Post] = field(default_factory=dict)
+    num_waiting: int = 0
+
+
+def _all_posted(posts: dict[int, Post], ranks: Sequence[int], batch: int) -> bool:
+    """True if all ranks have posted; one without samples may still be at an earlier batch."""
+    return len(posts) == len(ranks) and all(post.batch >= batch for post in posts.values())
+
+
+def _agree(post: Post, other: Post) -> bool:
+    """True if a rank may step, or skip its batch, while another one acts so."""
+    if Act.FOLLOW in (post.act, other.act):
+        return True
+    if other.act is Act.NEXT:
+        return other.batch < post.batch
+    if post.act is other.act is Act.STEP:
+        mine = (post.batch, post.made, post.num_batches)
+        return mine == (other.batch, other.made, other.num_batches)
+    # One of them skips its batch, which it may do at the batch's first meeting only.
+    return post.batch == other.batch and len(post.made) <= 1 and len(other.made) <= 1
+
+
+def _mismatch(one: tuple[int, Post], other: tuple[int, Post]) -> ReplicaMismatch:
+    (first, a), (second, b) = sorted((one, other), key=lambda each: each[0])
+    return ReplicaMismatch(
+        "under SYNC the bodies of all ranks make the same steps on each batch, and these differ: "
+        f"rank {first} made {a}; rank {second} made {b}"
+    )

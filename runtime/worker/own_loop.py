@@ -1,0 +1,802 @@
+"""LoopWorker: the interface of a user's own training loop, and the steps that it makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
+from runtime.core.loss_weights import check_weight
+from runtime.device.metering import LogMark, StepMeter
+from runtime.device.timing import StepTimer
+from runtime.replica.optimizers import Optimizers
+from runtime.replica.stepper import DROPPED, MADE, AccumulationWindow, StepEnd
+from runtime.timeline.events import COMPUTE, CONTROL
+from runtime.timeline.rank_lane import RankLane
+from runtime.worker.meetings import Act, Meetings, Post
+from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.replica import WorkerReplica
+from runtime.worker.step import BeforeStep, WorkerSteps
+from runtime.worker.worker_config import WorkerConfig
+
+Loop = Callable[["LoopWorker"], object]
+
+
+class LoopPeers:
+    """Shared by the workers of a run with an own loop. Thread-safe.
+
+    Args:
+        num_ranks: Number of ranks.
+        timeout_s: Longest wait for a rank at a step, in seconds.
+        save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
+
+    Attributes:
+        meetings: Agreement of ranks in lockstep on the steps of their bodies.
+        save: See above.
+    """
+
+    def __init__(
+        self, num_ranks: int, timeout_s: float, save: Callable[[], None] | None = None
+    ) -> None:
+        self.meetings = Meetings(timeout_s)
+        self.save = save
+        self._lock = threading.Lock()
+        self._live = set(range(num_ranks))
+
+    def leave(self, rank: int) -> None:
+        """A rank has died."""
+        with self._lock:
+            self._live.discard(rank)
+
+    @property
+    def first(self) -> int:
+        """The lowest rank that is alive."""
+        with self._lock:
+            return min(self._live, default=0)
+
+
+class LoopWorker:
+    """The worker as passed to ``loop(worker)`` of :meth:`gpuworker.Trainer.loop`.
+
+    ``loop`` runs in the thread of each worker, on its device, with its compute stream current. The
+    usual body is::
+
+        def loop(worker):
+            for batch in worker.batches():
+                loss = loss_fn(worker.model, batch)
+                worker.step(loss)
+
+    Averaging rounds, checkpoints, epochs and deaths of other ranks are handled between two batches,
+    when the iterator is asked for the next one; nothing changes the replica while the body runs. A
+    batch is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a
+    step may not be made; ``step`` then returns without an effect, and the iterator yields the batch
+    again. Local variables of the loop are kept.
+
+    Only for use in the thread of the worker.
+
+    Attributes:
+        model: The worker's replica.
+        optimizer: Its optimizer; of several, ``worker.optimizer[name]`` is one.
+        optimizers: The optimizers by name; of a single one, under the empty name.
+        rank: The worker's rank.
+        world_size: Number of ranks at the start of the run.
+        device: The worker's device.
+    """
+
+    def __init__(self, owner: Any, loop: OwnLoop) -> None:
+        self._owner = owner
+        self._loop = loop
+        self.model: nn.Module = owner.model
+        self.optimizer: torch.optim.Optimizer = owner.optimizer
+        self.optimizers: dict[str, torch.optim.Optimizer] = (
+            dict(owner.optimizer.members)
+            if isinstance(owner.optimizer, Optimizers)
+            else {"": owner.optimizer}
+        )
+        self.rank: int = owner.rank
+        self.world_size: int = owner.world_size
+        self.device: torch.device = owner.device
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate over the batches that the coordinator assigns to this worker, of all epochs.
+
+        Each is on the worker's device. The iterator ends with the run. Under ``SYNC`` a rank
+        without samples in a step does not enter the body; its replica makes the steps of the
+        others.
+
+        ``continue`` before a step skips the batch: under ``SYNC`` all ranks discard it. ``break``
+        and ``return`` leave the epoch: the rest of this worker's batches is assigned to the other
+        workers, and ``loop`` is called again, or a further ``batches()`` continues, with the next
+        epoch. An exception ends the worker.
+
+        Raises:
+            RuntimeError: The last batch left gradients without a step.
+        """
+        return self._loop.batches()
+
+    def steps(self) -> Iterator[int]:
+        """Count the worker's steps from 0 instead of :meth:`batches`, with ``steps_per_epoch(n)``.
+
+        All rules of :meth:`batches` apply.
+        """
+        return self._loop.steps()
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, optimizer: str | None = None
+    ) -> None:
+        """Run the backward pass of a loss. As after ``loss.backward()``, gradients add up until
+        :meth:`step`, also over several batches; divide each loss as on one device.
+
+        Args:
+            loss: A scalar: the mean over the batch.
+            weight: The number of units of which it is the mean, such as tokens; ``None``: the
+                samples. With weights, the gradients of a step are the mean over the units of all
+                its calls on all ranks: do not divide the losses.
+            optimizer: Compute only the gradients of this optimizer's parameters; required if there
+                are several.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            RuntimeError: Called outside the body of :meth:`batches`.
+        """
+        self._loop.backward(loss, weight, optimizer)
+
+    def step(
+        self,
+        loss: Tensor | None = None,
+        weight: float | Tensor | None = None,
+        optimizer: str | None = None,
+    ) -> None:
+        """Make an optimizer step: the backward pass of a loss, the reduction over the ranks under
+        ``SYNC``, clipping and step. Blocks under ``SYNC`` until all ranks step.
+
+        Under ``SYNC`` the gradient is the mean over the ranks, weighted by samples or ``weight``,
+        and all ranks with samples must make the same steps on each batch. The batch counts as
+        trained with its first step. Gradients are ``None`` afterwards.
+
+        Args:
+            loss: As in :meth:`backward`; ``None``: use the gradients of earlier backward passes.
+            weight: As in :meth:`backward`.
+            optimizer: The optimizer to step; required if there are several.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            RuntimeError: Called outside the body of :meth:`batches`, or there is no gradient.
+            NonFiniteError: See ``on_non_finite``.
+            ReplicaMismatch: Under ``SYNC``, another rank makes other steps.
+        """
+        self._loop.step(loss, weight, optimizer)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch, counted from 0."""
+        return int(self._owner.current_epoch)
+
+    @property
+    def global_step(self) -> int:
+        """Batches of all ranks before this one: the position of the schedule. Equal on all ranks
+        under ``SYNC``; otherwise those of other ranks are included after each averaging round.
+        """
+        return self._loop.global_step
+
+    @property
+    def is_first(self) -> bool:
+        """True on the lowest rank that is alive."""
+        return self._loop.peers.first == self.rank
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Record scalars for the batch; see :func:`gpuworker.record_scalar`."""
+        for name, value in scalars.items():
+            self._owner.record_scalar(name, value)
+
+    def every(self, k: int) -> bool:
+        """True within one batch for each multiple of ``k`` of this rank's optimizer steps."""
+        return self._loop.every(k)
+
+    def set_lr(self, x: float) -> None:
+        """Set the learning rate of all groups; a scheduler overwrites it with its next step."""
+        self._owner.set_lr(x)
+
+    def save(self) -> None:
+        """Request a checkpoint into ``checkpoint_dir`` at the next boundary; returns at once.
+
+        Requests of several ranks at one boundary make one checkpoint.
+
+        Raises:
+            RuntimeError: The run has no ``checkpoint_dir``.
+        """
+        if self._loop.peers.save is None:
+            raise RuntimeError("worker.save() needs checkpoint_dir(path) on the builder")
+        self._loop.peers.save()
+
+    def stop(self) -> None:
+        """Request the end of the run at a step boundary; returns at once."""
+        self._owner.request_stop()
+
+
+class OwnLoop:
+    """Runs a user's loop in the worker's thread, and makes its steps.
+
+    The worker's control flow is a generator, which yields each batch to the body and continues when
+    the body asks for the next one.
+
+    Args:
+        function: ``loop(worker)``.
+        worker: The worker, which passes itself.
+        config: Its settings.
+        steps: Makes the steps.
+        replica: The replica.
+        protocol: Counts the batches.
+        timer: Timer of the steps.
+        meter: Counts them for reports.
+        peers: Shared by all workers of the run.
+        lane: Lane for the time of each step; ``None``: not recorded.
+    """
+
+    def __init__(
+        self,
+        function: Loop,
+        worker: Any,
+        config: WorkerConfig,
+        steps: WorkerSteps,
+        replica: WorkerReplica,
+        protocol: WorkerProtocol,
+        timer: StepTimer,
+        meter: StepMeter,
+        peers: LoopPeers,
+        lane: RankLane | None,
+    ) -> None:
+        self._function = function
+        self._config = config
+        self._steps = steps
+        self._replica = replica
+        self._stepper = replica.stepper
+        self._log = replica.stepper.log
+        self._protocol = protocol
+        self._timer = timer
+        self._meter = meter
+        self.peers = peers
+        self._lane = lane
+        self._is_lockstep = replica.is_lockstep
+        self._names = replica.stepper.part_names
+        self._micro = config.accumulate > 1
+        self._casts = config.precision != "fp32"
+        # The iterator, and the group of ranks that it meets.
+        self._source: Generator[Any, None, None] | None = None
+        self._data: Any = None
+        self._is_active = False  # the body has a batch
+        self._is_over = False
+        self._num_iterators = 0
+        self._generation = 0
+        self._ranks: Sequence[int] = range(config.world_size)
+        self._meeting = 0
+        self._batch = -1
+        # The optimizer step in progress.
+        self._windows: dict[str, AccumulationWindow] = {}
+        self._before: BeforeStep | None = None
+        self._num_steps = self._num_batches = self._num_samples = 0  # not counted yet
+        self._num_timed = 0
+        self._skips = False  # a micro-batch of it was skipped
+        self._fault: BaseException | None = None
+        # The batch in progress.
+        self._serial = 0
+        self._size = self._total = 0
+        self._is_last = True  # micro-batch
+        self._has_stepped = False  # step() was called
+        self._added: set[str] = set()  # optimizers with gradients of it
+        self._made: list[str] = []  # optimizers of its steps
+        self._losses: dict[str, list[Tensor]] = {}
+        self._is_dropped = False
+        self._mark: LogMark | None = None
+        # For every().
+        self._steps_made = self._first_step = replica.progress.local_step
+        self._granted: dict[int, tuple[int, int]] = {}
+        self.global_step = 0
+        self.worker = LoopWorker(worker, self)
+
+    # The iterator, called in the body.
+
+    def run(self, source: Generator[Any, None, None]) -> None:
+        """Call the loop until the run is over.
+
+        Args:
+            source: The worker's control flow, which yields the batches.
+        """
+        self._source = source
+        try:
+            while not self._is_over:
+                self._function(self.worker)
+                if not self._is_over:
+                    self._leave_epoch()
+        finally:
+            self._source = None
+            source.close()
+
+    def batches(self) -> Iterator[Any]:
+        """See :meth:`LoopWorker.batches`."""
+        if self._is_active:
+            self._leave_epoch()
+        self._num_iterators += 1
+        own = self._num_iterators
+        while own == self._num_iterators and self._advance():
+            yield self._data
+
+    def steps(self) -> Iterator[int]:
+        """See :meth:`LoopWorker.steps`."""
+        for _ in self.batches():
+            yield self._replica.progress.local_step
+
+    def _advance(self) -> bool:
+        """Continue the worker to its next batch; False at the end of the run."""
+        if self._source is None or self._is_over:
+            return False
+        self._is_active = False
+        try:
+            self._data = next(self._source)
+        except BaseException as error:
+            self._is_over = True
+            self._data = None
+            if isinstance(error, StopIteration):
+                return False
+            raise
+        self._is_active = True
+        return True
+
+    def every(self, k: int) -> bool:
+        """See :meth:`LoopWorker.every`."""
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"every({k!r}): pass a number of steps, at least 1")
+        multiple = self._steps_made // k
+        before, batch = self._granted.get(k, (self._first_step // k, -1))
+        if multiple > before:
+            self._granted[k] = multiple, self._serial
+            return True
+        return batch == self._serial
+
+    # The steps, called in the body.
+
+    def backward(self, loss: Any, weight: Any, optimizer: str | None) -> None:
+        """See :meth:`LoopWorker.backward`."""
+        name = self._checked_name(optimizer, "backward")
+        if self._fault is None:
+            self._add(loss, weight, name, "backward")
+
+    def step(self, loss: Any, weight: Any, optimizer: str | None) -> None:
+        """See :meth:`LoopWorker.step`."""
+        name = self._checked_name(optimizer, "step")
+        if self._fault is not None:
+            return  # the iterator raises it, or yields the batch again
+        if loss is not None:
+            self._add(loss, weight, name, "step")
+        elif weight is not None:
+            raise ValueError("worker.step(weight=...) without a loss: pass it to worker.backward")
+        window = self._windows.get(name) or self._open_by_hand(name)
+        if self._micro:
+            if self._has_stepped:
+                raise RuntimeError("with accumulate(k), call worker.step once for each batch")
+            self._has_stepped = True
+            if not self._is_last or self._skips:
+                return
+        self._has_stepped = True
+        try:
+            self._make(name, window)
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            self._fault = self._undo(error)
+        except BaseException as error:
+            self._fault = error
+            raise
+
+    def _checked_name(self, optimizer: str | None, call: str) -> str:
+        if not self._is_active:
+            raise RuntimeError(
+                f"worker.{call}() is for a batch: call it in the body of "
+                "for batch in worker.batches()"
+            )
+        if optimizer is None and not self._names:
+            return ""
+        if optimizer is None or optimizer not in self._names:
+            remedy = "leave it out, as there is one optimizer"
+            if self._names:
+                remedy = f"pass one of {', '.join(map(repr, self._names))}"
+            raise ValueError(f"worker.{call}(optimizer={optimizer!r}): {remedy}")
+        return optimizer
+
+    def _add(self, loss: Any, weight: Any, name: str, call: str) -> None:
+        """Run the backward pass of a loss on the batch."""
+        _check_loss(loss, call)
+        if weight is not None:
+            weight = check_weight(f"worker.{call}: weight", weight)
+        window = self._windows.get(name) or self._open(name)
+        is_first = name not in self._added
+        if is_first:
+            self._added.add(name)
+            window.num_samples += self._size
+        size, total = self._size, self._total
+        fraction = size / total if self._micro and size != total else 1.0
+        if not (self._names or self._casts):
+            window.add_loss(loss, size, weight, fraction=fraction)
+        else:
+            inputs = self._stepper.inputs_of(name) if self._names else None
+            with self._apart():
+                loss = window.add_loss(loss, size, weight, fraction=fraction, inputs=inputs)
+        if self._names:
+            losses = self._losses.setdefault(name, [])
+            if is_first:
+                losses.append(loss)
+            else:
+                losses[-1] = losses[-1] + loss
+        elif not is_first:
+            self._log.values.merge_last()
+
+    def _open(self, name: str) -> AccumulationWindow:
+        if self._made:  # a further step on the batch
+            self._steps.confirm_steps()
+            self._before = self._steps.state_before()
+            self._mark = self._log.values.mark()
+        if self._stepper.scales_losses and self._has_gradients(name):
+            raise ValueError(
+                "gradients of a plain loss.backward() are not scaled, as fp16 requires: call "
+                "worker.backward(loss)"
+            )
+        window = self._stepper.open_window(
+            name or None, run_ahead=self._is_lockstep and not (self._names or self._made)
+        )
+        self._windows[name] = window
+        return window
+
+    def _open_by_hand(self, name: str) -> AccumulationWindow:
+        """The window of a step with gradients of plain backward passes."""
+        if not self._has_gradients(name):
+            of = f"optimizer={name!r}" if name else ""
+            raise RuntimeError(
+                f"worker.step({of}) without a gradient: pass the loss, or call "
+                "worker.backward(loss) before"
+            )
+        window = self._open(name)
+        window.num_samples = self._size
+        self._added.add(name)
+        if not self._names:
+            self._log.values.push_nothing()
+        return window
+
+    def _has_gradients(self, name: str) -> bool:
+        return any(p.grad is not None for p in self._stepper.params_of(name))
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Context of backward passes and steps: without the body's autocast, and of several
+        optimizers with a log of their own.
+        """
+        own = self._log.redirected(self._replica.part_log) if self._names else nullcontext()
+        with self._stepper.without_autocast(), own:
+            yield
+
+    def _make(self, name: str, window: AccumulationWindow) -> None:
+        """Make the optimizer step of a window that is complete on this rank."""
+        number = self._meeting
+        if self._is_lockstep:
+            self._post(Act.STEP, name)
+        if self._names or self._casts:
+            with self._apart():
+                end = self._finish(window, number)
+        else:
+            end = self._finish(window, number)
+        window.close()
+        del self._windows[name]
+        self._commit(name, end)
+
+    def _post(self, act: Act, *names: str) -> None:
+        post = Post(act, self._batch, (*self._made, *names), self._num_steps)
+        number, self._meeting = self._meeting, self._meeting + 1
+        self.peers.meetings.post(self._generation, self._replica.rank, number, post)
+
+    def _finish(self, window: AccumulationWindow, number: int) -> StepEnd:
+        """Reduce and step; under lockstep only if no rank skips the batch."""
+        if not self._is_lockstep:
+            return window.finish()
+        meetings, generation = self.peers.meetings, self._generation
+        if self._runs_ahead:
+            # The reduction does not order the ranks' hosts.
+            meetings.wait_for_all(generation, self._ranks, number, self._batch)
+            end = window.finish() if meetings.all_step(generation, number) else DROPPED
+        else:
+            end = window.finish(agreed=partial(meetings.all_step, generation, number))
+        if end.dropped and self._before is not None and not meetings.all_step(generation, number):
+            self._log.values.rewind(self._before.mark)
+        return end
+
+    @property
+    def _runs_ahead(self) -> bool:
+        collective = self._replica.averager.collective
+        return collective is not None and collective.host_runs_ahead
+
+    def _commit(self, name: str, end: StepEnd) -> None:
+        """Count a step that was made or dropped."""
+        if not self._made:
+            self._count(end)
+            if self._windows:
+                self._before = self._steps.state_before()
+        else:
+            if self._is_lockstep:
+                self._replica.lockstep.num_syncs += 1  # a peer without it is behind
+            if self._mark is not None:
+                self._log.values.forget_losses(self._mark)
+            if end.dropped and not self._is_dropped:
+                self._meter.num_skipped += self._size
+        self._is_dropped |= end.dropped
+        self._made.append(name)
+        self._added.discard(name)
+        self._steps_made += 1
+
+    def _count(self, end: StepEnd) -> None:
+        """Count the batches since the last count."""
+        assert self._before is not None, "a batch is in progress"
+        self._steps.commit(
+            self._before, end, self._num_batches, self._num_samples, self._num_steps
+        )
+        self._num_steps = self._num_batches = self._num_samples = 0
+
+    def _undo(self, error: BaseException) -> BaseException:
+        """Undo the step in progress after a failed collective; returns the error to raise."""
+        self._drop_windows()
+        cause = None if self._before is None else self._steps.undo(self._before)
+        if cause is None:
+            return error
+        cause.__cause__ = error
+        return cause
+
+    def _drop_windows(self) -> None:
+        for window in self._windows.values():
+            window.close()
+        self._windows.clear()
+
+    # The worker's control flow, which yields to the body.
+
+    @property
+    def is_open(self) -> bool:
+        """True within an optimizer step: messages wait, as the replica must not change."""
+        return bool(self._num_steps or self._windows)
+
+    def train_step(
+        self, sizes: Sequence[int], position: int | None
+    ) -> Generator[Any, None, bool]:
+        """Yield the batches of a step of the plan.
+
+        Args:
+            sizes: Samples of each micro-batch; empty if this rank only receives.
+            position: As in :meth:`WorkerSteps.run`.
+
+        Returns:
+            False if ``Shutdown`` was received while waiting for data.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: The step failed and is undone.
+            RuntimeError: The body left gradients without a step.
+        """
+        lane = self._lane
+        self._total = sum(sizes)
+        for number, size in enumerate(sizes):
+            is_inside = self.is_open or number > 0
+            if is_inside:
+                self._timer.pause()
+            batch = self._steps.next_batch(answer=not (is_inside or self._protocol.leaving))
+            if batch is None:
+                return False
+            if is_inside:
+                self._timer.resume()
+            else:
+                self._prepare(position)
+            if number == 0:
+                self._begin_step()
+            start = 0.0 if lane is None else lane.since
+            self._begin_batch(size, is_last=number + 1 == len(sizes))
+            with self._stepper.autocast():
+                yield batch
+            batch = self._data = None  # the loader may use its memory again
+            self._end_batch()
+            if lane is not None:
+                lane.end_step(CONTROL, start, [size])
+        if not sizes:
+            if lane is not None:
+                lane.enter(COMPUTE)
+            if not self.is_open:
+                self._prepare(position)
+            self._begin_step()
+        try:
+            self._end_step()
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            failure = self._undo(error)
+            raise failure from (None if failure is error else error)
+        return True
+
+    def _prepare(self, position: int | None) -> None:
+        self._before = self._steps.prepare(position)
+        self.global_step = self._steps.position_of(position)
+        self._num_timed = 0
+
+    def _begin_step(self) -> None:
+        self._batch += 1
+        self._num_steps += 1
+        self._made = []
+        self._losses = {}
+        self._mark = None
+        self._skips = self._is_dropped = False
+        if self._names and not self._windows:
+            step = self._log.values.mark().step
+            self._replica.part_log.forget_losses(LogMark(0, 0, step))
+
+    def _begin_batch(self, size: int, *, is_last: bool) -> None:
+        self._size, self._is_last = size, is_last
+        self._serial += 1
+        self._num_batches += 1
+        self._num_timed += 1
+        self._num_samples += size
+        self._has_stepped = False
+        self._added.clear()
+        self._log.num_samples = size
+
+    def _end_batch(self) -> None:
+        """Check what the body did with a batch."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+        if self._micro and self._added and not self._has_stepped:
+            raise RuntimeError(
+                "with accumulate(k), end each batch with worker.step(loss); to accumulate by "
+                "worker.backward, leave accumulate out"
+            )
+        if self._made or self._added:
+            return
+        if not self._windows:
+            self._require_no_gradients()
+        self._log.values.push_nothing()
+        self._skips |= self._micro or not self._windows
+
+    def _require_no_gradients(self) -> None:
+        if any(map(self._has_gradients, self._names or ("",))):
+            raise RuntimeError(
+                "the next batch was asked for while a plain loss.backward() has left gradients: "
+                "end the batch with worker.step(), or accumulate by worker.backward(loss)"
+            )
+
+    def _end_step(self) -> None:
+        """End a step of the plan: the body has had its batches, or this rank has none."""
+        if not self._total:
+            self._follow()
+        elif self._skips and not self._made:
+            self._skip()
+        if self._is_lockstep:
+            made = Post(Act.NEXT, self._batch, tuple(self._made))
+            rank = self._replica.rank
+            self.peers.meetings.end_batch(self._generation, rank, self._meeting, made)
+        if self._losses:
+            self._log_losses()
+        if not self.is_open:
+            self._timer.stop(self._num_timed)
+
+    def _skip(self) -> None:
+        """Skip a step of the plan; under lockstep on all ranks."""
+        self._drop_windows()
+        assert self._before is not None
+        if self._micro:
+            self._log.values.rewind(self._before.mark)
+        if self._is_lockstep:
+            number = self._meeting
+            self._post(Act.SKIP)
+            found = self._await_step(number)
+            if found is not None and not self._runs_ahead:
+                self._join(found, number)
+        self._count(DROPPED)
+
+    def _await_step(self, number: int) -> Post | None:
+        return self.peers.meetings.follow(self._generation, self._ranks, number, self._batch)
+
+    def _join(self, step: Post, number: int) -> tuple[str, StepEnd]:
+        """Join the step of other ranks, with the gradients of earlier batches or none."""
+        name = step.optimizer
+        window = self._windows.pop(name, None) or self._stepper.open_window(name or None)
+        try:
+            with self._apart():
+                return name, self._finish(window, number)
+        finally:
+            window.close()
+
+    def _follow(self) -> None:
+        """Make the steps of the other ranks on a batch of which this rank has no samples."""
+        while True:
+            number = self._meeting
+            self._post(Act.FOLLOW)
+            found = self._await_step(number)
+            if found is None:  # all others skip the batch
+                self._count(DROPPED)
+                return
+            if found.act is Act.NEXT or found.batch > self._batch:
+                self._meeting = number
+                return
+            if found.made[:-1] != tuple(self._made) or found.batch < self._batch:
+                raise ReplicaMismatch(
+                    "under SYNC the bodies of all ranks make the same steps on each batch, and "
+                    f"these differ: a rank made {found}; rank {self._replica.rank} made "
+                    f"{Post(Act.NEXT, self._batch - 1, ())}"
+                )
+            self._commit(*self._join(found, number))
+
+    def _log_losses(self) -> None:
+        """Log the losses of several optimizers: each one's mean over its steps, and their sum."""
+        values = self._log.values
+        means = {
+            name: losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+            for name, losses in self._losses.items()
+        }
+        mark = values.mark()
+        values.push_loss(torch.stack([*means.values()]).sum(), self._size)
+        if self._is_dropped:
+            values.rewind(mark)
+        for name, mean in means.items():
+            values.push_scalar(f"loss/{name}", mean, self._size)
+
+    # Boundaries.
+
+    def end_plan(self, *, closes: bool) -> None:
+        """End a plan. A step over several batches may continue in the next one.
+
+        Args:
+            closes: The plan ends the epoch.
+
+        Raises:
+            RuntimeError: Gradients are left at the end of the epoch.
+        """
+        if not self.is_open:
+            return
+        if closes:
+            self.require_closed()
+        if self._num_steps:
+            self._timer.stop(self._num_timed)
+            self._num_timed = 0
+            self._count(MADE)
+
+    def require_closed(self) -> None:
+        """Raise unless no gradients wait for a step."""
+        if self._windows:
+            raise RuntimeError(
+                "the epoch has ended, and worker.backward() has left gradients without a "
+                "worker.step(): step before its last batch ends, for instance by "
+                "drop_last(True) and a number of batches that worker.step() divides"
+            )
+
+    def halted(self) -> None:
+        """The group of ranks is broken; the batches since the last step are assigned again."""
+        self._drop_windows()
+        self._num_steps = self._num_batches = self._num_samples = 0
+        self._fault = None
+
+    def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
+        """Meet these ranks from now on."""
+        self._generation, self._ranks = generation, ranks
+        self._meeting, self._batch = 0, -1
+
+
+def _check_loss(loss: object, call: str) -> None:
+    """Check that the loss of a body is a scalar with a graph.
+
+    Raises:
+        TypeError, ValueError: It is not.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"worker.{call}({type(loss).__name__}): pass the loss, a scalar tensor")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"worker.{call}: the loss has the shape {tuple(loss.shape)}: pass a scalar, for "
+            "instance loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"worker.{call}: the loss has no gradient: compute it from the output of worker.model, "
+            "outside torch.no_grad(), and do not detach it"
+        )
