@@ -81,6 +81,7 @@ class CoordinatorConfig:
         sync_batchnorm: Under ``SYNC``, batch norm layers synchronise across ranks, so that each
             rank trains its part of a global batch in one pass.
         all_gather: The same, for losses that gather rows of the other ranks.
+        own_loop: The same, for loops of the user, which may make several steps on a batch.
         advise_balance: Under ``SYNC`` with equal batches, warn once if ranks differ in speed,
             with the gain of ``balance``.
         progressive: Hand out chunks on demand instead of one partition per epoch.
@@ -134,6 +135,7 @@ class CoordinatorConfig:
     balance: bool = False
     sync_batchnorm: bool = False
     all_gather: bool = False
+    own_loop: bool = False
     advise_balance: bool = False
     progressive: bool = True
     machine: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from coordinator.run_state import Rank, RunState
 from coordinator.shares import Shares
 from coordinator.validator import Tasks, Validation, Validator
 
+logger = logging.getLogger(__name__)
 PLAN_STEPS = 5
 """Optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the next plan
 while they train one, so that a changed speed takes effect in the fourth plan at the latest."""
@@ -326,9 +328,10 @@ class EpochScheduler:
         run = self._run
         if run.config.partition_ratios is not None:
             return False
-        if run.shares is not None or len(run.live) != run.per_global:
+        ranks = [rank.rank for rank in self._participants()]
+        if run.shares is not None or len(ranks) != run.per_global:
             return True
-        return run.num_slices([rank.rank for rank in run.live]) > 1
+        return run.num_slices(ranks) > 1
 
     def _assign_next(self) -> bool:
         run, splits = self._run, self._splits
@@ -352,8 +355,11 @@ class EpochScheduler:
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
         if run.config.balance and self._shares.num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
+        ranks = [r.rank for r in self._participants()]
+        if not ranks:
+            return False
         assigned = run.ledger.assign_epoch(
-            [r.rank for r in live],
+            ranks,
             run.elche.shares,
             steps * accumulate * run.per_global if splits else None,
             left,
@@ -408,9 +414,10 @@ class EpochScheduler:
             shares[rank] = plan.num_micro_batches(rank)
         batches: Mapping[int, tuple[range, ...]] = plan.parts
         if plan.pieces:
-            (span,) = plan.parts[live[0].rank]
-            keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(live))
-            batches = {info.rank: own for info, own in zip(live, keys, strict=True)}
+            ranks = list(plan.parts)
+            (span,) = plan.parts[ranks[0]]
+            keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(ranks))
+            batches = dict(zip(ranks, keys, strict=True))
         has_more = run.ledger.has_more(run.ledger.epochs[0])
         pauses = has_more and self._batches_until_evaluation(plan) == 0
         for info in live:
@@ -418,7 +425,7 @@ class EpochScheduler:
                 info,
                 m.EpochPlan(
                     epoch=plan.epoch,
-                    batches=batches[info.rank],
+                    batches=batches.get(info.rank, ()),
                     shares=tuple(shares),
                     first_step=plan.first_step,
                     pieces=tuple(plan.pieces.get(info.rank, ())),
@@ -523,12 +530,36 @@ class EpochScheduler:
         Epochs closed by one averaging share the time since the last one closed.
         """
         num_before = len(self._closing)
+        self._end_left()
         self._close_settled()
         closed = list(self._closing)[num_before:]
         for closing in closed:
             closing.epoch_s = (now - self._last_close) / len(closed)
         if closed:
             self._last_close = now
+
+    def leave(self, rank: int, number: int) -> None:
+        """A rank has left an epoch, and has reported what it has trained of it."""
+        self._run.ledger.leave_epoch(rank, number, self._run.elche.shares)
+
+    def _end_left(self) -> None:
+        """End the oldest epoch short once all live ranks have left it."""
+        epoch, live = self._run.ledger.oldest, self._run.live
+        if epoch is None or not epoch.open or not epoch.left:
+            return
+        if all(rank.rank in epoch.left for rank in live) and epoch.granted is None:
+            omitted = self._run.ledger.end_short(epoch)
+            logger.warning(
+                "epoch %d ends short: all workers have left it, and %d samples are not trained",
+                epoch.epoch,
+                omitted,
+            )
+
+    def _participants(self) -> list[Rank]:
+        """Live ranks that have not left the oldest epoch."""
+        oldest = self._run.ledger.oldest
+        left = set() if oldest is None else oldest.left
+        return [rank for rank in self._run.live if rank.rank not in left]
 
     def _close_settled(self) -> None:
         while (epoch := self._run.ledger.oldest) is not None and epoch.settled:

@@ -118,7 +118,7 @@ class FailureRecovery:
             # No death is known: a peer was late, or out of memory.
             self.halt()
             self._counts = True
-        if event.too_large:
+        if event.too_large or event.left is not None:
             self._counts = False  # the halt of a peer may have arrived before
         self._halted[event.rank] = event
 
@@ -165,8 +165,20 @@ class FailureRecovery:
         self.phase = RecoveryPhase.NONE
         self.recount(self._agreed_step)
         self._run.num_windows = self._agreed_step
+        for leaver, number in self._run.left:
+            self._run.ledger.leave_epoch(leaver, number, self._run.elche.shares)
+        self._run.left.clear()
         for rank in self.survivors:
             rank.num_queued = 0
+
+    def settle_reported(self, rank: int) -> None:
+        """Settle the steps of the plan that its only rank has reported, and reopen the rest."""
+        run, plan = self._run, self._run.plan
+        assert plan is not None, "the rank has a plan"
+        per_step = run.config.accumulate * plan.num_slices
+        made = plan.first_window - (-plan.reported.get(rank, 0) // per_step)
+        self.recount(made)
+        run.num_windows = made
 
     def all_reported(self, made: int) -> bool:
         """True if every rank has reported all batches of the steps made.

@@ -257,8 +257,14 @@ class BatchLedger:
             max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
         older = 0  # Open batches of older epochs, which come first in what is left of the run.
         for epoch in self._assignable(shares):
+            if rank in epoch.left:
+                older += len(epoch.open)
+                continue
             if max_chunk is None:
-                count = self._chunk_size(epoch, rank, shares, seconds_per_batch, older)
+                seconds = seconds_per_batch
+                if seconds is not None and epoch.left:  # these train no more of it
+                    seconds = [0.0 if r in epoch.left else s for r, s in enumerate(seconds)]
+                count = self._chunk_size(epoch, rank, shares, seconds, older)
             else:
                 count = self._chunk_size(epoch, rank, shares, None, older, max_chunk)
             count = count if limit is None else min(count, limit * self._sizes[rank])
@@ -537,6 +543,33 @@ class BatchLedger:
             self._redistribute_quota(epoch, rank, shares)
         self.by_rank[rank] = RankLedger(in_round=[] if in_round else ledger.in_round)
 
+    def leave_epoch(self, rank: int, number: int, shares: Sequence[float]) -> None:
+        """Reopen the assigned batches of an epoch that a rank has left; it receives no others.
+
+        Args:
+            rank: The rank.
+            number: The epoch; no effect if it has closed.
+            shares: Each rank's share of the work.
+        """
+        epoch, ledger = self.find(number), self.by_rank[rank]
+        if epoch is None:
+            return
+        epoch.left.add(rank)
+        for _, span in (each for each in ledger.assigned if each[0] == number):
+            self._reopen(epoch, [span])
+            if epoch.quotas is not None:
+                epoch.quotas[rank] += len(span)
+        ledger.assigned = deque(each for each in ledger.assigned if each[0] != number)
+        stay = [0.0 if r in epoch.left else share for r, share in enumerate(shares)]
+        self._redistribute_quota(epoch, rank, stay)
+
+    def end_short(self, epoch: Epoch) -> int:
+        """Omit the open batches of an epoch; returns their number of samples."""
+        omitted = sum(self._samples(span) for span in epoch.open.spans)
+        epoch.num_batches -= len(epoch.open)
+        epoch.open = BatchSet()
+        return omitted
+
     def _redistribute_quota(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
         if epoch.quotas is None or not any(shares):
             return
@@ -638,6 +671,7 @@ class Epoch:
         num_elsewhere: In a cluster, batches settled by other machines.
         complete: In a cluster, all batches are settled by some machine.
         others: In a cluster, the sums of the other machines, once complete.
+        left: Ranks that have left it before its end.
     """
 
     epoch: int
@@ -663,6 +697,7 @@ class Epoch:
     num_elsewhere: int = 0
     complete: bool = True
     others: tuple[MachineStats, ...] = ()
+    left: set[int] = field(default_factory=set)
 
     @property
     def settled(self) -> bool:

@@ -133,6 +133,8 @@ class Coordinator:
                 self._run.ranks[event.rank].num_queued -= 1
                 self._run.note_norms({}, event.norm)
                 self._epochs.measure(event.rank)
+                if event.left:
+                    self._on_left(event)
             case m.ParamSnapshot():
                 if event.report is not None:
                     self._on_report(event.report)
@@ -248,6 +250,13 @@ class Coordinator:
         if self._run.lockstep and self._run.config.advise_balance:
             self._advise_balance()
 
+    def _on_left(self, event: m.EpochReport) -> None:
+        """Take back the batches of an epoch that a rank has left."""
+        plan = self._run.plan
+        if plan is not None and plan.epoch == event.epoch:  # the only rank: others halt
+            self._recovery.settle_reported(event.rank)
+        self._epochs.leave(event.rank, event.epoch)
+
     def _advise_balance(self) -> None:
         imbalance = self._imbalance.check(
             {r.rank: (r.num_batches, r.compute_s) for r in self._run.live}
@@ -312,7 +321,8 @@ class Coordinator:
             self._limits.readjust()
 
     def _on_halted(self, event: m.Halted, now: float) -> None:
-        if event.too_large and self._run.phase is Phase.LEAVING:
+        leaves_step = event.too_large or event.left is not None
+        if leaves_step and self._run.phase is Phase.LEAVING:
             # The others are leaving, and wait for it in the last step.
             self._run.out.append(AbortCollective(generation=self._run.generation))
         if self._run.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
@@ -321,6 +331,8 @@ class Coordinator:
             self._finalizer.fail(Failure(error=_out_of_memory_error(event), rank=event.rank), now)
             return
         self._recovery.on_halted(event)
+        if event.left is not None:
+            self._run.left.add((event.rank, event.left))
 
     def _fail_if_halted_too_often(self, now: float) -> bool:
         limit = self._run.config.max_failed_rounds

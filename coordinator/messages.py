@@ -549,13 +549,16 @@ class BatchReport:
 class EpochReport:
     """A plan is complete (or was left at a stop); ``stats`` holds what is not reported yet.
 
-    If no round measures the norm of the parameters, the lowest rank sends it.
+    If no round measures the norm of the parameters, the lowest rank sends it. With ``left`` the
+    rank has left the epoch: its other batches, in this plan and in later ones, are assigned to
+    other ranks.
     """
 
     rank: int
     epoch: int
     stats: ReportStats
     norm: float | None = None
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -754,6 +757,7 @@ class Halted:
         report: Training that is not reported yet.
         too_large: Samples of the piece that ran out of memory; 0: another cause.
         error: The out-of-memory error.
+        left: The epoch that the rank has left, to be trained by the others; ``None``: none.
     """
 
     rank: int
@@ -764,6 +768,7 @@ class Halted:
     report: BatchReport | None = None
     too_large: int = 0
     error: Exception | None = None
+    left: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -848,6 +853,8 @@ class StopRequested:
 
 CLUSTER_TICKET = 0
 """Ticket of checkpoints for :class:`ClusterCheckpointRequested`; users' tickets begin at 1."""
+LOOP_TICKET = -1
+"""Ticket of checkpoints that a user's loop requests, which are written to the run's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

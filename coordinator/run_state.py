@@ -54,6 +54,7 @@ class RunState:
         num_windows: Under lockstep, the optimizer steps assigned so far.
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
+        left: Ranks that have halted to leave an epoch, and the epoch of each.
         steps: Accumulates step metrics; ``None``: none are published.
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
         pending_deltas: Deltas of other machines not yet sent to the ranks.
@@ -121,6 +122,7 @@ class RunState:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
+        self.left: set[tuple[int, int]] = set()
         self.shares: Shares | None = None
         sizes = config.batch_sizes
         if config.granted and sizes is None and not config.balance:
@@ -182,8 +184,8 @@ class RunState:
         rank for its piece, however many others have died.
         """
         num = self.config.num_micro_batches
-        if self.config.sync_batchnorm or self.config.all_gather:
-            return num  # statistics or losses are over the ranks' whole micro-batch
+        if self.config.sync_batchnorm or self.config.all_gather or self.config.own_loop:
+            return num  # statistics, losses or steps are over the ranks' whole micro-batch
         if self.config.global_batch_size is not None:
             return -(-num * len(self.ranks) // len(ranks))
         own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)

@@ -79,7 +79,8 @@ class RunCheckpointer:
 
     def request(self, ticket: int) -> None:
         """Request a checkpoint."""
-        self._tickets.append(ticket)
+        if ticket != m.LOOP_TICKET or ticket not in self._tickets:
+            self._tickets.append(ticket)
 
     def request_cluster_checkpoint(self, reserve_s: float) -> None:
         """Request this machine's part of a round between machines."""

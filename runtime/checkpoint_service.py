@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
+from coordinator.messages import LOOP_TICKET, Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights, plain
 from runtime.checkpoint.store import CheckpointWriter, entries
 from runtime.core.errors import CheckpointError
@@ -90,7 +90,8 @@ class CheckpointService:
         if self._layout is None:
             return  # no worker was built
         data = self.data(command)
-        if command.scheduled and self._writer is not None:
+        is_kept = command.scheduled or LOOP_TICKET in command.tickets
+        if is_kept and self._writer is not None:
             self._writer.submit(data)
         with self._lock:
             self._answer(command.tickets, data)

@@ -424,9 +424,7 @@ def start_run(config: RunSettings) -> TrainerHandle[Any]:
     refuse_import_of_main()
     if config.cluster is None:
         refuse_launcher("run()")
-    if config.dataset is None:
-        raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-    config = config.with_ledger_batch_size()
+    config = config.with_steps().with_ledger_batch_size()
     run = _make_run(config.with_callbacks(), _make_adapter(config))
     handle = TrainerHandle(run, config.checkpoint_dir)
     try:

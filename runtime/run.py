@@ -71,6 +71,7 @@ from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.message_handler import check_eval_values
+from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
 from runtime.worker.replica import RunPeers
 from runtime.worker.worker import GpuWorker
@@ -155,6 +156,10 @@ class Run:
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
         self._agreement = LockstepAgreement()
+        self._loop_peers: LoopPeers | None = None
+        if config.functions.loop is not None:
+            save = None if config.checkpoint_dir is None else self._request_save
+            self._loop_peers = LoopPeers(len(names), config.coordinator.collective_timeout_s, save)
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()
@@ -413,6 +418,8 @@ class Run:
             # Rebound to the name that the except clause deletes: else the traceback, whose frame
             # holds the error, is a cycle.
             error = fold_tracebacks(self._data_path.explain(rank, error))
+            if self._loop_peers is not None:
+                self._loop_peers.leave(rank)
             self._inbox.put(failure_message(rank, worker, error))
             if self.config.worker.survives:
                 logger.warning(
@@ -451,6 +458,7 @@ class Run:
             resume=self._resume,
             recorder=self._recording.recorder(rank),
             validation=self._validation,
+            loop_peers=self._loop_peers,
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):
@@ -605,6 +613,12 @@ class Run:
         if generation is None and self._validation is not None:
             self._validation.is_cancelled.set()
         self._peers.groups.abort(generation)
+        if self._loop_peers is not None:
+            self._loop_peers.meetings.abort(generation)
+
+    def _request_save(self) -> None:
+        """Request a checkpoint into ``checkpoint_dir``; returns immediately."""
+        self._inbox.put(m.SaveRequested(ticket=m.LOOP_TICKET))
 
     def _on_end(self) -> None:
         """Finish the run; called on the coordinator's thread when the outcome is final."""

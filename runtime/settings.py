@@ -85,6 +85,7 @@ class RunSettings:
         progressive_dispatch: ``None``: by policy.
         dataset_length: Items in a stream's epoch; ``None``: the stream's length.
         val_dataset: The validation set; ``None``: there is none.
+        steps_per_epoch: Steps of each worker in an epoch without a data set.
         sampler: Yields each epoch's order; ``None``: a random permutation.
         seed: ``None``: 0, without seeding the process generator.
     """
@@ -99,6 +100,7 @@ class RunSettings:
     data: DataOptions = field(default_factory=DataOptions)
     dataset: Any = None
     dataset_length: int | None = None
+    steps_per_epoch: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     val_dataset: Any = None
     sampler: Any = None
@@ -142,6 +144,27 @@ class RunSettings:
         if known != set(values):
             raise TypeError(f"there is no setting {', '.join(sorted(set(values) - known))}")
         return replace(self, **changed)
+
+    def with_steps(self) -> RunSettings:
+        """Return a copy whose data set counts steps, if ``steps_per_epoch`` takes its place.
+
+        Raises:
+            ValueError: Both are set, or neither; or a setting is for data sets.
+        """
+        n = self.steps_per_epoch
+        if n is None:
+            if self.dataset is None:
+                raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+            return self
+        way = f"steps_per_epoch({n})"
+        if self.functions.loop is None:
+            raise ValueError(f"{way} is for Trainer.loop, whose body makes its own data")
+        if self.dataset is not None or self.coordinator.batch_size:
+            raise ValueError(
+                f"{way} takes the place of dataset(ds) and batch_size(n): leave it out"
+            )
+        steps = torch.arange(n * len(self.resolved_devices()))
+        return self.with_values(dataset=(steps,), batch_size=1)
 
     def with_callbacks(self) -> RunSettings:
         """Return a copy whose ``metrics_fn`` and ``checkpoint_fn`` also call the callbacks."""
@@ -263,6 +286,7 @@ class RunSettings:
             min_anchor=self.resolved_min_anchor(),
             progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
             evaluate=self.functions.eval_fn is not None,
+            own_loop=self.functions.loop is not None,
             grace_s=grace_s,
         )
         every = int(coordinator.steps_per_epoch) if self.scheduler_interval == "epoch" else 1
@@ -283,6 +307,7 @@ class RunSettings:
             if c.scheduler_metric is not None
             else -(-self.total_batches(num_samples) // every),
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
+            collective_timeout_s=c.collective_timeout_s,
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)
@@ -349,7 +374,7 @@ class RunSettings:
     def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
         """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""
         asked_mb = self.requested_bucket_mb
-        if asked_mb is None:
+        if asked_mb is None and self.functions.loop is None:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
             beside = any(getattr(self.worker, name) for name in _EXCLUDE_BUCKETS)
             asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
@@ -448,6 +473,7 @@ class RunSettings:
             self._check_forward_collectives()
         self._check_buckets()
         self._check_optimizers()
+        self._check_loop()
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
                 "progressive_dispatch(True) cannot be combined with SYNC, which divides each epoch "
@@ -630,7 +656,8 @@ class RunSettings:
 
     def _check_optimizers(self) -> None:
         if not isinstance(self.functions.optim_factory, Mapping):
-            if isinstance(self.functions.scheduler, Mapping):
+            # The optimizers of a loop are known once its optim_factory has a model.
+            if self.functions.loop is None and isinstance(self.functions.scheduler, Mapping):
                 raise ValueError("scheduler({...}) is for several optimizers: pass one function")
             return
         num = self.worker.accumulate * self.worker.num_micro_batches
@@ -646,6 +673,26 @@ class RunSettings:
                 raise ValueError(
                     f"{name} cannot be combined with several optimizers, each of which steps on "
                     "every batch: leave it out"
+                )
+
+    def _check_loop(self) -> None:
+        """Refuse settings that a loop of the user does not support."""
+        if self.functions.loop is None:
+            return
+        obstacles = {
+            "cuda_graphs(True)": (self.worker.cuda_graphs, "captures train_fn"),
+            "sync_batchnorm(True)": (self.worker.sync_batchnorm, "exchanges within train_fn"),
+            "all_gather(True)": (self.worker.all_gather, "exchanges within train_fn"),
+            "bucket_cap_mb(n)": (bool(self.requested_bucket_mb), "overlaps train_fn's last pass"),
+            "param_groups(f)": (
+                self.functions.param_groups is not None,
+                "is for an optim_factory of parameters, and that of a loop receives the model",
+            ),
+        }
+        for name, (is_set, reason) in obstacles.items():
+            if is_set:
+                raise ValueError(
+                    f"{name} {reason}: leave it out with Trainer.loop, or use Trainer.builder"
                 )
 
     def _check_buckets(self) -> None:

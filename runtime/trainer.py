@@ -34,6 +34,7 @@ from runtime.loop.loop_setup import set_up
 from runtime.loop.module import ReplicatedModule
 from runtime.replica.build import (
     CopyingFactory,
+    LoopOptimFactory,
     ModelT,
     ModelT_co,
     OptimFactories,
@@ -52,6 +53,7 @@ from runtime.settings import (
     RunSettings,
 )
 from runtime.timeline import Timeline
+from runtime.worker.own_loop import LoopWorker
 from runtime.worker.worker_config import UserFunctions
 
 if TYPE_CHECKING:
@@ -139,6 +141,51 @@ class Trainer:
             ValueError: The two dicts have different names.
         """
         return TrainerBuilder(model_factory, optim_factory, train_fn)
+
+    @overload
+    @staticmethod
+    def loop(
+        model_factory: ModelT,
+        optim_factory: LoopOptimFactory[ModelT],
+        loop: Callable[[LoopWorker], object],
+    ) -> TrainerBuilder[ModelT]: ...
+
+    @overload
+    @staticmethod
+    def loop(
+        model_factory: Callable[[torch.device], ModelT],
+        optim_factory: LoopOptimFactory[ModelT],
+        loop: Callable[[LoopWorker], object],
+    ) -> TrainerBuilder[ModelT]: ...
+
+    @staticmethod
+    def loop(
+        model_factory: Any, optim_factory: Any, loop: Callable[[LoopWorker], object]
+    ) -> TrainerBuilder[Any]:
+        """Return a builder for a run whose training loop is your own, under every policy.
+
+        ``loop(worker)`` runs in the thread of each worker and makes its steps; assignment of data,
+        averaging, epochs, checkpoints, resuming, deaths and evaluation are those of
+        :meth:`builder`::
+
+            def loop(worker):
+                for batch in worker.batches():
+                    loss = loss_fn(worker.model, batch)
+                    worker.step(loss)
+
+        Args:
+            model_factory: As in :meth:`builder`.
+            optim_factory: ``f(model) -> Optimizer``, or a dict of optimizers by name, each of its
+                own parameters; receives the worker's model.
+            loop: ``f(worker)``; see :class:`~gpuworker.LoopWorker`. Called again for the next epoch
+                if it returns before the run is over.
+
+        Raises:
+            TypeError: An argument is not callable.
+        """
+        check_callable("loop", loop, "(worker)")
+        check_callable("optim_factory", optim_factory, "(model) -> Optimizer or dict of them")
+        return TrainerBuilder(model_factory, optim_factory, call_model)._set(loop=loop)
 
     @overload
     @staticmethod
@@ -471,6 +518,17 @@ class TrainerBuilder(Generic[ModelT_co]):
                     "read by index: leave length out, or use sampler()"
                 )
         return self._set(dataset=dataset, dataset_length=length)
+
+    def steps_per_epoch(self, n: int) -> Self:
+        """Optimizer steps of each worker in an epoch, instead of a data set: for a loop of
+        :meth:`Trainer.loop` that makes its own data, as in reinforcement learning, and counts
+        ``worker.steps()``.
+
+        Under ``CADENCE`` and ``ASYNC`` ``n`` is the mean over the workers, which step at their own
+        speed. Schedules, ``max_steps`` and metrics count the steps of all workers, each as a batch
+        of one sample.
+        """
+        return self._set(steps_per_epoch=check_int("steps_per_epoch", n, 1))
 
     def sampler(self, s: Any) -> Self:
         """Samples of an epoch and their order (default: each sample once, in a new random order

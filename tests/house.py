@@ -35,7 +35,7 @@ FLOORS = (
 """Folders from the ground up. Imports go down, or stay in their folder."""
 
 MAX_TOP_MODULES = 10
-MAX_DEPTHS = {"coordinator": 7, "runtime": 18}
+MAX_DEPTHS = {"coordinator": 7, "runtime": 19}
 """Longest chain of imports in a package, in modules."""
 MAX_PACKAGE_DEPTH = 6
 """Longest chain of imports between the packages of ``runtime/``."""

@@ -31,6 +31,8 @@ ModelFactory = Callable[[torch.device], nn.Module]
 OptimFactory = Callable[[Any], torch.optim.Optimizer]
 OptimFactories = OptimFactory | Mapping[str, OptimFactory]
 """One factory, or several by the name of the submodule whose parameters each receives."""
+LoopOptimFactory = Callable[[ModelT], torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]]
+"""Of a loop of the user: receives the model, and returns one optimizer or several by name."""
 ParamGroups = Callable[[Any], list[dict[str, Any]]]
 _PROCESS_LOCK = threading.Lock()
 """Held while a model is built: factories draw from the process's random generators, which rank 0 of
@@ -61,9 +63,9 @@ def build_replica(
     """Build a rank's replica in its turn, with rank 0's weights.
 
     Parameters are moved into flat tensors before the optimizer is built, so that its state refers
-    to them. With ``by_model`` ``optim_factory`` receives the model. ``finish`` waits for the device: other ranks copy rank 0's weights on their own
-    streams, and rank 0 starts training once they are ready. ``load`` loads a checkpoint's weights
-    into rank 0's model.
+    to them. With ``by_model`` ``optim_factory`` receives the model. ``finish`` waits for the
+    device: other ranks copy rank 0's weights on their own streams, and rank 0 starts training once
+    they are ready. ``load`` loads a checkpoint's weights into rank 0's model.
     """
     try:
         with order.turn(rank) as template:

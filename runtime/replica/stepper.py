@@ -162,7 +162,9 @@ class Stepper:
             chosen.finite_check.begin()
         return window
 
-    def open_window(self, part: str | None = None, *, run_ahead: bool = False) -> AccumulationWindow:
+    def open_window(
+        self, part: str | None = None, *, run_ahead: bool = False
+    ) -> AccumulationWindow:
         """Open the window of a step whose forward passes the caller runs; see :meth:`window`.
 
         The window grows with :meth:`AccumulationWindow.add_loss`, and keeps gradients that
@@ -350,7 +352,9 @@ class AccumulationWindow:
         self._plain_units = 0.0  # sum over micro-batches before the first weight
         self._weights: WeightAccumulator | None = None
         self._pending: CollectiveWork | None = None
-        self._inputs: Sequence[Tensor] | None = None  # of the backward pass; None: all leaves
+        # Of the backward pass; without inputs, all leaves receive gradients.
+        self._inputs: Sequence[Tensor] | None = None
+        self._retain_graph = False
 
     def __enter__(self) -> AccumulationWindow:
         self._stepper._is_open = True
@@ -442,6 +446,7 @@ class AccumulationWindow:
         *,
         fraction: float = 1.0,
         inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
     ) -> Tensor:
         """Run the backward pass of a loss that the caller has computed, and log the loss.
 
@@ -451,6 +456,7 @@ class AccumulationWindow:
             weight: The number of units of which it is the mean.
             fraction: The factor of its gradients in the step's, without weights.
             inputs: The tensors that receive gradients; ``None``: all leaves.
+            retain_graph: Keep the graph for a further backward pass.
 
         Returns:
             The loss, detached, on the device.
@@ -458,7 +464,7 @@ class AccumulationWindow:
         self._require(_Stage.ACCUMULATING)
         log = self._stepper.log
         log.num_samples = num_samples
-        self._inputs = inputs
+        self._inputs, self._retain_graph = inputs, retain_graph
         self._stepper._checks[self._part.name].check_graph(loss)
         return self._run_backward(loss, weight, num_samples, fraction, log.values.num_scalars)[0]
 
@@ -507,7 +513,7 @@ class AccumulationWindow:
         versions = checks.versions()
         if is_last:
             self._reducing_backward(target, counts)
-        elif counts is True and self._inputs is None:
+        elif counts is True and self._inputs is None and not self._retain_graph:
             target.backward()  # type: ignore[no-untyped-call]
         else:
             self._backward(target, counts)
@@ -556,14 +562,14 @@ class AccumulationWindow:
     def _backward(self, target: Tensor, live: Tensor | bool) -> None:
         """Backward pass of a micro-batch whose gradients are zeroed unless ``live``."""
         if live is True:
-            torch.autograd.backward(target, inputs=self._inputs)
+            torch.autograd.backward(target, retain_graph=self._retain_graph, inputs=self._inputs)
             return
         stepper = self._stepper
         if stepper._mask is None:
             stepper._mask = GradientMask(self._part.params.params)
         stepper._mask.live = live
         try:
-            torch.autograd.backward(target, inputs=self._inputs)
+            torch.autograd.backward(target, retain_graph=self._retain_graph, inputs=self._inputs)
         finally:
             stepper._mask.live = None
 

@@ -15,43 +15,6 @@ from enum import Enum
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 
 
-class Act(Enum):
-    """The act of a rank at a meeting."""
-
-    STEP = "an optimizer step"
-    SKIP = "no step on the batch"
-    FOLLOW = "the step of the others, without samples"
-    NEXT = "the next batch"
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """The act of one rank.
-
-    Attributes:
-        act: The act.
-        batch: Number of the batch: of the step of the plans, since the group was formed.
-        made: Optimizers of the rank's steps on this batch, that of the act included.
-        num_batches: Batches in the optimizer step.
-    """
-
-    act: Act
-    batch: int
-    made: tuple[str, ...] = ()
-    num_batches: int = 1
-
-    @property
-    def optimizer(self) -> str:
-        """Name of the optimizer of the step."""
-        return self.made[-1]
-
-    def __str__(self) -> str:
-        calls = ", ".join(f"step(optimizer={name!r})" if name else "step()" for name in self.made)
-        over = f" over {self.num_batches} batches" if self.num_batches > 1 else ""
-        then = "" if self.act is Act.STEP else ", then the next batch"
-        return f"{calls or 'no step'}{over} in its batch {self.batch}{then}"
-
-
 class Meetings:
     """Acts of all ranks of a run, by generation of their group. Thread-safe.
 
@@ -111,9 +74,7 @@ class Meetings:
                 if other != rank and not _agree(theirs, made):
                     raise _mismatch((rank, made), (other, theirs))
 
-    def follow(
-        self, generation: int, ranks: Sequence[int], number: int, batch: int
-    ) -> Post | None:
+    def follow(self, generation: int, ranks: Sequence[int], number: int, batch: int) -> Post | None:
         """Wait for a step of the other ranks.
 
         Args:
@@ -143,9 +104,7 @@ class Meetings:
         self._wait(generation, is_met)
         return found
 
-    def wait_for_all(
-        self, generation: int, ranks: Sequence[int], number: int, batch: int
-    ) -> None:
+    def wait_for_all(self, generation: int, ranks: Sequence[int], number: int, batch: int) -> None:
         """Wait until all ranks have posted at a meeting. Raises as :meth:`follow`."""
 
         def is_met() -> bool:
@@ -193,6 +152,43 @@ class Meetings:
                 for old in [each for each in self._groups if each < self._aborted]:
                     del self._groups[old]
             self._condition.notify_all()
+
+
+class Act(Enum):
+    """The act of a rank at a meeting."""
+
+    STEP = "an optimizer step"
+    SKIP = "no step on the batch"
+    FOLLOW = "the step of the others, without samples"
+    NEXT = "the next batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The act of one rank.
+
+    Attributes:
+        act: The act.
+        batch: Number of the batch: of the step of the plans, since the group was formed.
+        made: Optimizers of the rank's steps on this batch, that of the act included.
+        num_batches: Batches in the optimizer step.
+    """
+
+    act: Act
+    batch: int
+    made: tuple[str, ...] = ()
+    num_batches: int = 1
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer of the step."""
+        return self.made[-1]
+
+    def __str__(self) -> str:
+        calls = ", ".join(f"step(optimizer={name!r})" if name else "step()" for name in self.made)
+        over = f" over {self.num_batches} batches" if self.num_batches > 1 else ""
+        then = "" if self.act is Act.STEP else ", then the next batch"
+        return f"{calls or 'no step'}{over} in its batch {self.batch}{then}"
 
 
 @dataclass(slots=True)

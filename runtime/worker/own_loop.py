@@ -28,198 +28,6 @@ from runtime.worker.worker_config import WorkerConfig
 Loop = Callable[["LoopWorker"], object]
 
 
-class LoopPeers:
-    """Shared by the workers of a run with an own loop. Thread-safe.
-
-    Args:
-        num_ranks: Number of ranks.
-        timeout_s: Longest wait for a rank at a step, in seconds.
-        save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
-
-    Attributes:
-        meetings: Agreement of ranks in lockstep on the steps of their bodies.
-        save: See above.
-    """
-
-    def __init__(
-        self, num_ranks: int, timeout_s: float, save: Callable[[], None] | None = None
-    ) -> None:
-        self.meetings = Meetings(timeout_s)
-        self.save = save
-        self._lock = threading.Lock()
-        self._live = set(range(num_ranks))
-
-    def leave(self, rank: int) -> None:
-        """A rank has died."""
-        with self._lock:
-            self._live.discard(rank)
-
-    @property
-    def first(self) -> int:
-        """The lowest rank that is alive."""
-        with self._lock:
-            return min(self._live, default=0)
-
-
-class LoopWorker:
-    """The worker as passed to ``loop(worker)`` of :meth:`gpuworker.Trainer.loop`.
-
-    ``loop`` runs in the thread of each worker, on its device, with its compute stream current. The
-    usual body is::
-
-        def loop(worker):
-            for batch in worker.batches():
-                loss = loss_fn(worker.model, batch)
-                worker.step(loss)
-
-    Averaging rounds, checkpoints, epochs and deaths of other ranks are handled between two batches,
-    when the iterator is asked for the next one; nothing changes the replica while the body runs. A
-    batch is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a
-    step may not be made; ``step`` then returns without an effect, and the iterator yields the batch
-    again. Local variables of the loop are kept.
-
-    Only for use in the thread of the worker.
-
-    Attributes:
-        model: The worker's replica.
-        optimizer: Its optimizer; of several, ``worker.optimizer[name]`` is one.
-        optimizers: The optimizers by name; of a single one, under the empty name.
-        rank: The worker's rank.
-        world_size: Number of ranks at the start of the run.
-        device: The worker's device.
-    """
-
-    def __init__(self, owner: Any, loop: OwnLoop) -> None:
-        self._owner = owner
-        self._loop = loop
-        self.model: nn.Module = owner.model
-        self.optimizer: torch.optim.Optimizer = owner.optimizer
-        self.optimizers: dict[str, torch.optim.Optimizer] = (
-            dict(owner.optimizer.members)
-            if isinstance(owner.optimizer, Optimizers)
-            else {"": owner.optimizer}
-        )
-        self.rank: int = owner.rank
-        self.world_size: int = owner.world_size
-        self.device: torch.device = owner.device
-
-    def batches(self) -> Iterator[Any]:
-        """Iterate over the batches that the coordinator assigns to this worker, of all epochs.
-
-        Each is on the worker's device. The iterator ends with the run. Under ``SYNC`` a rank
-        without samples in a step does not enter the body; its replica makes the steps of the
-        others.
-
-        ``continue`` before a step skips the batch: under ``SYNC`` all ranks discard it. ``break``
-        and ``return`` leave the epoch: the rest of this worker's batches is assigned to the other
-        workers, and ``loop`` is called again, or a further ``batches()`` continues, with the next
-        epoch. An exception ends the worker.
-
-        Raises:
-            RuntimeError: The last batch left gradients without a step.
-        """
-        return self._loop.batches()
-
-    def steps(self) -> Iterator[int]:
-        """Count the worker's steps from 0 instead of :meth:`batches`, with ``steps_per_epoch(n)``.
-
-        All rules of :meth:`batches` apply.
-        """
-        return self._loop.steps()
-
-    def backward(
-        self, loss: Tensor, weight: float | Tensor | None = None, optimizer: str | None = None
-    ) -> None:
-        """Run the backward pass of a loss. As after ``loss.backward()``, gradients add up until
-        :meth:`step`, also over several batches; divide each loss as on one device.
-
-        Args:
-            loss: A scalar: the mean over the batch.
-            weight: The number of units of which it is the mean, such as tokens; ``None``: the
-                samples. With weights, the gradients of a step are the mean over the units of all
-                its calls on all ranks: do not divide the losses.
-            optimizer: Compute only the gradients of this optimizer's parameters; required if there
-                are several.
-
-        Raises:
-            TypeError, ValueError: An argument is invalid.
-            RuntimeError: Called outside the body of :meth:`batches`.
-        """
-        self._loop.backward(loss, weight, optimizer)
-
-    def step(
-        self,
-        loss: Tensor | None = None,
-        weight: float | Tensor | None = None,
-        optimizer: str | None = None,
-    ) -> None:
-        """Make an optimizer step: the backward pass of a loss, the reduction over the ranks under
-        ``SYNC``, clipping and step. Blocks under ``SYNC`` until all ranks step.
-
-        Under ``SYNC`` the gradient is the mean over the ranks, weighted by samples or ``weight``,
-        and all ranks with samples must make the same steps on each batch. The batch counts as
-        trained with its first step. Gradients are ``None`` afterwards.
-
-        Args:
-            loss: As in :meth:`backward`; ``None``: use the gradients of earlier backward passes.
-            weight: As in :meth:`backward`.
-            optimizer: The optimizer to step; required if there are several.
-
-        Raises:
-            TypeError, ValueError: An argument is invalid.
-            RuntimeError: Called outside the body of :meth:`batches`, or there is no gradient.
-            NonFiniteError: See ``on_non_finite``.
-            ReplicaMismatch: Under ``SYNC``, another rank makes other steps.
-        """
-        self._loop.step(loss, weight, optimizer)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the batch, counted from 0."""
-        return int(self._owner.current_epoch)
-
-    @property
-    def global_step(self) -> int:
-        """Batches of all ranks before this one: the position of the schedule. Equal on all ranks
-        under ``SYNC``; otherwise those of other ranks are included after each averaging round.
-        """
-        return self._loop.global_step
-
-    @property
-    def is_first(self) -> bool:
-        """True on the lowest rank that is alive."""
-        return self._loop.peers.first == self.rank
-
-    def log(self, **scalars: float | Tensor) -> None:
-        """Record scalars for the batch; see :func:`gpuworker.record_scalar`."""
-        for name, value in scalars.items():
-            self._owner.record_scalar(name, value)
-
-    def every(self, k: int) -> bool:
-        """True within one batch for each multiple of ``k`` of this rank's optimizer steps."""
-        return self._loop.every(k)
-
-    def set_lr(self, x: float) -> None:
-        """Set the learning rate of all groups; a scheduler overwrites it with its next step."""
-        self._owner.set_lr(x)
-
-    def save(self) -> None:
-        """Request a checkpoint into ``checkpoint_dir`` at the next boundary; returns at once.
-
-        Requests of several ranks at one boundary make one checkpoint.
-
-        Raises:
-            RuntimeError: The run has no ``checkpoint_dir``.
-        """
-        if self._loop.peers.save is None:
-            raise RuntimeError("worker.save() needs checkpoint_dir(path) on the builder")
-        self._loop.peers.save()
-
-    def stop(self) -> None:
-        """Request the end of the run at a step boundary; returns at once."""
-        self._owner.request_stop()
-
-
 class OwnLoop:
     """Runs a user's loop in the worker's thread, and makes its steps.
 
@@ -266,13 +74,20 @@ class OwnLoop:
         self._is_lockstep = replica.is_lockstep
         self._names = replica.stepper.part_names
         self._micro = config.accumulate > 1
+        if self._micro and self._names:
+            raise ValueError(
+                f"accumulate({config.accumulate}) cannot be combined with several optimizers: "
+                "leave it out, and accumulate by worker.backward(loss, optimizer=...)"
+            )
         self._casts = config.precision != "fp32"
         # The iterator, and the group of ranks that it meets.
         self._source: Generator[Any, None, None] | None = None
         self._data: Any = None
         self._is_active = False  # the body has a batch
+        self._is_ahead = False  # it is the first one of the next call of the loop
         self._is_over = False
         self._num_iterators = 0
+        self._left_epoch = -1
         self._generation = 0
         self._ranks: Sequence[int] = range(config.world_size)
         self._meeting = 0
@@ -310,21 +125,28 @@ class OwnLoop:
         """
         self._source = source
         try:
-            while not self._is_over:
+            while True:
                 self._function(self.worker)
-                if not self._is_over:
-                    self._leave_epoch()
+                if self._is_over:
+                    break
+                self._leave_epoch()
+                if not self._advance():
+                    break
+                self._is_ahead = True
         finally:
             self._source = None
             source.close()
 
     def batches(self) -> Iterator[Any]:
         """See :meth:`LoopWorker.batches`."""
-        if self._is_active:
+        if self._is_active and not self._is_ahead:
             self._leave_epoch()
         self._num_iterators += 1
         own = self._num_iterators
-        while own == self._num_iterators and self._advance():
+        while own == self._num_iterators:
+            if not self._is_ahead and not self._advance():
+                return
+            self._is_ahead = False
             yield self._data
 
     def steps(self) -> Iterator[int]:
@@ -348,6 +170,10 @@ class OwnLoop:
         self._is_active = True
         return True
 
+    def save(self) -> None:
+        """See :meth:`LoopWorker.save`."""
+        self.peers.save(self._replica.lockstep.step if self._is_lockstep else None)
+
     def every(self, k: int) -> bool:
         """See :meth:`LoopWorker.every`."""
         if not isinstance(k, int) or k < 1:
@@ -359,13 +185,28 @@ class OwnLoop:
             return True
         return batch == self._serial
 
+    def _leave_epoch(self) -> None:
+        """Leave the epoch of the batch in progress, or of the next one."""
+        if self._is_active or self._advance():
+            self._left_epoch = self._replica.progress.epoch
+
+    def has_left(self, epoch: int) -> bool:
+        """True if the body has left this epoch or a later one."""
+        return epoch <= self._left_epoch
+
+    def left_now(self, epoch: int) -> int | None:
+        """The epoch, if the body has left it."""
+        return epoch if self.has_left(epoch) else None
+
     # The steps, called in the body.
 
-    def backward(self, loss: Any, weight: Any, optimizer: str | None) -> None:
+    def backward(
+        self, loss: Any, weight: Any, optimizer: str | None, *, retain_graph: bool
+    ) -> None:
         """See :meth:`LoopWorker.backward`."""
         name = self._checked_name(optimizer, "backward")
         if self._fault is None:
-            self._add(loss, weight, name, "backward")
+            self._add(loss, weight, name, "backward", retain_graph=retain_graph)
 
     def step(self, loss: Any, weight: Any, optimizer: str | None) -> None:
         """See :meth:`LoopWorker.step`."""
@@ -393,7 +234,7 @@ class OwnLoop:
             raise
 
     def _checked_name(self, optimizer: str | None, call: str) -> str:
-        if not self._is_active:
+        if not self._is_active or self._is_ahead:
             raise RuntimeError(
                 f"worker.{call}() is for a batch: call it in the body of "
                 "for batch in worker.batches()"
@@ -407,7 +248,9 @@ class OwnLoop:
             raise ValueError(f"worker.{call}(optimizer={optimizer!r}): {remedy}")
         return optimizer
 
-    def _add(self, loss: Any, weight: Any, name: str, call: str) -> None:
+    def _add(
+        self, loss: Any, weight: Any, name: str, call: str, *, retain_graph: bool = False
+    ) -> None:
         """Run the backward pass of a loss on the batch."""
         _check_loss(loss, call)
         if weight is not None:
@@ -419,12 +262,14 @@ class OwnLoop:
             window.num_samples += self._size
         size, total = self._size, self._total
         fraction = size / total if self._micro and size != total else 1.0
+        add = partial(
+            window.add_loss, loss, size, weight, fraction=fraction, retain_graph=retain_graph
+        )
         if not (self._names or self._casts):
-            window.add_loss(loss, size, weight, fraction=fraction)
+            add()
         else:
-            inputs = self._stepper.inputs_of(name) if self._names else None
             with self._apart():
-                loss = window.add_loss(loss, size, weight, fraction=fraction, inputs=inputs)
+                loss = add(inputs=self._stepper.inputs_of(name) if self._names else None)
         if self._names:
             losses = self._losses.setdefault(name, [])
             if is_first:
@@ -537,9 +382,7 @@ class OwnLoop:
     def _count(self, end: StepEnd) -> None:
         """Count the batches since the last count."""
         assert self._before is not None, "a batch is in progress"
-        self._steps.commit(
-            self._before, end, self._num_batches, self._num_samples, self._num_steps
-        )
+        self._steps.commit(self._before, end, self._num_batches, self._num_samples, self._num_steps)
         self._num_steps = self._num_batches = self._num_samples = 0
 
     def _undo(self, error: BaseException) -> BaseException:
@@ -563,9 +406,7 @@ class OwnLoop:
         """True within an optimizer step: messages wait, as the replica must not change."""
         return bool(self._num_steps or self._windows)
 
-    def train_step(
-        self, sizes: Sequence[int], position: int | None
-    ) -> Generator[Any, None, bool]:
+    def train_step(self, sizes: Sequence[int], position: int | None) -> Generator[Any, None, bool]:
         """Yield the batches of a step of the plan.
 
         Args:
@@ -599,7 +440,8 @@ class OwnLoop:
             with self._stepper.autocast():
                 yield batch
             batch = self._data = None  # the loader may use its memory again
-            self._end_batch()
+            if self._end_batch():
+                return False
             if lane is not None:
                 lane.end_step(CONTROL, start, [size])
         if not sizes:
@@ -641,22 +483,38 @@ class OwnLoop:
         self._added.clear()
         self._log.num_samples = size
 
-    def _end_batch(self) -> None:
-        """Check what the body did with a batch."""
+    def _end_batch(self) -> bool:
+        """Check what the body did with a batch; returns True if it has left the epoch."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
+        if self.has_left(self._replica.progress.epoch):
+            self._leave_batch()
+            return True
         if self._micro and self._added and not self._has_stepped:
             raise RuntimeError(
                 "with accumulate(k), end each batch with worker.step(loss); to accumulate by "
                 "worker.backward, leave accumulate out"
             )
         if self._made or self._added:
-            return
+            return False
         if not self._windows:
             self._require_no_gradients()
         self._log.values.push_nothing()
         self._skips |= self._micro or not self._windows
+        return False
+
+    def _leave_batch(self) -> None:
+        """Give a batch back without a step, and count one with a step."""
+        self._timer.stop(self._num_timed if self._made else 0)
+        self._drop_windows()
+        self._stepper.clear_gradients()
+        if not self._made and self._before is not None:
+            error = self._steps.undo(self._before)
+            if error is not None:
+                raise error
+        elif self._losses:
+            self._log_losses()
 
     def _require_no_gradients(self) -> None:
         if any(map(self._has_gradients, self._names or ("",))):
@@ -780,6 +638,216 @@ class OwnLoop:
         """Meet these ranks from now on."""
         self._generation, self._ranks = generation, ranks
         self._meeting, self._batch = 0, -1
+
+
+class LoopPeers:
+    """Shared by the workers of a run with an own loop. Thread-safe.
+
+    Args:
+        num_ranks: Number of ranks.
+        timeout_s: Longest wait for a rank at a step, in seconds.
+        save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
+
+    Attributes:
+        meetings: Agreement of ranks in lockstep on the steps of their bodies.
+    """
+
+    def __init__(
+        self, num_ranks: int, timeout_s: float, save: Callable[[], None] | None = None
+    ) -> None:
+        self.meetings = Meetings(timeout_s)
+        self._save = save
+        self._saved_at: int | None = None
+        self._lock = threading.Lock()
+        self._live = set(range(num_ranks))
+
+    def save(self, step: int | None) -> None:
+        """Request a checkpoint, under lockstep once for all ranks.
+
+        Args:
+            step: The step of all ranks; ``None``: they are not in lockstep.
+        """
+        if self._save is None:
+            raise RuntimeError("worker.save() needs checkpoint_dir(path) on the builder")
+        with self._lock:
+            is_new = step is None or step != self._saved_at
+            self._saved_at = step
+        if is_new:
+            self._save()
+
+    def leave(self, rank: int) -> None:
+        """A rank has died."""
+        with self._lock:
+            self._live.discard(rank)
+
+    @property
+    def first(self) -> int:
+        """The lowest rank that is alive."""
+        with self._lock:
+            return min(self._live, default=0)
+
+
+class LoopWorker:
+    """The worker as passed to ``loop(worker)`` of :meth:`gpuworker.Trainer.loop`.
+
+    ``loop`` runs in the thread of each worker, on its device, with its compute stream current. The
+    usual body is::
+
+        def loop(worker):
+            for batch in worker.batches():
+                loss = loss_fn(worker.model, batch)
+                worker.step(loss)
+
+    Averaging rounds, checkpoints, epochs and deaths of other ranks are handled between two batches,
+    when the iterator is asked for the next one; nothing changes the replica while the body runs. A
+    batch is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a
+    step may not be made; ``step`` then returns without an effect, and the iterator yields the batch
+    again. Local variables of the loop are kept.
+
+    Only for use in the thread of the worker.
+
+    Attributes:
+        model: The worker's replica.
+        optimizer: Its optimizer; of several, ``worker.optimizer[name]`` is one.
+        optimizers: The optimizers by name; of a single one, under the empty name.
+        rank: The worker's rank.
+        world_size: Number of ranks at the start of the run.
+        device: The worker's device.
+    """
+
+    def __init__(self, owner: Any, loop: OwnLoop) -> None:
+        self._owner = owner
+        self._loop = loop
+        self.model: nn.Module = owner.model
+        self.optimizer: torch.optim.Optimizer = owner.optimizer
+        self.optimizers: dict[str, torch.optim.Optimizer] = (
+            dict(owner.optimizer.members)
+            if isinstance(owner.optimizer, Optimizers)
+            else {"": owner.optimizer}
+        )
+        self.rank: int = owner.rank
+        self.world_size: int = owner.world_size
+        self.device: torch.device = owner.device
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate over the batches that the coordinator assigns to this worker, of all epochs.
+
+        Each is on the worker's device. The iterator ends with the run. Under ``SYNC`` a rank
+        without samples in a step does not enter the body; its replica makes the steps of the
+        others.
+
+        ``continue`` before a step skips the batch: under ``SYNC`` all ranks discard it. ``break``
+        and ``return`` leave the epoch: the rest of this worker's batches is assigned to the other
+        workers, and ``loop`` is called again, or a further ``batches()`` continues, with the next
+        epoch. An exception ends the worker.
+
+        Raises:
+            RuntimeError: The last batch left gradients without a step.
+        """
+        return self._loop.batches()
+
+    def steps(self) -> Iterator[int]:
+        """Count the worker's steps from 0 instead of :meth:`batches`, with ``steps_per_epoch(n)``.
+
+        All rules of :meth:`batches` apply.
+        """
+        return self._loop.steps()
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        optimizer: str | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run the backward pass of a loss. As after ``loss.backward()``, gradients add up until
+        :meth:`step`, also over several batches; divide each loss as on one device.
+
+        Args:
+            loss: A scalar: the mean over the batch.
+            weight: The number of units of which it is the mean, such as tokens; ``None``: the
+                samples. With weights, the gradients of a step are the mean over the units of all
+                its calls on all ranks: do not divide the losses.
+            optimizer: Compute only the gradients of this optimizer's parameters; required if there
+                are several.
+            retain_graph: As in ``loss.backward``: another loss of the same forward pass follows.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            RuntimeError: Called outside the body of :meth:`batches`.
+        """
+        self._loop.backward(loss, weight, optimizer, retain_graph=retain_graph)
+
+    def step(
+        self,
+        loss: Tensor | None = None,
+        weight: float | Tensor | None = None,
+        optimizer: str | None = None,
+    ) -> None:
+        """Make an optimizer step: the backward pass of a loss, the reduction over the ranks under
+        ``SYNC``, clipping and step. Blocks under ``SYNC`` until all ranks step.
+
+        Under ``SYNC`` the gradient is the mean over the ranks, weighted by samples or ``weight``,
+        and all ranks with samples must make the same steps on each batch. The batch counts as
+        trained with its first step. Gradients are ``None`` afterwards.
+
+        Args:
+            loss: As in :meth:`backward`; ``None``: use the gradients of earlier backward passes.
+            weight: As in :meth:`backward`.
+            optimizer: The optimizer to step; required if there are several.
+
+        Raises:
+            TypeError, ValueError: An argument is invalid.
+            RuntimeError: Called outside the body of :meth:`batches`, or there is no gradient.
+            NonFiniteError: See ``on_non_finite``.
+            ReplicaMismatch: Under ``SYNC``, another rank makes other steps.
+        """
+        self._loop.step(loss, weight, optimizer)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch, counted from 0."""
+        return int(self._owner.current_epoch)
+
+    @property
+    def global_step(self) -> int:
+        """Batches of all ranks before this one: the position of the schedule. Equal on all ranks
+        under ``SYNC``; otherwise those of other ranks are included after each averaging round.
+        """
+        return self._loop.global_step
+
+    @property
+    def is_first(self) -> bool:
+        """True on the lowest rank that is alive."""
+        return self._loop.peers.first == self.rank
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Record scalars for the batch; see :func:`gpuworker.record_scalar`."""
+        for name, value in scalars.items():
+            self._owner.record_scalar(name, value)
+
+    def every(self, k: int) -> bool:
+        """True within one batch for each multiple of ``k`` of this rank's optimizer steps."""
+        return self._loop.every(k)
+
+    def set_lr(self, x: float) -> None:
+        """Set the learning rate of all groups; a scheduler overwrites it with its next step."""
+        self._owner.set_lr(x)
+
+    def save(self) -> None:
+        """Request a checkpoint into ``checkpoint_dir`` at the next boundary; returns at once.
+
+        Requests of several ranks at one boundary make one checkpoint.
+
+        Raises:
+            RuntimeError: The run has no ``checkpoint_dir``.
+        """
+        self._loop.save()
+
+    def stop(self) -> None:
+        """Request the end of the run at a step boundary; returns at once."""
+        self._owner.request_stop()
 
 
 def _check_loss(loss: object, call: str) -> None:

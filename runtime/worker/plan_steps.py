@@ -54,7 +54,7 @@ class PlanSteps:
 
     def position(self, index: int) -> int:
         """Batches of all ranks before the lockstep step ``index``."""
-        if self._plan.pieces:
+        if self._plan.per_global:  # also of a rank without pieces
             return self._plan.first_step + index * self._num_global * self._plan.per_global
         done = index * self._accumulate
         return self._plan.first_step + sum([min(done, share) for share in self._plan.shares])

@@ -213,6 +213,13 @@ class WorkerProtocol:
         self.plan = None
         self._update_state()
 
+    def drop_epoch(self, epoch: int) -> int:
+        """Drop the plan in progress and all of an epoch; returns the number not begun."""
+        kept = deque(plan for plan in self.plans if plan.epoch != epoch)
+        dropped, self.plans = len(self.plans) - len(kept), kept
+        self.end_plan()
+        return dropped
+
     def drop_plans(self) -> None:
         """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""
         self.plans.clear()

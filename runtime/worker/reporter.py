@@ -110,6 +110,23 @@ class Reporter:
         stats = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, stats=stats)
 
+    def leave_epoch(self, epoch: int, num_dropped: int) -> None:
+        """Report that the worker has left an epoch.
+
+        Args:
+            epoch: The epoch.
+            num_dropped: Plans of it that it has not begun.
+        """
+        stats, rank = self._take(wait=True), self._protocol.rank
+        self.send(m.EpochReport(rank=rank, epoch=epoch, stats=stats, left=True))
+        for _ in range(num_dropped):
+            self.drop_plan(epoch)
+
+    def drop_plan(self, epoch: int) -> None:
+        """Report a plan of an epoch that the worker has left, which it does not begin."""
+        rank = self._protocol.rank
+        self.send(m.EpochReport(rank=rank, epoch=epoch, stats=ReportStats(), left=True))
+
     def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
         """Report a completed plan, with all training not reported yet.
 

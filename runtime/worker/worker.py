@@ -203,7 +203,7 @@ class GpuWorker:
                 self._lane,
             )
         self._handler = self._make_handler()
-        self._inbox = endpoints.inbox
+        self._inbox, self._outbox = endpoints.inbox, endpoints.outbox
         self._deferred: deque[Any] = deque()
         self._submitted: list[m.EpochPlan] = []
         self._held: deque[m.EpochPlan] = deque()  # not to be loaded before their epoch begins
@@ -451,6 +451,9 @@ class GpuWorker:
                 is_made = yield from loop.train_step(sizes, position)
                 is_open = loop.is_open
             if not is_made:
+                if loop is not None and loop.has_left(plan.epoch):
+                    self._leave_epoch(plan, loop)
+                    return self.protocol.leaving
                 self._abandon(plan)
                 return True
             if self._checks_types and not is_open:
@@ -472,6 +475,20 @@ class GpuWorker:
             self.replica.sync_buffers()
         self._handler.apply_agreed()
         return None
+
+    def _leave_epoch(self, plan: m.EpochPlan, loop: OwnLoop) -> None:
+        """Give back the rest of an epoch, whose loop the body has left.
+
+        Raises:
+            _EpochLeft: In lockstep, the other ranks wait at a step.
+        """
+        self.steps.confirm_steps()
+        if self._is_lockstep:
+            raise _EpochLeft
+        loop.halted()
+        self._forget_loads()
+        num_dropped = self.protocol.drop_epoch(plan.epoch)
+        self._reporter.leave_epoch(plan.epoch, num_dropped)
 
     def _check_drift(self, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""
@@ -651,12 +668,20 @@ class GpuWorker:
             return
         with self._recorder.handling(message, self.protocol):
             if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:
+                if self._drops(message.plan):
+                    self._reporter.drop_plan(message.plan.epoch)
+                    return
                 self._submit_early(message.plan)
             work = self.protocol.receive(message)
             if isinstance(work, m.Regroup):
                 self._regroup(work)
             elif work is not None:
                 self._handler.handle(work)
+
+    def _drops(self, plan: m.EpochPlan) -> bool:
+        """True for a plan of an epoch that the loop has left, sent before that was known."""
+        left = self._loop is not None and self._loop.has_left(plan.epoch)
+        return left and not self._is_lockstep
 
     def _regroup(self, message: m.Regroup) -> None:
         """Join the collective of the remaining ranks.
@@ -705,7 +730,7 @@ class GpuWorker:
 
     def request_stop(self) -> None:
         """Request the end of the run at a step boundary."""
-        self._reporter.send(m.StopRequested())
+        self._outbox.put(m.StopRequested())
 
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
@@ -737,9 +762,16 @@ class GpuWorker:
                 if self.protocol.leaving:
                     break
                 continue
+            except _EpochLeft:
+                self._halt()
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted as error:
                 # Another rank failed and reports the error; if none does, this one raises.
-                can_continue = self._is_lockstep and (self.config.redoes or self.config.falls_back)
+                # The body of an own loop may leave an epoch, which halts the others.
+                repeats = self.config.redoes or self.config.falls_back or self._loop is not None
+                can_continue = self._is_lockstep and repeats
                 fault = str(error) if error.failed else None
                 if not can_continue and not self.drain_until_shutdown(DRAIN_S):
                     raise GpuWorkerError(
@@ -802,6 +834,7 @@ class GpuWorker:
                 report=self._reporter.take_report(),
                 too_large=0 if too_large is None else too_large.num_samples,
                 error=cause if isinstance(cause, Exception) else None,
+                left=None if self._loop is None else self._loop.left_now(self.current_epoch),
             )
         )
 
@@ -843,6 +876,10 @@ class GpuWorker:
         self._loop = None
         self.steps.close()  # breaks a cycle of references: the replica is freed at once
         return ended
+
+
+class _EpochLeft(Exception):
+    """The body of an own loop has left the epoch in lockstep."""
 
 
 def _exhaust(flow: Generator[Any, None, T]) -> T:

@@ -110,8 +110,8 @@ PLANTED = {
     "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
     "two classes": ({"runtime/config.py": "class Service: ..."}, "class Service is in"),
     "deep, runtime": (
-        {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(19)},
-        "19 deep: c0.py > c1.py",
+        {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(20)},
+        "20 deep: c0.py > c1.py",
     ),
     "a circle of packages": (
         {"runtime/device/base.py": "import runtime.worker.step"},
