@@ -159,7 +159,8 @@ class RunSettings:
         way = f"steps_per_epoch({n})"
         if self.functions.loop is None:
             raise ValueError(f"{way} is for Trainer.loop, whose body makes its own data")
-        if self.dataset is not None or self.coordinator.batch_size:
+        c = self.coordinator
+        if self.dataset is not None or c.batch_size or c.global_batch_size:
             raise ValueError(
                 f"{way} takes the place of dataset(ds) and batch_size(n): leave it out"
             )
@@ -683,12 +684,21 @@ class RunSettings:
             "cuda_graphs(True)": (self.worker.cuda_graphs, "captures train_fn"),
             "sync_batchnorm(True)": (self.worker.sync_batchnorm, "exchanges within train_fn"),
             "all_gather(True)": (self.worker.all_gather, "exchanges within train_fn"),
+            'loss_reduction("sum")': (
+                self.worker.loss_reduction != "mean",
+                "is for train_fn, and worker.step(loss) takes a mean",
+            ),
             "bucket_cap_mb(n)": (bool(self.requested_bucket_mb), "overlaps train_fn's last pass"),
             "param_groups(f)": (
                 self.functions.param_groups is not None,
                 "is for an optim_factory of parameters, and that of a loop receives the model",
             ),
         }
+        if self.val_dataset is not None and self.functions.val_fn is None:
+            raise ValueError(
+                "val_dataset(ds) has no train_fn to call with Trainer.loop: pass "
+                'val_dataset(ds, fn=lambda model, batch: {"loss": ...})'
+            )
         for name, (is_set, reason) in obstacles.items():
             if is_set:
                 raise ValueError(

@@ -181,12 +181,6 @@ class Stepper:
         window.keep_gradients()
         return window
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of forward passes with this precision."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
-
     def without_autocast(self) -> AbstractContextManager[Any]:
         """The context of backward passes and steps within :meth:`autocast`.
 

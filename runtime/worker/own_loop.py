@@ -73,7 +73,7 @@ class OwnLoop:
         self._lane = lane
         self._is_lockstep = replica.is_lockstep
         self._names = replica.stepper.part_names
-        self._micro = config.accumulate > 1
+        self._micro = config.accumulate * config.num_micro_batches > 1
         if self._micro and self._names:
             raise ValueError(
                 f"accumulate({config.accumulate}) cannot be combined with several optimizers: "

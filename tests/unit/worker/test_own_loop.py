@@ -482,6 +482,8 @@ def test_calls_outside_the_body_are_refused():
         ("sync_batchnorm", True),
         ("all_gather", True),
         ("bucket_cap_mb", 1.0),
+        ("loss_reduction", "sum"),
+        ("val_dataset", (torch.arange(2),)),
         ("param_groups", lambda model: []),
     ],
 )
