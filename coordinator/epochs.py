@@ -277,7 +277,7 @@ class EpochScheduler:
             if self.is_evaluating or limit == 0:
                 return
         shares, seconds = self._run.elche.shares, self._run.elche.seconds_per_batch
-        for depth in (1, 2):
+        for depth in (1, 2) if limit is None else (1,):  # the next plan would exceed the limit
             for rank in short:
                 if rank.num_queued >= depth:
                     continue

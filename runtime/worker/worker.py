@@ -241,6 +241,7 @@ class GpuWorker:
             validation_fn(self._functions.val_fn, self._functions.train_fn),
             self.rank,
             self.world_size,
+            sums=self._functions.val_fn is None and self.config.loss_reduction == "sum",
         )
 
     @property

@@ -45,6 +45,7 @@ class WorkerValidation:
         fn: ``f(model, batch)``; see :class:`PendingMeans` for its result.
         rank: The worker's rank.
         world_size: Number of ranks.
+        sums: True if the result of ``fn`` is a loss summed over the batch's samples.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class WorkerValidation:
         fn: EvaluationFn,
         rank: int,
         world_size: int,
+        *,
+        sums: bool = False,
     ) -> None:
         self._worker = worker
         self._model = model
@@ -68,6 +71,7 @@ class WorkerValidation:
         self._fn = fn
         self._rank = rank
         self._world_size = world_size
+        self._sums = sums
         self._loader: ValidationReader | None = None
 
     def run(self, task: m.ValidationTask) -> None:
@@ -115,6 +119,11 @@ class WorkerValidation:
             )
             with worker_context(view), self._stepper.autocast():
                 result = self._fn(self._model, data)
+        if self._sums:
+            loss = (
+                result if isinstance(result, Tensor) else split_loss(result, self._model, data)[0]
+            )
+            result = loss / num_samples
         return PendingMeans(
             batch, result, view.scalars, num_samples=num_samples, model=self._model, data=data
         )

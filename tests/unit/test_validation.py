@@ -17,6 +17,7 @@ from runtime import (
     KeepBest,
     StepMetrics,
     Timeline,
+    Trainer,
     Weighted,
     WorkerFailed,
     current_worker,
@@ -321,6 +322,34 @@ def test_scalars_and_weights_of_train_fn_are_part_of_the_default():
     last = state.metrics[-1].scalars
     assert set(last) == {"error", "val/error", "val/loss"}
     assert last["val/loss"] == pytest.approx(plain(watch.states[1]), 1e-12)
+
+
+@ranks
+def test_losses_that_are_sums_are_validated_as_means(ranks):
+    def total(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+    watch = Watch()
+    b = run(ranks=ranks, train=total, watch=watch).loss_reduction("sum")
+    state = b._set(optim_factory=lambda params: torch.optim.SGD(params, 1e-3)).run().join(WAIT_S)
+    found = [m.scalars["val/loss"] for m in state.metrics]
+    assert found == pytest.approx([plain(watch.states[epoch]) for epoch in range(2)], 1e-12)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=lambda way: way[0].name)
+@ranks
+def test_steps_are_those_of_global_batches(way, ranks):
+    watch = Watch()
+    b = Trainer.builder(lambda device: Net(), lambda p: torch.optim.SGD(p, 0.05), loss_of)
+    x = torch.cat([X, X])[:72]
+    b.dataset((x, x.sum(1, keepdim=True))).global_batch_size(18).num_epochs(2).metrics_fn(watch)
+    b.devices(["cpu"] * ranks).policy(way[0]).backend(way[1])
+    state = b.val_dataset((X, Y), every_steps=3).run().join(WAIT_S)
+    steps = [m.step for m in watch.within]
+    assert steps == sorted(set(steps))
+    if way[0] is SYNC or ranks == 1:
+        assert steps == [3, 6]  # 4 steps an epoch
+    assert all("val/loss" in m.scalars for m in state.metrics)
 
 
 def test_each_of_several_optimizers_has_its_loss():
