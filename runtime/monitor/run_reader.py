@@ -156,7 +156,7 @@ class RunReader:
         if after[1] <= before[1] or not total:
             return {}
         self._losses = after
-        epochs = self._run.facts.num_epochs * min(1.0, statistics.global_step / total)
+        epochs = self._run.facts.num_epochs * min(1.0, statistics.num_trained / total)
         loss = _finite((after[0] - before[0]) / (after[1] - before[1]))
         return {"loss": loss, "epochs": round(epochs, 4)}
 
