@@ -119,6 +119,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/callbacks.py": unit("callbacks"),
     "runtime/cluster/": MACHINES,
     "runtime/cluster/compression.py": unit("cluster/engine", "cluster/cluster_run"),
+    "runtime/cluster/checkpointer.py": unit("cluster/checkpointer", "cluster/cluster_run"),
     "runtime/cluster/options.py": unit("cluster/settings", "cluster/cluster_run"),
     "runtime/cluster/signing.py": unit("lighthouse_gate", "state_server", "torchft_engine"),
     "runtime/cluster/lighthouse_gate.py": unit("lighthouse_gate", "torchft_engine"),
@@ -139,10 +140,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/replica/copying.py": COPIES,
     "runtime/replica/structure.py": (*COPIES, *unit("drift")),
     "runtime/replica/drift.py": unit("drift"),
-    "runtime/replica/flat.py": (*unit("replica/flat", "flat_math", "replica/step"), *ROUNDS),
+    "runtime/replica/flat.py": (
+        *unit("replica/flat", "flat_math", "replica/copying", "replica/step"),
+        *ROUNDS,
+    ),
     "runtime/replica/global_batch_comm.py": (
         *("tests/parity/test_all_gather.py", "tests/parity/test_sync_batchnorm.py"),
     ),
+    "runtime/replica/gradients.py": (*LOCKSTEP, *unit("data_parallel_gradients")),
     "runtime/replica/graphs.py": unit("graphs", "graph_limits"),
     "runtime/replica/capturable.py": unit("graph_optimizer", "graph_limits"),
     "runtime/replica/non_finite.py": unit("non_finite", "non_finite_worker", "non_finite_skip"),

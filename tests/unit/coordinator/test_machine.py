@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
+from coordinator.cadence import CadenceAction
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
@@ -798,6 +799,26 @@ def test_no_plan_follows_a_short_window_before_it_is_trained(granted, num_plans)
             run.end_plan(rank, count)
         first, *others = [message.plan for message in run.to(m.StartEpoch, 0)]
     assert [plan.first_step for plan in others] == [first.first_step + granted]
+
+
+def test_a_machine_is_idle_once_the_plans_of_its_grant_have_ended():
+    run = Run(granted=True, anchor=50)
+    run.handle(m.ClusterRoundDone(epochs=(m.EpochGrant(epoch=0, batches=(range(2),)),)))
+    for rank in (0, 1):
+        assert not run.machine.idle
+        run.report(rank)
+    finish_round(run)
+    for rank in (0, 1):
+        assert not run.machine.idle
+        run.end_plan(rank, 0)
+    assert run.machine.idle
+
+
+@pytest.mark.parametrize("threshold", [0.02, 0.5])
+def test_the_guard_of_convergence_has_the_threshold_of_the_settings(threshold):
+    guard = Run(divergence_threshold=threshold).machine.run_state.guard
+    assert guard.report([threshold]) is CadenceAction.STABLE
+    assert guard.report([1.01 * threshold]) is CadenceAction.SUPPRESS_GROWTH
 
 
 def test_a_single_device_has_no_rounds():

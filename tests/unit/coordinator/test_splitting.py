@@ -168,3 +168,9 @@ def test_ranks_without_a_ratio_share_equally():
         0: (range(2),),
         2: (range(2, 6),),
     }
+
+
+def test_a_range_is_not_cut_below_a_whole_multiple_if_others_were_taken():
+    batches = BatchSet([range(3), range(10, 20)])
+    assert batches.take(4, whole=2) == (range(3),)
+    assert batches.take(1, whole=2) == (range(10, 11),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -173,6 +174,12 @@ def with_partial_of_a_closure():
     return net
 
 
+def with_a_lock():
+    net = nn.Linear(3, 2)
+    net.lock = threading.Lock()
+    return net
+
+
 class Careless(nn.Linear):
     def __deepcopy__(self, memo):
         copied = Careless(3, 2)
@@ -194,6 +201,7 @@ REFUSED = [
     (with_optimizer_in_backward, "a hook of the parameter 'weight'"),
     (with_patched_forward, "the function 'forward'"),
     (careless, "number of hooks of 'weight'"),
+    (with_a_lock, "a Linear cannot be copied for each replica"),
 ]
 
 
