@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, PublishSteps, Send
 from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.run_state import Failure, RankState
-from coordinator.splitting import batch_bounds, count_batches, seconds, split_by_cost
+from coordinator.splitting import batch_bounds, seconds, split_by_cost
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.replicas import expect_payload
@@ -34,7 +33,7 @@ class Checks:
         c = sim.schedule.config
         self._sim = sim
         self._config = c
-        self._per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        self._per_epoch = c.batches_per_epoch
         self._trained: dict[Batch, int] = {}
         self._num_trained: Counter[int] = Counter()
         self._pieces: dict[int, dict[Batch, tuple[int, int]]] = {}
@@ -111,7 +110,7 @@ class Checks:
         elif (
             isinstance(message, m.SetGlobalStep)
             and self._sim.num_live
-            and message.step != math.ceil(len(self._sim.averaged()) * self._config.counted_as)
+            and message.step != self._config.count_steps(len(self._sim.averaged()))
         ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
@@ -428,7 +427,7 @@ class Checks:
         total = self._per_epoch * c.num_epochs
         wanted = total
         if c.max_steps is not None:
-            wanted = min(total, math.ceil(c.max_steps / c.counted_as))
+            wanted = min(total, c.count_batches(c.max_steps))
         if num_effects > wanted or (not stopped and num_effects != wanted):
             raise Violation(f"{num_effects} batches of {wanted} are in the result")
         if stopped:
@@ -451,7 +450,7 @@ class Checks:
             return
         if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
             return
-        counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
+        counted, ahead = c.steps_per_epoch, 4 * c.world_size * c.accumulate
         if counted >= 2 * every + ahead and self._validated_at is None:
             raise Violation(f"never validated within {counted} batches of {every}")
 
@@ -462,7 +461,7 @@ class Checks:
             return
         if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
             return
-        counted, ahead = self._per_epoch * c.counted_as, 4 * c.world_size * c.accumulate
+        counted, ahead = c.steps_per_epoch, 4 * c.world_size * c.accumulate
         if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:
             raise Violation(f"never evaluated within {counted} batches of {c.eval_every}")
 

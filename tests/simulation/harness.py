@@ -30,7 +30,6 @@ from coordinator.messages import (
     SaveCheckpoint,
     Send,
 )
-from coordinator.splitting import count_batches
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.worker_config import WAKE
@@ -121,7 +120,7 @@ class Simulation:
     ) -> None:
         c = schedule.config
         self._tensors = tensors and c.policy is not ApplyPolicy.SYNC and origin is None
-        self._per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        self._per_epoch = c.batches_per_epoch
         self._mixer = Averager()
         self.origin = origin
         self.saved: list[SaveCheckpoint] = []
@@ -135,7 +134,10 @@ class Simulation:
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
         self.agreement = LockstepAgreement()
         self.machine = Coordinator(c, None if origin is None else origin.run)
-        self.per_global = c.world_size if origin is None else origin.run["per_global"]
+        is_whole = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
+        self.per_global = 1 if is_whole else c.world_size
+        if origin is not None:
+            self.per_global = origin.run["per_global"]
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
         self.dead: set[int] = set()
         self.average_pending = False

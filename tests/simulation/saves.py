@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import ApplyPolicy
 from coordinator.messages import SaveCheckpoint
-from coordinator.splitting import count_batches
 from tests.simulation.effects import Batch, Traced, Violation
 from tests.simulation.replicas import expect_payload
 
@@ -79,7 +78,7 @@ class SaveChecks:
     def on_save(self, command: SaveCheckpoint) -> None:
         """A checkpoint was made."""
         c = self._sim.schedule.config
-        per_epoch = count_batches(c.num_samples, c.batch_size, drop_last=c.drop_last)
+        per_epoch = c.batches_per_epoch
         held, run = held_by(command), command.run
         if isinstance(command.payload, Traced) and command.payload.held is not None:
             expect_payload(command.payload, "saved")

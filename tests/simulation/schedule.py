@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.splitting import split_like
+from coordinator.splitting import split_by_ratio, split_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,8 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    drawn = with_transports(with_sizes(with_shares(with_saves(Draw(seed).schedule()))))
+    drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
+    drawn = with_transports(with_global_batches(drawn))
     return with_validations(with_evaluations(drawn))
 
 
@@ -248,6 +250,33 @@ def with_sizes(schedule: Schedule) -> Schedule:
     unit = max(1, c.batch_size // rng.choice((1, 2, 4)))
     sizes = tuple(unit * rng.randint(1, 6) for _ in range(c.world_size))
     return replace(schedule, config=replace(c, batch_size=unit, batch_sizes=sizes))
+
+
+def with_global_batches(schedule: Schedule) -> Schedule:
+    """The schedule with a global batch size in half of the runs without other sizes."""
+    c = schedule.config
+    rng = random.Random(f"global batches of {schedule.seed}")
+    if c.batch_sizes is not None or c.partition_ratios is not None or schedule.memory:
+        return schedule
+    if rng.random() < 0.5:
+        return schedule
+    num, sync = c.accumulate, c.policy is ApplyPolicy.SYNC
+    size = num * rng.randint(max(4, c.world_size), 4 * max(4, c.world_size))
+    if sync:
+        size += rng.randint(0, num - 1)
+    if c.drop_last:
+        size = min(size // num // c.world_size * c.world_size * num, c.num_samples)
+    if size < num * c.world_size or (c.drop_last and not sync and size % (num * c.world_size)):
+        return schedule
+    if sync:
+        config = replace(
+            c, batch_size=size, global_batch_size=size, accumulate=1, num_micro_batches=num
+        )
+    else:
+        parts = split_by_ratio(size // num, [1] * c.world_size)
+        sizes = parts if len(set(parts)) > 1 else None
+        config = replace(c, batch_size=math.gcd(*parts), batch_sizes=sizes, global_batch_size=size)
+    return replace(schedule, config=config)
 
 
 def with_transports(schedule: Schedule) -> Schedule:

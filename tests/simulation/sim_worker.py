@@ -97,6 +97,7 @@ class SimWorker:
             world_size=c.world_size,
             num_samples=c.num_samples,
             batch_size=c.batch_size,
+            num_micro_batches=c.num_micro_batches,
             policy=c.policy,
             accumulate=c.accumulate,
             survives=c.continue_on_failure,

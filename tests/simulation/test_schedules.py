@@ -100,6 +100,10 @@ def test_the_schedules_reach_every_setting():
     assert {(s.config.balance, s.config.batch_sizes is None) for s in drawn} == set(
         product((False, True), repeat=2)
     )
+    wholes = [s.config for s in drawn if s.config.global_batch_size is not None]
+    assert {(c.policy, c.num_micro_batches * c.accumulate) for c in wholes} == set(
+        product(ApplyPolicy, (1, 2, 3))
+    )
     assert any(s.config.alternatives and s.fault_chance for s in drawn)
     assert any(s.config.alternatives and s.unconnected_chance for s in drawn)
     assert any(s.stop_at_s is not None for s in drawn)
