@@ -202,6 +202,7 @@ class Update:
         round: Id of the round whose snapshot the average was made from.
         average: The averaged state; read-only, shared by all ranks.
         num_samples: Sum of the weights; 0: the round changes nothing.
+        mean_batches: Batches of a rank in the average since the last one, on average.
         budget: Limits after it.
         evaluate: Epoch to evaluate on the average, if any.
         eval_at: See :class:`Evaluate`.
@@ -212,6 +213,7 @@ class Update:
     round: int
     average: Payload
     num_samples: float = 1
+    mean_batches: float = 0.0
     budget: BatchBudget = field(default_factory=BatchBudget)
     evaluate: int | None = None
     eval_at: int | None = None
@@ -253,9 +255,15 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Continue within the budget (by default without limit)."""
+    """Continue within the budget (by default without limit).
+
+    Attributes:
+        budget: The budget.
+        alone: No other rank is left, and no round follows.
+    """
 
     budget: BatchBudget = field(default_factory=BatchBudget)
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,6 +288,7 @@ class SnapshotTransport(Transport):
         rnd = self._round
         if event.round != rnd.id or rnd.state is not RoundState.COMPUTING:
             return Progress.WAITING
+        mean_batches = sum(s.num_batches for s in rnd.snapshots.values()) / len(rnd.ranks)
         rnd.drop_snapshots()
         if event.average is None:
             rnd.fault = f"the average could not be computed: {event.error}"
@@ -313,6 +314,7 @@ class SnapshotTransport(Transport):
                     round=event.round,
                     average=event.average,
                     num_samples=event.num_samples,
+                    mean_batches=mean_batches,
                     budget=budget,
                     evaluate=rnd.evaluate if lead else None,
                     eval_at=rnd.eval_at if lead else None,

@@ -69,6 +69,7 @@ class TrainedState(Generic[ModelT_co]):
     checkpoint_errors: tuple[BaseException, ...] = ()
     _keys: tuple[str, ...] = ()
     _extra: dict[str, Any] = field(default_factory=dict)
+    _ema: dict[str, Tensor] | None = None
     _factory: RunFactory = field(default_factory=lambda: RunFactory(None), compare=False)
 
     def __repr__(self) -> str:
@@ -104,6 +105,19 @@ class TrainedState(Generic[ModelT_co]):
         """
         every = {**self.params, **self.buffers, **self._extra}
         return OrderedDict((key, every[key]) for key in self._keys)
+
+    def ema_state_dict(self) -> OrderedDict[str, Any]:
+        """:meth:`state_dict` with the moving averages of the trained parameters, of
+        :meth:`TrainerBuilder.ema`; buffers and frozen parameters are the last ones.
+
+        Raises:
+            ValueError: The run had no moving average.
+        """
+        if self._ema is None:
+            raise ValueError(
+                "the run had no moving average: call .ema(decay) on the builder, or fit(ema=decay)"
+            )
+        return OrderedDict((key, self._ema.get(key, v)) for key, v in self.state_dict().items())
 
     @overload
     def model(self, factory: None = None, device: str | torch.device = "cpu") -> ModelT_co: ...
@@ -375,6 +389,7 @@ def assemble_state(
     outcome: Outcome,
     checkpoint_errors: tuple[BaseException, ...] = (),
     factory: ModelFactory | None = None,
+    ema: Mapping[str, Tensor] | None = None,
 ) -> TrainedState:
     """Load the final average into the model and copy its state to the CPU.
 
@@ -384,6 +399,7 @@ def assemble_state(
         outcome: The outcome of a run that did not fail.
         checkpoint_errors: Errors of writing checkpoints.
         factory: The run's model factory.
+        ema: Moving averages of parameters, by name.
     """
     assert outcome.payload is not None, "a run without a failure has a final state"
     with torch.no_grad():
@@ -410,6 +426,9 @@ def assemble_state(
             if key not in params and key not in buffers:
                 # The second name of a tied tensor.
                 (params if isinstance(value, nn.Parameter) else buffers)[key] = copy(value)
+        named = dict(model.named_parameters())
+        by_id = {id(named[name]): average for name, average in (ema or {}).items()}
+        averages = {key: by_id[id(value)] for key, value in state.items() if id(value) in by_id}
     return TrainedState(
         params=params,
         buffers=buffers,
@@ -423,6 +442,7 @@ def assemble_state(
         checkpoint_errors=checkpoint_errors,
         _keys=tuple(keys),
         _extra=extra,
+        _ema=None if ema is None else averages,
         _factory=RunFactory(factory),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.backend_choice import choose_backend
@@ -666,13 +666,15 @@ class Run:
         return [thread.name for thread in started if thread.is_alive()]
 
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
-        lead = next(w for w in self._workers if w is not None)
+        workers = [w for w in self._workers if w is not None]
+        lead, outcome = workers[0], self._machine.outcome
         return assemble_state(
             lead.model,
             lead.flat_state,
-            self._machine.outcome,
+            outcome,
             errors,
             self.config.functions.model_factory,
+            None if outcome.payload is None else final_ema(workers, outcome.payload),
         )
 
     def _take_down(self) -> None:
@@ -700,6 +702,22 @@ class Run:
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()
+
+
+def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Tensor] | None:
+    """The moving average at the end of a run, by name, on the CPU; ``None``: there is none.
+
+    Args:
+        workers: The workers, which have exited.
+        average: The final average.
+    """
+    # After a death under lockstep some ranks may have made one step more than others.
+    last = max(workers, key=lambda worker: worker.replica.lockstep.step)
+    ema = last.replica.ema
+    if ema is None:
+        return None
+    due = [w.replica.ema.batches_due for w in workers if w.replica.ema is not None]
+    return ema.final_values(average.params, sum(due) / len(due))
 
 
 class Listener(Protocol):

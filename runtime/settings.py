@@ -513,6 +513,11 @@ class RunSettings:
                 "cluster(): eval_every(n) counts batches of one machine: leave it out, eval_fn is "
                 "called when an epoch closes"
             )
+        if self.worker.ema is not None:
+            raise ValueError(
+                "cluster(): ema(decay) follows the averages of one machine, not those of all: "
+                "leave it out"
+            )
         if self.coordinator.val_every_steps is not None:
             raise ValueError(
                 "cluster(): val_dataset(every_steps=n) counts batches of one machine: leave it "

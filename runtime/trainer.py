@@ -358,6 +358,7 @@ class FitSettings(TypedDict, total=False):
     on_drift: str
     scheduler: SchedulerFactories
     lr_scale_ratio: float
+    ema: float
     param_groups: Callable[[Any], list[dict[str, Any]]]
     max_steps: int
     eval_fn: Callable[[Any, int], Mapping[str, SupportsFloat]]
@@ -891,6 +892,16 @@ class TrainerBuilder(Generic[ModelT_co]):
         1.0 is the linear scaling rule; default 0.0).
         """
         return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
+
+    def ema(self, decay: float) -> Self:
+        """Keep an exponential moving average of the parameters, ``ema = decay * ema + (1 - decay) *
+        params``, which starts from the initial ones; see :meth:`TrainedState.ema_state_dict`.
+        Under ``SYNC`` each optimizer step updates it, as on one device. Under ``CADENCE`` and
+        ``ASYNC`` each averaging round does, with ``decay`` to the power of the optimizer steps of a
+        rank since the last one. It is part of checkpoints, and takes the memory of the parameters
+        on each device.
+        """
+        return self._set(ema=check_float("ema", decay, 0.0, 1.0))
 
     def param_groups(self, f: Callable[[ModelT_co], list[dict[str, Any]]]) -> Self:
         """``f(model)`` returns the parameter groups that the optimizer factory receives."""

@@ -19,6 +19,7 @@ from coordinator.messages import Payload
 from runtime.collective import Collective
 from runtime.device.base import Device, PendingCopy
 from runtime.replica.flat import FlatState, change, norm, reals
+from runtime.replica.param_ema import ParamEma
 
 TINY_NORM = 1e-10
 
@@ -33,12 +34,21 @@ class ReplicaAverager:
     Attributes:
         collective: The collective of the ranks; replaced after the death of one.
         version: Number of averages applied.
+        ema: Moving average of the parameters that each round updates; ``None``: there is none.
     """
 
-    def __init__(self, state: FlatState, device: Device, collective: Collective | None) -> None:
+    def __init__(
+        self,
+        state: FlatState,
+        device: Device,
+        collective: Collective | None,
+        ema: ParamEma | None = None,
+    ) -> None:
         self._state = state
         self._device = device
         self.collective = collective
+        self.ema = ema
+        self._batches_alone = 0  # without other ranks, batches since the last round
         # The snapshot on the replica's device, and its copy in CPU memory for the coordinator;
         # on a CPU both are the same.
         self._base: Payload | None = None
@@ -116,7 +126,10 @@ class ReplicaAverager:
         return Snapshot(self._host_copy, self._arrival, squares)
 
     def apply(
-        self, average: Payload, at_average: Callable[[], None] | None = None
+        self,
+        average: Payload,
+        at_average: Callable[[], None] | None = None,
+        num_batches: float = 0.0,
     ) -> PendingCopy | None:
         """Add ``average - snapshot`` to the live state, which keeps the training since then.
 
@@ -124,6 +137,7 @@ class ReplicaAverager:
             average: The average that the last snapshot was part of; may be overwritten once the
                 returned copy has completed.
             at_average: Called while the live state is exactly the average.
+            num_batches: Batches of one rank in it, for the moving average.
 
         Returns:
             The pending copy of the average to the device; ``None`` if it has completed.
@@ -132,6 +146,7 @@ class ReplicaAverager:
         assert base is not None, "an update follows a snapshot"
         assert host_copy is not None, "an update follows a snapshot"
         average = self._staged(average, host_copy)
+        self._move_ema(average, num_batches)
         floats, others = self._state.buffers.empty()
         scratch = Payload(params=(), buffers=floats, other_buffers=others)
         # live + (average - base), grouped so that the result is exact where nothing was trained
@@ -152,12 +167,39 @@ class ReplicaAverager:
         self._arrival = self._device.arrival()
         return self._arrival
 
-    def replace(self, average: Payload) -> PendingCopy | None:
+    def note_batches(self, num_batches: int) -> float:
+        """Record the batches of this rank since the last round, before a checkpoint.
+
+        Returns:
+            Those that the moving average does not contain.
+        """
+        due = float(num_batches - self._batches_alone)
+        if self.ema is not None:
+            self.ema.batches_due = due
+        return due
+
+    def step_alone(self, num_batches: int) -> None:
+        """Update the moving average by the live weights, with no other rank left.
+
+        Args:
+            num_batches: Batches of this rank since the last round.
+        """
+        if self.ema is not None:
+            self.ema.move(self._state.params.flats, self.note_batches(num_batches))
+            self._batches_alone = num_batches
+
+    def _move_ema(self, average: Payload, num_batches: float) -> None:
+        if self.ema is not None:
+            with self._device.comm():
+                self.ema.move(average.params, num_batches)
+
+    def replace(self, average: Payload, num_batches: float = 0.0) -> PendingCopy | None:
         """Replace the live state and discard the training since; otherwise as :meth:`apply`."""
         self._state.check_payload(average)
         staged = self._staged(average, self._host_copy or self._device.host_twin(average))
         if staged is not average:
             self._host_copy = staged
+        self._move_ema(staged, num_batches)
         with self._device.comm():
             self._state.load(staged)
         self.version += 1
@@ -220,7 +262,9 @@ class ReplicaAverager:
         return self._device.stage(average, host_copy)
 
     @torch.no_grad()
-    def all_reduce(self, weight: float, *, healthy: bool | None = None) -> ReducedState:
+    def all_reduce(
+        self, weight: float, *, healthy: bool | None = None, num_batches: float = 0.0
+    ) -> ReducedState:
         """Average the live state over all ranks, weighted.
 
         Blocks until every rank has joined. If the collective is aborted, the live state is that
@@ -229,6 +273,7 @@ class ReplicaAverager:
         Args:
             weight: The weight of this rank's training since the last round.
             healthy: True if this rank's state is finite; ``None`` (on all ranks alike): all are.
+            num_batches: Batches of this rank since the last round, for the moving average.
 
         Returns:
             The replica's distance from the average, and the time waited for the others.
@@ -258,6 +303,9 @@ class ReplicaAverager:
                 total = collective.weighted_mean_(reals([*params.flats, *floats]), weight)
                 if others and total > 0:
                     self._copy_from_heaviest(others, weight)
+                if self.ema is not None:
+                    num_batches = sum(collective.all_gather_number(num_batches))
+                    num_batches /= collective.world_size
                 collective.check()
             except BaseException:
                 for old, flat in zip(self._params_before, params.flats, strict=True):
@@ -265,6 +313,8 @@ class ReplicaAverager:
                 raise
             if total > 0:
                 self._state.buffers.write_from(floats, others)
+            if self.ema is not None:
+                self.ema.move(params.flats, num_batches, undoable=True)
             # Keep the change that this round made, so that it can be undone.
             buffers = zip(self._buffers_before, (*floats, *others), strict=True)
             self._buffers_before = tuple(_difference(old, new) for old, new in buffers)
@@ -283,6 +333,8 @@ class ReplicaAverager:
         """
         assert self._params_before is not None, "undo_all_reduce() follows all_reduce()"
         with self._device.comm():
+            if self.ema is not None:
+                self.ema.undo()
             for flat, change in zip(self._state.params.flats, self._params_before, strict=True):
                 flat.add_(change)
             if self._buffers_before:

@@ -36,6 +36,7 @@ from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import StepFiniteCheck
 from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
+from runtime.replica.param_ema import ParamEma
 from runtime.replica.reducer import GradientReducer, PackedGradients
 from runtime.replica.train_fn_checks import TrainFnChecks
 
@@ -69,6 +70,7 @@ class Stepper:
         warns: True on the rank that logs warnings about ``train_fn``.
         sum_scale: The losses are sums over the samples, and without a reducer their gradients are
             multiplied by this factor; ``None``: the losses are means.
+        ema: Moving average of the parameters, updated after each step; ``None``: there is none.
 
     Attributes:
         log: See above.
@@ -94,8 +96,10 @@ class Stepper:
         parts: Sequence[OptimizerPart] = (),
         warns: bool = True,
         sum_scale: float | None = None,
+        ema: ParamEma | None = None,
     ) -> None:
         self._sum_scale = sum_scale
+        self._ema = ema
         self.log = log or BatchLog(ValueLog())
         self.part_names = tuple(part.name for part in parts)
         self._parts = {part.name: part for part in parts}
@@ -109,7 +113,9 @@ class Stepper:
         self._is_prompt = is_prompt
         self._global_batch = global_batch
         # The step is the optimizer's alone: with steps of 1 ms each call counts.
-        self._is_bare = rates is None and max_grad_norm is None and precision != "fp16"
+        self._is_bare = (
+            rates is None and max_grad_norm is None and precision != "fp16" and ema is None
+        )
         self._frozen: set[int] = set()  # parameters of parts that the user has frozen, by id
         self._checks = {
             part.name: TrainFnChecks(
@@ -234,8 +240,10 @@ class Stepper:
             for p in every:
                 p.requires_grad_(id(p) not in self._frozen)
 
-    def _copy_parts(self) -> tuple[list[tuple[list[Tensor], dict[str, Any]]], Any]:
-        """Parameters and optimizer states of all parts but the last, and the scaler's state."""
+    def _copy_parts(self) -> tuple[list[tuple[list[Tensor], dict[str, Any]]], Any, Any]:
+        """Parameters and optimizer states of all parts but the last, the scaler's state and the
+        moving average.
+        """
         states = [
             (
                 [p.detach().clone() for p in part.params.params],
@@ -243,9 +251,15 @@ class Stepper:
             )
             for part in list(self._parts.values())[:-1]
         ]
-        return states, None if self._scaler is None else self._scaler.state_dict()
+        scale = None if self._scaler is None else self._scaler.state_dict()
+        return states, scale, None if self._ema is None else self._ema.copy()
 
-    def _restore_parts(self, states: list[tuple[list[Tensor], dict[str, Any]]], scale: Any) -> None:
+    def _restore_parts(
+        self,
+        states: list[tuple[list[Tensor], dict[str, Any]]],
+        scale: Any,
+        ema: list[Tensor] | None,
+    ) -> None:
         with torch.no_grad():
             parts = list(self._parts.values())[:-1]
             for part, (values, state) in zip(parts, states, strict=True):
@@ -254,6 +268,8 @@ class Stepper:
                 load_optimizer_state(part.optimizer, state)
         if self._scaler is not None and scale:
             self._scaler.load_state_dict(scale)
+        if self._ema is not None and ema is not None:
+            self._ema.load(ema)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of the run's precision, for a forward pass outside a step."""
@@ -690,18 +706,25 @@ class AccumulationWindow:
             scaler.unscale_(part.optimizer)
         if stepper._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(part.params.params, stepper._max_grad_norm)
+        skip_flag: Tensor | None = None
         with stepper._rates():
             if scaler is not None:
                 scaler.step(part.optimizer)
+                if stepper._ema is not None:
+                    skip_flag = _found_inf(scaler, part.optimizer)
                 scaler.update()
             elif self._is_gated:
                 assert part.reducer is not None
-                self._step_unless(part.reducer.skip_flag)
+                skip_flag = part.reducer.skip_flag
+                self._step_unless(skip_flag)
             elif (units := self._units_on_device()) is not None:
-                self._step_unless(1.0 - torch.as_tensor(units > 0).float())
+                skip_flag = 1.0 - torch.as_tensor(units > 0).float()
+                self._step_unless(skip_flag)
             else:
                 part.optimizer.step()
         stepper._has_stepped = True
+        if stepper._ema is not None:
+            stepper._ema.step(part.params.params if part.name else None, skip_flag)
 
     @property
     def _can_skip(self) -> bool:
@@ -765,6 +788,12 @@ class AccumulationWindow:
             yield
         finally:
             self._stepper._timer.resume()
+
+
+def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """1 on the device if the scaler has skipped the optimizer's step."""
+    found = list(scaler._found_inf_per_device(optimizer).values())
+    return found[0] if found else None
 
 
 class StepEnd(NamedTuple):

@@ -167,7 +167,9 @@ class MessageHandler:
             raise CollectiveAborted("the ranks are not connected")
         try:
             return self._averager.all_reduce(
-                self._protocol.weight, healthy=healthy if self._finite_check.can_heal else None
+                self._protocol.weight,
+                healthy=healthy if self._finite_check.can_heal else None,
+                num_batches=self._protocol.batches,
             )
         except (CollectiveAborted, CollectiveTimeout):
             raise
@@ -185,6 +187,7 @@ class MessageHandler:
         healthy = self._finite_check.enter_round(self._protocol.samples, squares)
         self._flush_weight()
         report = self._reporter.take_report(wait=message.capture)
+        self._averager.note_batches(self._protocol.batches)
         self._protocol.on_snapshot_taken(message.round)
         self._reporter.send(
             m.ParamSnapshot(
@@ -224,7 +227,8 @@ class MessageHandler:
         elif message.num_samples > 0 or calls_due:
             # Without samples the average equals all replicas. If callbacks are due, they must not
             # see the lead's training since its snapshot.
-            arrival = self._averager.apply(message.average, callbacks if calls_due else None)
+            at_average = callbacks if calls_due else None
+            arrival = self._averager.apply(message.average, at_average, message.mean_batches)
         sync_s = self._snapshot_s + self._clock.now() - start - callbacks_s
         # The acknowledgement releases the average, which is overwritten two rounds later.
         done_at = time.monotonic()
@@ -239,7 +243,7 @@ class MessageHandler:
         """
         if message.num_samples == 0:
             self._finite_check.require_finite()
-        arrival = self._averager.replace(message.average)
+        arrival = self._averager.replace(message.average, message.mean_batches)
         self._finite_check.healed(self._protocol.discard_samples())
         return arrival
 
@@ -347,6 +351,7 @@ class MessageHandler:
         self._flush_weight()
         shutdown = protocol.shutdown
         saves = shutdown is not None and shutdown.capture and fault is None
+        self._averager.note_batches(protocol.batches)
         with self._replica.at_eval_point():
             payload = self._averager.last_snapshot()
             extra = self._replica.capture_state() if saves else None

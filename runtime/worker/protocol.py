@@ -70,6 +70,7 @@ class WorkerProtocol:
         unreported: Batches trained since the last report.
         global_step: Batches of all ranks up to the last round.
         generation: Generation of the group of ranks in collectives.
+        alone: No other rank is left, and no round follows.
         shutdown: The ``Shutdown`` message, once received.
     """
 
@@ -83,6 +84,7 @@ class WorkerProtocol:
     unreported: int = 0
     global_step: int = 0
     generation: int = 0
+    alone: bool = False
     shutdown: m.Shutdown | None = None
     _budget: m.BatchBudget = field(default_factory=m.BatchBudget)
     _reported_at: int = 0
@@ -170,6 +172,7 @@ class WorkerProtocol:
                 )
             case m.Resume():
                 self._budget = message.budget
+                self.alone = self.alone or message.alone
             case m.SetGlobalStep():
                 self.global_step = message.step
             case m.SyncNow():

@@ -18,6 +18,7 @@ from runtime.device.base import Device
 from runtime.device.metering import ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
+from runtime.replica.param_ema import ParamEma
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
 from runtime.worker.lockstep import LockstepProgress
@@ -69,6 +70,7 @@ class RankCheckpoint:
         log: ValueLog,
         lr_scale: float,
         is_lockstep: bool,
+        ema: ParamEma | None = None,
     ) -> None:
         self._rank = rank
         self._model = model
@@ -82,6 +84,7 @@ class RankCheckpoint:
         self._lockstep = lockstep
         self._log = log
         self._lr_scale = lr_scale
+        self._ema = ema
         names = state.buffers.names
         # Without lockstep, buffers in the state dict are averaged with the weights.
         averaged = set() if is_lockstep else set(model.state_dict())
@@ -119,6 +122,8 @@ class RankCheckpoint:
             }
             if self.train_point is not None:
                 state["train_point"] = self.train_point
+            if self._ema is not None:
+                state["ema"] = self._ema.state_dict()
             kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
             return kept
 
@@ -207,6 +212,12 @@ class RankCheckpoint:
         lockstep = self._lockstep
         lockstep.step, lockstep.num_syncs, lockstep.buffer_samples = saved["together"]
         lockstep.equal_step = lockstep.step
+        if self._ema is not None and "ema" in saved:
+            self._ema.load_state_dict(saved["ema"])
+        elif self._ema is not None and self._rank == 0:
+            logger.warning(
+                "the checkpoint has no moving average: ema(decay) starts from its weights"
+            )
         self._averager.version = int(saved["version"])
         self._log.start_at(int(saved["local_step"]))
         self._generators = saved["generators"]

@@ -40,6 +40,7 @@ from runtime.replica.optimizers import (
     optimizer_kind,
     set_mode,
 )
+from runtime.replica.param_ema import ParamEma
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
 from runtime.replica.structure import StructureCheck
@@ -76,6 +77,7 @@ class WorkerReplica:
         state: The averaged parameters and buffers, in flat tensors.
         schedule: The learning rates.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
+        ema: Moving average of the parameters; ``None``: there is none.
         stepper: Makes the steps.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
@@ -155,6 +157,7 @@ class WorkerReplica:
             self.global_batch = GlobalBatchComm(collective, context.comm, timer)
         if syncs_layers and self.global_batch is not None:
             synchronise(self.model, self.global_batch)
+        self.ema = self._make_ema(config)
         self.stepper = self._make_stepper(config, collective, timer, log)
         self.finite_check = ReplicaFiniteCheck(
             config.on_non_finite,
@@ -165,7 +168,9 @@ class WorkerReplica:
             lambda: progress.local_step,
             averaged=config.world_size > 1 and not self.is_lockstep,
         )
-        self.averager = ReplicaAverager(self.state, context, collective)
+        self.averager = ReplicaAverager(
+            self.state, context, collective, None if self._ema_of_steps else self.ema
+        )
         self.checkpoint = RankCheckpoint(
             rank=config.rank,
             model=self.model,
@@ -180,12 +185,28 @@ class WorkerReplica:
             log=meter.log,
             lr_scale=config.lr_scale,
             is_lockstep=self.is_lockstep,
+            ema=self.ema,
         )
         if resume is not None:
             saved = resume.rank(config.rank)
             self.checkpoint.restore(saved)
             self._set_train_mode(saved.get("train_point"))
             progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+
+    def _make_ema(self, config: WorkerConfig) -> ParamEma | None:
+        if config.ema is None:
+            return None
+        if has_modes(self.optimizer):
+            raise ValueError(
+                f"ema({config.ema:g}): {optimizer_kind(self.optimizer)} has train() and eval() "
+                "modes, and averages the weights itself: leave ema out"
+            )
+        return ParamEma(config.ema, self.state.params, config.accumulate)
+
+    @property
+    def _ema_of_steps(self) -> ParamEma | None:
+        """The moving average, if each step updates it and not each averaging round."""
+        return self.ema if self.is_lockstep or self.is_single else None
 
     def _set_train_mode(self, flats: Sequence[Tensor] | None = None) -> None:
         """Set an optimizer with modes to training, with its parameters at ``flats`` if given.
@@ -264,6 +285,7 @@ class WorkerReplica:
             parts=parts,
             warns=config.rank == 0,
             sum_scale=config.sum_scale,
+            ema=self._ema_of_steps,
         )
 
     def _params_of(self, name: str, optimizer: torch.optim.Optimizer) -> ParamSubset:
@@ -454,6 +476,8 @@ class WorkerReplica:
         self.state.copy_from(donor.state)
         self.stepper.copy_from(donor.stepper)
         self.schedule.copy_from(donor.schedule)
+        if self.ema is not None and donor.ema is not None:
+            self.ema.load(donor.ema.flats)
 
 
 @dataclass(slots=True)

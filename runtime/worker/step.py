@@ -505,15 +505,14 @@ class WorkerSteps:
         if self._is_lockstep:
             self._protocol.on_step_reduced(batches)
             return
-        if end.weight is None:
-            self._protocol.on_trained(batches, kept)
-            return
-        weight = end.weight.total
+        weight = None if end.weight is None else end.weight.total
         if isinstance(weight, Tensor):
             earlier = self._device_weight
             self._device_weight = weight if earlier is None else earlier + weight
             weight = 0
         self._protocol.on_trained(batches, kept, weight)
+        if self._protocol.alone:
+            self.replica.averager.step_alone(self._protocol.batches)
 
     def count_empty(self, num_batches: int) -> None:
         """Count batches of a lockstep step whose samples the peers have trained."""

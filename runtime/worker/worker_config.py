@@ -42,6 +42,7 @@ class WorkerConfig:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         on_drift: ``"raise"`` or ``"repair"``.
+        ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
@@ -79,6 +80,7 @@ class WorkerConfig:
     precision: str = "fp32"
     on_non_finite: str = "raise"
     on_drift: str = "raise"
+    ema: float | None = None
     lr_scale: float = 1.0
     total_steps: int | None = None
     schedule_every: int = 1
