@@ -1,7 +1,7 @@
 """Make the pictures of the README: ``python docs/pictures.py [speed] [timeline]``.
 
-``speed`` draws ``images/speed.svg`` from the record of ``benchmarks/speed.py``; the same record
-gives the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
+``speed`` draws ``images/speed.svg`` from records of ``benchmarks/speed.py``; the same records
+give the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
 takes ``images/timeline.png`` of its page with a headless Chromium, which ``.ci/browser`` installs.
 """
 
@@ -13,10 +13,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-RECORD = ROOT / "benchmarks" / "results" / "peers-2-cores-2026-11-22.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RECORD = RESULTS / "peers-2-cores-2026-11-22.json"
+SHARES = RESULTS / "shares-2-cores-2026-11-25.json"
+"""A record with measured shares under ``SYNC``, and DDP on the same devices."""
 SPEED, TIMELINE = DOCS / "images" / "speed.svg", DOCS / "images" / "timeline.png"
 
 MODELS = {"mlp": "MLP", "lenet": "LeNet"}
@@ -24,6 +28,7 @@ SYSTEMS = {
     "ddp": ("DistributedDataParallel", "#b9c0ca"),
     "averager": ("PeriodicModelAverager", "#8a7fd0"),
     "sync": ("gpuworker, SYNC", "#e6a11c"),
+    "balanced": ("gpuworker, SYNC balanced", "#d0552d"),
     "cadence": ("gpuworker, CADENCE", "#3a9d76"),
 }
 DEVICES = {1: "equal", 2: "one 2x slower", 3: "one 3x slower", 5: "one 5x slower"}
@@ -34,16 +39,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 656
 
 
-def speed_svg(record: Path = RECORD) -> str:
+def speed_svg(record: Path = RECORD, shares: Path = SHARES) -> str:
     """Samples/s of each system as a multiple of DDP's on the same devices, as SVG."""
     peers = json.loads(record.read_text(encoding="utf-8"))["sections"]["peers"]
-    ratios = {
-        (model, slow, system): peers[model]["median_rates"][f"{system}@{slow}"]
-        / peers[model]["median_rates"][f"ddp@{slow}"]
-        for model in MODELS
-        for slow in DEVICES
-        for system in SYSTEMS
-    }
+    ratios = ratios_to_ddp(peers)
+    balanced = json.loads(shares.read_text(encoding="utf-8"))["sections"]["shares"]
+    ratios |= {cell: r for cell, r in ratios_to_ddp(balanced).items() if cell[2] == "balanced"}
     top = max(ratios.values()) * 1.05
     group = BAR * len(SYSTEMS)
     panel = len(DEVICES) * (group + GAP)
@@ -66,9 +67,11 @@ def speed_svg(record: Path = RECORD) -> str:
             lines.append(f'<path d="M{left} {y:.1f}h{panel}" stroke="#e3e7ec"/>')
             lines.append(text(left - 6, y + 4, str(value), 11, "end"))
         for place, (slow, label) in enumerate(DEVICES.items()):
-            x = left + place * (group + GAP) + GAP / 2
+            x = start = left + place * (group + GAP) + GAP / 2
             for system, (title, color) in SYSTEMS.items():
-                ratio = ratios[model, slow, system]
+                ratio = ratios.get((model, slow, system))
+                if ratio is None:  # nothing to balance among equal devices
+                    continue
                 height = PLOT_HEIGHT * ratio / top
                 end = bottom - height
                 lines.append(
@@ -77,13 +80,25 @@ def speed_svg(record: Path = RECORD) -> str:
                 )
                 lines.append(text(x + BAR / 2 - 1, end - 3, f"{ratio:.1f}", 9, "middle"))
                 x += BAR
-            lines.append(text(x - group / 2, bottom + 17, label, 11, "middle"))
+            lines.append(text((start + x) / 2, bottom + 17, label, 11, "middle"))
     x = LEFT
     for title, color in SYSTEMS.values():
         lines.append(f'<rect x="{x}" y="{bottom + 42}" width="11" height="11" fill="{color}"/>')
         lines.append(text(x + 16, bottom + 52, title, 12))
         x += 40 + 7 * len(title)
     return "\n".join([*lines, "</svg>", ""])
+
+
+def ratios_to_ddp(record: dict[str, Any]) -> dict[tuple[str, int, str], float]:
+    """Ratio of the median rates to DDP's in the same record, by model, slowdown and system."""
+    rates = {model: record[model]["median_rates"] for model in MODELS}
+    return {
+        (model, slow, system): rates[model][f"{system}@{slow}"] / rates[model][f"ddp@{slow}"]
+        for model in MODELS
+        for slow in DEVICES
+        for system in SYSTEMS
+        if f"{system}@{slow}" in rates[model]
+    }
 
 
 def text(x: float, y: float, content: str, size: int, anchor: str = "start") -> str:

@@ -121,7 +121,8 @@ def test_fit_with_a_loss_refuses_batches_other_than_pairs_and_keeps_the_module()
 
 
 def test_keyword_arguments_for_type_checkers_are_those_of_the_builder():
-    own = {"dataset", "num_epochs", "run"}  # arguments of fit under their own names
+    # Arguments of fit under their own names, and a setting of Trainer.loop.
+    own = {"dataset", "num_epochs", "run", "steps_per_epoch"}
     settings = {}
     for name, method in inspect.getmembers(TrainerBuilder, inspect.isfunction):
         _, *parameters = inspect.signature(method).parameters.values()
