@@ -180,7 +180,8 @@ class Coordinator:
             case m.ClusterRoundDone():
                 self._on_granted(event)
             case m.AbortRequested():
-                self._finalizer.fail(Failure(error=RunAborted("the run was aborted")), now)
+                error = RunAborted("the run was aborted")
+                self._finalizer.fail(Failure(error=error), now, saves=False)
             case m.Tick():
                 self._on_tick(now)
             case _:
@@ -287,9 +288,12 @@ class Coordinator:
     def _on_failed(self, event: m.Failed, now: float) -> None:
         if self._run.ranks[event.rank].state is RankState.DEAD:
             return
-        self._run.send(event.rank, m.Shutdown(snapshot=False))
         failure = Failure(error=event.error, rank=event.rank, epoch=event.epoch, step=event.step)
-        self._on_death(failure, now, fatal=event.fatal)
+        self._on_death(
+            failure, now, fatal=event.fatal, answers=event.answers, saves=not event.unsafe
+        )
+        if self._run.ranks[event.rank].state is RankState.DEAD:
+            self._run.send(event.rank, m.Shutdown(snapshot=False))
 
     def _on_thread_ended(self, rank: int, now: float) -> None:
         if self._run.ranks[rank].state in (RankState.GONE, RankState.DEAD):
@@ -297,23 +301,38 @@ class Coordinator:
         error = RuntimeError(f"the thread of rank {rank} ended without a message")
         self._on_death(Failure(error=error, rank=rank), now)
 
-    def _on_death(self, failure: Failure, now: float, *, fatal: bool = False) -> None:
-        info = self._run.ranks[failure.rank]
+    def _on_death(
+        self,
+        failure: Failure,
+        now: float,
+        *,
+        fatal: bool = False,
+        answers: bool = False,
+        saves: bool = True,
+    ) -> None:
+        run, info = self._run, self._run.ranks[failure.rank]
         # The others receive their weights from rank 0.
         fatal |= info.state is RankState.BUILDING and failure.rank == 0
+        fatal |= not run.config.continue_on_failure or run.phase is Phase.FAILING
         had_left = info.state is RankState.GONE
-        info.move(RankState.DEAD)
-        if self._run.steps is not None:
-            self._run.steps.drop(failure.rank)
-        if fatal or not self._run.config.continue_on_failure or self._run.phase is Phase.FAILING:
-            self._finalizer.fail(failure, now)
-        elif had_left or self._run.phase in (Phase.LEAVING, Phase.AVERAGING):
+        is_leaving = had_left or run.phase in (Phase.LEAVING, Phase.AVERAGING)
+        is_last = not any(rank is not info for rank in self._recovery.survivors)
+        if answers and (fatal or is_last) and self._finalizer.collects(saves=saves):
+            if info.state is RankState.LIVE:
+                info.move(RankState.LEAVING)
+        else:
+            info.move(RankState.DEAD)
+        if run.steps is not None:
+            run.steps.drop(failure.rank)
+        if fatal:
+            self._finalizer.fail(failure, now, saves=saves)
+        elif is_leaving:
             # Its last state counts if it was received; the others are leaving.
             self._run.outcome.failures.append(failure)
             if not had_left and self._run.lockstep:
                 self._run.out.append(AbortCollective(generation=self._run.generation))
-        elif not self._recovery.survivors:
-            self._finalizer.fail(failure, now)
+        elif is_last:
+            self._finalizer.fail(failure, now, saves=saves)
         else:
             self._recovery.remove(failure, in_round=self._rounds.holds(failure.rank))
             if not self._rounds.on_death(failure.rank):
@@ -480,8 +499,7 @@ class Coordinator:
                 )
                 self._finalizer.fail(Failure(error=error), now)
         if self._finalizer.deadline is not None and now >= self._finalizer.deadline:
-            self._run.outcome.missing = tuple(r.rank for r in self._run.ranks if r.present)
-            self._finalizer.finish()
+            self._finalizer.expire(now)
         stalled = self._stall_detector.check(now)
         if stalled is not None:
             self._finalizer.fail(Failure(error=stalled), now)
@@ -526,7 +544,7 @@ class Coordinator:
         if self._run.phase is Phase.LEAVING:
             self._finalizer.collect()
         if self._run.phase is Phase.FAILING and not any(r.present for r in self._run.ranks):
-            self._finalizer.finish()
+            self._finalizer.collect_after_failure(now)
 
     def _may_save(self) -> bool:
         """True if a checkpoint is due now; the end of the run makes its own."""

@@ -312,12 +312,15 @@ class Shutdown:
     """Finish at the next step boundary, send the final snapshot, leave.
 
     Attributes:
-        snapshot: Reply with a :class:`FinalSnapshot`; False after a failure.
+        snapshot: Reply with a :class:`FinalSnapshot`; False if the state is not used.
         capture: The snapshot must carry the rank's own state.
+        failed: The run has failed and its collectives are aborted: in lockstep, too, no other
+            step is made.
     """
 
     snapshot: bool = True
     capture: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,6 +489,7 @@ class SaveCheckpoint:
         final: True if the run ends with it.
         returned: In answer to :class:`ClusterCheckpointRequested`, the batches given back, by
             epoch.
+        reason: Of the final one, the reason for the end of the run; see ``Outcome.reason``.
     """
 
     payload: Payload
@@ -498,6 +502,7 @@ class SaveCheckpoint:
     within: bool = False
     final: bool = False
     returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -743,6 +748,9 @@ class Failed:
         step: Batches that it had trained.
         error: The exception.
         fatal: The run fails even with ``continue_on_failure``.
+        answers: The rank waits for :class:`Shutdown`, and can reply with the state before the
+            step that failed.
+        unsafe: No rank's state may be saved, since the replicas differ.
     """
 
     rank: int
@@ -750,6 +758,8 @@ class Failed:
     step: int
     error: BaseException
     fatal: bool = False
+    answers: bool = False
+    unsafe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

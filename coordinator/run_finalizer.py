@@ -1,4 +1,9 @@
-"""The end of a run: with the average of the ranks' last states, or with a failure."""
+"""The end of a run: with the average of the ranks' last states, or with a failure.
+
+After a failure the ranks that still answer send their last states, too. Each is that between two
+steps, and only ranks with the largest number of steps count in lockstep, so that their average and
+the batches in it are consistent: it is the state from which a later run can resume.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,22 @@ from typing import Protocol
 
 from coordinator import messages as m
 from coordinator.epochs import EpochScheduler
+from coordinator.errors import RunStalled
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
-from coordinator.messages import FINAL_ROUND, AbortCollective, Average
+from coordinator.messages import FINAL_ROUND, AbortCollective, Average, Payload
 from coordinator.run_state import Failure, Phase, RankState, RunState
 from coordinator.transports import Round
+
+MAX_COLLECT_S = 30.0
+"""Longest time to wait for the ranks' last states after a failure, and for their average."""
 
 
 class RunFinalizer:
     """Ends a run, with its result or with a failure.
 
     Attributes:
-        deadline: After a failure, the time at which ranks that have not left are abandoned.
+        deadline: After a failure, the time at which ranks that have not left are abandoned, and
+            then that at which their average is.
     """
 
     def __init__(
@@ -35,6 +45,10 @@ class RunFinalizer:
         self._recovery = recovery
         self._round = round
         self._give_up_round = give_up_round
+        self._collects = False
+        self._trained_before = run.num_trained  # by the run that this one resumes
+        self._is_averaging = False  # after a failure
+        self._lead: Payload | None = None
         self.deadline: float | None = None
 
     def shut_down_ranks(self) -> None:
@@ -57,10 +71,7 @@ class RunFinalizer:
         if any(r.present for r in self._run.ranks):
             return
         sent = [r.final for r in self._run.ranks if r.final is not None]
-        finals = [f for f in sent if f.fault is None]
-        # After a death in a reduction some ranks may have made one step more than others.
-        steps = max((f.step for f in finals), default=0)
-        finals = [f for f in finals if f.step == steps]
+        finals = _newest([f for f in sent if f.fault is None])
         weights = [f.round_weight for f in finals]
         self._epochs.publish(anyway=True)
         if not finals and sent:
@@ -72,11 +83,7 @@ class RunFinalizer:
         elif not finals and self._run.outcome.failures:
             self._run.outcome.failure = self._run.outcome.failures[-1]
         if self._run.outcome.failure is None:
-            if self._run.lockstep and (
-                len(finals) < len(self._run.ranks) or not self._recovery.all_reported(steps)
-            ):
-                self._recovery.recount(steps)
-            self._saving.freeze_final(finals)
+            self._freeze(finals)
             limited = self._run.config.max_steps is not None and not self._run.config.granted
             if limited and not self._run.outcome.stopped:
                 # Not in the checkpoint: a resumed run publishes the whole epoch.
@@ -87,41 +94,140 @@ class RunFinalizer:
             self.finish()
             return
         self._run.phase = Phase.AVERAGING
+        self._average(finals, [f.payload for f in finals])
+
+    def _freeze(self, finals: Sequence[m.FinalSnapshot]) -> None:
+        """Count exactly the batches in the last states, and capture the run with them."""
+        run, recovery = self._run, self._recovery
+        steps = finals[0].step if finals else 0
+        if run.lockstep and (len(finals) < len(run.ranks) or not recovery.all_reported(steps)):
+            recovery.recount(steps)
+        self._saving.freeze_final(finals)
+
+    def _average(self, finals: Sequence[m.FinalSnapshot], payloads: Sequence[m.Payload]) -> None:
         self._run.out.append(
             Average(
                 round=FINAL_ROUND,
                 ranks=tuple(f.rank for f in finals),
-                payloads=tuple(f.payload for f in finals),
-                weights=tuple(weights),
+                payloads=tuple(payloads),
+                weights=tuple(f.round_weight for f in finals),
             )
         )
 
     def on_averaged(self, event: m.Averaged) -> None:
         """Take the average of the last states as the result."""
-        if self._run.phase is not Phase.AVERAGING:
+        outcome, average = self._run.outcome, event.average
+        if self._run.phase is Phase.FAILING:
+            if average is not None and self._lead is not None:
+                average = _with_buffers(self._lead, average)
+        elif self._run.phase is not Phase.AVERAGING:
             return
-        self._run.outcome.payload = event.average
-        if event.error is not None:
-            self._run.outcome.failure = Failure(error=event.error)
-        else:
-            self._saving.emit_final(event.average)
+        elif event.error is not None:
+            outcome.failure = Failure(error=event.error)
+        outcome.payload = average
+        self._saving.emit_final(average)
         self.finish()
 
-    def fail(self, failure: Failure, now: float) -> None:
-        """End the run without a result: wake all ranks, and wait for at most ``grace_s``."""
-        if self._run.outcome.failure is None:
-            self._run.outcome.failure = failure
-        if self._run.phase is Phase.FAILING:
+    def collects(self, *, saves: bool = True) -> bool:
+        """True if ranks are asked for their last states after a failure.
+
+        Args:
+            saves: False if the failure makes these states unusable.
+        """
+        run = self._run
+        if run.phase is Phase.FAILING:
+            return self._collects and saves
+        in_training = run.phase in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING)
+        return in_training and saves and not run.config.granted
+
+    def fail(self, failure: Failure, now: float, *, saves: bool = True) -> None:
+        """End the run with a failure: wake all ranks, collect their last states, and wait for
+        them for at most ``grace_s``, or three steps.
+
+        Args:
+            failure: The failure; the first one counts.
+            now: The present time.
+            saves: False if the ranks' states must not be used.
+        """
+        run, rnd = self._run, self._round
+        self._collects = self.collects(saves=saves)
+        if run.outcome.failure is None:
+            run.outcome.failure = failure
+            run.outcome.reason = "stalled" if isinstance(failure.error, RunStalled) else "failed"
+        if run.phase is Phase.FAILING:
             return
-        self._run.phase = Phase.FAILING
+        run.phase = Phase.FAILING
         self._recovery.phase = RecoveryPhase.NONE
-        self.deadline = now + self._run.config.grace_s
-        if self._round.in_flight:
+        self._saving.cancel()
+        self.deadline = now + (self._collect_s if self._collects else run.config.grace_s)
+        if rnd.in_flight:
+            ranks, number = rnd.ranks, rnd.id
             self._give_up_round()
-        self._run.out.append(AbortCollective())
-        for rank in self._run.ranks:
-            if rank.present:
-                self._run.send(rank.rank, m.Shutdown(snapshot=False))
+            for rank in ranks:
+                # All of them: acknowledgements may be in flight. Others ignore it.
+                if run.ranks[rank].present:
+                    run.send(rank, m.Rollback(round=number))
+        run.out.append(AbortCollective())
+        capture = self._collects and self._saving.final_checkpoint_due
+        for info in run.ranks:
+            if not info.present:
+                continue
+            snapshot = self._collects and info.state is not RankState.BUILDING
+            if snapshot and info.state is RankState.LIVE:
+                info.move(RankState.LEAVING)
+            run.send(
+                info.rank,
+                m.Shutdown(snapshot=snapshot, capture=snapshot and capture, failed=True),
+            )
+
+    @property
+    def _collect_s(self) -> float:
+        c = self._run.config
+        slowest = max(self._run.elche.seconds_per_batch or (0.0,)) * c.accumulate
+        return min(MAX_COLLECT_S, max(c.grace_s, 3 * slowest))
+
+    def expire(self, now: float) -> None:
+        """After a failure, continue without the ranks that have not left, or without their
+        average.
+        """
+        if self._is_averaging:
+            self.finish()
+            return
+        self._run.outcome.missing = tuple(r.rank for r in self._run.ranks if r.present)
+        self.collect_after_failure(now)
+
+    def collect_after_failure(self, now: float) -> None:
+        """Make a state to resume from of the last states, once no rank is awaited.
+
+        In lockstep the replicas' parameters are equal, so that their average could only round
+        them.
+        """
+        if self._is_averaging:
+            return
+        run = self._run
+        sent = [r.final for r in run.ranks if r.final is not None and r.final.fault is None]
+        finals = _newest(_captured(sent)) if self._collects else []
+        if not finals:
+            self.finish()
+            return
+        self._freeze(finals)
+        if run.num_trained == self._trained_before:
+            self.finish()  # there is nothing to save
+            return
+        lead = finals[0].payload
+        payloads = [f.payload for f in finals]
+        if run.lockstep:
+            self._lead = lead
+            payloads = [_with_buffers(None, payload) for payload in payloads]
+        averages = len(finals) > 1 and any(f.round_weight for f in finals)
+        if averages and (lead.buffers or lead.other_buffers or not run.lockstep):
+            self._is_averaging = True
+            self.deadline = now + MAX_COLLECT_S
+            self._average(finals, payloads)
+            return
+        run.outcome.payload = lead
+        self._saving.emit_final(lead)
+        self.finish()
 
     def finish(self) -> None:
         """Make the outcome final and release tensors."""
@@ -131,6 +237,26 @@ class RunFinalizer:
         self._round.drop_snapshots()
         for rank in self._run.ranks:
             rank.final = None
+
+
+def _newest(finals: Sequence[m.FinalSnapshot]) -> list[m.FinalSnapshot]:
+    """Those with the most steps: after a death in a reduction some may have one more."""
+    steps = max((f.step for f in finals), default=0)
+    return [f for f in finals if f.step == steps]
+
+
+def _captured(finals: Sequence[m.FinalSnapshot]) -> Sequence[m.FinalSnapshot]:
+    """Those with the rank's own state; if there are none, all."""
+    return [f for f in finals if isinstance(f.extra, dict)] or finals
+
+
+def _with_buffers(lead: Payload | None, average: Payload) -> Payload:
+    """A payload with the buffers of ``average``, and the parameters of ``lead``, if any."""
+    return Payload(
+        params=() if lead is None else lead.params,
+        buffers=average.buffers,
+        other_buffers=average.other_buffers,
+    )
 
 
 class FinalCheckpoints(Protocol):

@@ -419,12 +419,12 @@ class Outcome:
     """The outcome of a run.
 
     Attributes:
-        payload: The final average.
+        payload: The final average; after a failure, of the ranks that left a usable state.
         metrics: One entry for each closed epoch.
-        failure: Cause of a missing result.
+        failure: Cause of the failed run.
         failures: Deaths that the run survived.
         stopped: True if the run was stopped early.
-        reason: Why the run ended; of an outcome without failure.
+        reason: The reason for the end of the run; see ``TrainedState.reason``.
         missing: Ranks that did not leave in time after a failure.
     """
 

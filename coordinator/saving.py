@@ -198,6 +198,8 @@ class RunCheckpointer:
     def on_averaged(self, event: m.Averaged) -> None:
         """Complete the cut with the average of the buffers."""
         cut = self._cut
+        if cut is not None and cut.final:
+            return  # of an earlier cut, discarded at the end of the run
         if cut is not None and cut.run is not None:
             kept, lead = event.kept, cut.parts[cut.ranks[0]].payload
             whole = None
@@ -218,7 +220,7 @@ class RunCheckpointer:
             self._tickets.append(m.CLUSTER_TICKET)  # the cluster requires the trained batches
         used = {final.rank for final in finals}
         cut = self._begin(sorted(used))
-        cut.scheduled = run.config.save_every is not None
+        cut.scheduled, cut.final = run.config.save_every is not None, True
         for rank in run.ranks:
             if rank.rank in used:
                 run.ledger.freeze(rank.rank)
@@ -271,6 +273,7 @@ class RunCheckpointer:
                 within=cut.within and not final,
                 final=final,
                 returned=returned,
+                reason=self._run.outcome.reason if final else "",
             )
         )
 
@@ -294,5 +297,6 @@ class ConsistentCut:
     step: int | None = None
     run: dict[str, Any] | None = None
     error: Exception | None = None
+    final: bool = False
     epoch: int = 0
     global_step: int = 0

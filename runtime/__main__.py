@@ -1,12 +1,14 @@
-"""Command line: a report on devices and transports, and ``lighthouse``, a cluster's server."""
+"""Command line: devices and transports; ``status`` and ``stop`` for runs; ``lighthouse``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import psutil
 import torch
@@ -20,6 +22,7 @@ from runtime.collective.nccl_library import loaded_version, version_name
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
+from runtime.monitor.control import find_runs, stop_runs
 
 
 def machine_report(devices: Sequence[torch.device] | None = None) -> str:
@@ -139,6 +142,19 @@ def parse_args(
         metavar="SECONDS",
         help="time without a heartbeat after which a machine is dead",
     )
+    status = commands.add_parser(
+        "status",
+        help="list the active runs of this user on this machine",
+        description="Lists the active runs of this user on this machine.",
+    )
+    status.add_argument("--json", action="store_true", help="print the records as JSON")
+    stop = commands.add_parser(
+        "stop",
+        help="stop the runs of a process",
+        description="Asks the runs of a process to stop at their next step boundary, where they "
+        "write a checkpoint if they have a checkpoint_dir. Returns once the process has answered.",
+    )
+    stop.add_argument("pid", type=int, metavar="PID", help="the process, as listed by status")
     found = parser.parse_args(args)
     found.prog = prog
     return found
@@ -168,11 +184,67 @@ def serve_lighthouse(args: argparse.Namespace) -> None:
     lighthouse.close()
 
 
+def show_status(args: argparse.Namespace) -> None:
+    """Print the active runs of this user on this machine."""
+    found = find_runs()
+    if args.json:
+        records = [
+            {"pid": each.pid, "responds": each.responds, "runs": each.runs} for each in found
+        ]
+        sys.stdout.write(json.dumps(records, indent=1) + "\n")
+        return
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for process in found:
+        if not process.responds:
+            rows.append((str(process.pid), "does not answer", *("",) * (len(_COLUMNS) - 2)))
+        rows += [(str(process.pid), *_cells(run)) for run in process.runs]
+    if len(rows) == 1:
+        sys.stdout.write("no active run of this user on this machine\n")
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+
+
+_COLUMNS = ("PID", "NAME", "EPOCH", "DONE", "SAMPLES/S", "LOSS", "LAST CHECKPOINT")
+
+
+def _cells(run: Mapping[str, Any]) -> tuple[str, ...]:
+    done = min(1.0, run["step"] / run["total_steps"]) if run["total_steps"] else 0.0
+    return (
+        str(run["name"]),
+        f"{run['epoch'] + 1}/{run['num_epochs']}",
+        f"{done:.0%}",
+        f"{run['samples_per_s']:,.0f}",
+        "-" if run["loss"] is None else f"{run['loss']:.4g}",
+        run["last_checkpoint"] or ("none yet" if run["checkpoint_dir"] else "no checkpoint_dir"),
+    )
+
+
+def request_stop(args: argparse.Namespace) -> None:
+    """Ask the runs of a process to stop."""
+    try:
+        runs = stop_runs(args.pid)
+    except LookupError as error:
+        raise SystemExit(f"{args.prog} stop: {error.args[0]}") from None
+    for run in runs:
+        saved = run["checkpoint_dir"]
+        where = f"writes a checkpoint to {saved}" if saved else "keeps its state in the program"
+        sys.stdout.write(
+            f"{run['name']} ({args.pid}) stops at its next step boundary and {where}\n"
+        )
+
+
 def main(args: Sequence[str] | None = None, prog: str = "python -m runtime") -> None:
     """Run the command line; see :func:`parse_args`."""
     found = parse_args(args, prog)
     if found.command == "lighthouse":
         serve_lighthouse(found)
+    elif found.command == "status":
+        show_status(found)
+    elif found.command == "stop":
+        request_stop(found)
     else:
         sys.stdout.write(machine_report())
 

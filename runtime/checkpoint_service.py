@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from coordinator.messages import LOOP_TICKET, Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights, plain
-from runtime.checkpoint.store import CheckpointWriter, entries
+from runtime.checkpoint.store import CheckpointWriter, entries, is_complete
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
 from runtime.settings import RunSettings
@@ -32,11 +34,17 @@ StreamState = Callable[[int, int], dict[str, Any] | None]
 CLOSE_S = 600.0
 """Seconds that the end of a run waits for a slow disk."""
 
+FAILED_CLOSE_S = 30.0
+"""The same after a failure, whose error is then raised."""
+
 POLL_S = 0.2
 """Interval at which that wait checks for an abort, in seconds."""
 
 WARN_AFTER_S = 5.0
 """Seconds after which that wait is logged."""
+
+
+_RESUME = "resume('{}') continues from it"
 
 
 class CheckpointService:
@@ -82,14 +90,21 @@ class CheckpointService:
         """Set the model of rank 0, which has the names of the weights."""
         self._layout = WeightLayout(model, state)
 
-    def take(self, command: SaveCheckpoint | SaveFailed) -> None:
-        """Handle a command of the coordinator, on its thread; returns immediately."""
+    def take(self, command: SaveCheckpoint | SaveFailed, error: str = "") -> None:
+        """Handle a command of the coordinator, on its thread; returns immediately.
+
+        Args:
+            command: The command.
+            error: The run's error, recorded in its last checkpoint.
+        """
         if isinstance(command, SaveFailed):
             self._fail(command)
             return
         if self._layout is None:
             return  # no worker was built
         data = self.data(command)
+        if command.final:
+            data = replace(data, reason=command.reason, error=error)
         is_kept = command.scheduled or LOOP_TICKET in command.tickets
         if is_kept and self._writer is not None:
             self._writer.submit(data)
@@ -171,6 +186,11 @@ class CheckpointService:
         if self._writer is not None:
             self._writer.close(0.0)
 
+    @property
+    def newest(self) -> Path | None:
+        """Directory of the last checkpoint written by this run."""
+        return None if self._writer is None else self._writer.newest
+
     def abandon(self) -> None:
         """End a wait in :meth:`close`; acquires no lock."""
         self._abandoned = True
@@ -198,7 +218,7 @@ class CheckpointService:
         errors = () if self._error is None else (self._error,)
         if writer is None:
             return errors
-        self._await(writer)
+        self._await(writer, CLOSE_S if error is None else FAILED_CLOSE_S)
         if not writer.close(0.0):
             late = CheckpointError(
                 f"the run ended before its last checkpoint was written to {writer.directory}"
@@ -206,12 +226,46 @@ class CheckpointService:
             return (*errors, late)
         return errors if writer.last_error is None else (*errors, writer.last_error)
 
-    def _await(self, writer: CheckpointWriter) -> None:
-        """Wait for the writer, until :meth:`abandon` or at most :data:`CLOSE_S`."""
+    def note(self, *, has_state: bool) -> str:
+        """Location of the state that the run left, for its error; after :meth:`close`.
+
+        Args:
+            has_state: The handle has a state.
+        """
+        writer, last = self._writer, self._last
+        if writer is None:
+            if not has_state:
+                return "No state could be kept, and no checkpoint_dir(path) was set"
+            return (
+                "handle.state holds the last consistent weights, and handle.state.save(path) "
+                "writes them; with checkpoint_dir(path) a run can be resumed from there"
+            )
+        if last is None:
+            return f"No newer state could be saved; {self._newest(writer)}"
+        where = f"The state after {last.global_step} batches"
+        if writer.wait(0.0) and not writer.last_failed:
+            return f"{where} was saved to {writer.newest}; {_RESUME.format(writer.directory)}"
+        error = writer.last_error if writer.wait(0.0) else "it is still being written"
+        return (
+            f"{where} could not be saved to {writer.directory}: {error}. handle.save(path) writes "
+            f"it to another directory; {self._newest(writer)}"
+        )
+
+    @staticmethod
+    def _newest(writer: CheckpointWriter) -> str:
+        with suppress(OSError):
+            for entry in entries(writer.directory):
+                if is_complete(entry.path):
+                    resume = _RESUME.format(writer.directory)
+                    return f"the last complete checkpoint is {entry.path}, and {resume}"
+        return f"there is no complete checkpoint in {writer.directory}"
+
+    def _await(self, writer: CheckpointWriter, limit_s: float) -> None:
+        """Wait for the writer, until :meth:`abandon` or at most ``limit_s``."""
         began, has_warned = time.monotonic(), False
         while not (writer.wait(POLL_S) or self._abandoned):
             waited = time.monotonic() - began
-            if waited > CLOSE_S:
+            if waited > limit_s:
                 return
             if waited > WARN_AFTER_S and not has_warned:
                 has_warned = True
@@ -247,14 +301,14 @@ class Ticket:
         """
         if not self._pending.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"no step boundary was reached within {timeout_s:g} s")
+        if self._data is not None:
+            return self._data
         if isinstance(self._error, CheckpointError):
             raise self._error
-        if self._data is None:
-            raise CheckpointError(
-                "the run is over and kept no full state: call save() during the run, set "
-                "checkpoint_dir(path), or write only the weights with state.save(path)"
-            ) from self._error
-        return self._data
+        raise CheckpointError(
+            "the run is over and kept no full state: call save() during the run, set "
+            "checkpoint_dir(path), or write only the weights with state.save(path)"
+        ) from self._error
 
 
 class WeightLayout:

@@ -28,6 +28,7 @@ from runtime.core.tracebacks import print_briefly
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
+from runtime.monitor.control import CONTROL, ControlledRun, program_name
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
 from runtime.replica.build import ModelT_co
@@ -54,7 +55,8 @@ class TrainerHandle(Generic[ModelT_co]):
     own run is over, regardless of its timeout, and raises ``KeyboardInterrupt`` with the state
     kept on the handle. The second aborts the runs: :meth:`join` called again raises
     ``RunAborted``, unless the state was complete. The third ends the wait. Afterwards the
-    previous handlers are restored and called: by default SIGTERM then ends the process.
+    previous handlers are restored and called. The default action of SIGTERM and SIGHUP follows at
+    interpreter exit: code that catches the ``KeyboardInterrupt`` can save the state before it.
     """
 
     def __init__(self, run: Run | ClusterRun, checkpoint_dir: Path | None = None) -> None:
@@ -66,11 +68,13 @@ class TrainerHandle(Generic[ModelT_co]):
         self._state: TrainedState[ModelT_co] | None = None
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
+        self._note = ""
         self._is_abandoned = False
         self._started = time.monotonic()
         self._ended_at = 0.0
         self._monitors: list[Monitor] = []
         self.callbacks: list[Callback] = []
+        self._controlled: ControlledRun | None = None
         self._attaching = threading.Lock()  # never acquired with the condition held
         self.past_metrics = run.past_metrics
         self.world_size = len(run.devices)
@@ -85,15 +89,19 @@ class TrainerHandle(Generic[ModelT_co]):
             self._unread.append(metrics)
             self._condition.notify_all()
 
-    def finish(self, state: TrainedState[Any] | None, error: BaseException | None) -> None:
-        """Store the trained state or the error, and wake all waiters; called by the run."""
-        if state is not None:
+    def finish(
+        self, state: TrainedState[Any] | None, error: BaseException | None, note: str = ""
+    ) -> None:
+        """Store the trained state and the error, and wake all waiters; called by the run."""
+        if state is not None and error is None:
             state = self._final_state(state)
         self.end_callbacks()  # before a waiter returns and may reuse them in another run
+        self.unlist_run()
         with self._condition:
             self._ended_at = time.monotonic()
             self._traceback = None if error is None else error.__traceback__
             # _ended last: it publishes the others to readers without the lock.
+            self._note = note
             self._state, self._error, self._ended = state, error, True
             self._condition.notify_all()
             monitors = list(self._monitors)
@@ -112,6 +120,34 @@ class TrainerHandle(Generic[ModelT_co]):
             load_given(final)
         return final
 
+    def list_run(self, config: RunSettings) -> None:
+        """Show the run to other processes of this user until it ends."""
+        saved, name = config.checkpoint_dir, program_name()
+
+        def describe() -> dict[str, Any]:
+            newest = self._run.newest_checkpoint
+            return {
+                "name": name,
+                "devices": [str(device) for device in self.devices],
+                "policy": config.coordinator.policy.name,
+                "checkpoint_dir": None if saved is None else str(saved.absolute()),
+                "last_checkpoint": None if newest is None else str(newest.absolute()),
+            }
+
+        self._controlled = ControlledRun(
+            describe=describe,
+            statistics=self.statistics,
+            stop=self.stop,
+            total_batches=self.total_batches,
+            num_epochs=config.coordinator.num_epochs,
+        )
+        CONTROL.add(self._controlled)
+
+    def unlist_run(self) -> None:
+        """End :meth:`list_run`. Idempotent."""
+        if self._controlled is not None:
+            CONTROL.remove(self._controlled)
+
     def end_callbacks(self) -> None:
         """End the callbacks that have begun; errors are logged."""
         while self.callbacks:
@@ -125,7 +161,12 @@ class TrainerHandle(Generic[ModelT_co]):
 
     @property
     def state(self) -> TrainedState[ModelT_co] | None:
-        """The trained state once the run is over, else ``None``."""
+        """The trained state once the run is over, else ``None``.
+
+        After a failure it is the last consistent one, with ``reason`` ``"failed"`` or
+        ``"stalled"``: the average of the ranks that could still send their state between two
+        steps; ``None`` if there is no such rank.
+        """
         return self._state
 
     @property
@@ -161,8 +202,9 @@ class TrainerHandle(Generic[ModelT_co]):
 
         Blocks until the files are on disk; training waits only while the state is copied. During
         the run the state is that of the next step boundary; after the run it is the final state,
-        which is kept only if ``checkpoint_dir`` is set, since the ranks' optimizers may not fit
-        into host memory. Without it only the weights are kept; ``state.save(path)`` writes them.
+        of a failed run the last consistent one. It is kept only if ``checkpoint_dir`` is set,
+        since the ranks' optimizers may not fit into host memory. Without it only the weights are
+        kept; ``state.save(path)`` writes them.
 
         Args:
             path: A directory; created if needed.
@@ -175,7 +217,7 @@ class TrainerHandle(Generic[ModelT_co]):
             RuntimeError: Called in a worker's thread, which would wait for itself.
             TimeoutError: No boundary was reached in time.
             CheckpointError: The run is over and kept no full state, because ``checkpoint_dir``
-                was not set or the run failed.
+                was not set or a failure left no consistent one.
             OSError: The files could not be written.
         """
         target = check_path("save", path)
@@ -278,6 +320,8 @@ class TrainerHandle(Generic[ModelT_co]):
             if saved is None
             else f"resume({str(saved)!r}) continues it from its last checkpoint"
         )
+        if self._note:
+            error.add_note(self._note)
         print_briefly(error, *lines)
 
     def _await_signals(self, ready: Callable[[], object], deadline: float | None) -> bool:
@@ -431,8 +475,10 @@ def start_run(config: RunSettings) -> TrainerHandle[Any]:
         for callback in config.callbacks:
             callback.begin(handle)
             handle.callbacks.append(callback)
+        handle.list_run(config)
         run.start(handle)
     except BaseException:
         handle.end_callbacks()
+        handle.unlist_run()
         raise
     return handle

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,7 @@ from runtime.core.errors import (
     UnknownMetric,
     WorkerFailed,
     error_of_run,
+    text_of,
 )
 from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
@@ -172,6 +175,7 @@ class Run:
             config, self._compatible(), index.sampled_orders, index.generator_state, state
         )
         self._machine, self._service = self._make_coordinator()
+        self._num_resumed = self._machine.run_state.num_trained
         if stream is not None:
             self._follow(stream)
         self.total_batches = config.total_batches(num_samples)
@@ -227,7 +231,13 @@ class Run:
     def _on_save(self, command: SaveCheckpoint | SaveFailed) -> None:
         if self._cluster_hooks is not None and m.CLUSTER_TICKET in command.tickets:
             self._cluster_hooks.on_capture(command)
-        self._saves.take(command)
+        self._saves.take(command, self._error_text)
+
+    @property
+    def _error_text(self) -> str:
+        """The error of the run so far; empty if there is none."""
+        error = error_of_run(self._machine.outcome.failure, ()) or self._error
+        return "" if error is None else text_of(error)
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
         """Return the content of a checkpoint that the coordinator has taken."""
@@ -408,27 +418,18 @@ class Run:
                 worker = self._build_worker(rank)
                 self._workers[rank] = worker
                 self._recording.built(rank, worker.model)
-                worker.run()
+                self._run_worker(worker)
         except CollectiveAborted:
             # Rank 0 failed to build and reports that itself.
             while not isinstance(self._outboxes[rank].get(), m.Shutdown):
                 pass
             self._inbox.put(m.Exiting(rank=rank))
+        except _Reported:
+            pass
         except BaseException as error:
-            # Rebound to the name that the except clause deletes: else the traceback, whose frame
-            # holds the error, is a cycle.
-            error = fold_tracebacks(self._data_path.explain(rank, error))
-            if self._loop_peers is not None:
-                self._loop_peers.leave(rank)
-            self._inbox.put(failure_message(rank, worker, error))
-            if self.config.worker.survives:
-                logger.warning(
-                    "rank %d died; the others continue if possible", rank, exc_info=error
-                )
-                # They may train for long: free what the rank and its frames hold.
-                self._workers[rank] = None
-                self._peers.replicas.pop(rank, None)
-                traceback.clear_frames(error.__traceback__)
+            frames = error.__traceback__
+            self._report(rank, worker, error)
+            self._forget(rank, error, frames)
         finally:
             try:
                 if worker is not None:
@@ -437,6 +438,51 @@ class Run:
                 self._recording.left(rank)
             finally:
                 self._inbox.put(m.ThreadEnded(rank=rank))
+
+    def _run_worker(self, worker: GpuWorker) -> None:
+        """Run a worker. After an exception, report it and send the state of before the failed
+        step, while the device is still current in this thread.
+
+        Raises:
+            _Reported: There was an exception.
+        """
+        try:
+            worker.run()
+        except CollectiveAborted:
+            raise
+        except BaseException as error:
+            rank, frames, has_answered = worker.rank, error.__traceback__, False
+            self._report(rank, worker, error)
+            if can_answer(worker, error):
+                try:
+                    has_answered = worker.answer_after_failure()
+                except Exception:  # of a broken device, or of values that are not finite
+                    logger.debug("rank %d left no state", rank, exc_info=True)
+            if not has_answered:
+                self._forget(rank, error, frames)
+            del frames
+            raise _Reported from None  # else the frames of this project join its traceback
+
+    def _report(self, rank: int, worker: GpuWorker | None, error: BaseException) -> None:
+        """Report an exception of a worker to the coordinator."""
+        error = fold_tracebacks(self._data_path.explain(rank, error))
+        if self._loop_peers is not None:
+            self._loop_peers.leave(rank)
+        self._inbox.put(failure_message(rank, worker, error))
+
+    def _forget(self, rank: int, error: BaseException, frames: TracebackType | None) -> None:
+        """If others continue, free what a dead rank and its frames hold.
+
+        Args:
+            rank: The dead rank.
+            error: Its exception.
+            frames: The whole traceback.
+        """
+        if self.config.worker.survives:
+            logger.warning("rank %d died; the others continue if possible", rank, exc_info=error)
+            self._workers[rank] = None
+            self._peers.replicas.pop(rank, None)
+            traceback.clear_frames(frames)
 
     def _build_worker(self, rank: int) -> GpuWorker:
         c = self.config
@@ -520,6 +566,11 @@ class Run:
         if number is not None:
             self._inbox.put(m.SaveRequested(ticket=number))
         return ticket.wait(timeout_s)
+
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """Directory of the last checkpoint written by this run."""
+        return self._saves.newest
 
     def abort(self) -> None:
         """Request the end of the run at once; like :meth:`stop`, acquires no lock."""
@@ -629,16 +680,19 @@ class Run:
             stuck = self._join_workers()
             error = error_of_run(self._machine.outcome.failure, stuck)
             # A cluster may still take a checkpoint of this run's final state.
-            errors = self._saves.close(error, forget=self._cluster_hooks is None)
+            errors = self._saves.close(error or self._error, forget=self._cluster_hooks is None)
             if error is None:
                 whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
                 if whole is not None:
                     self._machine.outcome.payload = whole
                 state = self._state(errors)
                 load_given(state)
+            else:
+                state = self._state_after(errors)
         except BaseException as caught:
-            error = caught
+            error = error or caught
         stopped = self._machine.outcome.stopped
+        has_trained = self._machine.run_state.num_trained > self._num_resumed
         try:
             failed = error is not None or self._error is not None
             ended = "failed" if failed else "stopped" if stopped else "finished"
@@ -649,9 +703,24 @@ class Run:
         except BaseException as caught:
             error = error or caught
         finally:
-            kept, error = None if error else state, error or self._error
+            error = error or self._error
             self._recording.finish(stopped=stopped, error=error)
-            self._listener.finish(kept, error)
+            note = ""
+            if has_trained and self._cluster_hooks is None:
+                note = self._saves.note(has_state=state is not None)
+            if error is not None and note:
+                error.add_note(note)
+            self._listener.finish(state, error, note)
+
+    def _state_after(self, errors: tuple[BaseException, ...]) -> TrainedState | None:
+        """The state that a failed run left, if any."""
+        if self._machine.outcome.payload is None:
+            return None
+        try:
+            return self._state(errors)
+        except Exception:
+            logger.warning("the state that the failed run left is lost", exc_info=True)
+            return None
 
     def _join_workers(self) -> list[str]:
         """Wait for the workers' threads together; returns the names of those still alive."""
@@ -666,7 +735,9 @@ class Run:
         return [thread.name for thread in started if thread.is_alive()]
 
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
-        workers = [w for w in self._workers if w is not None]
+        pairs = zip(self._workers, self._threads, strict=True)
+        # Others are stuck in user code.
+        workers = [w for w, thread in pairs if w is not None and not thread.is_alive()]
         lead, outcome = workers[0], self._machine.outcome
         return assemble_state(
             lead.model,
@@ -720,14 +791,26 @@ def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Ten
     return ema.final_values(average.params, sum(due) / len(due))
 
 
+class _Reported(Exception):
+    """A worker's exception was reported."""
+
+
 class Listener(Protocol):
     """Receives a run's metrics and end, on the coordinator's thread; implemented by the handle."""
 
     def publish(self, metrics: EpochMetrics) -> None:
         """Receive the metrics of an epoch that has closed."""
 
-    def finish(self, state: TrainedState | None, error: BaseException | None) -> None:
-        """Receive the trained state or the error, when the run is over."""
+    def finish(
+        self, state: TrainedState | None, error: BaseException | None, note: str = ""
+    ) -> None:
+        """Receive the trained state, the error or both, when the run is over.
+
+        Args:
+            state: The trained state; of a failed run, the last consistent one, if any.
+            error: The error that ``join()`` raises.
+            note: Location of the saved state, for errors of an ended run.
+        """
 
 
 def failure_message(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
@@ -744,4 +827,17 @@ def failure_message(rank: int, worker: GpuWorker | None, error: BaseException) -
         step=worker.local_step if worker else 0,
         error=error,
         fatal=isinstance(error, (ReplicaMismatch, NonFiniteError, CheckpointError)),
+        answers=can_answer(worker, error),
+        unsafe=isinstance(error, ReplicaMismatch),
     )
+
+
+def can_answer(worker: GpuWorker | None, error: BaseException) -> bool:
+    """True if a worker that raised can send its state of before the failed step.
+
+    Without lockstep it cannot if a value is not finite: that is found in a report, whose batches
+    the coordinator then does not count.
+    """
+    if worker is None or worker.steps.is_torn:
+        return False
+    return worker.replica.is_lockstep or not isinstance(error, NonFiniteError)

@@ -40,6 +40,8 @@ class CheckpointData:
         sampler: Epoch and generator state, before its draws, of a sampler with its own generator.
         stream: Saved state of a stream at or before its first untrained item, with the item's
             index and the generator's state.
+        reason: Of the last one of a run, the reason for its end; see ``TrainedState.reason``.
+        error: The run's error; empty if there was none.
     """
 
     weights: dict[str, Tensor]
@@ -52,6 +54,13 @@ class CheckpointData:
     orders: dict[int, Tensor] = field(default_factory=dict)
     sampler: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
+    reason: str = ""
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True if it was saved because the run failed."""
+        return bool(self.error)
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:

@@ -98,6 +98,15 @@ class ResumePoint:
             loaded.data.epoch,
             loaded.data.global_step,
         )
+        if loaded.data.failed:
+            logger.warning(
+                "%s is the state that a failed run left (%s): %s",
+                loaded.path,
+                loaded.data.reason,
+                loaded.data.error,
+            )
+        elif loaded.data.reason:
+            logger.info("the run that wrote it ended with reason %r", loaded.data.reason)
         return point
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:

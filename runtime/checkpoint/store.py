@@ -50,7 +50,7 @@ from runtime.core.threads import LiveRegistry
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d{1,18})-(?:(epoch|within)-(\d{1,18})-)?(\d{1,18})")
+_NAME = re.compile(r"step-(\d{1,18})-(?:(epoch|within|failed)-(\d{1,18})-)?(\d{1,18})")
 """Earlier versions had no epoch in the name, and wrote only at the end of an epoch."""
 _TEMPORARY = ".unfinished-"
 
@@ -64,12 +64,14 @@ class CheckpointEntry:
         step: Batches trained by all ranks together.
         path: The directory.
         within: True if it was taken within an epoch.
+        failed: True if it was saved when the run failed.
     """
 
     serial: int
     step: int
     path: Path
     within: bool = False
+    failed: bool = False
 
 
 def is_checkpoint_name(name: str) -> bool:
@@ -87,8 +89,11 @@ def entries(directory: Path) -> list[CheckpointEntry]:
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            within = match[2] == "within"
-            found.append(CheckpointEntry(int(match[4]), int(match[1]), path, within))
+            kind = match[2]
+            entry = CheckpointEntry(
+                int(match[4]), int(match[1]), path, kind != "epoch" and bool(kind), kind == "failed"
+            )
+            found.append(entry)
     return sorted(found, reverse=True)
 
 
@@ -101,7 +106,8 @@ def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
 
     Returns:
         The checkpoint's own directory, ``step-<batches>-epoch-<closed epochs>-<serial>``; one
-        taken within an epoch has ``within`` instead of ``epoch``.
+        taken within an epoch has ``within`` instead of ``epoch``, and one of a failed run
+        ``failed``.
 
     Raises:
         OSError, CheckpointError: It could not be written, its content is not supported, or
@@ -137,6 +143,8 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         "orders": data.orders,
         "sampler": data.sampler,
         "stream": data.stream,
+        "reason": data.reason,
+        "error": data.error,
     }
     for name, content in (
         (STATE, state),
@@ -151,6 +159,7 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         about={
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": str(torch.__version__),
+            **({"reason": data.reason} if data.reason else {}),
         },
     )
     write_durably(temporary / MANIFEST, manifest.to_bytes())
@@ -178,7 +187,8 @@ def _compact(value: Any) -> Any:
 
 
 def _publish(directory: Path, temporary: Path, data: CheckpointData) -> Path:
-    where = f"{'within' if data.within else 'epoch'}-{data.epoch:04d}"
+    kind = "failed" if data.failed else "within" if data.within else "epoch"
+    where = f"{kind}-{data.epoch:04d}"
     serial = max((entry.serial for entry in entries(directory)), default=0)
     while True:
         serial += 1
@@ -207,15 +217,17 @@ def is_complete(path: Path) -> bool:
 def remove_old_checkpoints(directory: Path, keep: int) -> None:
     """Remove all checkpoints older than the newest ``keep`` complete ones.
 
-    Those taken within an epoch and at its end are counted separately. A checkpoint is renamed
-    before its files are removed, so that it is never visible incomplete. Failed removals are
-    logged.
+    Those taken within an epoch and at its end are counted separately, and those of failed runs
+    are not counted: one is removed once there are ``keep`` newer ones of either kind. A
+    checkpoint is renamed before its files are removed, so that it is never visible incomplete.
+    Failed removals are logged.
     """
     num_kept = {False: 0, True: 0}
     for entry in entries(directory):
-        if num_kept[entry.within] >= keep:
+        most = max(num_kept.values()) if entry.failed else num_kept[entry.within]
+        if most >= keep:
             _remove(directory, entry.path)
-        elif is_complete(entry.path):
+        elif not entry.failed and is_complete(entry.path):
             num_kept[entry.within] += 1
     remove_leftovers(directory, _TEMPORARY)
 
@@ -355,6 +367,8 @@ def _read(path: Path) -> CheckpointData:
             orders=cast("dict[int, Tensor]", _dict(state.get("orders", {}))),
             sampler=state.get("sampler"),
             stream=state.get("stream"),
+            reason=str(state.get("reason", "")),
+            error=str(state.get("error", "")),
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path / STATE}: invalid content: {error!r}") from error
@@ -449,6 +463,7 @@ class CheckpointWriter:
         num_superseded: Checkpoints replaced by a newer one while they waited.
         last_error: The last failure, if any.
         newest: Directory of the last checkpoint written.
+        last_failed: True if the last checkpoint could not be written.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
@@ -456,7 +471,7 @@ class CheckpointWriter:
         self._lock: DirectoryLock | None = None
         self._keep = keep
         self._condition = threading.Condition()
-        self._waiting: dict[bool, CheckpointData] = {}  # by ``within``
+        self._waiting: dict[tuple[bool, bool], CheckpointData] = {}  # by ``within``, ``failed``
         self._busy = False
         self._closed = False
         self.num_written = 0
@@ -464,6 +479,7 @@ class CheckpointWriter:
         self.num_superseded = 0
         self.last_error: BaseException | None = None
         self.newest: Path | None = None
+        self.last_failed = False
         _LIVE.add(self)
 
     def claim(self) -> None:
@@ -485,21 +501,22 @@ class CheckpointWriter:
     def submit(self, data: CheckpointData) -> None:
         """Queue a checkpoint. Returns immediately.
 
-        Replaces a waiting checkpoint of the same kind (within an epoch, or at its end). After
-        :meth:`close` it counts as failed.
+        Replaces a waiting checkpoint of the same kind (within an epoch, at its end, or of a
+        failed run). After :meth:`close` it counts as failed.
         """
         with self._condition:
             if self._closed:
                 self._failed(data, RuntimeError("the run is over"))
                 return
-            superseded = self._waiting.pop(data.within, None)
+            kind = data.within, data.failed
+            superseded = self._waiting.pop(kind, None)
             if superseded is not None:
                 self.num_superseded += 1
                 logger.warning(
                     "checkpoint of step %d is skipped: the disk is too slow for the interval",
                     superseded.global_step,
                 )
-            self._waiting[data.within] = data
+            self._waiting[kind] = data
             if self._busy:
                 return
             self._busy = True
@@ -517,7 +534,7 @@ class CheckpointWriter:
     def _work(self) -> None:
         while True:
             with self._condition:
-                data = self._waiting.pop(next(iter(self._waiting), False), None)
+                data = self._waiting.pop(next(iter(self._waiting), (False, False)), None)
                 if data is None:
                     self._busy = False
                     self._unlock_if_over()
@@ -535,7 +552,7 @@ class CheckpointWriter:
             return
         with self._condition:
             self.num_written += 1
-            self.newest = path
+            self.newest, self.last_failed = path, False
         logger.info("checkpoint %s written in %.1f s", path, time.monotonic() - began)
         try:
             remove_old_checkpoints(self.directory, self._keep)
@@ -544,6 +561,7 @@ class CheckpointWriter:
 
     def _failed(self, data: CheckpointData, error: BaseException) -> None:
         self.num_failed += 1
+        self.last_failed = True
         logger.error(
             "checkpoint of step %d could not be written to %s: %s: %s; training continues",
             data.global_step,

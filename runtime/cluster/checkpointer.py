@@ -53,6 +53,11 @@ class ClusterCheckpointer:
         self._last: CheckpointData | None = None
         self._closed = False
 
+    @property
+    def newest(self) -> Path | None:
+        """Directory of the last checkpoint written by this machine."""
+        return None if self._writer is None else self._writer.newest
+
     def start_from(self, ledger: ClusterLedger) -> None:
         """Count intervals from this ledger, which is saved already."""
         self._batches, self._epochs = ledger.consumed, ledger.first_open

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 import torch
@@ -224,6 +225,11 @@ class ClusterRun:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """Directory of the last checkpoint written by this machine."""
+        return self._checkpointer.newest
+
     def statistics(self) -> Statistics:
         """A snapshot of this machine's counters."""
         return self._inner.statistics()
@@ -244,7 +250,7 @@ class ClusterRun:
             self._num_published = metrics.epoch + 1
             self._listener.publish(metrics)
 
-    def finish(self, state: Any, error: BaseException | None) -> None:
+    def finish(self, state: Any, error: BaseException | None, note: str = "") -> None:
         """Record the end of the inner run."""
         self._inbox.put(_RunEnded(state, error))
 

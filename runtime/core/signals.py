@@ -8,11 +8,14 @@ signals and puts requests into reentrant queues.
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
@@ -40,6 +43,7 @@ class InterruptHandler:
         self._period: InterruptibleWait | None = None
         self._num_waits = 0
         self._previous: dict[int, Disposition] = {}
+        self._exit_signal: tuple[int, int] | None = None
         self._handler = self._on_signal
 
     def add(self, run: Stoppable) -> None:
@@ -64,7 +68,8 @@ class InterruptHandler:
 
         The first signal stops every run, the second aborts them. Waits may be nested. When the
         outermost one ends, received signals are passed to the previous handlers: a function is
-        called, and the default action ends the process.
+        called. The default action, which ends the process, follows at interpreter exit, so that
+        the code after the wait can use the state of the run.
 
         Raises:
             KeyboardInterrupt: A signal was received; raised when the wait ends.
@@ -111,8 +116,21 @@ class InterruptHandler:
         if callable(previous):
             if previous is not signal.default_int_handler:  # raises KeyboardInterrupt, as we do
                 previous(signum, None)
-        elif signal.getsignal(signum) == signal.SIG_DFL:
-            signal.raise_signal(signum)
+        elif self._exit_signal is None:
+            self._exit_signal = os.getpid(), signum
+
+    def end_process(self) -> None:
+        """At interpreter exit, end the process by the first signal whose default action is due,
+        so that its exit status names the signal.
+        """
+        pid, signum = self._exit_signal or (0, signal.SIGTERM)
+        if pid != os.getpid() or signal.getsignal(signum) != signal.SIG_DFL:
+            return  # also in a child that was forked since
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        logging.shutdown()
+        signal.raise_signal(signum)
 
     def abort_all(self) -> None:
         """Abort all runs at interpreter exit, since daemon threads must not be within a step then.
@@ -188,4 +206,6 @@ class Stoppable(Protocol):
 INTERRUPTS = InterruptHandler()
 """The handler of this process."""
 
+# In reverse order: the process ends last.
+atexit.register(INTERRUPTS.end_process)
 atexit.register(INTERRUPTS.abort_all)

@@ -160,9 +160,12 @@ class ReplicaAverager:
             if at_average is not None:
                 with self._device.comm():
                     self._state.load(average)
-                at_average()
-            with self._device.comm():
-                self._state.load_with_progress(average, base, scratch)
+            try:
+                if at_average is not None:
+                    at_average()
+            finally:  # the live state is saved if it raised
+                with self._device.comm():
+                    self._state.load_with_progress(average, base, scratch)
         self.version += 1
         self._arrival = self._device.arrival()
         return self._arrival

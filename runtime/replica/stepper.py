@@ -75,6 +75,7 @@ class Stepper:
     Attributes:
         log: See above.
         part_names: Names of the optimizers, if there are several.
+        num_begun: Optimizer steps begun, completed or not.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Stepper:
         self._weights_on_device = False
         self._has_stepped = False
         self._is_open = False
+        self.num_begun = 0
         self._scaler: torch.amp.GradScaler | None = None
         if precision == "fp16":
             self._scaler = torch.amp.GradScaler(device.type)
@@ -631,6 +633,7 @@ class AccumulationWindow:
                 if part.finite_check is not None and not part.finite_check.accept():
                     end = DROPPED
                 elif self._stepper._is_bare:
+                    self._stepper.num_begun += 1
                     part.optimizer.step()
                 else:
                     self._step()
@@ -645,6 +648,7 @@ class AccumulationWindow:
             if ended is not None:
                 self._stage = _Stage.CLOSED
                 return ended
+            self._stepper.num_begun += apply is not None  # else counted by the step
             (apply or self.apply)()
         self._stage = _Stage.CLOSED
         return self._end()
@@ -701,6 +705,7 @@ class AccumulationWindow:
     def _step(self) -> None:
         # Dropped steps do not get here: the scaler neither unscales nor counts them.
         stepper, part = self._stepper, self._part
+        stepper.num_begun += 1
         scaler = stepper._scaler
         if scaler is not None:
             scaler.unscale_(part.optimizer)

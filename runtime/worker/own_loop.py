@@ -95,6 +95,7 @@ class OwnLoop:
         # The optimizer step in progress.
         self._windows: dict[str, AccumulationWindow] = {}
         self._before: BeforeStep | None = None
+        self._num_begun = 0  # optimizer steps at its beginning
         self._num_steps = self._num_batches = self._num_samples = 0  # not counted yet
         self._num_timed = 0
         self._skips = False  # a micro-batch of it was skipped
@@ -388,11 +389,29 @@ class OwnLoop:
     def _undo(self, error: BaseException) -> BaseException:
         """Undo the step in progress after a failed collective; returns the error to raise."""
         self._drop_windows()
+        self._steps.is_torn |= bool(self._made)
         cause = None if self._before is None else self._steps.undo(self._before)
         if cause is None:
             return error
         cause.__cause__ = error
         return cause
+
+    def undo_failed(self) -> bool:
+        """Undo the step in progress after the body has raised.
+
+        Returns:
+            False if an optimizer has changed the replica in it: it is in no state between steps.
+        """
+        if self._is_active and self._names and self._made:
+            return False  # the other optimizers' steps on the batch are missing
+        if not self.is_open or self._before is None:
+            return True
+        if self._stepper.num_begun != self._num_begun:
+            return False
+        self._drop_windows()
+        self._stepper.clear_gradients()
+        self._steps.undo_failed(self._before)
+        return not self._steps.is_torn
 
     def _drop_windows(self) -> None:
         for window in self._windows.values():
@@ -459,6 +478,7 @@ class OwnLoop:
 
     def _prepare(self, position: int | None) -> None:
         self._before = self._steps.prepare(position)
+        self._num_begun = self._stepper.num_begun
         self.global_step = self._steps.position_of(position)
         self._num_timed = 0
 

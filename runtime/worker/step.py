@@ -61,6 +61,10 @@ class WorkerSteps:
         lane: Lane for the time of each step; ``None``: not recorded. Written here, as a wrapper
             would cost as much as the entries.
         fallbacks: Shared by all workers of a run; records what is not captured.
+
+    Attributes:
+        is_torn: True if an exception interrupted an optimizer's step, so that the replica is in
+            no state between two steps.
     """
 
     def __init__(
@@ -92,9 +96,15 @@ class WorkerSteps:
         self._config = config
         self._can_repeat = self._is_lockstep and (config.redoes or config.falls_back)
         self._redoes = config.redoes
+        # Failed steps are undone to be repeated, and to save the state before them.
+        self._undoes = (config.redoes and self._is_lockstep) or config.saves
+        # Launched steps are undone together, with the positions of the schedule.
+        self._marks_schedule = config.redoes or (config.saves and config.device.type != "cpu")
+        self.is_torn = False
         self._launched: deque[_LaunchedStep] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._is_lockstep
+        self._draws_again = self._shrinks or config.saves
         num_batches = max(config.accumulate, config.num_micro_batches)
         self._sizes = (num_batches, config.global_batch_size)
         self._largest = 0  # samples of the largest batch that fitted into memory
@@ -211,7 +221,7 @@ class WorkerSteps:
 
     def _follow_schedule(self, position: int | None) -> None:
         if self._schedule.scheduler is not None or self._capturable is not None:
-            if self._redoes:
+            if self._marks_schedule:
                 self._schedule_before = self._schedule.mark()
             self._advance_schedule(position)
 
@@ -236,7 +246,7 @@ class WorkerSteps:
         return BeforeStep(
             self._log.values.mark(),
             self._copy_buffers(),
-            self.replica.generator.get_state() if self._shrinks else None,
+            self.replica.generator.get_state() if self._draws_again else None,
             self._schedule_before,
         )
 
@@ -249,17 +259,24 @@ class WorkerSteps:
             train_fn: Returns a batch's mean loss, and its weight.
         """
         total = sum(sizes)
+        before, num_begun = self.state_before(), self._stepper.num_begun
         self._timer.start()
         try:
             if self._is_lockstep:
-                self._make_lockstep(sizes, first, train_fn, total)
+                self._make_lockstep(sizes, first, train_fn, total, before)
             else:
                 end = self._make_step(sizes, first, train_fn, total)
                 self._timer.stop(len(sizes))
                 self._lockstep.stepped(0 if end.dropped else total)
                 self._count(len(sizes), total, end)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
+        except BaseException as error:
+            # Also if another rank aborted the step of a later optimizer, unless that is undone.
+            aborted = isinstance(error, (CollectiveAborted, CollectiveTimeout))
+            if self._stepper.num_begun != num_begun and not (aborted and self._can_repeat):
+                self.is_torn = True
+            elif not (aborted and self._is_lockstep):  # else undone already
+                self.undo_failed(before)
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 self._explain_memory(error, max(sizes, default=0))
             raise
         if sizes and sizes[0] > self._largest:
@@ -269,11 +286,23 @@ class WorkerSteps:
         remedy = accumulate_remedy(num_samples, self._largest, *self._sizes)
         add_note_once(error, memory_note(num_samples, self._largest, remedy))
 
+    def undo_failed(self, before: BeforeStep) -> None:
+        """Undo a step in which user code raised, for the state to be saved."""
+        self._log.values.retract(before.mark)
+        try:
+            self._restore(before)
+        except Exception:  # of a broken device
+            self.is_torn = True
+
     def _make_lockstep(
-        self, sizes: Sequence[int], first: Any, train_fn: TrainFns, total: int
+        self,
+        sizes: Sequence[int],
+        first: Any,
+        train_fn: TrainFns,
+        total: int,
+        before: BeforeStep,
     ) -> None:
         """A step in lockstep, which leaves no trace if the reduction fails, to be repeated."""
-        before = self.state_before()
         try:
             end = self._make_step(sizes, first, train_fn, total)
         except (CollectiveAborted, CollectiveTimeout) as error:
@@ -395,7 +424,7 @@ class WorkerSteps:
     def _copy_buffers(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
         """A copy of the buffers, if a step may have to be undone."""
         buffers = self.replica.state.buffers
-        if not (buffers and self._redoes):
+        if not (buffers and self._undoes):
             return None
         kept = buffers.empty()
         buffers.read_into(*kept)

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -376,7 +377,7 @@ class GpuWorker:
                 leaving = self.handle_control()
                 # In lockstep a peer may have begun a plan that was sent before an orderly end:
                 # every rank then begins it, and all stop at the agreed step.
-                all_begin = self._is_lockstep and self._snapshot_requested()
+                all_begin = self._stops_together
                 plan = self.protocol.begin_plan(leaving_too=all_begin)
                 if plan is not None:
                     return plan
@@ -527,10 +528,17 @@ class GpuWorker:
 
     def _propose_stop(self) -> bool:
         """In lockstep, propose a stop after the next step, if an orderly stop was requested."""
-        if self._is_lockstep and self._snapshot_requested():
+        if self._stops_together:
             self._lockstep.propose_stop()
             return True
         return False
+
+    @property
+    def _stops_together(self) -> bool:
+        """True if ranks in lockstep leave at an agreed step."""
+        shutdown = self.protocol.shutdown
+        requested = shutdown is not None and shutdown.snapshot and not shutdown.failed
+        return self._is_lockstep and requested
 
     def _snapshot_requested(self) -> bool:
         shutdown = self.protocol.shutdown
@@ -702,6 +710,7 @@ class GpuWorker:
             self._send_unconnected(message, error)
             return
         self.replica.join(collective)
+        self.steps.is_torn = False
         if self._loop is not None:
             self._loop.regrouped(message.generation, message.ranks)
         self.protocol.on_regrouped(message.generation)
@@ -789,9 +798,45 @@ class GpuWorker:
                 self._reporter.report_rest()
                 break
             self._halt(fault)
-        if self._snapshot_requested():
+        if self._snapshot_requested() and not (self.steps.is_torn and self._has_failed):
             self.send_final_snapshot()
         self.report_exiting()
+
+    @property
+    def _has_failed(self) -> bool:
+        """True if the run has failed, so that the state is that of an interrupted step."""
+        return self.protocol.shutdown is not None and self.protocol.shutdown.failed
+
+    def answer_after_failure(self) -> bool:
+        """Wait for ``Shutdown`` after an exception, and send the state of before the failed step
+        if it is requested.
+
+        The coordinator aborts the collectives first, so that the reductions of launched steps end.
+        The effects of a round that was completed or given up are received until then; its
+        callbacks are not called.
+
+        Returns:
+            True if the state was sent.
+
+        Raises:
+            queue.Empty: There was no message within :data:`DRAIN_S`.
+        """
+        self._forget_loads()
+        while self.protocol.shutdown is None:
+            message = self._deferred.popleft() if self._deferred else self._next_message(DRAIN_S)
+            if isinstance(message, m.Update):
+                message = replace(message, evaluate=None, checkpoint=None, eval_at=None)
+            if isinstance(message, (m.Update, m.Rollback, m.Shutdown)):
+                self._receive(message)
+        if not self._snapshot_requested():
+            return False
+        if self._loop is not None and not self._loop.undo_failed():
+            return False
+        self.steps.abandon_steps()
+        self._reporter.report_rest()
+        self.send_final_snapshot()
+        self.report_exiting()
+        return True
 
     def _train_plans(self) -> Generator[Any, None, None]:
         train_fn = self._functions.train_fn

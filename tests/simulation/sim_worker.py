@@ -250,7 +250,7 @@ class SimWorker:
     def _wait_for_plan(self) -> Steps:
         while True:
             leaving = yield from self._handle_control()
-            all_begin = self._is_lockstep and self._wants_snapshot()
+            all_begin = self._stops_together
             plan = self.protocol.begin_plan(leaving_too=all_begin)
             if plan is not None:
                 return plan
@@ -294,10 +294,16 @@ class SimWorker:
         return not (self._is_lockstep and self._lockstep.stop_reached)
 
     def _finish_together(self) -> bool:
-        if self._is_lockstep and self._wants_snapshot():
+        if self._stops_together:
             self._lockstep.propose_stop()
             return True
         return False
+
+    @property
+    def _stops_together(self) -> bool:
+        shutdown = self.protocol.shutdown
+        wanted = shutdown is not None and shutdown.snapshot and not shutdown.failed
+        return self._is_lockstep and wanted
 
     def _abandon(self, plan: m.EpochPlan) -> Steps:
         if self._lockstep.stop_reached:

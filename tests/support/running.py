@@ -117,3 +117,10 @@ class Gate:
 
     def await_entry(self):
         assert self.entered.wait(WAIT_S), "no step began"
+
+
+def expect_finite(state):
+    """Check the state that a failed run left, if any."""
+    if state is not None:
+        assert state.reason == "failed"
+        assert all(torch.isfinite(t).all() for t in state.params.values())

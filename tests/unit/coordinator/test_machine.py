@@ -224,7 +224,7 @@ def test_too_many_failed_rounds_in_a_row_end_the_run():
         run.now += 1.0
         run.handle(m.Tick())
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
-    assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
+    assert run.to(m.Shutdown) == [m.Shutdown(failed=True)] * 2
 
 
 def finish_round(run):
@@ -518,7 +518,7 @@ def test_a_failure_aborts_the_collective_and_shuts_all_ranks_down():
     error = RuntimeError("in a step")
     run.handle(m.Failed(rank=1, epoch=0, step=7, error=error))
     assert AbortCollective() in run.others
-    assert run.to(m.Shutdown, 0) == [m.Shutdown(snapshot=False)]
+    assert run.to(m.Shutdown, 0) == [m.Shutdown(failed=True)]
     run.handle(m.SyncAck(rank=0, round=1, ok=False))
     run.handle(m.Exiting(rank=0))
     assert run.machine.done

@@ -133,7 +133,7 @@ def test_a_stalled_run_reports_before_it_wakes_any_thread(ready):
     command, *others = stalled(run)
     assert isinstance(command, ReportStall)
     assert others == [AbortCollective()]
-    assert run.to(m.Shutdown) == [m.Shutdown(snapshot=False)] * 2
+    assert run.to(m.Shutdown) == [m.Shutdown(snapshot=ready, failed=True)] * 2
     assert run.machine.outcome.failure.error is command.error
     assert isinstance(command.error, RunStalled)
     assert f"no progress for {TIMEOUT_S:g} s" in str(command.error)
@@ -198,7 +198,7 @@ def test_an_abort_ends_a_run_in_every_phase():
         run.handle(m.AbortRequested())
         assert AbortCollective() in run.others
         if phase is not Phase.AVERAGING:  # otherwise no rank is left
-            assert run.to(m.Shutdown)[-2:] == [m.Shutdown(snapshot=False)] * 2
+            assert run.to(m.Shutdown)[-2:] == [m.Shutdown(snapshot=False, failed=True)] * 2
             run.now = run.machine.deadline
             run.handle(m.Tick())
         assert run.machine.done

@@ -80,13 +80,47 @@ def send(process, signum, answer):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_process_once_the_run_is_over(signum):
+def test_a_signal_ends_the_process_after_the_code_that_handles_the_end_of_the_run(signum):
     with script_in_a_step() as process:
         send(process, signum, b"asked to stop\n")
         out, err = process.communicate(b".", WAIT_S)
     assert out.splitlines()[0] == b"step done"
-    assert b"KeyboardInterrupt" not in out + err
+    assert out.splitlines()[-1] == b"KeyboardInterrupt, a state"
+    assert b"Traceback" not in err
     assert process.returncode == -signum
+
+
+END_SCRIPT = """
+import atexit, logging, signal, sys
+from tests.support import programs
+from runtime.core.signals import INTERRUPTS
+
+handler = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+logging.getLogger("test").addHandler(handler)
+try:
+    with INTERRUPTS.waiting():
+        signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    pass
+logging.getLogger("test").warning("a record")
+print("saved", end="")
+{ending}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("", -signal.SIGTERM),
+        ("sys.exit(3)", -signal.SIGTERM),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.exit(3)", 3),
+    ],
+)
+def test_output_is_complete_when_the_default_action_ends_the_process(ending, status):
+    script = "import logging.handlers" + END_SCRIPT.format(ending=ending)
+    found = programs.run([sys.executable, "-c", script], cwd=ROOT, stdout=PIPE, timeout=WAIT_S)
+    assert found.stdout == b"saveda record\n" or found.stdout == b"a record\nsaved"
+    assert found.returncode == status
 
 
 def test_ctrl_c_ends_a_script_with_a_keyboard_interrupt():
