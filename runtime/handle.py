@@ -28,6 +28,7 @@ from runtime.core.tracebacks import print_briefly
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
+from runtime.loggers.progress import RecentProgress
 from runtime.monitor.control import CONTROL, ControlledRun, program_name
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
@@ -123,6 +124,7 @@ class TrainerHandle(Generic[ModelT_co]):
     def list_run(self, config: RunSettings) -> None:
         """Show the run to other processes of this user until it ends."""
         saved, name = config.checkpoint_dir, program_name()
+        num_epochs = config.coordinator.num_epochs
 
         def describe() -> dict[str, Any]:
             newest = self._run.newest_checkpoint
@@ -137,9 +139,10 @@ class TrainerHandle(Generic[ModelT_co]):
         self._controlled = ControlledRun(
             describe=describe,
             statistics=self.statistics,
+            measure=lambda: RecentProgress(self.statistics, self.total_batches, num_epochs).read,
             stop=self.stop,
             total_batches=self.total_batches,
-            num_epochs=config.coordinator.num_epochs,
+            num_epochs=num_epochs,
         )
         CONTROL.add(self._controlled)
 

@@ -22,10 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator.run_state import Statistics
-from runtime.loggers.progress import WINDOW_S, RecentProgress
 from runtime.monitor.feed import Json
 
 logger = logging.getLogger(__name__)
@@ -35,41 +34,10 @@ TIMEOUT_S = 2.0
 """Longest wait for another process, in each direction."""
 SAMPLE_S = 0.5
 """Time over which speed and loss are measured if nobody has asked lately."""
+WINDOW_S = 10.0
+"""Age up to which earlier readings are used."""
 MAX_REQUEST_BYTES = 256
 MAX_REPLY_BYTES = 1 << 20
-
-
-def program_name() -> str:
-    """Name of the program that this process runs."""
-    name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    if name in ("", "-c", "-m"):
-        return "python"
-    return "notebook" if "ipykernel" in name or "colab" in name else name
-
-
-def control_directories() -> list[Path]:
-    """Directories of sockets, the preferred one first: the user's runtime directory, and one in
-    the directory for temporary files, which is used without the former.
-    """
-    found = []
-    if base := os.environ.get("XDG_RUNTIME_DIR"):
-        found.append(Path(base) / "gpuworker")
-    found.append(Path(tempfile.gettempdir()) / f"gpuworker-{os.getuid()}")
-    return found
-
-
-def require_private(directory: Path, *, create: bool = False) -> None:
-    """Check that a directory belongs to this user, and that nobody else may enter it.
-
-    Raises:
-        OSError: It does not exist, or others could replace its files.
-    """
-    if create:
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{directory} is no private directory of this user")
 
 
 class ControlServer:
@@ -119,6 +87,39 @@ class ControlServer:
         return {"runs": [listed.read(pause) for listed in runs]}
 
 
+def program_name() -> str:
+    """Name of the program that this process runs."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    if name in ("", "-c", "-m"):
+        return "python"
+    return "notebook" if "ipykernel" in name or "colab" in name else name
+
+
+def control_directories() -> list[Path]:
+    """Directories of sockets, the preferred one first: the user's runtime directory, and one in
+    the directory for temporary files, which is used without the former.
+    """
+    found = []
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        found.append(Path(base) / "gpuworker")
+    found.append(Path(tempfile.gettempdir()) / f"gpuworker-{os.getuid()}")
+    return found
+
+
+def require_private(directory: Path, *, create: bool = False) -> None:
+    """Check that a directory belongs to this user, and that nobody else may enter it.
+
+    Raises:
+        OSError: It does not exist, or others could replace its files.
+    """
+    if create:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{directory} is no private directory of this user")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlledRun:
     """A run as the server uses it. Every function returns at once, from any thread.
@@ -126,6 +127,7 @@ class ControlledRun:
     Attributes:
         describe: Returns facts of the run and its last checkpoint.
         statistics: Returns the coordinator's counters.
+        measure: Begins a measurement; returns a function that reads the means since then.
         stop: Stops the run at a step boundary.
         total_batches: Batches of the whole run.
         num_epochs: Epochs of the whole run.
@@ -133,9 +135,26 @@ class ControlledRun:
 
     describe: Callable[[], Json]
     statistics: Callable[[], Statistics]
+    measure: Callable[[], Callable[[], MeasuredProgress]]
     stop: Callable[[], None]
     total_batches: int
     num_epochs: int
+
+
+class MeasuredProgress(Protocol):
+    """Means of the last seconds; see :class:`runtime.loggers.progress.CurrentProgress`."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being trained."""
+
+    @property
+    def loss(self) -> float:
+        """Mean of the losses; NaN: none."""
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
 
 
 class ListedRun:
@@ -144,16 +163,16 @@ class ListedRun:
     def __init__(self, run: ControlledRun) -> None:
         self.run = run
         self._started = time.monotonic()
-        self._recent: RecentProgress | None = None
+        self._recent: Callable[[], MeasuredProgress] | None = None
         self._read_at = -math.inf
 
     def read(self, pause: Callable[[float], object]) -> Json:
         """The present state of the run; speed and loss over the last seconds."""
         run = self.run
         if self._recent is None or time.monotonic() - self._read_at > WINDOW_S:
-            self._recent = RecentProgress(run.statistics, run.total_batches, run.num_epochs)
+            self._recent = run.measure()
             pause(SAMPLE_S)
-        now = self._recent.read()
+        now = self._recent()
         self._read_at = time.monotonic()
         statistics = run.statistics()
         rate, loss = now.rate, now.loss
