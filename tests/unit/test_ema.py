@@ -48,13 +48,13 @@ def loss_of(model, batch):
 
 
 class Steps:
-    """Records the parameters before each optimizer step of rank 0."""
+    """Records the parameters before each optimizer step of a rank."""
 
     def __init__(self, inner=loss_of):
-        self.inner, self.found = inner, []
+        self.inner, self.found, self.rank = inner, [], 0
 
     def __call__(self, model, batch):
-        if current_worker().rank == 0:
+        if current_worker().rank == self.rank:
             now = {n: p.detach().clone() for n, p in model.named_parameters()}
             if not self.found or any(not torch.equal(now[n], self.found[-1][n]) for n in now):
                 self.found.append(now)
@@ -213,6 +213,30 @@ def test_a_death_under_sync_loses_no_step_of_it(dies_at):
     b = make(train, 3, epochs=3).on_worker_failure("continue")
     state = b.run().join(WAIT_S)
     assert [failure.rank for failure in state.failures] == [1]
+    close(state.ema_state_dict(), steps.ema(state))
+
+
+def test_a_replica_that_is_repaired_has_that_of_its_donor():
+    """Rank 1 drifts in epoch 1, and is the only one left from epoch 2 on."""
+    steps = Steps()
+
+    def shift(epoch, worker):
+        if worker.rank == 1 and epoch == 1:
+            with torch.no_grad():
+                for p in worker.model.parameters():
+                    p.add_(1.0)
+
+    def train(model, batch):
+        worker = current_worker()
+        if worker.rank == 0 and worker.current_epoch == 2:
+            raise RuntimeError("planted")
+        if worker.rank == 1 and worker.current_epoch == 2:
+            steps.rank = 1
+        return steps(model, batch)
+
+    b = make(train, 2, epochs=3).epoch_fn(shift).on_drift("repair")
+    state = b.on_worker_failure("continue").run().join(WAIT_S)
+    assert [failure.rank for failure in state.failures] == [0]
     close(state.ema_state_dict(), steps.ema(state))
 
 
