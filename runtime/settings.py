@@ -652,6 +652,11 @@ class RunSettings:
 
     def _check_val_dataset(self) -> None:
         c = self.coordinator
+        if self.val_dataset is not None and self.functions.loop and not self.functions.val_fn:
+            raise ValueError(
+                "val_dataset(ds) needs fn with Trainer.loop, which has no train_fn: pass fn=f, "
+                "where f(model, batch) returns a dict of means such as {'loss': loss}"
+            )
         ratios = c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None
         if c.val_every_steps is not None and ratios:
             raise ValueError(

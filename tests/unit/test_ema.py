@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import current_worker, fit
+from runtime import Trainer, current_worker, fit
 from runtime.replica.flat import FlatParams
 from runtime.replica.param_ema import ParamEma
 from tests.support.running import (
@@ -117,6 +117,21 @@ def test_under_sync_each_optimizer_step_counts_once(ranks, accumulate):
     state = make(steps, ranks, epochs=2).accumulate(accumulate).run().join(WAIT_S)
     assert len(steps.found) == 2 * 12 // (ranks * accumulate)
     close(state.ema_state_dict(), steps.ema(state))
+
+
+@ranks
+def test_an_own_loop_has_that_of_its_train_fn(ranks):
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(loss_of(worker.model, batch))
+
+    def optim(model):
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05)
+
+    b = Trainer.loop(lambda device: Net(), optim, loop).dataset((X,)).batch_size(4).num_epochs(2)
+    b.devices(["cpu"] * ranks).policy("sync").backend("thread").ema(D)
+    found = b.run().join(WAIT_S).ema_state_dict()
+    close(found, make(loss_of, ranks, epochs=2).run().join(WAIT_S).ema_state_dict())
 
 
 def test_names_and_other_values_are_those_of_the_state():

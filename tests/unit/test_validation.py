@@ -369,6 +369,35 @@ def test_each_of_several_optimizers_has_its_loss():
     assert scalars["val/loss"] == pytest.approx(scalars["val/loss/a"] + scalars["val/loss/b"])
 
 
+@ways
+@ranks
+def test_an_own_loop_is_validated_as_well(way, ranks):
+    watch = Watch()
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(loss_of(worker.model, batch))
+
+    x = torch.randn(96, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    b = Trainer.loop(lambda device: Net(), lambda m: torch.optim.SGD(m.parameters(), 0.05), loop)
+    b.dataset((x, x.sum(1, keepdim=True))).batch_size(4).num_epochs(2).ema(0.5)
+    b.devices(["cpu"] * ranks).policy(way[0]).backend(way[1]).checkpoint_fn(watch.checkpoint)
+    b.val_dataset((X, Y), every_steps=7, fn=lambda m, batch: {"loss": loss_of(m, batch)})
+    state = b.metrics_fn(watch).run().join(WAIT_S)
+    found = [m.scalars["val/loss"] for m in state.metrics]
+    assert found == pytest.approx([plain(watch.states[epoch]) for epoch in range(2)], 1e-12)
+    assert state.ema_state_dict().keys() == state.state_dict().keys()
+    if way[0] is SYNC or ranks == 1:
+        assert watch.within
+
+
+def test_an_own_loop_names_the_function_of_its_validation():
+    b = Trainer.loop(lambda device: Net(), lambda m: torch.optim.SGD(m.parameters(), 0.1), print)
+    b.dataset((X, Y)).batch_size(4).num_epochs(1).val_dataset((X, Y))
+    with pytest.raises(ValueError, match="pass fn=f"):
+        b.run()
+
+
 # -- callbacks, loggers, schedules -----------------------------------------------------
 
 
