@@ -49,13 +49,13 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The typed program, the README's example and the examples, in a folder of their own."""
+    """The typed program, the README's examples and those of the folder, in a folder of their own."""
     folder = tmp_path_factory.mktemp("programs")
     for path in (HERE / "user_script.py", *(ROOT / "examples").glob("*.py")):
         shutil.copy(path, folder)
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Example", 1)[1]
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    (folder / "readme.py").write_text(example, encoding="utf-8")
+    for place, example in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+        (folder / f"readme{place}.py").write_text(example, encoding="utf-8")
     (folder / "mypy.ini").write_text(
         "[mypy]\n"
         + "".join(f"[mypy-{p}.*]\nignore_missing_imports = true\n" for p in WITHOUT_TYPES),
