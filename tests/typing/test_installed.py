@@ -49,7 +49,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The typed program, the README's examples and those of the folder, in a folder of their own."""
+    """A folder with the typed program, the README's examples and the examples."""
     folder = tmp_path_factory.mktemp("programs")
     for path in (HERE / "user_script.py", *(ROOT / "examples").glob("*.py")):
         shutil.copy(path, folder)
