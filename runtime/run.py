@@ -298,6 +298,11 @@ class Run:
             logger.warning(
                 "metrics_every(n) has no effect without metrics_fn or callbacks: set one"
             )
+        if c.coordinator.val_every_steps and c.metrics_fn is None:
+            logger.warning(
+                "val_dataset(every_steps=n): means within epochs go to metrics_fn and callbacks "
+                "alone: set one, or leave every_steps out"
+            )
         if c.tune_allocator and self._cpu_workers:
             allocator.acquire()
             self._keeps_memory = True

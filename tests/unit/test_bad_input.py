@@ -227,8 +227,10 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
         "scheduler": (lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0),),
         "lr_scale_ratio": (0.5,),
         "param_groups": (lambda m: [{"params": list(m.parameters())}],),
+        "ema": (0.9,),
         "max_steps": (100,),
         "eval_every": (10,),
+        "val_dataset": (numbers(6), 2, 10, lambda m, batch: {"x": 1.0}),
         "eval_fn": (lambda m, e: {},),
         "epoch_fn": (lambda e, w: None,),
         "metrics_fn": (lambda m: None,),
@@ -256,7 +258,8 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method
     public = {name for name in dir(b) if not name.startswith("_")}
-    assert public == {*values, "cluster", "collate_fn", "global_batch_size", "run"}
+    others = {"cluster", "collate_fn", "global_batch_size", "run", "steps_per_epoch"}
+    assert public == {*values, *others}
     assert b.run().join(WAIT_S).metrics[0].num_samples == 12
 
 
