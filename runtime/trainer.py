@@ -1214,10 +1214,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         Raises:
             ValueError, TypeError: A setting is missing or invalid; no thread was started.
         """
-        own = self._explicit
-        if "global_batch_size" in own:
-            own = own | {"batch_size"}
-        brought = {k: v for k, v in self._loader_settings.items() if k not in own}
+        brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
         return start_run(self._config.with_values(**brought))
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from coordinator.splitting import permutation
 from runtime import Trainer, current_worker
-from tests.support.running import CADENCE, SYNC, WAIT_S
+from tests.support.running import ASYNC, CADENCE, SYNC, WAIT_S
 
 N, SIZE, EPOCHS = 53, 10, 3
 STEPS = EPOCHS * math.ceil(N / SIZE)
@@ -149,6 +149,26 @@ def test_a_sum_whose_gradient_is_reduced_in_buckets():
 def test_one_device_under_cadence_trains_as_a_plain_loop(accumulate):
     b = builder(1, sgd, sum_loss, policy=CADENCE).loss_reduction("sum").accumulate(accumulate)
     check(b.scheduler(cosine).run().join(WAIT_S), plain(sgd, sum_loss, cosine))
+
+
+@pytest.mark.parametrize("policy", [CADENCE, ASYNC])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_average_of_ranks_that_step_alone_is_the_step_of_the_sum(policy, accumulate):
+    """In one global batch, with each rank on its part: its gradient is scaled to the whole."""
+    steps = threading.Barrier(2)
+
+    def loss(model, batch):
+        steps.wait(WAIT_S)
+        return sum_loss(model, batch)
+
+    b = builder(2, sgd, loss, size=12, dataset=(X[:12], Y[:12]), policy=policy)
+    b.loss_reduction("sum").accumulate(accumulate).num_epochs(1)
+    state = b.run().join(WAIT_S)
+    model = net()
+    optimizer = sgd(model.parameters())
+    sum_loss(model, (X[:12], Y[:12])).backward()
+    optimizer.step()
+    check(state, (dict(model.named_parameters()), 1))
 
 
 def test_the_batch_size_of_a_data_loader_is_not_used():

@@ -107,6 +107,22 @@ def test_a_short_batch_is_split_in_pieces_as_large_as_usual(ranks, pieces):
     assert [seen.sizes(rank)[0] for rank in range(ranks)] == usual
 
 
+def test_a_short_batch_has_micro_batches_as_large_as_usual():
+    seen = Seen()
+    builder(2, seen=seen, accumulate=2).num_epochs(1).run().join(WAIT_S)
+    whole = 2 * (N // SIZE)
+    assert [seen.sizes(rank)[whole:] for rank in range(2)] == [[2], [1]]  # 3 samples of up to 5
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_pieces_do_not_grow_when_a_worker_dies(accumulate):
+    """The memory for its piece suffices a rank, whose micro-batches then are more."""
+    seen = Seen(fails_at=3)
+    b = builder(2, seen=seen, accumulate=accumulate, on_worker_failure="continue")
+    b.run().join(WAIT_S)
+    assert max(seen.sizes(0)) == -(-SIZE // accumulate // 2)
+
+
 @every_way
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_stream_is_trained_once(way, accumulate):

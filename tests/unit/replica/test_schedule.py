@@ -486,6 +486,15 @@ def test_a_cycle_that_ends_one_step_early_is_no_error(policy, missing):
     b.scheduler(lambda o: OneCycleLR(o, 0.4, total_steps=20 - missing)).run().join(WAIT_S)
 
 
+def test_a_cycle_that_ended_one_step_early_keeps_its_last_rate():
+    o = optimizer()
+    schedule = Schedule(o, lambda o: OneCycleLR(o, 0.4, total_steps=19), 20, num_steps=20)
+    schedule.advance(19)
+    last = rates(o)
+    schedule.advance(20)
+    assert rates(o) == last
+
+
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_a_cycle_that_is_shorter_than_the_run_is_refused_before_the_first_step(way):
     stepped = []
