@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import threading
 
@@ -175,6 +176,21 @@ def test_after_a_death_the_other_ranks_continue_with_the_global_batch(backend):
     assert [failure.rank for failure in state.failures] == [1]
     assert [metrics.num_samples for metrics in state.metrics] == [N] * EPOCHS
     assert_same(state.state_dict(), one_device(own_rows, 3))
+
+
+def test_rows_gathered_without_gradients_leave_a_piece_of_weight_0_out():
+    def train(model, batch, gathers=True):
+        images, texts = model(*batch[:2])
+        if gathers:
+            with torch.no_grad():
+                runtime.all_gather(texts)  # for a memory bank
+        worker = current_worker()
+        counts = worker.rank != 1 or worker.local_step % 3
+        return (images * texts).mean(), float(len(images) if counts else 0)
+
+    state = run(train, ranks=2).join(WAIT_S).state_dict()
+    expected = run(functools.partial(train, gathers=False), ranks=2).join(WAIT_S).state_dict()
+    assert_same(state, expected)
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gpuworker
+from runtime.replica import train_fn_checks
 from tests.support.running import ASYNC, CADENCE, SYNC, THREAD, WAIT_S, builder
 
 POLICIES = [SYNC, CADENCE, ASYNC]
@@ -355,6 +356,15 @@ def test_inputs_and_parts_of_the_model_that_require_gradients_are_not_named(capl
     caplog.set_level(logging.WARNING)
     run(train=train)
     assert "outside the model" not in caplog.text
+
+
+def test_graphs_are_searched_for_other_parameters_in_the_first_steps_only(monkeypatch):
+    searched, leaves = [], train_fn_checks._leaves
+    monkeypatch.setattr(
+        train_fn_checks, "_leaves", lambda loss: (searched.append(loss), leaves(loss))[1]
+    )
+    run(ranks=1)
+    assert len(searched) == 2
 
 
 # The given module

@@ -821,6 +821,63 @@ def test_the_guard_of_convergence_has_the_threshold_of_the_settings(threshold):
     assert guard.report([1.01 * threshold]) is CadenceAction.SUPPRESS_GROWTH
 
 
+def test_batches_of_other_machines_advance_the_schedules_of_the_ranks():
+    run = Run(granted=True)
+    run.handle(m.ClusterRoundDone(num_batches=7))
+    assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=7)] * 2
+
+
+def test_the_first_epoch_is_measured_from_the_moment_that_all_ranks_are_ready():
+    run = Run(num_samples=2, ready=False)
+    run.handle(m.Ready(rank=0))
+    run.now = 100.0
+    run.handle(m.Ready(rank=1))
+    run.now = 103.0
+    finish_training(run)
+    (published,) = [c for c in run.others if isinstance(c, PublishEpoch)]
+    assert published.metrics.epoch_s == 3.0
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 40)], ids=["again", "too small together"])
+def test_pieces_that_cannot_shrink_further_end_the_run(sizes):
+    """A piece above its limit, or limits that leave no room for the global batch."""
+    run = Run(policy=ApplyPolicy.SYNC, balance=True, batch_size=8, max_failed_rounds=9)
+    large = (sizes[0], 0) if sizes[1] == 8 else (2, 2)
+    for rank in (0, 1):
+        run.handle(m.Halted(rank=rank, generation=0, step=0, too_large=large[rank]))
+    if sizes[1] == 8:
+        assert run.machine.outcome.failure is None
+        for rank in (0, 1):
+            run.handle(m.Regrouped(rank=rank, generation=1))
+        run.handle(m.Halted(rank=0, generation=1, step=0, too_large=8))
+    assert "ran out of memory on a piece" in str(run.machine.outcome.failure.error)
+
+
+@pytest.mark.parametrize(
+    ("world", "policy", "backend", "alternatives", "uses"),
+    [
+        (1, ApplyPolicy.SYNC, THREAD, (), False),
+        (2, ApplyPolicy.SYNC, CPU, (), True),
+        (2, ApplyPolicy.CADENCE, CPU, (), False),
+        (2, ApplyPolicy.CADENCE, THREAD, (), True),
+        (2, ApplyPolicy.ASYNC, CPU, (NCCL,), True),
+    ],
+)
+def test_ranks_use_a_collective_if_the_policy_or_a_backend_needs_one(
+    world, policy, backend, alternatives, uses
+):
+    config = CoordinatorConfig(
+        devices=("cpu",) * world,
+        num_samples=9,
+        batch_size=1,
+        num_epochs=1,
+        policy=policy,
+        backend=backend,
+        alternatives=alternatives,
+    )
+    assert config.uses_collectives is uses
+
+
 def test_a_single_device_has_no_rounds():
     run = Run(world=1, num_samples=3)
     while (plans := run.to(m.StartEpoch)) and not run.to(m.Shutdown):

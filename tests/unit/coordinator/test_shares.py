@@ -248,6 +248,14 @@ def test_an_out_of_memory_piece_above_the_limit_is_not_new():
     assert [shares.record_out_of_memory(0, n) for n in (10, 8, 9, 6)] == [True, True, False, True]
 
 
+@pytest.mark.parametrize(("failed", "most"), [(1, 1), (2, 1), (3, 2), (4, 3), (10, 8)])
+def test_the_limit_after_an_out_of_memory_error(failed, most):
+    shares = Shares(1)
+    shares.record_out_of_memory(0, failed)
+    assert shares.may_fit(most, (0,))
+    assert not shares.may_fit(most + 1, (0,))
+
+
 def test_a_larger_piece_that_runs_out_of_memory_later_does_not_raise_the_limit():
     """It was assigned before the first error."""
     shares = Shares(2)
