@@ -127,7 +127,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/cluster/torchft_engine.py": unit("torchft_engine", "state_server"),
     "runtime/data/": READING,
     "runtime/data/budget.py": unit("budget", "data/prefetch"),
-    "runtime/data/prefetch.py": unit("data/prefetch", "cuda_copies", "data/loader"),
+    "runtime/data/prefetch.py": unit("data/prefetch", "prefetch_resident", "cuda_copies"),
     "runtime/data/resident.py": unit("data/resident", "prefetch_resident", "cuda_copies"),
     "runtime/data/slots.py": unit("slots", "cuda_copies", "data/prefetch"),
     "runtime/data/process_loader.py": unit("loader_process", "torch_loader", "epoch_changes"),
@@ -141,7 +141,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/replica/structure.py": (*COPIES, *unit("drift")),
     "runtime/replica/drift.py": unit("drift"),
     "runtime/replica/flat.py": (
-        *unit("replica/flat", "flat_math", "replica/copying", "replica/step"),
+        *unit("replica/flat", "flat_math", "replica/copying", "checkpoint/modules"),
         *ROUNDS,
     ),
     "runtime/replica/global_batch_comm.py": (
@@ -152,8 +152,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/replica/capturable.py": unit("graph_optimizer", "graph_limits"),
     "runtime/replica/non_finite.py": unit("non_finite", "non_finite_worker", "non_finite_skip"),
     "runtime/replica/batch_log.py": unit("worker/step", "non_finite"),
-    "runtime/replica/optimizers.py": unit("replica/optimizers", "optimizer_modes"),
-    "runtime/replica/reducer.py": (*LOCKSTEP, *unit("loss_weights")),
+    "runtime/replica/optimizers.py": unit(
+        "replica/optimizers", "optimizer_modes", "resume_rank", "content"
+    ),
+    "runtime/replica/reducer.py": (
+        *LOCKSTEP,
+        *unit("loss_weights", "non_finite", "mirrored_builder"),
+    ),
     "runtime/replica/schedule.py": unit("replica/schedule"),
     "runtime/replica/stepper.py": (*LOCKSTEP, *unit("loss_weights", "non_finite_skip")),
     "runtime/replica/train_fn_checks.py": (*COPIES, *unit("accumulation", "replica/step")),
