@@ -20,6 +20,7 @@ from tests.support.running import (
     THREAD,
     WAIT_S,
     Counter,
+    Trace,
     builder,
 )
 
@@ -264,13 +265,24 @@ class Odd(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_unsupported_state_is_reported_and_does_not_stop_training(way, tmp_path, caplog):
-    b = builder(optim=lambda p: Odd(p, 1.0), dataset=40, epochs=3, way=way)
-    handle = b.checkpoint_dir(tmp_path / "own").run()
+def test_unsupported_state_ends_a_run_with_checkpoints_after_its_first_step(way, tmp_path):
+    steps = Trace()
+    b = builder(optim=lambda p: Odd(p, 1.0), train=steps, dataset=40, way=way)
+    with pytest.raises(CheckpointError, match=r"optimizer.*odd.* is of type object"):
+        b.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert max(steps.steps.values()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
+def test_unsupported_state_fails_a_save_and_does_not_stop_training(way, tmp_path, caplog):
+    b = builder(optim=lambda p: Odd(p, 1.0), dataset=40, epochs=10_000, way=way)
+    handle = b.run()
     with pytest.raises(CheckpointError, match=r"optimizer.*odd"):
-        handle.save(tmp_path / "other")
+        handle.save(tmp_path)
+    metrics = handle.next_metrics(WAIT_S)
+    handle.stop()
     state = handle.join(WAIT_S)
-    assert len(state.metrics) == 3
+    assert metrics is not None
     assert "odd" in str(state.checkpoint_errors[0])
     assert "no checkpoint could be taken" in caplog.text
-    assert list((tmp_path / "own").iterdir()) == []
