@@ -19,6 +19,7 @@ from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
 from runtime.cluster.options import ENV_VARIABLES
 from runtime.collective.nccl_library import loaded_version, version_name
+from runtime.core.capabilities import missing_in_system
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
@@ -162,6 +163,9 @@ def parse_args(
 
 def serve_lighthouse(args: argparse.Namespace) -> None:
     """Run a lighthouse until Ctrl-C or SIGTERM."""
+    if not hasattr(signal, "sigwait"):
+        fault = missing_in_system("the lighthouse", "signal.sigwait")
+        raise SystemExit(f"{args.prog} lighthouse: {fault}: run it on Linux")
     signals = (signal.SIGINT, signal.SIGTERM)
     # Blocked before its threads start, so that sigwait receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)

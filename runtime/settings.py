@@ -17,6 +17,7 @@ from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import MAX_REPORT_INTERVAL_S
 from coordinator.splitting import split_by_ratio
 from runtime.callbacks import Callback
+from runtime.checkpoint.files import locks_fault
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
 from runtime.core.capabilities import GRAPHS, missing_in
@@ -448,6 +449,10 @@ class RunSettings:
             path = getattr(self, name)
             if path is not None:
                 check_directory(name, path)
+        if self.checkpoint_dir is not None:
+            fault = locks_fault(f"checkpoint_dir({str(self.checkpoint_dir)!r})")
+            if fault is not None:
+                raise ValueError(fault)
         if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
             raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
         self._check_eval_every()

@@ -7,7 +7,6 @@ its directory is flushed (fsync(2), rename(2)).
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,14 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from runtime.core.capabilities import HAS_DIRECTORY_DESCRIPTORS, missing_in_system
 from runtime.core.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = HAS_DIRECTORY_DESCRIPTORS
 
 _CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
@@ -50,9 +57,27 @@ _SAFE_DTYPES = frozenset(
 )
 
 
+_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_REGULAR = os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def locks_fault(feature: str) -> str | None:
+    """The reason why a feature that locks directories is not available here, with the remedy."""
+    if HAS_LOCKS:
+        return None
+    missing = missing_in_system(feature, "locks of directories (fcntl.flock)")
+    return f"{missing}: leave it out, and save the weights by state.save(path) or KeepBest(path)"
+
+
 def flush_directory(path: Path) -> None:
-    """Flush a directory, which makes the names in it durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush a directory, which makes the names in it durable.
+
+    No effect on Windows, where directories cannot be flushed.
+    """
+    if not HAS_DIRECTORY_DESCRIPTORS:
+        return
+    fd = os.open(path, _DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
@@ -83,7 +108,9 @@ def flush_and_digest(path: Path) -> tuple[int, str]:
 
     Hashing overlaps with the system's writing, which :meth:`os.fsync` then waits for.
     """
-    with open(path, "rb") as file:
+    # Windows flushes only what is open for writing.
+    mode: Literal["rb", "r+b"] = "rb" if HAS_DIRECTORY_DESCRIPTORS else "r+b"
+    with open(path, mode, buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
         return file.tell(), digest
@@ -187,7 +214,7 @@ def save_weights(
     try:
         write_weights(temporary, weights, metadata)
         flush_and_digest(temporary)
-        os.rename(temporary, path)
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -201,8 +228,10 @@ def read_regular(path: Path, limit_bytes: int | None = None) -> bytes:
         OSError: The file cannot be read.
         CheckpointError: A link, not a regular file, or longer than ``limit_bytes``.
     """
+    if not _NO_FOLLOW and path.is_symlink():
+        raise CheckpointError("a link, which is not followed")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        fd = os.open(path, _REGULAR)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -224,13 +253,17 @@ def claimed_directory(name: Callable[[], Path]) -> Iterator[Path]:
 
     Args:
         name: Returns a path that does not exist.
+
+    Raises:
+        CheckpointError: The system has no locks of directories.
     """
+    _require_locks()
     while True:
         path = name()
         path.mkdir()
         # Until it is locked, another process may remove it as a leftover.
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fd = os.open(path, _DIRECTORY)
         except FileNotFoundError:
             continue
         try:
@@ -260,13 +293,15 @@ class DirectoryLock:
         path: The directory, created if needed.
 
     Raises:
-        CheckpointError: Another run holds it, in this process or another.
+        CheckpointError: Another run holds it, in this process or another, or the system has no
+            locks of directories.
         OSError: The directory cannot be created or opened.
     """
 
     def __init__(self, path: Path) -> None:
+        _require_locks()
         make_directory(path)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.open(path, _DIRECTORY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -286,6 +321,12 @@ class DirectoryLock:
     def release(self) -> None:
         """Release the directory. Idempotent; may be called from any thread."""
         self._release()
+
+
+def _require_locks() -> None:
+    fault = locks_fault("a checkpoint")
+    if fault is not None:
+        raise CheckpointError(fault)
 
 
 def _unlock(fd: int) -> None:
@@ -308,6 +349,8 @@ def remove_leftovers(directory: Path, prefix: str) -> None:
     """Remove directories with this prefix whose process has ended; none on a file system without
     locks. Errors are ignored.
     """
+    if not HAS_LOCKS:
+        return
     with suppress(OSError):
         for path in list(directory.iterdir()):
             if path.name.startswith(prefix):
@@ -316,7 +359,7 @@ def remove_leftovers(directory: Path, prefix: str) -> None:
 
 def _remove_leftover(path: Path) -> None:
     with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = os.open(path, _DIRECTORY | _NO_FOLLOW)
         try:
             if _lock(fd, wait=False):
                 shutil.rmtree(path, ignore_errors=True)

@@ -29,7 +29,12 @@ def loaded_version() -> Version | None:
 
 
 def _libraries() -> list[ctypes.CDLL]:
-    """In the order in which the dynamic linker searches: the global scope, then PyTorch's own."""
+    """In the order in which the dynamic linker searches: the global scope, then PyTorch's own.
+
+    None on Windows, for which there is no NCCL.
+    """
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return []
     found = [ctypes.CDLL(None)]
     with suppress(OSError):  # a build without CUDA
         # By its handle, symbols of the libraries that it depends on are found, too.

@@ -1,10 +1,15 @@
-"""Capabilities of a kind of device in this version, beyond running PyTorch's operators."""
+"""Capabilities of devices, beyond running PyTorch's operators, and of operating systems."""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, fields
 
 import torch
+
+HAS_DIRECTORY_DESCRIPTORS = hasattr(os, "O_DIRECTORY")
+"""True if directories can be opened, flushed and locked; not on Windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +76,8 @@ def missing_in(device: torch.device, required: DeviceCapabilities) -> str:
     found = DeviceCapabilities.of(device)
     names = ", ".join(name.replace("_", " ") for name in found.missing(required))
     return f"{required.kind} require {names}, which this version has for CUDA, not for {found.kind}"
+
+
+def missing_in_system(feature: str, part: str) -> str:
+    """A clause on a part of the operating system that a feature requires and that is absent."""
+    return f"{feature} requires {part}, which {sys.platform} does not have"

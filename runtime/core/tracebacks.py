@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -30,7 +29,7 @@ _OWN = tuple(
     for file in (os.path.dirname(__file__), coordinator.__file__)
 )
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
-_PYTHON = (os.path.join(sysconfig.get_path("stdlib"), ""), "<frozen ")
+_PYTHON = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
 _SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may be below the standard library
 _INTERNAL = (AssertionError, AttributeError, LookupError, NameError)
 """Errors that are faults of this project if its own code raises them."""

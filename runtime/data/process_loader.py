@@ -414,7 +414,7 @@ def _init_process(process: int) -> None:
 
 
 def _end_soon(number: int, frame: FrameType | None) -> None:
-    timer = threading.Timer(TERM_GRACE_S, os.kill, [os.getpid(), signal.SIGKILL])
+    timer = threading.Timer(TERM_GRACE_S, _end_at_once)
     timer.daemon = True
     timer.start()
 
@@ -428,7 +428,12 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)  # its own threads may wait for the parent
+        _end_at_once()  # its own threads may wait for the parent
+
+
+def _end_at_once() -> None:
+    # On Windows, os.kill with SIGTERM ends the process like SIGKILL elsewhere.
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def _terminate(processes: list[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,13 @@ from runtime.monitor.hosts import ANY_HOST
 from runtime.monitor.run_reader import RunReader
 from runtime.monitor.run_view import RunView
 from runtime.monitor.viewer import Viewer
+
+try:
+    import resource
+except ImportError:  # Windows
+    HAS_LIMITS = False
+else:
+    HAS_LIMITS = True
 
 logger = logging.getLogger(__name__)
 
@@ -424,10 +430,8 @@ class _Connections:
             self._pause(f"the system has no more connections: {error.strerror}")
             return
         # The system assigns the lowest free descriptor: all below it are in use.
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit != resource.RLIM_INFINITY and sock.fileno() >= limit - min(
-            SPARE_DESCRIPTORS, limit // 4
-        ):
+        limit = descriptor_limit()
+        if limit is not None and sock.fileno() >= limit - min(SPARE_DESCRIPTORS, limit // 4):
             sock.close()
             self._pause(f"the process nears its limit of {limit} descriptors for connections")
             return
@@ -507,3 +511,11 @@ async def _page_part(
 
 def _error_response(status: int, reason: str, **headers: str) -> web.Response:
     return web.Response(status=status, text=f"{reason}\n", headers={**HEADERS, **headers})
+
+
+def descriptor_limit() -> int | None:
+    """Limit of the process's open file descriptors; ``None``: there is none."""
+    if not HAS_LIMITS:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit

@@ -167,7 +167,7 @@ def test_unsupported_content_is_an_error_and_leaves_no_file(tmp_path):
 
 def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
     log = []
-    real_fsync, real_rename = os.fsync, os.rename
+    real_fsync, real_rename, real_replace = os.fsync, os.rename, os.replace
 
     def fsync(fd):
         real_fsync(fd)
@@ -177,8 +177,13 @@ def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
         log.append(("rename", Path(new)))
         real_rename(old, new)
 
+    def replace(old, new):
+        log.append(("replace", Path(new)))
+        real_replace(old, new)
+
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", replace)
     path = write_checkpoint(tmp_path, make())
     renamed = log.index(("rename", path))
     temporary = log[0][1].parent
@@ -189,7 +194,7 @@ def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
 
     log.clear()
     trained(Tied()).save(tmp_path / "model.safetensors")
-    assert [what for what, _ in log] == ["fsync", "rename", "fsync"]
+    assert [what for what, _ in log] == ["fsync", "replace", "fsync"]
     assert log[2][1] == tmp_path
 
 

@@ -1,0 +1,44 @@
+"""Windows and macOS, as far as Linux shows: without what they lack, everything is imported, the CPU
+trains, and what cannot work is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REFUSALS = {
+    "windows": {
+        "save": "CheckpointError: a checkpoint requires locks of directories (fcntl.flock), which",
+        "checkpoint_dir": "ValueError: checkpoint_dir('",
+        "lighthouse": "SystemExit: python -m runtime lighthouse: the lighthouse requires signal.",
+    },
+    "macos": {},
+}
+
+
+@pytest.mark.parametrize("system", REFUSALS)
+def test_packages_work_without_what_another_system_lacks(system, tmp_path):
+    pytest.importorskip("aiohttp")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.support.other_system", system, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    imported, trained, *refused = done.stdout.splitlines()
+    assert int(imported.split()[1]) > 200
+    assert trained == "trained"
+    expected = REFUSALS[system]
+    assert [line.split(": ", 1)[0] for line in refused] == list(expected)
+    for line, text in zip(refused, expected.values(), strict=True):
+        assert text in line
+        assert "win32 does not have" in line
