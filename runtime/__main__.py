@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -163,9 +164,6 @@ def parse_args(
 
 def serve_lighthouse(args: argparse.Namespace) -> None:
     """Run a lighthouse until Ctrl-C or SIGTERM."""
-    if not hasattr(signal, "sigwait"):
-        fault = missing_in_system("the lighthouse", "signal.sigwait")
-        raise SystemExit(f"{args.prog} lighthouse: {fault}: run it on Linux")
     signals = (signal.SIGINT, signal.SIGTERM)
     # Blocked before its threads start, so that sigwait receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -240,9 +238,26 @@ def request_stop(args: argparse.Namespace) -> None:
         )
 
 
+_REQUIRED = {
+    "lighthouse": (signal, "sigwait"),
+    "status": (socket, "AF_UNIX"),
+    "stop": (socket, "AF_UNIX"),
+}
+"""Parts of Python that a command requires, and that Windows does not have."""
+
+
+def require_system(args: argparse.Namespace) -> None:
+    """End with a message if the operating system lacks what the command requires."""
+    module, name = _REQUIRED.get(args.command, (sys, "path"))
+    if not hasattr(module, name):
+        fault = missing_in_system(f"{args.prog} {args.command}", f"{module.__name__}.{name}")
+        raise SystemExit(f"{fault}: run it on Linux or macOS")
+
+
 def main(args: Sequence[str] | None = None, prog: str = "python -m runtime") -> None:
     """Run the command line; see :func:`parse_args`."""
     found = parse_args(args, prog)
+    require_system(found)
     if found.command == "lighthouse":
         serve_lighthouse(found)
     elif found.command == "status":

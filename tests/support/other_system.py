@@ -13,6 +13,7 @@ import os
 import pkgutil
 import platform
 import signal
+import socket
 import sys
 import sysconfig
 from pathlib import Path
@@ -37,6 +38,7 @@ SYSTEMS = {
             ),
             signal: "SIGKILL SIGHUP pthread_sigmask pthread_kill sigwait SIG_BLOCK",
             mmap: "MADV_HUGEPAGE madvise",
+            socket: "AF_UNIX SO_PEERCRED",
         },
     ),
     "macos": (
@@ -51,6 +53,8 @@ def hide(system):
     """Remove what the system lacks."""
     name_of_system, modules, names = SYSTEMS[system]
     sysconfig.get_config_vars()  # by the name of the system, and then kept
+    pair, family = socket.socketpair, socket.AF_UNIX
+    vars(socket)["socketpair"] = lambda *_: pair(family)  # of another family on Windows
     for name in modules:
         sys.modules[name] = None  # type: ignore[assignment]
     for module, attributes in names.items():
@@ -127,6 +131,8 @@ def refusals(net, x, directory):
     tries = {
         "save": save,
         "checkpoint_dir": lambda: builder.checkpoint_dir(directory / "run").run(),
+        "status": lambda: main(["status"]),
+        "stop": lambda: main(["stop", "1"]),
         "lighthouse": lambda: main(["lighthouse", "--host", "127.0.0.1", "--port", "0"]),
     }
     for name, do in tries.items():

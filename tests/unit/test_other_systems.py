@@ -16,7 +16,9 @@ REFUSALS = {
     "windows": {
         "save": "CheckpointError: a checkpoint requires locks of directories (fcntl.flock), which",
         "checkpoint_dir": "ValueError: checkpoint_dir('",
-        "lighthouse": "SystemExit: python -m runtime lighthouse: the lighthouse requires signal.",
+        "status": "SystemExit: python -m runtime status requires socket.AF_UNIX, which",
+        "stop": "SystemExit: python -m runtime stop requires socket.AF_UNIX, which",
+        "lighthouse": "SystemExit: python -m runtime lighthouse requires signal.sigwait, which",
     },
     "macos": {},
 }
