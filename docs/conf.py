@@ -28,7 +28,10 @@ napoleon_use_ivar = True
 # References to public names must resolve. Types of other libraries and private types in signatures
 # are exempt, since resolving them would require a network.
 nitpicky = True
-nitpick_ignore_regex = [("py:class", r"(?!gpuworker\.[A-Za-z]+$).*")]
+nitpick_ignore_regex = [
+    ("py:class", r"(?!gpuworker\.[A-Za-z]+$).*"),
+    ("py:exc", r"queue\.Empty"),
+]
 
 
 def link_files(app: Sphinx, name: str, source: list[str]) -> None:

@@ -189,7 +189,7 @@ class TrainerHandle(Generic[ModelT_co]):
         continue with its part of the data.
 
         Args:
-            reason: Kept as :attr:`TrainedState.reason`.
+            reason: Kept as ``TrainedState.reason``.
             everywhere: In a cluster, end the run on all machines.
         """
         if self._ended:

@@ -64,7 +64,7 @@ class Collective(ABC):
         rank: This rank.
         world_size: Number of ranks.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
-        host_runs_ahead: True if :meth:`BucketedMean.end_async` lets only the device wait.
+        host_runs_ahead: True if ``BucketedMean.end_async`` lets only the device wait.
         lane: Records the rank's waits for the others; ``None``: they are not recorded.
         tally: Sum of the ranks' tallies in the last collective.
         coalesced_bytes: Limit of one meeting of a coalesced collective, a larger tensor aside.

@@ -819,7 +819,7 @@ class GpuWorker:
             True if the state was sent.
 
         Raises:
-            queue.Empty: There was no message within :data:`DRAIN_S`.
+            queue.Empty: There was no message within ``DRAIN_S``.
         """
         self._forget_loads()
         while self.protocol.shutdown is None:
