@@ -147,6 +147,19 @@ def test_machines_wait_for_a_restarted_lighthouse(cluster):
     make_round(machines)
 
 
+@pytest.mark.parametrize(("outage_s", "waits_s"), [(600.0, 30.0), (5.0, 5.0)])
+def test_a_start_waits_for_a_lighthouse_no_longer_than_for_one_that_is_lost(
+    outage_s, waits_s, monkeypatch
+):
+    def wait(address, timeout_s):
+        raise OSError(f"waited {timeout_s}")
+
+    monkeypatch.setattr(torchft_engine, "wait_for_lighthouse", wait)
+    options = EngineOptions(address="localhost:1", host="localhost", lighthouse_timeout_s=outage_s)
+    with pytest.raises(Exception, match=f"waited {waits_s}"):
+        TorchftEngine(options, pytest.fail)
+
+
 def test_a_starting_machine_waits_for_an_unreachable_lighthouse(monkeypatch):
     answers = iter([False, False, True])
     monkeypatch.setattr(torchft_engine, "accepts_connections", lambda address: next(answers))
