@@ -940,7 +940,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         ds: Any,
         every: int = 1,
         every_steps: int | None = None,
-        fn: Callable[[Any, Any], Any] | None = None,
+        fn: Callable[[ModelT_co, Any], Any] | None = None,
     ) -> Self:
         """Validate the averaged weights on all workers, in eval mode without gradients.
 

@@ -79,6 +79,7 @@ builder.policy(ApplyPolicy.SYNC).param_groups(groups).eval_fn(evaluate).epoch_fn
 builder.eval_fn(lambda model, epoch: {"width": torch.tensor(model.width)})
 builder.metrics_fn(on_metrics).metrics_fn(CsvLogger("run.csv")).metrics_fn(lambda m: m.avg_loss < 1)
 builder.checkpoint_fn(lambda version, model: print(version, model.width))
+builder.val_dataset(data, fn=lambda model, batch: {"width": float(model.width)}).ema(0.99)
 builder.callbacks(KeepBest("best.safetensors")).callbacks([KeepBest("best.safetensors")])
 builder.scheduler(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10))
 handle = builder.run()

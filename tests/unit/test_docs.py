@@ -21,6 +21,7 @@ NUM_NOT_RUN = {
     "gpus.md": 1,
     "how-to.md": 1,
     "training.md": 1,
+    "watching.md": 1,
 }
 """Blocks that are not run, with the reason in a comment above them."""
 
