@@ -32,8 +32,9 @@ FOREVER = 100_000
 
 
 @pytest.fixture(autouse=True)
-def directory(monkeypatch):
+def directory(monkeypatch, tmp_path_factory):
     """A user's runtime directory; short, as a socket's path is bounded."""
+    tmp_path_factory.getbasetemp()  # not within it
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)
         monkeypatch.setenv("TMPDIR", base)
