@@ -124,7 +124,7 @@ def test_an_interrupted_example_resumes_where_it_stopped(policy, tmp_path):
     records = [tmp_path / name for name in ("interrupted", "resumed", "straight")]
     chosen = ("--policy", policy, "--checkpoint-dir")
     output = interrupt(*chosen, directory, after=0, record=records[0])
-    assert "goes on with --resume" in output
+    assert "continues with --resume" in output
     assert len(epochs_in(output)) < 4, "it was over before the signal came"
     shutil.copytree(directory, stopped)
     rest = run(*chosen, directory, "--resume", record=records[1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import CheckpointError, WorkerFailed
-from runtime.checkpoint.store import load_newest
+from runtime.checkpoint.store import entries, load_newest
 from tests.support.resuming import MarkingRun, consumed, marked
 from tests.support.running import (
     ASYNC,
@@ -105,7 +105,7 @@ def test_a_checkpoint_after_a_failure_contains_the_survivors_state(way, tmp_path
     assert end.failures == ()
 
 
-def test_a_failure_writes_no_checkpoint_and_leaves_the_earlier_ones(tmp_path):
+def test_a_failure_leaves_the_earlier_checkpoints_and_one_of_the_steps_before_it(tmp_path):
     run = MarkingRun(n=N, way=(SYNC, THREAD))
 
     def die(worker):
@@ -115,9 +115,10 @@ def test_a_failure_writes_no_checkpoint_and_leaves_the_earlier_ones(tmp_path):
     run.on_step = die
     with pytest.raises(WorkerFailed):
         run.builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
-    data = load_newest(tmp_path).data
-    assert data.epoch == 1
-    assert len(marked(data.weights)) == N
+    failed, earlier = (load_newest(entry.path).data for entry in entries(tmp_path))
+    assert failed.epoch == earlier.epoch == 1
+    assert len(marked(earlier.weights)) == N
+    assert len(marked(failed.weights)) == failed.global_step * N // earlier.global_step > N
 
 
 def test_num_epochs_may_be_raised(tmp_path):

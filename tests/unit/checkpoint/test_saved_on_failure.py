@@ -98,7 +98,7 @@ def fail():
 
 
 def run_of(steps, way=(SYNC, THREAD), ranks=2, epochs=3, optim=None):
-    return builder(
+    b = builder(
         model=lambda device: Net().to(device),
         optim=optim or (lambda params: torch.optim.AdamW(params, 1e-2)),
         train=steps,
@@ -108,6 +108,8 @@ def run_of(steps, way=(SYNC, THREAD), ranks=2, epochs=3, optim=None):
         ranks=ranks,
         way=way,
     ).seed(5)
+    # Every rank reaches the step at which it fails.
+    return b if way[0] is SYNC else b.partition_ratios([1] * ranks)
 
 
 def trained_on(directory, way=(SYNC, THREAD), ranks=2, steps=None, **kwargs):
@@ -160,10 +162,7 @@ def test_a_run_under_sync_continues_from_the_step_before_an_exception(
 @pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 def test_every_sample_is_trained_once_before_or_after_an_exception(tmp_path, way, ranks):
     steps, rest = Steps(ranks - 1, 3, fail), Steps()
-    b = run_of(steps, way, ranks, 1).checkpoint_dir(tmp_path)
-    if way[0] is not SYNC:
-        b = b.partition_ratios([1] * ranks)
-    expect_failed(b.run(), WorkerFailed)
+    expect_failed(run_of(steps, way, ranks, 1).checkpoint_dir(tmp_path).run(), WorkerFailed)
     state = trained_on(tmp_path, way, ranks, rest, epochs=1)
     assert [e.num_samples for e in state.metrics] == [N]
     if way[0] is SYNC:  # the step in which a rank failed is undone on the others
