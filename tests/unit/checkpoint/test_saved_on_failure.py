@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from runtime import (
     AveragingFailed,
     CheckpointError,
     RunStalled,
+    Trainer,
     WorkerFailed,
     current_worker,
 )
@@ -553,3 +555,42 @@ def test_two_failures_at_once_keep_the_first_error_and_the_state(tmp_path):
 
 def test_every_policy_is_covered():
     assert {policy for policy, _ in WAYS} == set(ApplyPolicy)
+
+
+# -- your own loop -------------------------------------------------------------------------------
+
+
+def own_loop(worker, act=None, place=None):
+    """Two batches a step; fails before or after the step of its second batch."""
+    for number, batch in enumerate(worker.batches()):
+        loss = (worker.model(batch[0]) - batch[1]).square().mean()
+        where = (worker.rank, worker.epoch, number)
+        if number % 2 == 0:
+            worker.backward(loss)
+            continue
+        if act is not None and (*where, "before") == place:
+            act()
+        worker.step(loss)
+        if act is not None and (*where, "after") == place:
+            act()
+
+
+def loop_run(loop):
+    b = Trainer.loop(
+        lambda device: Net().to(device),
+        lambda model: torch.optim.AdamW(model.parameters(), 1e-2),
+        loop,
+    )
+    b = b.dataset(data()).batch_size(3).num_epochs(3).devices(["cpu", "cpu"])
+    return b.policy("sync").backend("thread").seed(5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_own_loop_under_sync_continues_from_the_step_before_an_exception(tmp_path, rank, when):
+    place = (rank, 1, 13, when)
+    handle = loop_run(partial(own_loop, act=fail, place=place)).checkpoint_dir(tmp_path).run()
+    expect_failed(handle, WorkerFailed)
+    failed_entry(tmp_path)
+    state = loop_run(own_loop).resume(tmp_path).run().join(WAIT_S)
+    expect_same(state, loop_run(own_loop).run().join(WAIT_S))
