@@ -184,7 +184,7 @@ def test_each_round_moves_it_by_the_steps_of_a_rank(way, ranks):
         state = b.run().join(WAIT_S)
     total = sum(num for num, _ in averages)
     trained = sum(r.num_batches for m in state.metrics for r in m.per_rank)
-    assert len(averages) > 2
+    assert len(averages) >= 2
     assert total <= trained / ranks + 1e-9
     expected = [flat.clone() for flat in start.flats]
     for num, average in averages:

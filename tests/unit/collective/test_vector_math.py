@@ -83,7 +83,7 @@ def test_they_are_called_before_a_run_has_threads(threads_then):
     builder = Trainer.builder(lambda device: torch.nn.Linear(2, 1), sgd, loss_of)
     builder.dataset((torch.zeros(8, 2),)).batch_size(2).num_epochs(1)
     builder.devices(["cpu", "cpu"]).progress(False).run().join()
-    assert threads_then[0] == set()
+    assert threads_then[0] <= {"run-control"}  # it computes nothing
 
 
 def test_they_are_called_before_a_loop_has_threads(threads_then):

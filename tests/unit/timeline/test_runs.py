@@ -130,13 +130,13 @@ def test_at_most_one_percent_of_a_longer_run_is_unattributed(way):
 
 
 def test_time_without_a_cause_is_unattributed(monkeypatch):
-    run_epoch_plan = GpuWorker.run_epoch_plan
+    train_plan = GpuWorker._train_plan
 
-    def wander(self, plan):
+    def wander(self, plan, *args):
         time.sleep(0.02)
-        return run_epoch_plan(self, plan)
+        return train_plan(self, plan, *args)
 
-    monkeypatch.setattr(GpuWorker, "run_epoch_plan", wander)
+    monkeypatch.setattr(GpuWorker, "_train_plan", wander)
     timeline, _, _ = record(epochs=3, ranks=1)
     assert causes_of(timeline, 0)["unattributed"] >= 3 * 0.02
 
