@@ -194,8 +194,13 @@ class MetricTracker:
 
 
 class _MetricCallback(Callback):
-    """A callback that tracks a metric."""
+    """A callback that tracks a metric.
 
+    Attributes:
+        metric: The metric's name.
+    """
+
+    metric: str
     _tracker: MetricTracker
 
     @property
@@ -244,7 +249,7 @@ class EarlyStopping(_MetricCallback):
         check_float("EarlyStopping: min_delta", min_delta, 0.0)
         self._make_tracker = partial(MetricTracker, "EarlyStopping", metric, mode, min_delta)
         self._tracker = self._make_tracker()
-        self._metric = metric
+        self.metric = metric
         self._patience = check_int("EarlyStopping: patience", patience, 1)
         self._target = target
         self._num_worse = 0
@@ -255,7 +260,7 @@ class EarlyStopping(_MetricCallback):
         super().begin(run)
         self._tracker, self._num_worse, self.stopped_epoch = self._make_tracker(), 0, None
         for metrics in run.past_metrics:
-            value = metrics.value(self._metric)
+            value = metrics.value(self.metric)
             if value is not None and not metrics.partial:
                 self._count(value, metrics.epoch)
 
@@ -359,7 +364,7 @@ class KeepBest(_MetricCallback):
                 "have them in the state that join() returns"
             )
         self.path: Path | None = None if path is None else check_path("KeepBest", path)
-        self._metric = metric
+        self.metric = metric
         self._make_tracker = partial(MetricTracker, "KeepBest", metric, mode)
         self._tracker = self._make_tracker()
         self._weights: dict[int, _EpochWeights] = {}
@@ -378,7 +383,7 @@ class KeepBest(_MetricCallback):
             return  # the weights of earlier epochs are not kept
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for metrics in run.past_metrics:
-            value = metrics.value(self._metric)
+            value = metrics.value(self.metric)
             if value is not None:
                 self._tracker.improves(value, metrics.epoch)
         if self.best is None or not self.path.exists():
@@ -394,7 +399,7 @@ class KeepBest(_MetricCallback):
 
     def _described(self) -> str:
         """The metric, the best epoch and its value, for the file."""
-        return json.dumps([self._metric, self.best_epoch, self.best])
+        return json.dumps([self.metric, self.best_epoch, self.best])
 
     def weights(self, epoch: int, model: nn.Module) -> None:
         """Copy an epoch's weights until its metrics arrive."""

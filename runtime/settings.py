@@ -16,7 +16,7 @@ from coordinator.backend_choice import candidate_backends
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.messages import MAX_REPORT_INTERVAL_S
 from coordinator.splitting import split_by_ratio
-from runtime.callbacks import Callback
+from runtime.callbacks import Callback, EarlyStopping, KeepBest
 from runtime.checkpoint.files import locks_fault
 from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.settings import ClusterSettings
@@ -466,15 +466,7 @@ class RunSettings:
                 "balance(True) cuts the global batches of SYNC; the other policies follow the "
                 "ranks' speed anyway: leave it out"
             )
-        metric = c.scheduler_metric or ""
-        if metric.startswith("eval/") and self.functions.eval_fn is None:
-            raise ValueError(
-                f"scheduler(metric={metric!r}) needs eval_fn(f), which gives {metric[5:]!r}"
-            )
-        if metric.startswith("val/") and self.val_dataset is None:
-            raise ValueError(
-                f"scheduler(metric={metric!r}) needs val_dataset(ds), which gives {metric[4:]!r}"
-            )
+        self._check_metrics()
         if len(devices) > 1:
             self._check_forward_collectives()
         self._check_buckets()
@@ -654,6 +646,22 @@ class RunSettings:
                 "under SYNC assigns in one piece: leave one of them out, or pass sizes to "
                 "batch_size([...])"
             )
+
+    def _check_metrics(self) -> None:
+        """Check that evaluations exist whose metrics the scheduler and the callbacks follow."""
+        metric = self.coordinator.scheduler_metric
+        followed = [] if metric is None else [("scheduler", metric)]
+        followed += [
+            (type(each).__name__, each.metric)
+            for each in self.callbacks
+            if isinstance(each, EarlyStopping | KeepBest)
+        ]
+        for owner, name in followed:
+            way = f"{owner}(metric={name!r})"
+            if name.startswith("eval/") and self.functions.eval_fn is None:
+                raise ValueError(f"{way} needs eval_fn(f), which gives {name[5:]!r}")
+            if name.startswith("val/") and self.val_dataset is None:
+                raise ValueError(f"{way} needs val_dataset(ds), which gives {name[4:]!r}")
 
     def _check_val_dataset(self) -> None:
         c = self.coordinator

@@ -71,6 +71,8 @@ def set_up(
     resolved = default_devices() if devices is None else check_devices(devices)
     config.check(len(resolved))
     check_callable("optim_factory", optim_factory, "f(params) -> Optimizer")
+    if param_groups is not None:
+        check_callable("param_groups", param_groups, "f(model) -> list of parameter groups")
     source = ModelSource(model_or_factory)
     recorder = LoopRecorder(config.timeline)
     if len(resolved) == 1:
@@ -171,6 +173,7 @@ class ModelSource:
                     f"pass a torch.nn.Module, an object whose .module is one, or a factory "
                     f"f(device) -> nn.Module, not a {type(given).__name__}"
                 )
+            check_callable("model_factory", given, "f(device) -> nn.Module")
             self._factory: Callable[[torch.device], Any] = given
             self.maker = self._make
             return

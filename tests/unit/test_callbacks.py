@@ -137,6 +137,20 @@ def test_a_misspelt_metric_ends_the_run_after_the_first_epoch_and_keeps_its_stat
     assert list((tmp_path / "saved").iterdir())
 
 
+@pytest.mark.parametrize("follower", ["EarlyStopping", "KeepBest", "scheduler"])
+@pytest.mark.parametrize(
+    ("metric", "source"), [("eval/loss", "eval_fn"), ("val/loss", "val_dataset")]
+)
+def test_a_metric_of_an_evaluation_that_is_not_set_is_refused_before_the_run(
+    follower, metric, source
+):
+    b = FOLLOWERS[follower](builder(), metric)
+    with pytest.raises(
+        ValueError, match=rf"{follower}\(metric='{metric}'\) needs {source}\(.*'loss'"
+    ):
+        b.run()
+
+
 def test_a_misspelt_metric_of_a_run_of_one_epoch_is_an_error():
     handle = builder().callbacks(EarlyStopping("loss")).run()
     with pytest.raises(UnknownMetric, match=r"has no metric 'loss' \(did you mean 'avg_loss'"):

@@ -128,6 +128,18 @@ SIGNATURES = {
         lambda: Trainer.setup(linear(), lambda: None, ["cpu"]),
         r"optim_factory\(params\)",
     ),
+    "model factory of setup": (
+        lambda: Trainer.setup(lambda: linear(), sgd, ["cpu"]),
+        r"model_factory\(device\): pass lambda device: model_factory\(\)",
+    ),
+    "param_groups of setup": (
+        lambda: Trainer.setup(linear(), sgd, ["cpu"], param_groups=lambda: []),
+        r"param_groups\(model\)",
+    ),
+    "loop of Trainer.loop": (
+        lambda: Trainer.loop(linear, lambda model: None, lambda: None),
+        r"loop\(worker\): pass lambda worker: loop\(\)",
+    ),
     "loss_fn of DataParallelCoordinator": (
         lambda: DataParallelCoordinator(linear, sgd, lambda model: None, ["cpu"]),
         r"loss_fn\(model, samples\)",
@@ -481,8 +493,23 @@ def test_no_memory_in_an_own_loop_names_smaller_batches():
         lambda: Trainer.setup(linear(), sgd, "cpu"),
         lambda: Ddp.wrap([linear(), linear()], ["cpu", "cpu"]),
         lambda: DataParallelCoordinator(linear, sgd, mse, ["cpu", "cpu"]),
+        lambda: (
+            Trainer.loop(linear, lambda model: sgd(model.parameters()), lambda worker: None)
+            .dataset(data())
+            .batch_size(8)
+            .num_epochs(1)
+            .run()
+        ),
     ],
-    ids=["builder", "fit", "setup", "setup on one device", "Ddp", "DataParallelCoordinator"],
+    ids=[
+        "builder",
+        "fit",
+        "setup",
+        "setup on one device",
+        "Ddp",
+        "DataParallelCoordinator",
+        "loop",
+    ],
 )
 def test_a_process_of_torchrun_is_refused_with_the_way_to_start_the_script(monkeypatch, start):
     before = threading.active_count()
