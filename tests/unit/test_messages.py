@@ -133,7 +133,7 @@ SIGNATURES = {
         r"model_factory\(device\): pass lambda device: model_factory\(\)",
     ),
     "param_groups of setup": (
-        lambda: Trainer.setup(linear(), sgd, ["cpu"], param_groups=list),
+        lambda: Trainer.setup(linear(), sgd, ["cpu"], param_groups=lambda: None),
         r"param_groups\(model\)",
     ),
     "loop of Trainer.loop": (
