@@ -568,13 +568,11 @@ class GpuWorker:
             lane.enter(DATA, began)
         while loaded is None:
             message = self._next_message()
-            if isinstance(message, Wake):
-                self._submit_held()
-            elif not answer:
+            if not answer and not isinstance(message, Wake):
                 self._deferred.append(message)
             else:
                 self._receive(message)
-                if self.handle_control():
+                if answer and self.handle_control():
                     if not self._propose_stop():
                         return None
                     answer = False
@@ -674,6 +672,7 @@ class GpuWorker:
 
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
+            self._submit_held()  # the last rank may have begun the epoch
             return
         with self._recorder.handling(message, self.protocol):
             if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:

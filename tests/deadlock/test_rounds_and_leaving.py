@@ -108,6 +108,43 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
     assert (alone.control.empty(), trace.steps[0], saved) == (True, 1, [])
 
 
+def test_a_wake_among_other_messages_starts_the_loading_of_held_plans(ends):
+    """The last rank begins the epoch while this one handles a message and waits for a batch."""
+    trace = Trace()
+    alone = Alone(
+        train=trace,
+        world_size=2,
+        policy=SYNC,
+        collective=ends[0],
+        build_order=BuildOrder(standalone=True),
+        epoch_fn=lambda epoch, worker: None,
+    )
+    worker = alone.worker
+    starts, next_message, waits = (
+        worker._lockstep.epoch_starts,
+        worker._next_message,
+        threading.Event(),
+    )
+    starts.join(1, lambda: None)
+
+    def begins_behind_a_message(*args):
+        if worker._held and worker._progress.begun_epoch == 0:
+            waits.set()
+        message = next_message(*args)
+        if waits.is_set():
+            starts.begin(1, 0)
+        return message
+
+    worker._next_message = begins_behind_a_message
+    with running(alone):
+        alone.send(m.StartEpoch(plan=plan(range(3), shares=(3, 3))))
+        assert waits.wait(BOUND_S)
+        alone.send(m.SetGlobalStep(step=0))
+        trace.wait_for(lambda: trace.steps[0] == 1)
+        alone.send(m.Shutdown(snapshot=False))
+        ends[1].abort()  # ends the reduction, so that it leaves
+
+
 def test_a_leaving_worker_skips_messages_after_the_shutdown(ends, faults):
     """D2: behind the shutdown its inbox holds rounds of peers that are gone."""
     held = threading.Event()
