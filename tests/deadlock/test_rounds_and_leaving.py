@@ -109,7 +109,7 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
 
 
 def test_a_wake_among_other_messages_starts_the_loading_of_held_plans(ends):
-    """The last rank begins the epoch while this one handles a message and waits for a batch."""
+    """D2: the last rank begins the epoch while this one handles a message and waits for a batch."""
     trace = Trace()
     alone = Alone(
         train=trace,
