@@ -27,6 +27,7 @@ from tests.support.running import (
     counter,
     train,
 )
+from tests.support.signalling import Waits
 
 
 class Net(nn.Module):
@@ -182,12 +183,13 @@ def test_a_time_limit_is_a_reason_of_its_own():
     assert (state.stopped, state.reason) == (True, "out_of_time")
 
 
-def test_a_signal_is_a_reason_of_its_own():
-    gate = Gate()
+def test_a_signal_is_a_reason_of_its_own(monkeypatch):
+    gate, waits = Gate(), Waits(monkeypatch)
     handle = builder(train=gate, epochs=10_000).run()
 
     def interrupt():
         gate.await_entry()
+        assert waits.entered.wait(WAIT_S)
         signal.raise_signal(signal.SIGINT)
         gate.opened.set()
 
