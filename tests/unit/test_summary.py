@@ -26,7 +26,7 @@ from runtime import Trainer, current_worker
 
 def train(model, batch):
     worker = current_worker()
-    if {how!r} == "interrupted" and (worker.rank, worker.local_step) == (0, 2):
+    if {how!r} == "interrupted" and (worker.rank, worker.local_step) == (0, 500):
         os.kill(os.getpid(), signal.SIGINT)
     return model(batch[0]).square().mean()
 

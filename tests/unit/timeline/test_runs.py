@@ -28,6 +28,7 @@ from tests.support.running import (
     builder,
     count_up,
 )
+from tests.support.signalling import Waits
 
 MAX_UNATTRIBUTED = 0.01
 HICCUP_S = 0.05
@@ -493,14 +494,15 @@ def test_an_empty_timeline_can_be_read_and_saved(tmp_path):
 
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["stopped", "aborted"])
-def test_an_interrupted_run_keeps_its_record(signals, tmp_path):
+def test_an_interrupted_run_keeps_its_record(signals, tmp_path, monkeypatch):
     timeline = Timeline()
-    raised = threading.Event()
+    raised, waits = threading.Event(), Waits(monkeypatch)
 
     def fit(model, batch):
         worker = current_worker()
         if worker.rank == 0 and worker.local_step >= 5 and not raised.is_set():
             raised.set()
+            assert waits.entered.wait(WAIT_S)
             for _ in range(signals):
                 signal.raise_signal(signal.SIGINT)
         return count_up(model, batch)
