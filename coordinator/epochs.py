@@ -531,7 +531,8 @@ class EpochScheduler:
         """
         num_before = len(self._closing)
         self._end_left()
-        self._close_settled()
+        while self._close_settled():
+            self._end_left()  # of the epoch that is the oldest now
         closed = list(self._closing)[num_before:]
         for closing in closed:
             closing.epoch_s = (now - self._last_close) / len(closed)
@@ -561,16 +562,18 @@ class EpochScheduler:
         left = set() if oldest is None else oldest.left
         return [rank for rank in self._run.live if rank.rank not in left]
 
-    def _close_settled(self) -> None:
+    def _close_settled(self) -> bool:
+        """Close the settled epochs, oldest first; True if there were any."""
+        num_before = len(self._closing)
         while (epoch := self._run.ledger.oldest) is not None and epoch.settled:
             work = self.has_work(epoch)
             if self.uses_live_weights(epoch):
                 if self._run.lockstep and any(r.num_queued for r in self._run.live):
-                    return
+                    break
                 if work and not epoch.worked:
                     self.request_work(epoch)
             elif work and not epoch.worked:
-                return
+                break
             for rank in self._run.live:
                 self._send_empty_plans(rank, epoch.epoch + 1)
             self._run.ledger.pop_oldest()
@@ -579,6 +582,7 @@ class EpochScheduler:
             if self._is_validated(epoch):
                 self._mark_validated()
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
+        return len(self._closing) > num_before
 
     def publish(self, *, anyway: bool = False) -> None:
         """Publish closed epochs, in order, once their evaluation and checkpoint call are done.

@@ -470,6 +470,22 @@ def test_epochs_that_close_together_share_the_time():
     assert [(metrics.epoch, metrics.epoch_s) for metrics in published] == [(0, 1.5), (1, 1.5)]
 
 
+def test_an_epoch_that_all_have_left_ends_when_the_one_before_closes():
+    run = Run(num_samples=4, num_epochs=2, anchor=50, continue_on_failure=True)
+    for _ in range(2):
+        run.end_plan(0), run.end_plan(1)
+    assert {msg.plan.epoch for msg in run.to(m.StartEpoch)} == {0, 1}
+    assert len(run.to(m.RequestParams)) == 2
+    (survivor,) = (r for r in run.machine.run_state.live if r.rank == 1)
+    while survivor.num_queued:
+        run.handle(m.EpochReport(rank=1, epoch=1, stats=m.ReportStats(), left=True))
+    run.handle(m.Failed(rank=0, epoch=0, step=2, error=ValueError("planted")))
+    assert survivor.num_queued == 1  # the batches of the dead rank
+    run.end_plan(1, 2, epoch=0)
+    assert run.machine.run_state.ledger.oldest is None
+    assert run.to(m.Shutdown, 1)
+
+
 def test_a_stop_waits_for_the_round_in_flight():
     run = at_a_round()
     run.handle(m.StopRequested())
