@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpuworker import Trainer
+from gpuworker import LoopWorker, Trainer
 
 NUM_MODES, SPREAD, NOISE = 8, 0.05, 8
 
@@ -36,19 +36,21 @@ def near_a_mode(points: Tensor) -> tuple[float, int]:
     return near.float().mean().item(), len(torch.unique(modes[near]))
 
 
-def fake(model: nn.ModuleDict, count: int) -> Tensor:
-    made: Tensor = model["maker"](torch.randn(count, NOISE))
-    return made
+def optimizers(model: nn.ModuleDict) -> dict[str, torch.optim.Optimizer]:
+    rates = {"judge": 1e-3, "maker": 5e-4}
+    return {
+        name: torch.optim.Adam(model[name].parameters(), rate, betas=(0.5, 0.9))
+        for name, rate in rates.items()
+    }
 
 
-def judge_loss(model: nn.ModuleDict, batch: tuple[Tensor]) -> Tensor:
-    (real,) = batch
-    made = model["judge"](fake(model, len(real)))
-    return F.softplus(-model["judge"](real)).mean() + F.softplus(made).mean()
-
-
-def maker_loss(model: nn.ModuleDict, batch: tuple[Tensor]) -> Tensor:
-    return F.softplus(-model["judge"](fake(model, len(batch[0])))).mean()
+def loop(worker: LoopWorker) -> None:
+    maker, judge = worker.model.get_submodule("maker"), worker.model.get_submodule("judge")
+    for (real,) in worker.batches():
+        made = maker(torch.randn(len(real), NOISE))
+        loss = F.softplus(-judge(real)).mean() + F.softplus(judge(made.detach())).mean()
+        worker.step(loss, optimizer="judge")
+        worker.step(F.softplus(-judge(made)).mean(), optimizer="maker")
 
 
 def main() -> None:
@@ -64,14 +66,7 @@ def main() -> None:
     num_epochs = min(5, args.steps)
     num_points = args.steps // num_epochs * args.batch_size  # in an epoch
     handle = (
-        Trainer.builder(
-            model,
-            {
-                "judge": lambda params: torch.optim.Adam(params, 1e-3, betas=(0.5, 0.9)),
-                "maker": lambda params: torch.optim.Adam(params, 5e-4, betas=(0.5, 0.9)),
-            },
-            {"judge": judge_loss, "maker": maker_loss},
-        )
+        Trainer.loop(model, optimizers, loop)
         .dataset((real_points(num_points),))
         .global_batch_size(args.batch_size)
         .num_epochs(num_epochs)
@@ -85,7 +80,7 @@ def main() -> None:
 
     model.load_state_dict(handle.join().state_dict())
     with torch.no_grad():
-        share, modes = near_a_mode(fake(model, 2000))
+        share, modes = near_a_mode(model["maker"](torch.randn(2000, NOISE)))
     print(f"{share:.0%} of the points lie near one of {modes} of {NUM_MODES} modes")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ NUM_NOT_RUN = {
     "coming-from.md": 3,
     "gpus.md": 1,
     "how-to.md": 1,
+    "own-loops.md": 1,
     "training.md": 1,
     "watching.md": 1,
 }
@@ -137,6 +139,17 @@ def test_the_search_puts_the_background_pages_last():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     background = index[index.index(":caption: Background") :].split("```")[0].split()[2:]
     assert re.findall(r'"([\w-]+)"', script.split("BACKGROUND = ")[1].split(";")[0]) == background
+
+
+def test_a_script_moves_to_two_workers_with_at_most_12_new_or_changed_lines():
+    old, new = (
+        (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
+        for name in ("char_gpt_one_device.py", "char_gpt.py")
+    )
+    lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
+    assert sum(line.startswith("+") and line != "+" for line in lines) <= 12
+    (shown,) = (b for b in blocks_of(ROOT / "docs" / "own-loops.md") if b.language == "diff")
+    assert shown.code.splitlines() == [line.rstrip() if line[0] != "@" else "@@" for line in lines]
 
 
 def test_the_readme_is_read_in_five_minutes():

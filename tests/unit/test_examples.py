@@ -167,6 +167,31 @@ def test_char_lm_names_a_text_that_is_too_short(run_example, tmp_path):
     assert "fewer than 1280 characters" in done.stderr
 
 
+def test_char_gpt_resumes_and_is_as_good_as_on_one_device(output_of, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 180, encoding="utf-8")
+    best = []
+    for name in ("char_gpt_one_device", "char_gpt"):
+        steps = []
+        for num_epochs in (7, 14):  # of three steps; the second run resumes the first
+            options = ("--data", path, "--out", tmp_path / name, "--epochs", num_epochs)
+            steps.append(
+                re.findall(r"^step (\d+)  validation", output_of(f"{name}.py", *options), re.M)
+            )
+        assert steps == [["20"], ["40"]]
+        best.append(torch.load(tmp_path / name / "best.pt"))
+    assert best[1]["loss"] == pytest.approx(best[0]["loss"], rel=0.1)
+    assert best[1]["model"].keys() == best[0]["model"].keys()
+
+
+def test_actor_critic_learns_to_balance(output_of):
+    output = output_of("actor_critic.py", "--epochs", 4)
+    first, *_, last = (int(n) for n in re.findall(r"^epoch \d  (\d+) steps an", output, re.M))
+    assert last > 2 * first
+    balanced = re.search(r"^balanced for (\d+) of 500 steps$", output.splitlines()[-1])[1]
+    assert int(balanced) > 50  # 22 with random pushes
+
+
 def test_gan_draws_points_near_the_modes(output_of):
     output = output_of("gan.py", "--workers", 3, "--steps", 500)
     assert len(re.findall(r"^epoch \d  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
