@@ -543,12 +543,18 @@ class EpochScheduler:
         """A rank has left an epoch, and has reported what it has trained of it."""
         self._run.ledger.leave_epoch(rank, number, self._run.elche.shares)
 
+    @property
+    def abandoned(self) -> Epoch | None:
+        """The oldest epoch, if all live ranks have left it while batches of it are open."""
+        epoch = self._run.ledger.oldest
+        if epoch is None or not epoch.open or not epoch.left:
+            return None
+        return epoch if all(rank.rank in epoch.left for rank in self._run.live) else None
+
     def _end_left(self) -> None:
         """End the oldest epoch short once all live ranks have left it."""
-        epoch, live = self._run.ledger.oldest, self._run.live
-        if epoch is None or not epoch.open or not epoch.left:
-            return
-        if all(rank.rank in epoch.left for rank in live) and epoch.granted is None:
+        epoch = self.abandoned
+        if epoch is not None and epoch.granted is None:
             omitted = self._run.ledger.end_short(epoch)
             logger.warning(
                 "epoch %d ends short: all workers have left it, and %d samples are not trained",

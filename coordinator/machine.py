@@ -15,7 +15,7 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
-from coordinator.errors import AveragingFailed, RunAborted
+from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.ledger import Epoch
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
@@ -521,6 +521,9 @@ class Coordinator:
             self._recovery.continue_alone()
         if self._run.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
+            if (abandoned := self._epochs.abandoned) is not None:
+                self._finalizer.fail(Failure(error=_abandoned_error(abandoned.epoch)), now)
+                return
             orphan = self._epochs.orphaned()
             if orphan is not None and self._epochs.uses_live_weights(orphan):
                 self._epochs.request_work(orphan)
@@ -599,6 +602,14 @@ class Coordinator:
         if closing is None or not self._epochs.needs_validation(closing):
             return None
         return self._epochs.begin_validation(closing)
+
+
+def _abandoned_error(epoch: int) -> BaseException:
+    return GpuWorkerError(
+        f"all workers of this machine have left epoch {epoch} by break or return, and its batches "
+        "are assigned to this machine: in a cluster, skip batches with continue, or end the run "
+        "with worker.stop()"
+    )
 
 
 def _out_of_memory_error(event: m.Halted) -> BaseException:

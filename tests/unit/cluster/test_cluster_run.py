@@ -13,10 +13,12 @@ import torch
 from runtime import (
     CheckpointError,
     ClusterError,
+    GpuWorkerError,
     Monitor,
     Nesterov,
     RunAborted,
     Timeline,
+    Trainer,
     WorkerFailed,
 )
 from runtime.checkpoint.store import entries, load_newest
@@ -563,3 +565,33 @@ def test_save_returns_the_state_after_the_next_round(tmp_path):
     a.handle.stop()
     a.join()
     assert load_newest(path, missing_ok=False).data.run["cluster"]["ledger"]["step"] > 0
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_machine_whose_workers_leave_an_epoch_fails_and_the_others_train_its_batches(policy):
+    has_failed = threading.Event()
+
+    def configured(leaves):
+        def loop(worker):
+            for batch in worker.batches():
+                if leaves and worker.epoch == 0:
+                    break
+                assert has_failed.wait(WAIT_S)
+                worker.step(-worker.model.w[batch[0]].mean())
+
+        builder = Trainer.loop(
+            lambda device: Effects(203),
+            lambda model: torch.optim.SGD(model.parameters(), 1.0),
+            loop,
+        )
+        builder.dataset((torch.arange(203),)).batch_size(4).devices(["cpu"] * 2)
+        return builder.num_epochs(1).policy(policy).progress(False)
+
+    cluster = MemoryCluster()
+    leaver = Machine(cluster, "a", configure=lambda _: configured(leaves=True))
+    other = Machine(cluster, "b", configure=lambda _: configured(leaves=False))
+    with pytest.raises(GpuWorkerError, match="left epoch 0 by break or return"):
+        leaver.join()
+    has_failed.set()
+    (w,) = other.join().params.values()
+    assert bool((w > 0).all())
