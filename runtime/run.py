@@ -162,7 +162,12 @@ class Run:
         self._loop_peers: LoopPeers | None = None
         if config.functions.loop is not None:
             save = None if config.checkpoint_dir is None else self._request_save
-            self._loop_peers = LoopPeers(len(names), config.coordinator.collective_timeout_s, save)
+            self._loop_peers = LoopPeers(
+                len(names),
+                config.coordinator.collective_timeout_s,
+                save,
+                is_member=hooks is not None,
+            )
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()

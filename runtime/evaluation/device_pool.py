@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,28 +95,64 @@ class DevicePool:
     def _main(self, rank: int, context: Device, source: BatchSource) -> None:
         try:
             with context.activate():
-                _DeviceLoop(self, rank, context).run(source)
+                DeviceLoop(
+                    self._models[rank],
+                    context,
+                    self._fn,
+                    self._receive,
+                    rank=rank,
+                    world_size=len(self._devices),
+                    is_stopped=self._stopped.is_set,
+                ).run(source)
         except BaseException as error:
             self._stopped.set()
             self._errors.append(error)
 
 
-class _DeviceLoop:
-    """The batches of one device."""
+class DeviceLoop:
+    """Evaluates batches on one device, in the calling thread.
 
-    def __init__(self, pool: DevicePool, rank: int, context: Device) -> None:
-        self._pool = pool
-        self._model = pool._models[rank]
-        self._rank = rank
+    Args:
+        model: The model, on the device.
+        context: The device.
+        fn: ``f(model, batch)``.
+        receive: Receives the results.
+        rank: The rank of the thread.
+        world_size: Number of threads.
+        is_stopped: Called before each batch; True: evaluate no more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: Device,
+        fn: EvaluationFn,
+        receive: Receiver,
+        *,
+        rank: int,
+        world_size: int,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._model = model
         self._context = context
+        self._fn = fn
+        self._receive = receive
+        self._rank = rank
+        self._world_size = world_size
+        self._is_stopped = is_stopped
         self._limit: int | None = None  # samples for which there is memory
         self._pending: tuple[SampleRange, Any, Any, EvaluationView] | None = None
 
     def run(self, source: BatchSource) -> None:
+        """Evaluate batches until none is left. Leaves modes and generators as they were.
+
+        Raises:
+            EvaluationFailed: The function, the model or the data set raised.
+        """
         state = self._context.generator_state()
         try:
             with evaluating(self._model):
-                while not self._pool._stopped.is_set() and (samples := source.take()) is not None:
+                while not self._is_stopped() and (samples := source.take()) is not None:
                     self._evaluate(samples)
                 self._receive_pending()
         finally:
@@ -140,10 +176,9 @@ class _DeviceLoop:
             if device.type != "cpu":
                 data = copy_batch_to_device(pin_batch(data, self._context), self._context)
             with drawing(device, part.start) as generator:
-                world_size = len(self._pool._devices)
-                view = EvaluationView(self._model, device, generator, self._rank, world_size)
+                view = EvaluationView(self._model, device, generator, self._rank, self._world_size)
                 with worker_context(view):
-                    result = self._pool._fn(self._model, data)
+                    result = self._fn(self._model, data)
         except Exception as error:
             if part.stop - part.start == 1 or not is_out_of_memory(error):
                 raise failed(part.start, part.stop, device, error) from error
@@ -162,7 +197,7 @@ class _DeviceLoop:
         if pending is None:
             return
         try:
-            self._pool._receive(*pending)
+            self._receive(*pending)
         except Exception as error:
             part = pending[0]
             raise failed(part.start, part.stop, self._context.device, error) from error

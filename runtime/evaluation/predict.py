@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,24 @@ def evaluate_means(
 ) -> dict[str, float]:
     """The means over all samples; see :meth:`gpuworker.TrainedState.evaluate`."""
     source = open_source(dataset, batch_size, len(devices))
-    found: list[BatchMeans] = []
-    lock = threading.Lock()
+    collector = MeansCollector()
+    DevicePool(models, devices, fn, collector).run(source)
+    return means_in_order(collector.found)
 
-    def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
+
+class MeansCollector:
+    """Collects the means of batches. Thread-safe.
+
+    Attributes:
+        found: The means, in no order.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[BatchMeans] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
+        """Add the result of a batch; waits for the device."""
         means = PendingMeans(
             samples.start,
             result,
@@ -59,10 +73,12 @@ def evaluate_means(
             model=view.model,
             data=data,
         ).read()
-        with lock:
-            found.append(means)
+        with self._lock:
+            self.found.append(means)
 
-    DevicePool(models, devices, fn, receive).run(source)
+
+def means_in_order(found: Iterable[BatchMeans]) -> dict[str, float]:
+    """The weighted means of batches, added up in the data's order."""
     return weighted_means(sorted(found, key=lambda means: means.position))
 
 

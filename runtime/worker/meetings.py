@@ -2,7 +2,8 @@
 
 The bodies run in the ranks' threads, in one process, so that ranks agree through shared memory: a
 rank posts each step before it joins the reduction, and compares the posts of all after it. A rank
-whose body makes no step, or that has no samples, waits for the posts of the others.
+whose body makes no step, or that has no samples, waits for the posts of the others. Evaluations
+are agreed upon, and their means exchanged, in the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import combinations
 
+from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 
 
@@ -75,7 +78,7 @@ class Meetings:
                     raise _mismatch((rank, made), (other, theirs))
 
     def follow(self, generation: int, ranks: Sequence[int], number: int, batch: int) -> Post | None:
-        """Wait for a step of the other ranks.
+        """Wait for a step or an evaluation of the other ranks.
 
         Args:
             generation: The caller's group.
@@ -84,8 +87,8 @@ class Meetings:
             batch: Number of the caller's batch.
 
         Returns:
-            The step; the end of this batch on a rank (``NEXT``); or ``None`` if all ranks have
-            posted, and none steps.
+            The step or evaluation; the end of this batch on a rank (``NEXT``); or ``None`` if all
+            ranks have posted, and none steps.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: As a collective.
@@ -96,7 +99,7 @@ class Meetings:
             nonlocal found
             group = self._group(generation)
             posts = group.posts.get(number, {})
-            steps = [post for post in posts.values() if post.act is Act.STEP]
+            steps = [post for post in posts.values() if post.act in _JOINED]
             ends = [post for post in group.ended.values() if post.batch >= batch]
             found = next(iter(steps or ends), None)
             return found is not None or _all_posted(posts, ranks, batch)
@@ -104,13 +107,33 @@ class Meetings:
         self._wait(generation, is_met)
         return found
 
-    def wait_for_all(self, generation: int, ranks: Sequence[int], number: int, batch: int) -> None:
-        """Wait until all ranks have posted at a meeting. Raises as :meth:`follow`."""
+    def wait_for_all(
+        self, generation: int, ranks: Sequence[int], number: int, batch: int
+    ) -> tuple[Post, ...]:
+        """Wait until all ranks have posted at a meeting, and return the posts.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: As a collective.
+            ReplicaMismatch: Ranks make different steps.
+        """
+        found: dict[int, Post] = {}
 
         def is_met() -> bool:
-            return _all_posted(self._group(generation).posts.get(number, {}), ranks, batch)
+            nonlocal found
+            found = dict(self._group(generation).posts.get(number, {}))
+            return _all_posted(found, ranks, batch)
 
         self._wait(generation, is_met)
+        for one, other in combinations(found.items(), 2):
+            if not _agree(one[1], other[1]):
+                raise _mismatch(one, other)
+        return tuple(found.values())
+
+    def extend(self, generation: int) -> bool:
+        """Extend the wait of ranks for this one, which evaluates; False if the group is aborted."""
+        with self._condition:
+            self._group(generation).num_extended += 1
+            return not self._is_aborted(generation)
 
     def all_step(self, generation: int, number: int) -> bool:
         """True if no rank skips the batch of a meeting at which all have posted."""
@@ -126,9 +149,12 @@ class Meetings:
             group = self._group(generation)
             group.num_waiting += 1
             try:
-                in_time = self._condition.wait_for(
-                    lambda: self._is_aborted(generation) or is_met(), self._timeout_s
-                )
+                in_time, seen = False, -1
+                while not in_time and seen != group.num_extended:
+                    seen = group.num_extended
+                    in_time = self._condition.wait_for(
+                        lambda: self._is_aborted(generation) or is_met(), self._timeout_s
+                    )
             finally:
                 group.num_waiting -= 1
             if self._is_aborted(generation):
@@ -158,6 +184,8 @@ class Act(Enum):
     """The act of a rank at a meeting."""
 
     STEP = "an optimizer step"
+    EVALUATE = "an evaluation"
+    EVALUATED = "the means of an evaluation"
     SKIP = "no step on the batch"
     FOLLOW = "the step of the others, without samples"
     NEXT = "the next batch"
@@ -172,12 +200,14 @@ class Post:
         batch: Number of the batch: of the step of the plans, since the group was formed.
         made: Optimizers of the rank's steps on this batch, that of the act included.
         num_batches: Batches in the optimizer step.
+        means: The means of an evaluation that this rank has computed.
     """
 
     act: Act
     batch: int
     made: tuple[str, ...] = ()
     num_batches: int = 1
+    means: tuple[BatchMeans, ...] = ()
 
     @property
     def optimizer(self) -> str:
@@ -187,8 +217,12 @@ class Post:
     def __str__(self) -> str:
         calls = ", ".join(f"step(optimizer={name!r})" if name else "step()" for name in self.made)
         over = f" over {self.num_batches} batches" if self.num_batches > 1 else ""
-        then = "" if self.act is Act.STEP else ", then the next batch"
+        then = _THEN.get(self.act, ", then the next batch")
         return f"{calls or 'no step'}{over} in its batch {self.batch}{then}"
+
+
+_JOINED = Act.STEP, Act.EVALUATE, Act.EVALUATED
+_THEN = dict.fromkeys(_JOINED, ", then evaluate()") | {Act.STEP: ""}
 
 
 @dataclass(slots=True)
@@ -199,11 +233,13 @@ class _Group:
         posts: By number of the meeting and rank.
         ended: The last batch that each rank has ended.
         num_waiting: Ranks that wait.
+        num_extended: Number of times that a rank has extended the wait of the others.
     """
 
     posts: dict[int, dict[int, Post]] = field(default_factory=dict)
     ended: dict[int, Post] = field(default_factory=dict)
     num_waiting: int = 0
+    num_extended: int = 0
 
 
 def _all_posted(posts: dict[int, Post], ranks: Sequence[int], batch: int) -> bool:
@@ -217,9 +253,11 @@ def _agree(post: Post, other: Post) -> bool:
         return True
     if other.act is Act.NEXT:
         return other.batch < post.batch
-    if post.act is other.act is Act.STEP:
+    if post.act is other.act and post.act in _JOINED:
         mine = (post.batch, post.made, post.num_batches)
         return mine == (other.batch, other.made, other.num_batches)
+    if not {post.act, other.act} <= {Act.STEP, Act.SKIP}:
+        return False
     # One of them skips its batch, which it may do at the batch's first meeting only.
     return post.batch == other.batch and len(post.made) <= 1 and len(other.made) <= 1
 

@@ -10,15 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
 from runtime.device.metering import LogMark, StepMeter
 from runtime.device.timing import StepTimer
+from runtime.evaluation.pending_means import EvaluationFn
+from runtime.evaluation.predict import means_in_order
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.stepper import DROPPED, MADE, AccumulationWindow, StepEnd
-from runtime.timeline.events import COMPUTE, CONTROL
-from runtime.timeline.rank_lane import RankLane
+from runtime.timeline.events import CALLBACKS, COMPUTE, CONTROL
+from runtime.timeline.rank_lane import RankLane, now
+from runtime.worker.loop_evaluation import LoopEvaluation, SharedSources
 from runtime.worker.meetings import Act, Meetings, Post
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
@@ -45,6 +50,7 @@ class OwnLoop:
         meter: Counts them for reports.
         peers: Shared by all workers of the run.
         lane: Lane for the time of each step; ``None``: not recorded.
+        send: Sends a message to the coordinator.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class OwnLoop:
         meter: StepMeter,
         peers: LoopPeers,
         lane: RankLane | None,
+        send: Callable[[Any], None],
     ) -> None:
         self._function = function
         self._config = config
@@ -72,6 +79,7 @@ class OwnLoop:
         self.peers = peers
         self._lane = lane
         self._is_lockstep = replica.is_lockstep
+        self._evaluation = LoopEvaluation(replica, config, send)
         self._names = replica.stepper.part_names
         self._micro = config.accumulate * config.num_micro_batches > 1
         if self._micro and self._names:
@@ -99,7 +107,7 @@ class OwnLoop:
         self._num_steps = self._num_batches = self._num_samples = 0  # not counted yet
         self._num_timed = 0
         self._skips = False  # a micro-batch of it was skipped
-        self._fault: BaseException | None = None
+        self._fault: BaseException | None = None  # raised when the body asks for a batch
         # The batch in progress.
         self._serial = 0
         self._size = self._total = 0
@@ -127,10 +135,16 @@ class OwnLoop:
         self._source = source
         try:
             while True:
-                self._function(self.worker)
-                if self._is_over:
-                    break
-                self._leave_epoch()
+                try:
+                    self._function(self.worker)
+                except (CollectiveAborted, CollectiveTimeout) as error:
+                    if error is not self._fault:
+                        raise
+                    # evaluate() has raised it: the batches continue in a new group
+                else:
+                    if self._is_over:
+                        break
+                    self._leave_epoch()
                 if not self._advance():
                     break
                 self._is_ahead = True
@@ -234,12 +248,106 @@ class OwnLoop:
             self._fault = error
             raise
 
-    def _checked_name(self, optimizer: str | None, call: str) -> str:
+    def evaluate(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
+        """See :meth:`LoopWorker.evaluate`."""
+        self._require_batch("evaluate")
+        self._require_evaluable()
+        if self._fault is not None:
+            raise self._fault
+        try:
+            with self._untimed():
+                if self._is_lockstep:
+                    return self._evaluate_together(dataset, fn)
+                source = self._evaluation.open(dataset)
+                return means_in_order(self._evaluation.run(source, fn, lambda: True))
+        except (CollectiveAborted, CollectiveTimeout) as error:
+            self._fault = self._undo_evaluation(error)
+            raise self._fault from (None if self._fault is error else error)
+        except BaseException as error:
+            self._fault = error
+            raise
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """An evaluation, whose time does not belong to the step."""
+        lane, start = self._lane, now()
+        self._timer.pause()
+        try:
+            yield
+        finally:
+            self._timer.resume()
+            if lane is not None:
+                lane.record_interval(CALLBACKS, max(start, lane.since), COMPUTE)
+
+    def _require_evaluable(self) -> None:
+        if self._windows:
+            raise RuntimeError(
+                "worker.evaluate() between worker.backward() and worker.step(): call it after "
+                "worker.step(), or before worker.backward()"
+            )
+        remedy = "set val_dataset(ds, fn=fn) on the builder"
+        if self.peers.is_member:
+            raise RuntimeError(
+                "worker.evaluate() in a cluster: this machine's weights are not the average over "
+                f"the machines; {remedy}"
+            )
+        if not self._is_lockstep and self._config.world_size > 1:
+            raise RuntimeError(
+                f'worker.evaluate() needs policy("sync"): under {self._config.policy.name} the '
+                "weights of a rank are not the average between two rounds; use that policy, or "
+                f"{remedy}, with every_steps=n for evaluations within an epoch"
+            )
+
+    def _evaluate_together(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
+        """Evaluate in lockstep on all ranks that call, each with the next batch when it is free."""
+        meetings, generation, number = self.peers.meetings, self._generation, self._meeting
+        sources, key = self.peers.sources, (generation, number)
+        self._steps.confirm_steps()
+        self._post(Act.EVALUATE)
+        meetings.wait_for_all(generation, self._ranks, number, self._batch)
+        with self._averaged_buffers():
+            source = sources.get(key, partial(self._evaluation.open, dataset))
+            means = self._evaluation.run(source, fn, partial(meetings.extend, generation))
+        self._post(Act.EVALUATED, means=means)
+        posts = meetings.wait_for_all(generation, self._ranks, number + 1, self._batch)
+        sources.drop(key)
+        return means_in_order(each for post in posts for each in post.means)
+
+    @contextmanager
+    def _averaged_buffers(self) -> Iterator[None]:
+        """The buffers of the replica are the average over the ranks; all ranks enter together."""
+        checkpoint, lockstep = self._replica.checkpoint, self._replica.lockstep
+        num_syncs = lockstep.num_syncs
+        # The buffers return bit for bit: a backward pass that has saved them may follow.
+        buffers = tuple(self._replica.state.buffers.tensors())
+        with _unsafe_preserve_version_counter(buffers):
+            checkpoint.keep_buffers()
+            try:
+                self._replica.sync_buffers()
+                yield
+            finally:
+                checkpoint.return_buffers()
+                lockstep.num_syncs = num_syncs
+
+    def _undo_evaluation(self, error: BaseException) -> BaseException:
+        """Undo a batch without a step after a failed evaluation, and end one with a step."""
+        if not self._made:
+            return self._undo(error)
+        self._steps.is_torn |= bool(self._names)
+        self._timer.stop(self._num_timed)
+        if self._losses:
+            self._log_losses()
+        return error
+
+    def _require_batch(self, call: str) -> None:
         if not self._is_active or self._is_ahead:
             raise RuntimeError(
                 f"worker.{call}() is for a batch: call it in the body of "
                 "for batch in worker.batches()"
             )
+
+    def _checked_name(self, optimizer: str | None, call: str) -> str:
+        self._require_batch(call)
         if optimizer is None and not self._names:
             return ""
         if optimizer is None or optimizer not in self._names:
@@ -337,8 +445,8 @@ class OwnLoop:
         del self._windows[name]
         self._commit(name, end)
 
-    def _post(self, act: Act, *names: str) -> None:
-        post = Post(act, self._batch, (*self._made, *names), self._num_steps)
+    def _post(self, act: Act, *names: str, means: tuple[BatchMeans, ...] = ()) -> None:
+        post = Post(act, self._batch, (*self._made, *names), self._num_steps, means)
         number, self._meeting = self._meeting, self._meeting + 1
         self.peers.meetings.post(self._generation, self._replica.rank, number, post)
 
@@ -568,6 +676,8 @@ class OwnLoop:
             number = self._meeting
             self._post(Act.SKIP)
             found = self._await_step(number)
+            if found is not None and found.act is not Act.STEP:
+                raise self._differs(found)
             if found is not None and not self._runs_ahead:
                 self._join(found, number)
         self._count(DROPPED)
@@ -586,7 +696,9 @@ class OwnLoop:
             window.close()
 
     def _follow(self) -> None:
-        """Make the steps of the other ranks on a batch of which this rank has no samples."""
+        """Join the steps of the other ranks on a batch of which this rank has no samples, and wait
+        for their evaluations.
+        """
         while True:
             number = self._meeting
             self._post(Act.FOLLOW)
@@ -597,13 +709,22 @@ class OwnLoop:
             if found.act is Act.NEXT or found.batch > self._batch:
                 self._meeting = number
                 return
-            if found.made[:-1] != tuple(self._made) or found.batch < self._batch:
-                raise ReplicaMismatch(
-                    "under SYNC the bodies of all ranks make the same steps on each batch, and "
-                    f"these differ: a rank made {found}; rank {self._replica.rank} made "
-                    f"{Post(Act.NEXT, self._batch - 1, ())}"
-                )
-            self._commit(*self._join(found, number))
+            earlier = found.made[:-1] if found.act is Act.STEP else found.made
+            if earlier != tuple(self._made) or found.batch < self._batch:
+                raise self._differs(found)
+            if found.act is Act.STEP:
+                self._commit(*self._join(found, number))
+            elif found.act is Act.EVALUATE:
+                self._steps.confirm_steps()
+                with self._averaged_buffers():
+                    pass
+
+    def _differs(self, found: Post) -> ReplicaMismatch:
+        return ReplicaMismatch(
+            "under SYNC the bodies of all ranks make the same steps on each batch, and these "
+            f"differ: a rank made {found}; rank {self._replica.rank} made "
+            f"{Post(Act.NEXT, self._batch - 1, ())}"
+        )
 
     def _log_losses(self) -> None:
         """Log the losses of several optimizers: each one's mean over its steps, and their sum."""
@@ -667,15 +788,25 @@ class LoopPeers:
         num_ranks: Number of ranks.
         timeout_s: Longest wait for a rank at a step, in seconds.
         save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
+        is_member: True if the run is one machine's part of a cluster.
 
     Attributes:
         meetings: Agreement of ranks in lockstep on the steps of their bodies.
+        sources: Data sets that they evaluate together.
+        is_member: As the argument.
     """
 
     def __init__(
-        self, num_ranks: int, timeout_s: float, save: Callable[[], None] | None = None
+        self,
+        num_ranks: int,
+        timeout_s: float,
+        save: Callable[[], None] | None = None,
+        *,
+        is_member: bool = False,
     ) -> None:
         self.meetings = Meetings(timeout_s)
+        self.sources = SharedSources()
+        self.is_member = is_member
         self._save = save
         self._saved_at: int | None = None
         self._lock = threading.Lock()
@@ -846,6 +977,34 @@ class LoopWorker:
         """Record scalars for the batch; see :func:`gpuworker.record_scalar`."""
         for name, value in scalars.items():
             self._owner.record_scalar(name, value)
+
+    def evaluate(self, ds: Any, fn: EvaluationFn) -> dict[str, float]:
+        """Evaluate a data set within an epoch, on all workers, and return the means.
+
+        ``fn`` is called in evaluation mode without gradients. Each sample is evaluated once, in
+        batches of the run's size or of the ``DataLoader``; the means are weighted by samples.
+        Modes, buffers and random generators are as before afterwards, and training continues with
+        the same bits. Blocks until all workers have evaluated their batches.
+
+        Under ``SYNC`` all ranks with samples call it at the same step with the same data; each
+        evaluates the next batch when it has completed one. Buffers, such as the statistics of
+        batch normalisation, are averaged for it. If a rank dies or leaves the epoch meanwhile,
+        the evaluation is not made: the error ends this call of ``loop``, and if the run continues
+        with the other ranks, ``loop`` is called again with the next batch.
+
+        Args:
+            ds: As for ``dataset`` on the builder.
+            fn: ``f(model, batch)``: a dict of means over the batch, or ``(dict, weight)``.
+
+        Raises:
+            RuntimeError: Called outside the body of :meth:`batches`, or between :meth:`backward`
+                and :meth:`step`; in a cluster; or, with several workers, under another policy than
+                ``SYNC``. ``val_dataset`` on the builder evaluates there.
+            EvaluationFailed: ``fn``, the model or the data set raised.
+            ReplicaMismatch: Under ``SYNC``, another rank makes a step instead.
+            CollectiveAborted, CollectiveTimeout: Another rank has died, or is late.
+        """
+        return self._loop.evaluate(ds, fn)
 
     def every(self, k: int) -> bool:
         """True within one batch for each multiple of ``k`` of this rank's optimizer steps."""

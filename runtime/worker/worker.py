@@ -202,6 +202,7 @@ class GpuWorker:
                 meter,
                 loop_peers or LoopPeers(1, config.collective_timeout_s),
                 self._lane,
+                self._reporter.send,
             )
         self._handler = self._make_handler()
         self._inbox, self._outbox = endpoints.inbox, endpoints.outbox
