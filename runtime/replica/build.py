@@ -363,7 +363,15 @@ def build_optimizers_of_loop(
     Raises:
         TypeError, ValueError: As :func:`build_optimizer`; or two optimizers share a parameter.
     """
-    found = factory(model)
+    try:
+        found = factory(model)
+    except TypeError as error:
+        if "not iterable" in str(error):
+            raise TypeError(
+                f"optim_factory: {error}; that of Trainer.loop receives the model: pass "
+                "model.parameters() to the optimizer"
+            ) from error
+        raise
     if not isinstance(found, Mapping):
         check_optimizer(found, params, "optim_factory(model)")
         assert isinstance(found, torch.optim.Optimizer)

@@ -99,10 +99,12 @@ class Meetings:
             nonlocal found
             group = self._group(generation)
             posts = group.posts.get(number, {})
-            steps = [post for post in posts.values() if post.act in _JOINED]
-            ends = [post for post in group.ended.values() if post.batch >= batch]
-            found = next(iter(steps or ends), None)
-            return found is not None or _all_posted(posts, ranks, batch)
+            found = next((post for post in posts.values() if post.act in _JOINED), None)
+            if found is None and all(r in posts and posts[r].batch == batch for r in ranks):
+                return True  # some may have ended the batch since
+            ends = (post for post in group.ended.values() if post.batch >= batch)
+            found = found or next(ends, None)
+            return found is not None
 
         self._wait(generation, is_met)
         return found

@@ -119,10 +119,16 @@ class OwnLoop:
         self._is_dropped = False
         self._mark: LogMark | None = None
         # For every().
-        self._steps_made = self._first_step = replica.progress.local_step
+        self._first_step = replica.progress.body_steps
         self._granted: dict[int, tuple[int, int]] = {}
         self.global_step = 0
         self.worker = LoopWorker(worker, self)
+        self._is_finishing = False
+        self._hooks = [
+            each.register_step_pre_hook(self._require_worker_step)
+            for each in self.worker.optimizers.values()
+            if isinstance(each, torch.optim.Optimizer)
+        ]
 
     # The iterator, called in the body.
 
@@ -151,6 +157,8 @@ class OwnLoop:
         finally:
             self._source = None
             source.close()
+            for hook in self._hooks:
+                hook.remove()
 
     def batches(self) -> Iterator[Any]:
         """See :meth:`LoopWorker.batches`."""
@@ -193,7 +201,7 @@ class OwnLoop:
         """See :meth:`LoopWorker.every`."""
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"every({k!r}): pass a number of steps, at least 1")
-        multiple = self._steps_made // k
+        multiple = self._replica.progress.body_steps // k
         before, batch = self._granted.get(k, (self._first_step // k, -1))
         if multiple > before:
             self._granted[k] = multiple, self._serial
@@ -450,8 +458,24 @@ class OwnLoop:
         number, self._meeting = self._meeting, self._meeting + 1
         self.peers.meetings.post(self._generation, self._replica.rank, number, post)
 
+    def _require_worker_step(self, *_: object) -> None:
+        """Refuse a step of the optimizer that the body makes itself."""
+        if self._is_active and not self._is_finishing:
+            raise RuntimeError(
+                "worker.optimizer.step() would change the replica of this rank alone: call "
+                "worker.step(loss), or worker.step() after loss.backward(), which also clips by "
+                "max_grad_norm(...) and clears the gradients"
+            )
+
     def _finish(self, window: AccumulationWindow, number: int) -> StepEnd:
         """Reduce and step; under lockstep only if no rank skips the batch."""
+        self._is_finishing = True
+        try:
+            return self._reduce_and_step(window, number)
+        finally:
+            self._is_finishing = False
+
+    def _reduce_and_step(self, window: AccumulationWindow, number: int) -> StepEnd:
         if not self._is_lockstep:
             return window.finish()
         meetings, generation = self.peers.meetings, self._generation
@@ -486,7 +510,7 @@ class OwnLoop:
         self._is_dropped |= end.dropped
         self._made.append(name)
         self._added.discard(name)
-        self._steps_made += 1
+        self._replica.progress.body_steps += 1
 
     def _count(self, end: StepEnd) -> None:
         """Count the batches since the last count."""

@@ -95,13 +95,16 @@ class RankCheckpoint:
         self._generators: State | None = None
         self._begun_epoch = -1
 
-    def capture(self, *, local_step: int, epoch: int, begun_epoch: int) -> State:
+    def capture(
+        self, *, local_step: int, epoch: int, begun_epoch: int, body_steps: int = 0
+    ) -> State:
         """Return a copy of the current state.
 
         Args:
             local_step: Batches trained by this rank.
             epoch: Epoch of the last plan.
             begun_epoch: The last epoch that the rank has begun.
+            body_steps: Optimizer steps made by the body of its own loop.
 
         Raises:
             CheckpointError: The optimizer's state has a value that a checkpoint cannot hold.
@@ -118,6 +121,7 @@ class RankCheckpoint:
                 "local_step": local_step,
                 "epoch": epoch,
                 "begun_epoch": begun_epoch,
+                "body_steps": body_steps,
                 **(self._before_sync or self._buffers()),
             }
             if self.train_point is not None:

@@ -192,6 +192,7 @@ class WorkerReplica:
             self.checkpoint.restore(saved)
             self._set_train_mode(saved.get("train_point"))
             progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+            progress.body_steps = saved.get("body_steps", 0)
 
     def _make_ema(self, config: WorkerConfig) -> ParamEma | None:
         if config.ema is None:
@@ -347,7 +348,10 @@ class WorkerReplica:
         try:
             with self._recorder.capture():
                 return self.checkpoint.capture(
-                    local_step=at.local_step, epoch=at.epoch, begun_epoch=at.begun_epoch
+                    local_step=at.local_step,
+                    epoch=at.epoch,
+                    begun_epoch=at.begun_epoch,
+                    body_steps=at.body_steps,
                 )
         except CheckpointError as error:
             failure = error
@@ -502,11 +506,13 @@ class WorkerProgress:
         local_step: Batches trained by it.
         epoch: Epoch of the plan in progress, or of the last one.
         begun_epoch: The last epoch that it has begun.
+        body_steps: Optimizer steps that the body of its own loop has made.
     """
 
     local_step: int = 0
     epoch: int = 0
     begun_epoch: int = -1
+    body_steps: int = 0
 
 
 def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:

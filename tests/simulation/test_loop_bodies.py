@@ -53,7 +53,7 @@ def make_loop(ways, seed, *, alike, calls):
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.timeout(600)
 def test_no_body_hangs_and_no_sample_counts_twice(policy):
-    ends, late = set(), []
+    ends, late, unexpected = set(), [], []
     for seed in range(NUM_BODIES):
         draws = random.Random(seed)
         ways = {way for way in WAYS if draws.random() < 0.3}
@@ -67,6 +67,8 @@ def test_no_body_hangs_and_no_sample_counts_twice(policy):
             state = builder.run().join(2 * TIMEOUT_S)
         except (GpuWorkerError, ReplicaMismatch) as error:
             ends.add(type(error).__name__)
+            if not isinstance(error.__cause__, RuntimeError | ValueError | None):
+                unexpected.append((seed, error))
             late += [(seed, str(error)) for text in LATE if text in str(error)]
             continue
         ends.add("finished")
@@ -75,5 +77,6 @@ def test_no_body_hangs_and_no_sample_counts_twice(policy):
             if not ways & {"break", "return", "late"}:
                 assert metrics.num_samples == NUM_SAMPLES, seed
     assert not late
+    assert not unexpected
     assert ends >= {"finished", "WorkerFailed"}
     assert ("ReplicaMismatch" in ends) == (policy == "sync")

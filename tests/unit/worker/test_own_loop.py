@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from coordinator.splitting import permutation
 from runtime import LoopWorker, ReplicaMismatch, Trainer, WorkerFailed
+from runtime.worker.meetings import Act, Meetings, Post
 from tests.support.looping import NUM_SAMPLES, Marks, loop_builder, marked, plain
 from tests.support.running import WAIT_S
 
@@ -348,6 +349,65 @@ def test_continue_skips_a_batch(policy):
         assert metrics.num_skipped == NUM_SAMPLES - trained
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_that_all_ranks_skip_is_skipped(ranks):
+    def loop(worker):
+        for batch in worker.batches():
+            if worker.global_step < ranks:
+                continue
+            worker.step(worker.model.loss(worker.epoch, batch))
+
+    state = loop_builder(loop, ranks=ranks).run().join(WAIT_S)
+    assert [m.num_skipped for m in state.metrics] == [2 * ranks, 0]
+    assert marked(state) == [NUM_SAMPLES - 2 * ranks, NUM_SAMPLES]
+
+
+@pytest.mark.parametrize("end", ["skipped", "no samples"])
+def test_a_rank_that_reads_late_sees_that_all_have_skipped_the_batch(end):
+    meetings = Meetings(WAIT_S)
+    act = Act.SKIP if end == "skipped" else Act.FOLLOW
+    meetings.post(0, 0, 0, Post(act, 0))
+    meetings.post(0, 1, 0, Post(Act.SKIP, 0))
+    assert meetings.follow(0, range(2), 0, 0) is None
+    meetings.end_batch(0, 1, 1, Post(Act.NEXT, 0))
+    assert meetings.follow(0, range(2), 0, 0) is None
+
+
+def test_a_step_of_the_optimizer_in_the_body_is_refused_at_the_first_batch():
+    def loop(worker):
+        for batch in worker.batches():
+            worker.model.loss(worker.epoch, batch).backward()
+            worker.optimizer.step()
+            worker.optimizer.zero_grad()
+
+    with pytest.raises(WorkerFailed, match=r"step 0: .*call worker\.step\(loss\)"):
+        loop_builder(loop).run().join(WAIT_S)
+
+
+@pytest.mark.parametrize("way", ["accumulate", "backward", "step"])
+def test_every_counts_optimizer_steps_after_a_resume(way, tmp_path):
+    def builder(seen, stop_at=None):
+        def loop(worker):
+            for number, batch in enumerate(worker.batches()):
+                worker.backward(worker.model.loss(worker.epoch, batch))
+                if way != "backward" or number % 2:
+                    worker.step()
+                if worker.every(2):
+                    seen.append((worker.epoch, worker.global_step))
+                if (worker.epoch, number) == (0, stop_at):
+                    worker.stop()
+
+        made = loop_builder(loop, ranks=1, dataset=(torch.arange(20),)).seed(0)
+        return made.accumulate(2) if way == "accumulate" else made
+
+    whole, parts = [], []
+    builder(whole).run().join(WAIT_S)
+    builder(parts, stop_at=3).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert len(parts) < len(whole)
+    builder(parts).resume(tmp_path).run().join(WAIT_S)
+    assert parts == whole
+
+
 @every_policy
 @pytest.mark.parametrize("way", ["break", "return"])
 def test_a_rank_that_leaves_an_epoch_gives_its_batches_to_the_others(policy, way):
@@ -465,6 +525,12 @@ def test_invalid_calls_name_the_remedy(call, error, message):
     with pytest.raises(WorkerFailed, match=message) as caught:
         loop_builder(loop, ranks=1).run().join(WAIT_S)
     assert isinstance(caught.value.__cause__, error)
+
+
+def test_an_optimizer_factory_for_parameters_names_the_remedy():
+    builder = loop_builder(plain, optim=lambda params: torch.optim.SGD(params, 1.0))
+    with pytest.raises(WorkerFailed, match=r"receives the model: pass model.parameters\(\)"):
+        builder.run().join(WAIT_S)
 
 
 def test_calls_outside_the_body_are_refused():
