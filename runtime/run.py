@@ -294,6 +294,8 @@ class Run:
         c = self.config
         batch_size = c.coordinator.batch_size
         announce(logger, self._first_line(), silent=c.progress is False)
+        if c.resume is not None and self.resumed is not None:
+            announce(logger, self.resumed.summary, silent=c.progress is False)
         dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
             logger.info("drop_last omits %d samples of each epoch", dropped)

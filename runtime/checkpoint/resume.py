@@ -68,6 +68,15 @@ class ResumePoint:
         self._data = data
         self._name = name
 
+    @property
+    def summary(self) -> str:
+        """Path and progress of the checkpoint, as one line."""
+        epochs, batches = self._data.epoch, self._data.global_step
+        return (
+            f"resuming from {self._name}: {epochs} epoch{'s' * (epochs != 1)} closed, "
+            f"{batches:,} batches trained"
+        )
+
     @classmethod
     def read(
         cls, path: Path, compatible: Mapping[str, Any], num_epochs: int, *, missing_ok: bool
@@ -92,12 +101,6 @@ class ResumePoint:
             return None
         point = cls(loaded.data, str(loaded.path))
         point.check(compatible, num_epochs)
-        logger.info(
-            "resuming from %s: %d epochs closed, %d batches trained",
-            loaded.path,
-            loaded.data.epoch,
-            loaded.data.global_step,
-        )
         if loaded.data.failed:
             logger.warning(
                 "%s is the state that a failed run left (%s): %s",
