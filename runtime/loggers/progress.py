@@ -115,17 +115,24 @@ class ProgressLines(ProgressDisplay):
 
     def epoch_closed(self, metrics: EpochMetrics) -> None:
         """See :meth:`ProgressDisplay.epoch_closed`."""
+        self._recent.read()  # short epochs limit the time of the means between them
         line = f"epoch {metrics.epoch}: loss {metrics.avg_loss:.4g}"
         end = f"; {metrics.num_samples:,} samples in {duration_text(metrics.epoch_s)}"
-        for name, value in metrics.scalars.items():
+        scalars = metrics.scalars.items()
+        line += "".join(f", {name} {value:.4g}" for name, value in scalars if _is_held_out(name))
+        for name, value in scalars:
             part = f", {name} {value:.4g}"
-            if len(line + part + end) > LINE_WIDTH:
-                break
-            line += part
+            if not _is_held_out(name) and len(line + part + end) <= LINE_WIDTH:
+                line += part
         announce(logger, line + end)
 
     def close(self) -> None:
         """See :meth:`ProgressDisplay.close`; every epoch has had its line."""
+
+
+def _is_held_out(name: str) -> bool:
+    """True for metrics of evaluations, which an epoch's line always has."""
+    return name.startswith(("val/", "eval/"))
 
 
 class CurrentProgress(NamedTuple):

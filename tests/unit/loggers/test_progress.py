@@ -32,7 +32,7 @@ class Counters:
             lambda: self.statistics, total=200, num_epochs=2, clock=lambda: self.now
         )
 
-    def trained(self, num_batches, loss, seconds):
+    def trained(self, num_batches, loss, seconds, *, read=True):
         """Train batches of 10 samples with this loss."""
         before, samples = self.statistics, 10 * num_batches
         (rank,) = before.ranks
@@ -45,7 +45,7 @@ class Counters:
             loss_sum=before.loss_sum + loss * samples * finite if finite else before.loss_sum,
             loss_weight=before.loss_weight + samples * finite,
         )
-        return self.recent.read()
+        return self.recent.read() if read else None
 
 
 def test_start_up_does_not_count_as_training():
@@ -104,9 +104,8 @@ def test_between_epochs_a_line_names_loss_speed_and_time_left(caplog):
     assert lines_of(caplog) == ["epoch 0: loss 0.25, 50 samples/s, 25% of the run, 30 s left"]
 
 
-def test_the_line_of_an_epoch_has_its_scalars_as_far_as_they_fit(caplog):
-    scalars = {"val/loss": 0.5, **{f"scalar_number_{n}": 1.0 for n in range(9)}}
-    metrics = EpochMetrics(
+def epoch_metrics(scalars):
+    return EpochMetrics(
         epoch=3,
         avg_loss=0.123456,
         scalars=scalars,
@@ -120,12 +119,41 @@ def test_the_line_of_an_epoch_has_its_scalars_as_far_as_they_fit(caplog):
         per_rank_batch_share=(),
         devices=(),
     )
+
+
+def line_of_epoch(scalars, caplog):
+    """The line of an epoch with these scalars."""
     with caplog.at_level("INFO", logger="runtime.loggers.progress"):
-        ProgressLines(Counters().recent, total=200).epoch_closed(metrics)
+        ProgressLines(Counters().recent, total=200).epoch_closed(epoch_metrics(scalars))
     (line,) = lines_of(caplog)
-    assert line.startswith("epoch 3: loss 0.1235, val/loss 0.5;")
+    return line
+
+
+def test_the_line_of_an_epoch_has_its_scalars_as_far_as_they_fit(caplog):
+    scalars = {f"scalar_number_{n}": 1.0 for n in range(9)}
+    scalars |= {"short": 2.0, "val/loss": 0.5}
+    line = line_of_epoch(scalars, caplog)
+    assert line.startswith("epoch 3: loss 0.1235, val/loss 0.5, short 2;")
     assert line.endswith("; 60,000 samples in 3 min 20 s")
     assert len(line) < 80
+
+
+def test_metrics_of_evaluations_are_shown_whatever_their_length(caplog):
+    scalars = {f"val/{name}": 0.123456 for name in ("loss", "top_1_accuracy", "top_5_accuracy")}
+    line = line_of_epoch(scalars, caplog)
+    assert all(f", {name} 0.1235" in line for name in scalars)
+
+
+def test_after_short_epochs_a_line_has_the_mean_of_the_last_of_them(caplog):
+    counters = Counters()
+    lines = ProgressLines(counters.recent, total=200)
+    for loss in (9.0, 9.0, 9.0, 1.0):
+        counters.trained(10, loss, 5.0, read=False)
+        lines.epoch_closed(epoch_metrics({}))
+    counters.trained(10, 1.0, 5.0, read=False)
+    with caplog.at_level("INFO", logger="runtime.loggers.progress"):
+        lines.refresh()
+    assert "loss 1," in lines_of(caplog)[-1]
 
 
 def test_a_long_epoch_has_lines_before_its_end(caplog, monkeypatch):
