@@ -133,12 +133,17 @@ class House:
         stem = name.replace(".", "/")
         return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in self.files), None)
 
-    def below(self, *entries):
-        """Files of the runtime that some import, directly or not, and these."""
+    def below(self, *entries, without=()):
+        """Files of the runtime that some import, directly or not, and these.
+
+        Args:
+            entries: These files.
+            without: Files that are left out with their imports.
+        """
         found, todo = set(), list(entries)
         while todo:
             file = todo.pop()
-            if file not in found and not file.startswith("coordinator/"):
+            if file not in (*found, *without) and not file.startswith("coordinator/"):
                 found.add(file)
                 todo += self.graph[file]  # an entry that is gone is an error
         return sorted(found)
