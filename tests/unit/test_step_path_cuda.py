@@ -17,7 +17,7 @@ ENTRIES = (
 BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
 """Modules that call CUDA; tests replace them with stand-ins."""
 
-PAUSES = ("runtime/worker/loop_evaluation.py",)
+PAUSES = ("runtime/worker/loop_evaluation.py", "runtime/evaluation/predict.py")
 """Modules that run between steps, while training pauses."""
 
 HARMLESS = {"is_available", "device_count", "get_device_properties"}
