@@ -46,8 +46,8 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.models import Batch, Workload, batches, classification_loss, train_step
 from benchmarks.harness.processes import Child, GlooGroup, Step, serve
+from coordinator.cluster.cluster_ledger import ClusterLedger, evaluate_round
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.ledger import ClusterLedger, evaluate_round
 from coordinator.cluster.machine_report import MachineReport, normalize
 from runtime import Mean, Timeline, Trainer
 from runtime.cluster.engine import ClusterState

@@ -15,11 +15,11 @@ from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
 from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
-from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.ledger import Epoch
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
 from coordinator.rounds import LimitSender, RoundRunner
+from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
 from coordinator.run_state import Failure, Outcome, Phase, RankState, RunState, Statistics
 from coordinator.saving import RunCheckpointer
@@ -521,7 +521,8 @@ class Coordinator:
             self._recovery.continue_alone()
         if self._run.phase in (Phase.RUNNING, Phase.STOPPING):
             self._epochs.close(now)
-            if (abandoned := self._epochs.abandoned) is not None:
+            abandoned = self._epochs.abandoned
+            if abandoned is not None and self._run.phase is Phase.RUNNING:
                 self._finalizer.fail(Failure(error=_abandoned_error(abandoned.epoch)), now)
                 return
             orphan = self._epochs.orphaned()
@@ -604,7 +605,7 @@ class Coordinator:
         return self._epochs.begin_validation(closing)
 
 
-def _abandoned_error(epoch: int) -> BaseException:
+def _abandoned_error(epoch: int) -> GpuWorkerError:
     return GpuWorkerError(
         f"all workers of this machine have left epoch {epoch} by break or return, and its batches "
         "are assigned to this machine: in a cluster, skip batches with continue, or end the run "

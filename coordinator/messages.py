@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.batch_means import BatchMeans
 from coordinator.config import AverageBackend
-from coordinator.errors import RunStalled
 from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
+from coordinator.run_errors import RunStalled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from coordinator import messages as m
 from coordinator.epochs import EpochScheduler
-from coordinator.errors import RunStalled
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average, Payload
+from coordinator.run_errors import RunStalled
 from coordinator.run_state import Failure, Phase, RankState, RunState
 from coordinator.transports import Round
 

@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any
 
 from coordinator import messages as m
-from coordinator.errors import RunStalled
 from coordinator.messages import ReportStall
+from coordinator.run_errors import RunStalled
 from coordinator.run_state import Phase, RunState
 from coordinator.transports import Round
 

@@ -2,8 +2,8 @@
 
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, AverageBackend
-from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.metrics import EpochMetrics, MachineMetrics, RankMetrics, StepMetrics
+from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.run_state import RankStatistics, Statistics
 from runtime.callbacks import Callback, EarlyStopping, KeepBest, TimeLimit
 from runtime.cluster.outer import Mean, Nesterov, OuterOptimizer

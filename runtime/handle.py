@@ -233,8 +233,8 @@ class TrainerHandle(Generic[ModelT_co]):
     def summary(self) -> RunSummary:
         """The throughput of the run and its lost time by cause, so far or as a whole.
 
-        ``print(handle.summary())`` shows a table; a notebook shows it for the handle as well. In a
-        cluster it covers this machine.
+        It prints as a table, which a notebook shows for the handle as well. In a cluster it covers
+        this machine.
         """
         return self._run.summary()
 

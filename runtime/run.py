@@ -130,15 +130,7 @@ class Run:
         config.check(num_samples, self.devices)
         self._recording = RunRecorder(config.timeline, len(self.devices))
         names = tuple(str(d) for d in self.devices)
-        backend, reason = choose_backend(
-            config.requested_backend,
-            config.coordinator.policy,
-            names,
-            nccl_available=torch.distributed.is_available()
-            and torch.distributed.is_nccl_available(),
-            shared_gpu_fault=shared_gpu_fault(),
-            nccl_fault=launch_blocking_fault(len(names)),
-        )
+        backend, reason = _choose_backend(config, names)
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self._cpu_workers = config.worker.num_cpu_workers
         # Raises for an unsupported device, before any thread starts.
@@ -159,15 +151,7 @@ class Run:
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
         self._agreement = LockstepAgreement()
-        self._loop_peers: LoopPeers | None = None
-        if config.functions.loop is not None:
-            save = None if config.checkpoint_dir is None else self._request_save
-            self._loop_peers = LoopPeers(
-                len(names),
-                config.coordinator.collective_timeout_s,
-                save,
-                is_member=hooks is not None,
-            )
+        self._loop_peers = self._make_loop_peers(config)
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()
@@ -184,17 +168,7 @@ class Run:
         if stream is not None:
             self._follow(stream)
         self.total_batches = config.total_batches(num_samples)
-        self._metrics = MetricsThread(
-            metrics_fn=config.metrics_fn,
-            on_stop=self.stop,
-            on_error=self.fail,
-            make_display=lambda: make_display(
-                config.progress,
-                self.statistics,
-                self.total_batches,
-                config.coordinator.num_epochs,
-            ),
-        )
+        self._metrics = self._make_metrics_thread(config)
         self._built: list[int] = []
         self._error: BaseException | None = None  # raised by join(); the state is kept
         metric = config.coordinator.scheduler_metric
@@ -206,6 +180,29 @@ class Run:
         self._listener: Listener | None = None
         self._holds_threads = False
         self._keeps_memory = False
+
+    def _make_loop_peers(self, config: RunSettings) -> LoopPeers | None:
+        if config.functions.loop is None:
+            return None
+        return LoopPeers(
+            len(self.devices),
+            config.coordinator.collective_timeout_s,
+            None if config.checkpoint_dir is None else self._request_save,
+            is_member=self._cluster_hooks is not None,
+        )
+
+    def _make_metrics_thread(self, config: RunSettings) -> MetricsThread:
+        return MetricsThread(
+            metrics_fn=config.metrics_fn,
+            on_stop=self.stop,
+            on_error=self.fail,
+            make_display=lambda: make_display(
+                config.progress,
+                self.statistics,
+                self.total_batches,
+                config.coordinator.num_epochs,
+            ),
+        )
 
     def _follow(self, stream: StreamAdapter) -> None:
         """Release items of the stream after each event, once no rank can require them again."""
@@ -294,7 +291,8 @@ class Run:
         c = self.config
         batch_size = c.coordinator.batch_size
         announce(logger, self._first_line(), silent=c.progress is False)
-        if c.resume is not None and self.resumed is not None:
+        hooks = self._cluster_hooks
+        if self.resumed is not None and (hooks is None or hooks.resume is None):
             announce(logger, self.resumed.summary, silent=c.progress is False)
         dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
         if dropped:
@@ -785,6 +783,19 @@ class Run:
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()
+
+
+def _choose_backend(config: RunSettings, names: Sequence[str]) -> tuple[AverageBackend, str]:
+    """The backend of devices with these names, and the reason for it."""
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return choose_backend(
+        config.requested_backend,
+        config.coordinator.policy,
+        names,
+        nccl_available=has_nccl,
+        shared_gpu_fault=shared_gpu_fault(),
+        nccl_fault=launch_blocking_fault(len(names)),
+    )
 
 
 def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Tensor] | None:

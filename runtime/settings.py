@@ -19,7 +19,7 @@ from coordinator.splitting import split_by_ratio
 from runtime.callbacks import Callback, EarlyStopping, KeepBest
 from runtime.checkpoint.files import locks_fault
 from runtime.cluster.cluster_run import DataFacts
-from runtime.cluster.settings import ClusterSettings
+from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.core.capabilities import GRAPHS, missing_in
 from runtime.core.checks import check_directory, default_devices
 from runtime.data.data_path import DataOptions

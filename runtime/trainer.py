@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.callbacks import Callback
+from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.outer import OuterOptimizer
-from runtime.cluster.settings import ClusterSettings
 from runtime.core.checks import (
     check_callable,
     check_choice,

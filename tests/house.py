@@ -43,6 +43,11 @@ MAX_PACKAGE_DEPTH = 6
 MODULE_NAMES = {"logger", "_c10d", "__all__"}
 """Names that modules of one package may share: loggers and aliases of imported modules."""
 
+MAX_FUNCTION_LINES = 80
+
+FILE_NAMES = ("__init__.py", "__main__.py", "base.py")
+"""Names that every package may have."""
+
 OPENINGS = {
     "runtime/collective/process_group.py",
     "runtime/collective/thread.py",
@@ -228,12 +233,20 @@ class House:
             yield f"{len(top)} modules in runtime/: " + ", ".join(f.split("/")[-1] for f in top)
 
     def twins(self):
-        """A module and a folder beside it, or two public classes, with one name."""
+        """A module and a folder beside it, two files, or two public classes, with one name."""
         folders = {f.rsplit("/", 1)[0] for f in self.files}
         yield from (
             f"{f} stands beside a folder of its name"
             for f in self.files
             if f.removesuffix(".py") in folders
+        )
+        names = defaultdict(list)
+        for file in self.files:
+            names[file.rsplit("/", 1)[1]].append(file)
+        yield from (
+            f"the name of {' and '.join(files)} stands for two things"
+            for name, files in sorted(names.items())
+            if len(files) > 1 and name not in FILE_NAMES
         )
         classes = defaultdict(list)
         for file, tree in self.files.items():
@@ -270,6 +283,15 @@ class House:
             if named and not _is_named(public[0], file) and file not in OPENINGS:
                 yield f"{file} opens with {public[0].name} and not with {named[0]}"
 
+    def long(self):
+        """Functions of too many lines."""
+        for file, tree in sorted(self.files.items()):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    lines = node.end_lineno - node.lineno + 1
+                    if lines > MAX_FUNCTION_LINES:
+                        yield f"{file}: {node.name} has {lines} lines"
+
     def foreign(self):
         """Imports of the runtime in the coordinator, whether there is such a module or not."""
         for file in self.files:
@@ -290,6 +312,7 @@ class House:
         twins,
         doubles,
         openings,
+        long,
     )
 
     def faults(self):

@@ -2,10 +2,10 @@
 
 Machines average in *rounds*. In each round every machine gathers the same
 :class:`~coordinator.cluster.machine_report.MachineReport` of all and derives from them the same
-:class:`~coordinator.cluster.ledger.ClusterLedger`: the batches in the global parameters, and the
-grants until the next commit. No machine assigns work to the others, so any of them may die. The
-ledger changes only when a round is committed. A machine that missed a commit receives another
-machine's state, and the batches it trained since its own last commit are open again.
+:class:`~coordinator.cluster.cluster_ledger.ClusterLedger`: the batches in the global parameters,
+and the grants until the next commit. No machine assigns work to the others, so any of them may
+die. The ledger changes only when a round is committed. A machine that missed a commit receives
+another machine's state, and the batches it trained since its own last commit are open again.
 :class:`~coordinator.cluster.member_protocol.MemberProtocol` is one machine's state machine, without
 clock, thread, socket or tensor: events and times go in, commands come out.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from coordinator.splitting import BatchSet
 
 EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]

@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, assert_never
 
+from coordinator.cluster.cluster_ledger import (
+    ClosedEpoch,
+    ClusterLedger,
+    RoundOutcome,
+    evaluate_round,
+)
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger, RoundOutcome, evaluate_round
 from coordinator.cluster.machine_report import EpochRanges, LedgerError, MachineReport, normalize
 from coordinator.messages import Tick
 

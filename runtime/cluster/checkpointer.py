@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from coordinator.cluster.ledger import ClusterLedger
+from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.messages import Payload
 from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.resume import ResumePoint

@@ -16,7 +16,7 @@ import torch
 
 from coordinator import messages as m
 from coordinator.cluster import member_protocol
-from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
+from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.machine_report import MachineReport
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
@@ -32,9 +32,9 @@ from runtime.cluster.checkpointer import (
     cluster_state,
     resumed_cluster_state,
 )
+from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused, Quorum
 from runtime.cluster.grants import EMPTY_CAPTURE, GrantTracker, machine_tallies, resume_state
-from runtime.cluster.settings import ClusterSettings
 from runtime.cluster.tensors import (
     contribution,
     difference,

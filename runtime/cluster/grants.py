@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.machine_report import EpochRanges, normalize
 from coordinator.cluster.member_protocol import CaptureDone
 from coordinator.messages import EpochGrant, SaveCheckpoint

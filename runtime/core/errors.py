@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import TypeVar
 
-from coordinator.errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
+from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.run_state import Failure
 
 __all__ = [

@@ -24,8 +24,7 @@ from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
-from runtime.loop.rank_threads import Task
-from runtime.loop.replica import (
+from runtime.loop.rank_replica import (
     FollowingOptimizer,
     GradientReduction,
     RankReplica,
@@ -33,6 +32,7 @@ from runtime.loop.replica import (
     multiply_,
     take_grads,
 )
+from runtime.loop.rank_threads import Task
 from runtime.loop.runner import Runner
 from runtime.loop.shard_loss import SecondValueClassifier, ShardLoss, ShardLossFn, read_result
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples

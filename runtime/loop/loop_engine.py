@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.replica import LossFn
+from runtime.loop.rank_replica import LossFn
 
 
 class LoopEngine(Protocol):

@@ -25,8 +25,8 @@ from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMaker, ModelMirror
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.one_device import SingleDeviceEngine
+from runtime.loop.rank_replica import RankReplica
 from runtime.loop.rank_threads import Task
-from runtime.loop.replica import RankReplica
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
@@ -39,6 +39,9 @@ from runtime.replica.build import (
 )
 
 logger = logging.getLogger(__name__)
+
+NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes the optimizer of a model."""
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Seconds that a replica waits for a slower one; a failed replica aborts its peers at once."""
@@ -75,50 +78,69 @@ def set_up(
         check_callable("param_groups", param_groups, "f(model) -> list of parameter groups")
     source = ModelSource(model_or_factory)
     recorder = LoopRecorder(config.timeline)
+    new_optimizer = partial(make_optimizer, optim_factory, groups=param_groups)
     if len(resolved) == 1:
-        announce(logger, f"your own loop: {device_summary(resolved)}; nothing is reduced")
-        recorder.begin(resolved, "none", "one device: nothing is reduced")
-        try:
-            model = source.first(resolved[0])
-            optimizer = make_optimizer(optim_factory, model, param_groups)
-            single = SingleDeviceEngine(
-                model, resolved[0], optimizer, config.max_grad_norm, recorder
-            )
-            recorder.built(model)
-            return source.attach(ReplicatedModule(single, source.head))
-        except BaseException as error:
-            recorder.finish(error)
-            raise
+        return _on_one_device(source, new_optimizer, resolved[0], config, recorder)
     if use_el_che is None:
         use_el_che = unequal_gpus(resolved)
     accumulation = AccumulationSchedule.of(len(resolved), config, use_el_che=use_el_che)
-    backend, reason = resolve_backend(AverageBackend.AUTO, resolved)
-    kinds = "unequal devices" if unequal_devices(resolved) else "equal devices"
+    return _on_threads(source, new_optimizer, resolved, config, recorder, accumulation)
+
+
+def _on_one_device(
+    source: ModelSource,
+    new_optimizer: NewOptimizer,
+    device: torch.device,
+    config: DdpConfig,
+    recorder: LoopRecorder,
+) -> ReplicatedModule:
+    announce(logger, f"your own loop: {device_summary([device])}; nothing is reduced")
+    recorder.begin([device], "none", "one device: nothing is reduced")
+    try:
+        model = source.first(device)
+        optimizer = new_optimizer(model)
+        single = SingleDeviceEngine(model, device, optimizer, config.max_grad_norm, recorder)
+        recorder.built(model)
+        return source.attach(ReplicatedModule(single, source.head))
+    except BaseException as error:
+        recorder.finish(error)
+        raise
+
+
+def _on_threads(
+    source: ModelSource,
+    new_optimizer: NewOptimizer,
+    devices: Sequence[torch.device],
+    config: DdpConfig,
+    recorder: LoopRecorder,
+    accumulation: AccumulationSchedule,
+) -> ReplicatedModule:
+    backend, reason = resolve_backend(AverageBackend.AUTO, devices)
+    kinds = "unequal devices" if unequal_devices(devices) else "equal devices"
     announce(
         logger,
-        f"your own loop: {device_summary(resolved)}; {kinds}; gradients go over {backend.name}: "
+        f"your own loop: {device_summary(devices)}; {kinds}; gradients go over {backend.name}: "
         f"{reason}",
     )
     make_collectives = partial(
-        create_collectives, len(resolved), backend.collective, resolved, COLLECTIVE_TIMEOUT_S
+        create_collectives, len(devices), backend.collective, devices, COLLECTIVE_TIMEOUT_S
     )
     group = CollectiveGroup(make_collectives)
-
-    recorder.begin(resolved, backend.collective, reason)
+    recorder.begin(devices, backend.collective, reason)
     try:
-        runner = Runner(resolved, group, recorder)
+        runner = Runner(devices, group, recorder)
     except BaseException as error:
         recorder.finish(error)
         raise
     try:
-        tasks: list[Task | None] = [None] * len(resolved)
-        tasks[0] = partial(source.first, resolved[0])
+        tasks: list[Task | None] = [None] * len(devices)
+        tasks[0] = partial(source.first, devices[0])
         outcome = runner.execute(tasks)[0]
         if outcome.error is not None:
             raise outcome.error
         model = outcome.value
-        mirror = ModelMirror(model, resolved, source.maker)
-        optimizer = make_optimizer(optim_factory, model, param_groups)
+        mirror = ModelMirror(model, devices, source.maker)
+        optimizer = new_optimizer(model)
         if not mirror.shares_memory:
             group.get()
         engine = ThreadedEngine(
@@ -129,7 +151,7 @@ def set_up(
                 for rank, context in enumerate(runner.contexts)
             ],
             runner,
-            Balancer(len(resolved), config.speed_hint, fixed=not config.balance),
+            Balancer(len(devices), config.speed_hint, fixed=not config.balance),
             accumulation,
             recorder,
             config.max_grad_norm,

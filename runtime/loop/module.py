@@ -22,7 +22,7 @@ from runtime.core.tracebacks import folds_tracebacks
 from runtime.loop.accumulation import rounds
 from runtime.loop.loop_engine import LoopEngine
 from runtime.loop.one_device import SingleDeviceEngine
-from runtime.loop.replica import FollowingOptimizer
+from runtime.loop.rank_replica import FollowingOptimizer
 from runtime.loop.scatter import to_replica
 from runtime.replica.build import ModelT_co
 from runtime.replica.schedule import SchedulerFactory

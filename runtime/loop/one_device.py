@@ -24,7 +24,7 @@ from runtime.loop.loop_engine import (
     total_weight,
 )
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.replica import (
+from runtime.loop.rank_replica import (
     LossFn,
     clip_and_scale_,
     divide_grads_,

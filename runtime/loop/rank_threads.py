@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
 from runtime.core.threads import IntraOpThreads

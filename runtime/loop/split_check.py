@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.loop.gather import OutputGather, ShardOutput
-from runtime.loop.replica import read_output
+from runtime.loop.rank_replica import read_output
 from runtime.loop.scatter import InputRules, Scatter
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from runtime.loop.loop_engine import (
 )
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
-from runtime.loop.rank_threads import Task
-from runtime.loop.replica import (
+from runtime.loop.rank_replica import (
     GradientReduction,
     LossFn,
     RankReplica,
@@ -44,6 +43,7 @@ from runtime.loop.replica import (
     divide_grads_,
     take_grads,
 )
+from runtime.loop.rank_threads import Task
 from runtime.loop.runner import STOP_TIMEOUT_S, Runner
 from runtime.loop.scatter import InputRules, Scatter
 from runtime.loop.split_check import check_split, needs_check

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from runtime.core.checks import check_float, check_int, require_modules
 from runtime.core.threads import Closeable
-from runtime.monitor import page
+from runtime.monitor import monitor_page
 from runtime.monitor.feed import Feed
 from runtime.monitor.run_view import RunView
 from runtime.timeline.text import write_text
@@ -133,7 +133,7 @@ class Monitor(Closeable):
             OSError: It cannot be written.
         """
         self._server.read_now()
-        write_text(path, page.saved_page(self._feed.history()))
+        write_text(path, monitor_page.saved_page(self._feed.history()))
 
     def close(self) -> None:
         """Stop the server and notify open pages. Idempotent.

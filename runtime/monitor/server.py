@@ -13,7 +13,7 @@ from functools import partial
 from aiohttp import web
 
 from runtime.core.host_names import host_name
-from runtime.monitor import page
+from runtime.monitor import monitor_page
 from runtime.monitor.feed import Feed
 from runtime.monitor.hosts import ANY_HOST
 from runtime.monitor.run_reader import RunReader
@@ -48,7 +48,7 @@ PING_INTERVAL_S = 15.0
 RETRY_MS = 2000
 
 HEADERS = {
-    "Content-Security-Policy": page.POLICY,
+    "Content-Security-Policy": monitor_page.POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -181,11 +181,16 @@ class MonitorServer:
         self._viewers: set[Viewer] = set()
         app = web.Application(middlewares=[self._guard], logger=_silent_logger)
         for path, read, content_type, cached in (
-            ("/", page.served_page, "text/html", "no-store"),
-            (f"/{page.STYLE_NAME}", page.style, "text/css", "no-store"),
-            (f"/{page.SCRIPT_NAME}", page.script, "text/javascript", "no-store"),
+            ("/", monitor_page.served_page, "text/html", "no-store"),
+            (f"/{monitor_page.STYLE_NAME}", monitor_page.style, "text/css", "no-store"),
+            (f"/{monitor_page.SCRIPT_NAME}", monitor_page.script, "text/javascript", "no-store"),
             # Immutable: its name has the version.
-            (f"/{page.plotly_name()}", page.plotly_script, "text/javascript", _IMMUTABLE),
+            (
+                f"/{monitor_page.plotly_name()}",
+                monitor_page.plotly_script,
+                "text/javascript",
+                _IMMUTABLE,
+            ),
         ):
             app.router.add_get(path, partial(_page_part, read, content_type, cached))
         app.router.add_get("/events", self._events)

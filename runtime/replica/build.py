@@ -324,9 +324,23 @@ def build_optimizer(
         TypeError: Not an optimizer.
         ValueError: Its step requires a closure, or it holds a parameter that is not the model's.
     """
-    optimizer = factory(params if groups is None else groups(model))
+    optimizer: torch.optim.Optimizer = _call_factory(
+        factory,
+        params if groups is None else groups(model),
+        "it receives a list of parameters or groups, not the model: pass that to the optimizer",
+    )
     check_optimizer(optimizer, params, "optim_factory(params)")
     return optimizer
+
+
+def _call_factory(factory: Callable[[Any], Any], argument: Any, remedy: str) -> Any:
+    """Call an optimizer factory, and name the remedy if it is written for another argument."""
+    try:
+        return factory(argument)
+    except (TypeError, AttributeError) as error:
+        if f"{type(argument).__name__!r} object" not in str(error):
+            raise
+        raise type(error)(f"optim_factory: {error}; {remedy}") from error
 
 
 def check_optimizer(optimizer: object, params: list[nn.Parameter], where: str) -> None:
@@ -363,15 +377,9 @@ def build_optimizers_of_loop(
     Raises:
         TypeError, ValueError: As :func:`build_optimizer`; or two optimizers share a parameter.
     """
-    try:
-        found = factory(model)
-    except TypeError as error:
-        if "not iterable" in str(error):
-            raise TypeError(
-                f"optim_factory: {error}; that of Trainer.loop receives the model: pass "
-                "model.parameters() to the optimizer"
-            ) from error
-        raise
+    found = _call_factory(
+        factory, model, "that of Trainer.loop receives the model: pass model.parameters()"
+    )
     if not isinstance(found, Mapping):
         check_optimizer(found, params, "optim_factory(model)")
         assert isinstance(found, torch.optim.Optimizer)

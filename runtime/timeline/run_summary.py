@@ -258,16 +258,7 @@ def summarize(
         alternatives: Settings to compare with.
     """
     lockstep = facts.policy == ApplyPolicy.SYNC.name
-    ranks = [
-        _RankTime(
-            num_samples=after.num_samples - first.num_samples,
-            num_batches=after.num_batches - first.num_batches,
-            compute_s=after.compute_s - first.compute_s,
-            alive=after.alive,
-            causes=list(causes),
-        )
-        for first, after, causes in zip(before.ranks, now.ranks, seconds, strict=False)
-    ]
+    ranks = _rank_times(before, now, seconds)
     _separate_callbacks(ranks, lockstep=lockstep)
     num_samples = sum(r.num_samples for r in ranks)
     train_s = max((max(r.train_s, r.compute_s) for r in ranks), default=0.0)
@@ -358,6 +349,21 @@ class _RankTime:
             return found
         # The device has computed while the host waited.
         return {name: seconds * rest / spent for name, seconds in found.items()}
+
+
+def _rank_times(
+    before: Statistics, now: Statistics, seconds: Sequence[Sequence[float]]
+) -> list[_RankTime]:
+    return [
+        _RankTime(
+            num_samples=after.num_samples - first.num_samples,
+            num_batches=after.num_batches - first.num_batches,
+            compute_s=after.compute_s - first.compute_s,
+            alive=after.alive,
+            causes=list(causes),
+        )
+        for first, after, causes in zip(before.ranks, now.ranks, seconds, strict=False)
+    ]
 
 
 def _separate_callbacks(ranks: Sequence[_RankTime], *, lockstep: bool) -> None:

@@ -127,7 +127,6 @@ class OwnLoop:
         self._hooks = [
             each.register_step_pre_hook(self._require_worker_step)
             for each in self.worker.optimizers.values()
-            if isinstance(each, torch.optim.Optimizer)
         ]
 
     # The iterator, called in the body.

@@ -95,9 +95,7 @@ class RankCheckpoint:
         self._generators: State | None = None
         self._begun_epoch = -1
 
-    def capture(
-        self, *, local_step: int, epoch: int, begun_epoch: int, body_steps: int = 0
-    ) -> State:
+    def capture(self, *, local_step: int, epoch: int, begun_epoch: int, body_steps: int) -> State:
         """Return a copy of the current state.
 
         Args:

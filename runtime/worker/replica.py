@@ -151,12 +151,7 @@ class WorkerReplica:
             self.capturable = CapturableOptimizer(self.optimizer, config.device)
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
-        self.global_batch: GlobalBatchComm | None = None
-        syncs_layers = config.sync_batchnorm and collective is not None
-        if syncs_layers or config.all_gather:
-            self.global_batch = GlobalBatchComm(collective, context.comm, timer)
-        if syncs_layers and self.global_batch is not None:
-            synchronise(self.model, self.global_batch)
+        self.global_batch = self._join_global_batch(config, collective, timer)
         self.ema = self._make_ema(config)
         self.stepper = self._make_stepper(config, collective, timer, log)
         self.finite_check = ReplicaFiniteCheck(
@@ -171,7 +166,28 @@ class WorkerReplica:
         self.averager = ReplicaAverager(
             self.state, context, collective, None if self._ema_of_steps else self.ema
         )
-        self.checkpoint = RankCheckpoint(
+        self.checkpoint = self._make_checkpoint(config, meter)
+        if resume is not None:
+            saved = resume.rank(config.rank)
+            self.checkpoint.restore(saved)
+            self._set_train_mode(saved.get("train_point"))
+            progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+            progress.body_steps = saved.get("body_steps", saved["local_step"])
+
+    def _join_global_batch(
+        self, config: WorkerConfig, collective: Collective | None, timer: StepTimer
+    ) -> GlobalBatchComm | None:
+        """Connect the layers that exchange global batches, if any."""
+        syncs_layers = config.sync_batchnorm and collective is not None
+        if not (syncs_layers or config.all_gather):
+            return None
+        comm = GlobalBatchComm(collective, self.context.comm, timer)
+        if syncs_layers:
+            synchronise(self.model, comm)
+        return comm
+
+    def _make_checkpoint(self, config: WorkerConfig, meter: StepMeter) -> RankCheckpoint:
+        return RankCheckpoint(
             rank=config.rank,
             model=self.model,
             optimizer=self.optimizer,
@@ -179,20 +195,14 @@ class WorkerReplica:
             stepper=self.stepper,
             schedule=self.schedule,
             averager=self.averager,
-            generator=generator,
-            context=context,
-            lockstep=lockstep,
+            generator=self.generator,
+            context=self.context,
+            lockstep=self.lockstep,
             log=meter.log,
             lr_scale=config.lr_scale,
             is_lockstep=self.is_lockstep,
             ema=self.ema,
         )
-        if resume is not None:
-            saved = resume.rank(config.rank)
-            self.checkpoint.restore(saved)
-            self._set_train_mode(saved.get("train_point"))
-            progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
-            progress.body_steps = saved.get("body_steps", 0)
 
     def _make_ema(self, config: WorkerConfig) -> ParamEma | None:
         if config.ema is None:

@@ -248,6 +248,7 @@ class WorkerSteps:
             self._copy_buffers(),
             self.replica.generator.get_state() if self._draws_again else None,
             self._schedule_before,
+            self._progress.body_steps,
         )
 
     def train_window(self, sizes: Sequence[int], first: Any, train_fn: TrainFns) -> None:
@@ -367,6 +368,7 @@ class WorkerSteps:
             self.replica.generator.set_state(before.draws)
         if before.schedule is not None:
             self._schedule.restore(before.schedule)
+        self._progress.body_steps = before.body_steps
 
     def confirm_steps(self) -> None:
         """Wait for the reductions of all launched steps.
@@ -603,12 +605,14 @@ class BeforeStep:
         buffers: The model's buffers, if they may have to be restored.
         draws: State of the worker's generator, likewise.
         schedule: State of the schedule, likewise.
+        body_steps: Steps made by the body of an own loop.
     """
 
     mark: LogMark
     buffers: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
     draws: Tensor | None
     schedule: ScheduleMark | None
+    body_steps: int
 
 
 class AwaitBatch(Protocol):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from coordinator import messages as m
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.context import worker_context
@@ -32,6 +32,7 @@ from runtime.device.base import Device
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
+from runtime.device.timing import StepTimer
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
@@ -42,7 +43,7 @@ from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
 from runtime.worker.message_handler import MessageHandler
-from runtime.worker.own_loop import LoopPeers, OwnLoop
+from runtime.worker.own_loop import Loop, LoopPeers, OwnLoop
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
@@ -156,22 +157,7 @@ class GpuWorker:
         self._reporter = Reporter(
             self.protocol, endpoints.outbox, self._context, config.report_interval_s, meter
         )
-        with worker_context(self):
-            self.replica = WorkerReplica(
-                config,
-                self._functions,
-                self._context,
-                collective,
-                build_order or BuildOrder(standalone=True),
-                generator=self.generator,
-                progress=self._progress,
-                lockstep=self._lockstep,
-                timer=timer,
-                meter=meter,
-                log=self._log,
-                recorder=self._recorder,
-                resume=resume,
-            )
+        self.replica = self._make_replica(collective, build_order, timer, meter, resume)
         self.model = self.replica.model
         self.optimizer = self.replica.optimizer
         self._schedule = self.replica.schedule
@@ -189,21 +175,7 @@ class GpuWorker:
             fallbacks=fallbacks,
         )
         self._validation = None if validation is None else self._make_validation(validation)
-        self._loop: OwnLoop | None = None
-        if functions.loop is not None:
-            self._loop = OwnLoop(
-                functions.loop,
-                self,
-                config,
-                self.steps,
-                self.replica,
-                self.protocol,
-                timer,
-                meter,
-                loop_peers or LoopPeers(1, config.collective_timeout_s),
-                self._lane,
-                self._reporter.send,
-            )
+        self._loop = self._make_loop(functions.loop, timer, meter, loop_peers)
         self._handler = self._make_handler()
         self._inbox, self._outbox = endpoints.inbox, endpoints.outbox
         self._deferred: deque[Any] = deque()
@@ -216,6 +188,50 @@ class GpuWorker:
         self.protocol.on_built()
         if peers is not None:
             peers.replicas[self.rank] = self.replica
+
+    def _make_replica(
+        self,
+        collective: Collective | None,
+        order: BuildOrder | None,
+        timer: StepTimer,
+        meter: StepMeter,
+        resume: ResumePoint | None,
+    ) -> WorkerReplica:
+        with worker_context(self):
+            return WorkerReplica(
+                self.config,
+                self._functions,
+                self._context,
+                collective,
+                order or BuildOrder(standalone=True),
+                generator=self.generator,
+                progress=self._progress,
+                lockstep=self._lockstep,
+                timer=timer,
+                meter=meter,
+                log=self._log,
+                recorder=self._recorder,
+                resume=resume,
+            )
+
+    def _make_loop(
+        self, function: Loop | None, timer: StepTimer, meter: StepMeter, peers: LoopPeers | None
+    ) -> OwnLoop | None:
+        if function is None:
+            return None
+        return OwnLoop(
+            function,
+            self,
+            self.config,
+            self.steps,
+            self.replica,
+            self.protocol,
+            timer,
+            meter,
+            peers or LoopPeers(1, self.config.collective_timeout_s),
+            self._lane,
+            self._reporter.send,
+        )
 
     def _make_handler(self) -> MessageHandler:
         return MessageHandler(

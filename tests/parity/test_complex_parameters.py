@@ -118,7 +118,7 @@ def test_cadence_averages_complex_parameters(backend):
 @pytest.mark.parametrize("way", ["by the caller", "by the ranks", "accumulated"])
 def test_own_loops_equal_one_device(way, monkeypatch):
     if way == "by the ranks":  # as gradients of large models are added up
-        monkeypatch.setattr("runtime.loop.replica.MAX_INLINE_ELEMENTS", 0)
+        monkeypatch.setattr("runtime.loop.rank_replica.MAX_INLINE_ELEMENTS", 0)
     half = NUM_SAMPLES // 2
     with Trainer.setup(make(), adamw, ["cpu"] * 2) as model:
         for _ in range(NUM_STEPS):

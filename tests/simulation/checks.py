@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import Average, Command, PublishEpoch, PublishSteps, Send
 from coordinator.metrics import EpochMetrics, StepMetrics
+from coordinator.run_errors import AveragingFailed, RunStalled
 from coordinator.run_state import Failure, RankState
 from coordinator.splitting import batch_bounds, seconds, split_by_cost
 from runtime.core.errors import CollectiveTimeout

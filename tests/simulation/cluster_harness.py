@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
+from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.machine_report import MachineReport
 from coordinator.cluster.member_protocol import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
 from tests.simulation.cluster_engine import SimEngine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from coordinator.cluster.ledger import ClusterLedger, RoundOutcome
+from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.machine_report import EpochRanges, MachineReport
 from coordinator.cluster.member_protocol import (
     MAX_FAILED_CAPTURES,

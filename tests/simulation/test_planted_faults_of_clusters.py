@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from coordinator.cluster import member_protocol
-from coordinator.cluster.ledger import ClusterLedger, evaluate_round
+from coordinator.cluster.cluster_ledger import ClusterLedger, evaluate_round
 from coordinator.cluster.machine_report import num_batches
 from coordinator.cluster.member_protocol import Committed, Idle, MemberProtocol, MemberState
 from tests.simulation.cluster_harness import TOO_LONG

@@ -11,8 +11,8 @@ from torch import nn
 from coordinator.cluster.machine_report import MAX_OPEN_EPOCHS
 from coordinator.splitting import permutation
 from runtime import Mean, Trainer
+from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.options import EngineOptions
-from runtime.cluster.settings import ClusterSettings
 from tests.support.running import CADENCE, OVER_CPU, WAIT_S
 
 PERIOD_S = 0.05

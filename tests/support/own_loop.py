@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import Trainer
-from runtime.loop import mirror, replica
+from runtime.loop import mirror, rank_replica
 
 WAIT_S = 60.0
 """Bound of every wait: reached only by a test that fails."""
@@ -44,7 +44,7 @@ def exchanging_gradients(how):
     the collective.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
+        patch.setattr(rank_replica, "MAX_INLINE_ELEMENTS", 0 if how == "meeting" else 1 << 20)
         if how == "copies":
             patch.setattr(mirror, "can_share_memory", lambda devices: False)
         yield

@@ -108,6 +108,14 @@ PLANTED = {
     ),
     "deep": ({**CHAIN, "coordinator/c7.py": ""}, "8 deep: c0.py > c1.py"),
     "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
+    "two files": (
+        {"runtime/loop/messages.py": "", "coordinator/messages.py": ""},
+        "the name of coordinator/messages.py and runtime/loop/messages.py stands for two things",
+    ),
+    "a long function": (
+        {"runtime/worker/step.py": "def f():\n" + "    1\n" * 80},
+        "runtime/worker/step.py: f has 81 lines",
+    ),
     "two classes": ({"runtime/config.py": "class Service: ..."}, "class Service is in"),
     "deep, runtime": (
         {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(20)},

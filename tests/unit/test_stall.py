@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from coordinator.stall import MAX_CHARS, NUM_KEPT, MessageLog, thread_stacks
 from runtime import RunStalled
 from tests.support.running import (

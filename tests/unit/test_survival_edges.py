@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.errors import AveragingFailed, RunStalled
 from coordinator.messages import AbortCollective
+from coordinator.run_errors import AveragingFailed, RunStalled
 from runtime import ApplyPolicy, NonFiniteError, WorkerFailed, current_worker
 from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule

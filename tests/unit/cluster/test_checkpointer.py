@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.ledger import ClusterLedger
 from coordinator.cluster.machine_report import MachineReport
 from runtime.checkpoint.store import entries
 from runtime.cluster.checkpointer import ClusterCheckpointer, ClusterCheckpointOptions

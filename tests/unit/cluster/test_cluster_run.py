@@ -567,16 +567,23 @@ def test_save_returns_the_state_after_the_next_round(tmp_path):
     assert load_newest(path, missing_ok=False).data.run["cluster"]["ledger"]["step"] > 0
 
 
+@pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_machine_whose_workers_leave_an_epoch_fails_and_the_others_train_its_batches(policy):
-    has_failed = threading.Event()
+def test_a_machine_whose_workers_leave_an_epoch_ends_and_the_others_train_its_batches(
+    policy, stops
+):
+    """With an error, unless the body has called ``stop()`` before."""
+    is_over = threading.Event()
 
     def configured(leaves):
         def loop(worker):
             for batch in worker.batches():
                 if leaves and worker.epoch == 0:
+                    if stops:
+                        worker.stop()
                     break
-                assert has_failed.wait(WAIT_S)
+                if not stops:  # a machine that stops hands its batches over in a round
+                    assert is_over.wait(WAIT_S)
                 worker.step(-worker.model.w[batch[0]].mean())
 
         builder = Trainer.loop(
@@ -590,8 +597,11 @@ def test_a_machine_whose_workers_leave_an_epoch_fails_and_the_others_train_its_b
     cluster = MemoryCluster()
     leaver = Machine(cluster, "a", configure=lambda _: configured(leaves=True))
     other = Machine(cluster, "b", configure=lambda _: configured(leaves=False))
-    with pytest.raises(GpuWorkerError, match="left epoch 0 by break or return"):
-        leaver.join()
-    has_failed.set()
+    if stops:
+        assert leaver.join().reason == "stopped"
+    else:
+        with pytest.raises(GpuWorkerError, match="left epoch 0 by break or return"):
+            leaver.join()
+    is_over.set()
     (w,) = other.join().params.values()
     assert bool((w > 0).all())

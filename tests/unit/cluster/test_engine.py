@@ -15,11 +15,11 @@ import torch
 
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster import machine_group
+from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.compression import CODECS, ErrorFeedback, is_compressible
 from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused
 from runtime.cluster.lighthouse import JOIN_TIMEOUT_S, Lighthouse
 from runtime.cluster.options import EngineOptions, split_host_port
-from runtime.cluster.settings import ClusterSettings
 from runtime.cluster.signing import seal, signature, unseal
 from runtime.cluster.torchft_engine import TorchftEngine, open_store
 from tests.support import programs

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.ledger import ClusterLedger
 from coordinator.messages import Payload, SaveCheckpoint
 from runtime.cluster.grants import GrantTracker
 from runtime.cluster.tensors import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runtime import Mean, Nesterov
+from runtime.cluster.cluster_settings import PERIOD_VARIABLE, ClusterSettings
 from runtime.cluster.options import MAX_MACHINE_ID_BYTES, EngineOptions
-from runtime.cluster.settings import PERIOD_VARIABLE, ClusterSettings
 
 ADDRESS = {"GPUWORKER_CLUSTER": "host:1"}
 

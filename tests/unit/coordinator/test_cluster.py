@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.grant import INITIAL_BATCHES, Grant, split_to_finish_together
-from coordinator.cluster.ledger import ClusterLedger
 from coordinator.cluster.machine_report import LedgerError, MachineReport
 from coordinator.cluster.member_protocol import (
     AdoptState,

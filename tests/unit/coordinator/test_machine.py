@@ -10,7 +10,6 @@ import torch
 from coordinator import messages as m
 from coordinator.cadence import CadenceAction
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.errors import AveragingFailed
 from coordinator.machine import Coordinator
 from coordinator.messages import (
     FINAL_ROUND,
@@ -22,6 +21,7 @@ from coordinator.messages import (
     SaveCheckpoint,
     Send,
 )
+from coordinator.run_errors import AveragingFailed
 from coordinator.run_state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())

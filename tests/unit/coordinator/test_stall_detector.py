@@ -6,8 +6,8 @@ import pytest
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
-from coordinator.errors import RunAborted, RunStalled
 from coordinator.messages import AbortCollective, ReportStall
+from coordinator.run_errors import RunAborted, RunStalled
 from coordinator.run_state import Phase
 from tests.unit.coordinator.test_machine import CPU, EMPTY, THREAD, Run, at_a_round
 

@@ -20,8 +20,8 @@ from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.module import ReplicatedModule
+from runtime.loop.rank_replica import RankReplica
 from runtime.loop.rank_threads import Job
-from runtime.loop.replica import RankReplica
 from runtime.loop.runner import Runner
 from runtime.loop.threaded import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda

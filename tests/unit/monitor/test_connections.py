@@ -221,9 +221,9 @@ def test_a_page_that_stops_reading_is_closed_and_frees_its_place(impatient, monk
 def test_a_page_that_reads_slowly_is_not_closed(impatient, monkeypatch):
     size = 24 << 20  # more than the system's buffers take
     monkeypatch.setattr(server_module, "STALL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(server_module.page, "plotly_script", lambda: b"x" * size)
+    monkeypatch.setattr(server_module.monitor_page, "plotly_script", lambda: b"x" * size)
     with Monitor() as monitor, socket.socket() as sock:
-        path = f"/{server_module.page.plotly_name()}"
+        path = f"/{server_module.monitor_page.plotly_name()}"
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         sock.settimeout(WAIT_S)
         sock.connect(("127.0.0.1", monitor.port))

@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 
 from runtime import Cause, Monitor, Timeline, WorkerFailed, current_worker
-from runtime.monitor import page as page_module
+from runtime.monitor import monitor_page as page_module
 from runtime.monitor.feed import Feed
 from runtime.monitor.run_reader import RunReader, tick_history
 from runtime.monitor.viewer import MAX_WAITING, Viewer

@@ -533,6 +533,19 @@ def test_an_optimizer_factory_for_parameters_names_the_remedy():
         builder.run().join(WAIT_S)
 
 
+def test_an_optimizer_factory_for_the_model_names_the_remedy():
+    def optim(model):
+        return torch.optim.SGD(model.parameters(), 1.0)
+
+    remedy = "a list of parameters or groups, not the model"
+    with pytest.raises(AttributeError, match=remedy):
+        Trainer.setup(nn.Linear(2, 1), optim, ["cpu"])
+    run = Trainer.builder(nn.Linear(2, 1), optim, lambda model, batch: model(batch[0]).mean())
+    run.dataset((torch.zeros(4, 2),)).batch_size(2).num_epochs(1).devices(["cpu"])
+    with pytest.raises(WorkerFailed, match=remedy):
+        run.run().join(WAIT_S)
+
+
 def test_calls_outside_the_body_are_refused():
     def loop(worker):
         worker.step(torch.zeros((), requires_grad=True))

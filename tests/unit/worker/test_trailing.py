@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coordinator import messages as m
-from runtime import current_worker
+from runtime import Trainer, current_worker
 from runtime import run as run_module
 from runtime.collective import nccl as nccl_module
 from runtime.collective.nccl import create_nccl_groups
@@ -385,3 +385,28 @@ def test_aborted_steps_are_repeated_without_a_trace_of_the_first_attempt(
     assert torch.equal(over.params["w"], whole.params["w"])
     assert over.buffers["forwards"].item() == whole.buffers["forwards"].item() == 10
     assert over.metrics[0].num_samples == 40
+
+
+@pytest.mark.parametrize("break_at", [1, 2, 5, 7])
+def test_aborted_steps_of_an_own_loop_are_not_counted_by_every(break_at, over_nccl, breaking):
+    def fired():
+        found = {0: [], 1: []}
+
+        def loop(worker):
+            for (indices,) in worker.batches():
+                worker.step(-worker.model(indices).mean())
+                if worker.every(3):
+                    found[worker.rank].append(worker.global_step)
+
+        run = Trainer.loop(
+            lambda device: Counted().to(device), lambda model: fused_sgd(model.parameters()), loop
+        )
+        run.dataset((torch.arange(40),)).batch_size(2).devices(["cpu"] * 2).policy("sync").seed(5)
+        run.num_epochs(1).backend("thread").balance(False).on_non_finite("ignore").progress(False)
+        run.on_worker_failure("continue").tune_allocator(False).run().join(WAIT_S)
+        return found
+
+    breaking.break_at = break_at
+    broken = fired()
+    breaking.break_at = None
+    assert broken == fired() == {0: [4, 10, 16], 1: [4, 10, 16]}

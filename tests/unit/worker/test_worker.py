@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from coordinator.errors import GpuWorkerError
+from coordinator.run_errors import GpuWorkerError
 from runtime import (
     ApplyPolicy,
     GpuWorker,
