@@ -192,7 +192,8 @@ class Storm:
         for machine in self._machines.values():
             machine.signal(signal.SIGCONT)
             machine.signal(signal.SIGUSR2)
-        time.sleep(1.0)
+        for machine in self._machines.values():
+            machine.poll(1.0)  # it prints its stacks
 
     def _end(self):
         """Resume all machines, and end the run on all of them."""

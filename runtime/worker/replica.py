@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,11 +169,7 @@ class WorkerReplica:
         )
         self.checkpoint = self._make_checkpoint(config, meter)
         if resume is not None:
-            saved = resume.rank(config.rank)
-            self.checkpoint.restore(saved)
-            self._set_train_mode(saved.get("train_point"))
-            progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
-            progress.body_steps = saved.get("body_steps", saved["local_step"])
+            self._restore(resume.rank(config.rank))
 
     def _join_global_batch(
         self, config: WorkerConfig, collective: Collective | None, timer: StepTimer
@@ -203,6 +200,14 @@ class WorkerReplica:
             is_lockstep=self.is_lockstep,
             ema=self.ema,
         )
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore this rank's part of a checkpoint."""
+        progress = self.progress
+        self.checkpoint.restore(saved)
+        self._set_train_mode(saved.get("train_point"))
+        progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
+        progress.body_steps = saved.get("body_steps", saved["local_step"])
 
     def _make_ema(self, config: WorkerConfig) -> ParamEma | None:
         if config.ema is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from runtime import GpuWorkerError, ReplicaMismatch
 from tests.support.looping import NUM_SAMPLES, loop_builder
@@ -15,7 +16,7 @@ TIMEOUT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""
 LATE = ("no progress", "in time", "no step within")
 """Texts of errors that stand for a rank that waited in vain."""
-WAYS = ("skip", "break", "return", "late", "two", "accumulate", "plain", "raise")
+WAYS = ("skip", "break", "return", "late", "two", "accumulate", "plain", "raise", "evaluate")
 """What a body may do instead of one step for each batch."""
 
 
@@ -27,13 +28,16 @@ def make_loop(ways, seed, *, alike, calls):
         for batch in worker.batches():
             who = "" if alike else worker.rank
             number = random.Random(f"{seed} {who} {worker.epoch} {worker.global_step}").random()
-            way = WAYS[int(number * 16)] if number < 0.5 else "step"
+            way = WAYS[int(number * 2 * len(WAYS))] if number < 0.5 else "step"
             loss = worker.model.loss(worker.epoch, batch)
             if way == "step" or way not in ways:
                 worker.step(loss)
             elif way == "two":
                 worker.step(loss)
                 worker.step(worker.model.loss(worker.epoch, batch))
+            elif way == "evaluate":
+                worker.evaluate((torch.arange(5),), lambda model, batch: {"size": len(batch[0])})
+                worker.step(loss)
             elif way == "accumulate":
                 worker.backward(loss)
             elif way == "plain":

@@ -70,6 +70,11 @@ class _Process:
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
+    def is_silent(self, seconds):
+        """True if it prints nothing within this time."""
+        ready, _, _ = select.select([self._stdout], [], [], seconds)
+        return not (ready or self._rest)
+
     def signal(self, number):
         """Send a signal."""
         self._process.send_signal(number)

@@ -119,6 +119,14 @@ def test_fewer_machines_resume_from_the_checkpoint_after_all_are_killed(start, t
     assert answers[0]["num_samples"] == [SAMPLES]
 
 
+def rounds_until(end, machines):
+    """Number of rounds of each machine at this time."""
+    while (left_s := end - time.monotonic()) > 0:
+        for machine in machines.values():
+            machine.poll(min(left_s, 0.05))
+    return {number: machine.poll().num_rounds for number, machine in machines.items()}
+
+
 @pytest.fixture
 def network():
     try:
@@ -144,10 +152,8 @@ def test_a_broken_link_creates_no_second_history(start, network, cut):
     start_s = time.monotonic() - began
     network.cut(cut)
     cut_at = time.monotonic()
-    time.sleep(0.5)  # for a round in progress
-    before = {number: machine.poll().num_rounds for number, machine in machines.items()}
-    time.sleep(down_s - 0.5)
-    after = {number: machine.poll().num_rounds for number, machine in machines.items()}
+    before = rounds_until(cut_at + 0.5, machines)  # includes a round in progress
+    after = rounds_until(cut_at + down_s, machines)
     network.mend(cut)
     back = time.monotonic()
     for number, machine in machines.items():

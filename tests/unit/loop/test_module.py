@@ -487,15 +487,15 @@ def test_the_timeline_shows_a_ranks_wait_for_a_slower_one():
 
         def forward(self, x):
             if threading.current_thread().name.endswith("-1"):
-                time.sleep(0.2)
+                time.sleep(0.1)
             return self.linear(x)
 
     timeline = Timeline(poll_s=0.05)
     with on_cpus(Waiting(), 2, config=DdpConfig(timeline=timeline)) as model:
         train_step(model, *make_batch(6, torch.float32))
     quick, slow = (rank.causes for rank in timeline.summary().ranks)
-    assert quick["sync"] > 0.1 > slow["sync"]
-    assert slow["compute"] > 0.2
+    assert quick["sync"] > slow["sync"]
+    assert slow["compute"] > 0.1
 
 
 def test_the_timeline_of_a_garbage_collected_model_ends():
