@@ -1,6 +1,6 @@
-"""Own training loops against PyTorch's own: ``Trainer.setup``, and ``FSDP`` with its memory.
+"""``Trainer.loop`` against ``train_fn``; ``Trainer.setup`` and ``FSDP`` against PyTorch's own.
 
-Usage: ``python benchmarks/own_loops.py setup|fsdp [--models lenet transformer] [--json FILE] ...``.
+Usage: ``python benchmarks/own_loops.py loop|setup|fsdp [--json FILE] ...``.
 What is measured and how stands in ``benchmarks/README.md``.
 """
 
@@ -33,6 +33,7 @@ from benchmarks.harness.measure import (
     begin,
     disturbed_line,
     interleaved,
+    median_interval,
     parser_of_sections,
     save,
     table,
@@ -43,11 +44,19 @@ from benchmarks.harness.models import (
     Batch,
     Workload,
     batches,
+    busy,
     solo_rate,
     step_seconds,
 )
 from benchmarks.harness.processes import GlooGroup
-from runtime import FSDP, Collective, ShardingStrategy, Trainer, create_collectives
+from runtime import (
+    FSDP,
+    ApplyPolicy,
+    Collective,
+    ShardingStrategy,
+    Trainer,
+    create_collectives,
+)
 
 WORLD_SIZE = 2
 WAIT_S = 180.0
@@ -64,16 +73,66 @@ def judged(what: str, ratio: float, step_s: float) -> str:
 
 
 def report(
-    workload: Workload, step_s: float, found: Measured, titles: dict[str, str], base: float
+    workload: Workload,
+    step_s: float,
+    found: Measured,
+    titles: dict[str, str],
+    base: float,
+    base_title: str = "PyTorch's own",
 ) -> None:
-    """Print the medians of one workload, and their ratios to PyTorch's."""
+    """Print the medians of one workload, and their ratios to a base."""
     print(f"## {workload.what}: {step_s * 1e3:.2f} ms a bare step\n")
     rows = [
         [title, f"{rate:,.0f}", f"{rate / base:.2f}"]
         for title, rate in ((titles[key], rate) for key, rate in found.medians().items())
     ]
-    print(table(["system", "samples/s", "/ PyTorch's own"], rows), end="\n\n")
+    print(table(["system", "samples/s", f"/ {base_title}"], rows), end="\n\n")
     print(disturbed_line(found.disturbed()), end="\n\n", flush=True)
+
+
+# -- Trainer.loop ------------------------------------------------------------------------
+
+LOOP_TARGET = 0.97
+LOOP_TITLES = {
+    "solo": "bare loop",
+    "train_fn": "train_fn, 1 worker",
+    "loop": "Trainer.loop, 1 worker",
+    "train_fn_2": "train_fn, 2 workers under SYNC",
+    "loop_2": "Trainer.loop, 2 workers under SYNC",
+}
+
+
+def loop(args: argparse.Namespace) -> None:
+    """``Trainer.loop`` against ``train_fn`` and a bare loop, with one worker and with two."""
+    result: dict[str, Any] = {**begin(), "repeat": args.repeat, "seconds": args.seconds}
+    result["steps"] = {}
+    for wanted_ms in args.step_ms:
+        workload = busy(wanted_ms / 1e3)
+        step_s = step_seconds(workload)
+        cells = Cells(workload, step_s, args.seconds)
+        wanted = [cells.solo("solo")]
+        for suffix, num_workers in (("", 1), ("_2", 2)):
+            pauses = (0.0,) * num_workers
+            for key, is_own in (("train_fn", False), ("loop", True)):
+                wanted.append(
+                    cells.runtime(
+                        key + suffix, ApplyPolicy.SYNC, pauses, steady=True, own_loop=is_own
+                    )
+                )
+        found = interleaved(wanted, args.repeat)
+        rates = found.medians()
+        report(workload, step_s, found, LOOP_TITLES, rates["solo"], "bare loop")
+        ratios = {}
+        for name, base in (("loop", "train_fn"), ("loop_2", "train_fn_2"), ("loop", "solo")):
+            ratio, *interval = median_interval(found.ratios(name, base))
+            ratios[f"{name}_over_{base}"] = [ratio, *interval]
+            what = f"{LOOP_TITLES[name]} / {LOOP_TITLES[base]}"
+            spread = f" ({interval[0]:.3f} to {interval[1]:.3f})"
+            check = Check(what=what, measured=ratio, wanted=LOOP_TARGET)
+            print(f"{what}: {ratio:.3f}" if base == "solo" else check, end=spread + "\n")
+        print(flush=True)
+        result["steps"][f"{wanted_ms:g} ms"] = {"step_s": step_s, **found.record(), **ratios}
+        save(args.json, result)
 
 
 # -- Trainer.setup -----------------------------------------------------------------------
@@ -368,11 +427,17 @@ def fsdp(args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser, commands = parser_of_sections(__doc__, {"setup": setup, "fsdp": fsdp})
-    for name, models, seconds in (("setup", WORKLOADS, 2.0), ("fsdp", TRANSFORMERS, 1.0)):
+    parser, commands = parser_of_sections(__doc__, {"loop": loop, "setup": setup, "fsdp": fsdp})
+    commands["loop"].add_argument("--step-ms", type=float, nargs="+", default=[1.0, 6.0])
+    for name, models, seconds, repeat in (
+        ("loop", None, 1.5, 15),
+        ("setup", WORKLOADS, 2.0, 5),
+        ("fsdp", TRANSFORMERS, 1.0, 5),
+    ):
         add = commands[name].add_argument
-        add("--models", nargs="+", choices=models, default=list(models))
-        add("--repeat", type=int, default=5, help="repetitions of each cell")
+        if models is not None:
+            add("--models", nargs="+", choices=models, default=list(models))
+        add("--repeat", type=int, default=repeat, help=f"repetitions of each cell ({repeat})")
         add("--seconds", type=float, default=seconds, help=f"of a measurement ({seconds:g})")
     args = parser.parse_args(argv)
     if args.repeat < 1:

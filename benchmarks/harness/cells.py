@@ -67,6 +67,7 @@ def runtime_builder(
     pinned: bool = False,
     balance: bool = False,
     train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
+    own_loop: bool = False,
 ) -> TrainerBuilder:
     """CPU workers with one intra-op thread each; all that is not named has the defaults.
 
@@ -84,6 +85,7 @@ def runtime_builder(
         balance: True if ``SYNC`` cuts global batches by measured speed.
         train_fn: Replaces the workload's loss, the pause and the
             count.
+        own_loop: True if the steps are made by a loop of ``Trainer.loop``.
     """
     ranks = count()
 
@@ -103,9 +105,18 @@ def runtime_builder(
             os.sched_setaffinity(0, {cores[next(ranks) % len(cores)]})
         return workload.make_model().to(device)
 
+    loss_fn = train_fn or step
+
+    def loop(worker: Any) -> None:
+        for batch in worker.batches():
+            worker.step(loss_fn(worker.model, batch))
+
+    if own_loop:
+        new = Trainer.loop(make_model, lambda m: workload.make_optimizer(m.parameters()), loop)
+    else:
+        new = Trainer.builder(make_model, workload.make_optimizer, loss_fn)
     builder = (
-        Trainer.builder(make_model, workload.make_optimizer, train_fn or step)
-        .dataset(data)
+        new.dataset(data)
         .batch_size(workload.batch_size)
         .num_epochs(num_epochs)
         .devices(["cpu"] * len(counts))
@@ -138,6 +149,7 @@ class Job:
         recorded: True if a timeline records the rounds.
         pinned: True if each worker's thread is pinned to a separate core.
         balance: True if ``SYNC`` cuts global batches by measured speed.
+        own_loop: True if the steps are made by a loop of ``Trainer.loop``.
     """
 
     workload: Workload
@@ -150,6 +162,7 @@ class Job:
     recorded: bool = False
     pinned: bool = False
     balance: bool = False
+    own_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +229,7 @@ def train(job: Job) -> Outcome:
         backend=job.backend,
         pinned=job.pinned,
         balance=job.balance,
+        own_loop=job.own_loop,
     )
     if timeline is not None:
         builder.timeline(timeline)
@@ -369,6 +383,7 @@ class Cells:
         steady: bool = False,
         pinned: bool = False,
         balance: bool = False,
+        own_loop: bool = False,
     ) -> Cell:
         """The runtime with as many workers as there are pauses.
 
@@ -381,6 +396,7 @@ class Cells:
             steady: True if the rate leaves out what follows the last epoch.
             pinned: True if each worker's thread is pinned to a separate core.
             balance: True if ``SYNC`` cuts global batches by measured speed.
+            own_loop: True if the steps are made by a loop of ``Trainer.loop``.
         """
         num_workers = len(pauses_s)
 
@@ -397,6 +413,7 @@ class Cells:
                 recorded=recorded,
                 pinned=pinned,
                 balance=balance,
+                own_loop=own_loop,
             )
             outcome = train(job)
             self.outcomes[key].append(outcome)
