@@ -14,8 +14,8 @@ from runtime import ReplicaFailed
 from runtime.loop import (
     data_parallel,
     mirror,
+    rank_replica,
     rank_threads,
-    replica,
     runner,
     shard_loss,
     shard_samples,
@@ -25,7 +25,7 @@ from tests.support.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # Python code of the standard library can be interrupted at any line too.
 MODULES = (
-    *(data_parallel, mirror, rank_threads, replica, runner, shard_loss, shard_samples),
+    *(data_parallel, mirror, rank_threads, rank_replica, runner, shard_loss, shard_samples),
     threading,
 )
 FILES = {module.__file__ for module in MODULES}
