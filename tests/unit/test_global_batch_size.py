@@ -186,7 +186,10 @@ def test_an_epoch_is_its_number_of_global_batches(way):
     b = builder(2, way, size=9).scheduler(rates, interval="epoch")
     b.run().join(WAIT_S)
     assert rates.totals == [EPOCHS] * 2
-    assert max(rates.last.values()) == EPOCHS - 1
+    if way[0] is SYNC:
+        assert set(rates.last.values()) == {EPOCHS - 1}
+    else:  # a rank may train its last batches before a round that adds the others' batches
+        assert max(rates.last.values()) < EPOCHS
 
 
 @every_way
