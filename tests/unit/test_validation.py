@@ -246,13 +246,17 @@ def test_without_lockstep_a_round_is_forced_and_all_ranks_validate_its_average(w
 @ways
 @ranks
 def test_a_death_during_a_validation_loses_no_part_of_it(way, ranks):
-    """The first batch that rank ``ranks - 1`` evaluates kills it."""
+    """The first batch that rank ``ranks - 1`` evaluates kills it.
+
+    The others finish no batch before, or they could validate all of it without that rank.
+    """
     once, watch = threading.Event(), Watch()
 
     def fn(model, batch):
         if current_worker().rank == ranks - 1 > 0 and not once.is_set():
             once.set()
             raise RuntimeError("planted")
+        assert ranks == 1 or once.wait(WAIT_S)
         return {"loss": loss_of(model, batch), "n": 1.0}
 
     b = run(way, ranks, watch=watch).val_dataset((X, Y), fn=fn)
@@ -274,6 +278,7 @@ def test_a_death_during_a_validation_within_an_epoch_loses_no_part_of_it(way):
         if current_worker().rank == 1 and not once.is_set():
             once.set()
             raise RuntimeError("planted")
+        assert once.wait(WAIT_S)
         return {"n": 1.0}
 
     b = run(way, 3, watch=watch).val_dataset((X, Y), every_steps=9, fn=fn)
