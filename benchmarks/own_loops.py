@@ -49,6 +49,7 @@ from benchmarks.harness.models import (
     step_seconds,
 )
 from benchmarks.harness.processes import GlooGroup
+from benchmarks.harness.reachable import reachable_bytes
 from runtime import (
     FSDP,
     ApplyPolicy,
@@ -288,7 +289,6 @@ def memory_of(
     workload: Workload, strategy: ShardingStrategy, world_size: int
 ) -> tuple[int, int, int]:
     """Bytes of rank 0: outside of steps, all that it ever held, and activations among it."""
-    from runtime.fsdp import reachable_bytes
 
     def work(end: Collective) -> tuple[int, int]:
         data = workload.make_data(workload.batch_size)
@@ -369,8 +369,6 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 def memory(name: str) -> None:
     """Print what a rank holds under every strategy, in units of the model's size."""
-    from runtime.fsdp import reachable_bytes  # no name of the package itself
-
     workload = TRANSFORMERS[name]
     unit = reachable_bytes(workload.make_model())
     replicated = memory_of(workload, ShardingStrategy.NO_SHARD, 1)[0]

@@ -59,10 +59,9 @@ from runtime.data.stream import StreamAdapter
 from runtime.device import host_allocator as allocator
 from runtime.device.affinity import near
 from runtime.device.base import device_summary
-from runtime.device.cuda import open_device
+from runtime.device.cuda import devices_differ, open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.loggers.progress import make_display
-from runtime.loop.balance import unequal_devices
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
 from runtime.replica.build import BuildOrder
@@ -346,7 +345,7 @@ class Run:
         devices, batch = device_summary(self.devices), self.facts.batch_line
         if len(self.devices) == 1:
             return f"{devices}; {batch}"
-        alike = "unequal devices" if unequal_devices(self.devices) else "equal devices"
+        alike = "unequal devices" if devices_differ(self.devices) else "equal devices"
         others = ", ".join(backend.name for backend in c.alternatives)
         tried = "" if c.policy is ApplyPolicy.SYNC or not others else f"; {others} is tried, too"
         return (

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from coordinator.splitting import split_by_ratio
 
 WARMUP_STEPS = 10
@@ -251,16 +249,3 @@ def apportion(num_items: int, ratios: Sequence[float]) -> tuple[int, ...]:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(0)] = 1
     return tuple(sizes)
-
-
-def unequal_devices(devices: Sequence[torch.device]) -> bool:
-    """True if CPUs and GPUs, or GPUs of different models, train together: then equal gradients
-    may give different bits.
-    """
-    return len({device.type for device in devices}) > 1 or unequal_gpus(devices)
-
-
-def unequal_gpus(devices: Sequence[torch.device]) -> bool:
-    """True if the devices include GPUs of different models."""
-    gpus = {device for device in devices if device.type == "cuda"}
-    return len({torch.cuda.get_device_properties(gpu).name for gpu in gpus}) > 1

@@ -17,8 +17,9 @@ from runtime.core.context import announce
 from runtime.core.launchers import refuse_launcher
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.device.base import device_summary
+from runtime.device.cuda import devices_differ
 from runtime.loop.accumulation import AccumulationSchedule
-from runtime.loop.balance import Balancer, unequal_devices, unequal_gpus
+from runtime.loop.balance import Balancer
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
@@ -82,7 +83,7 @@ def set_up(
     if len(resolved) == 1:
         return _on_one_device(source, new_optimizer, resolved[0], config, recorder)
     if use_el_che is None:
-        use_el_che = unequal_gpus(resolved)
+        use_el_che = devices_differ([device for device in resolved if device.type == "cuda"])
     accumulation = AccumulationSchedule.of(len(resolved), config, use_el_che=use_el_che)
     return _on_threads(source, new_optimizer, resolved, config, recorder, accumulation)
 
@@ -116,7 +117,7 @@ def _on_threads(
     accumulation: AccumulationSchedule,
 ) -> ReplicatedModule:
     backend, reason = resolve_backend(AverageBackend.AUTO, devices)
-    kinds = "unequal devices" if unequal_devices(devices) else "equal devices"
+    kinds = "unequal devices" if devices_differ(devices) else "equal devices"
     announce(
         logger,
         f"your own loop: {device_summary(devices)}; {kinds}; gradients go over {backend.name}: "

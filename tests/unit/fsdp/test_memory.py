@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.harness.reachable import reachable_bytes
 from runtime import ShardingStrategy
-from runtime.fsdp import reachable_bytes
 from tests.support.fsdp_ranks import on_ranks, wrap
 
 FULL, GRAD_OP, NONE, HYBRID = ShardingStrategy
