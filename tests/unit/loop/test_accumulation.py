@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DdpConfig
+from runtime import DdpConfig, ReplicaFailed, Trainer
 from runtime.device import timing
-from runtime.loop.accumulation import AccumulationSchedule
+from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds, rounds
 from tests.support.own_loop import (
     OneDevice,
     adamw,
@@ -340,3 +341,139 @@ def test_setup_runs_elche_for_unequal_gpus_only():
         assert model.batch_counts == (1, 1)
     with on_cpus(make_net(), 2, config=DdpConfig()) as model:
         assert model.batch_counts == (10, 10)
+
+
+def test_the_anchor_is_capped_and_fitted_to_the_overhead():
+    accumulation = AccumulationSchedule.of(
+        2, DdpConfig(max_anchor=16, overhead_target=0.5), use_el_che=True
+    )
+    assert accumulation.batch_counts == (10, 10)
+    for _ in range(5):
+        shares = accumulation.report([(1.0, 10), (2.0, 10)], sync_s=100.0)
+    assert shares == pytest.approx((2 / 3, 1 / 3))
+    assert accumulation.batch_counts == (32, 16)
+    assert AccumulationSchedule.of(2, DdpConfig(max_anchor=3), use_el_che=True).batch_counts == (
+        3,
+        3,
+    )
+    assert AccumulationSchedule.of(1, DdpConfig(), use_el_che=True).batch_counts == (1,)
+
+
+def test_missing_measurements_change_nothing():
+    """On a GPU timings are available some steps later."""
+    accumulation = AccumulationSchedule.of(2, DdpConfig(), use_el_che=True)
+    assert accumulation.report([(0.0, 0), (1.0, 10)], sync_s=math.nan) is None
+    assert accumulation.batch_counts == (10, 10)
+    assert math.isnan(reduction_seconds([(0.0, 0), (0.0, 0)]))
+    assert reduction_seconds([(0.5, 1), (0.0, 0), (0.2, 1)]) == 0.2
+
+
+def test_rounds_read_the_batch_counts_for_each_list():
+    counts = [(1, 2)]
+    found = []
+    for given in rounds(range(10), lambda: counts[-1]):
+        found.append(given)
+        counts.append((2, 2))
+    assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9]]
+
+
+# -- errors ------------------------------------------------------------------------
+
+
+def test_backward_and_accumulate_cannot_share_a_step():
+    with on_cpus(make_net(), 2) as model:
+        x, y = make_batch(4)
+        model.accumulate(loss_fn, [(x, y)] * 2)
+        with pytest.raises(RuntimeError, match="cannot share a step"):
+            F.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="max_grad_norm"):
+            model.clip_grad_norm_(1.0)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match="cannot share a step"):
+            model.accumulate(loss_fn, [(x, y)] * 2)
+        model.step()
+        assert_identical(model)
+
+
+def bad_loss(value):
+    return lambda module, batch: value
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (bad_loss(1.0), "return the batch's mean loss"),
+        (lambda m, b: m(b[0]), "scalar"),
+        (bad_loss(torch.tensor(1.0)), "without a gradient"),
+    ],
+)
+def test_invalid_losses_are_refused_and_the_module_stays_usable(bad, match, num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        error = ReplicaFailed if num_devices > 1 else (TypeError, ValueError)
+        with pytest.raises(error, match=match):
+            model.accumulate(bad, [make_batch(4)] * 2)
+        train_step(model, *make_batch(4))
+        assert_identical(model)
+
+
+def test_a_failure_on_one_rank_clears_all_ranks_accumulated_gradients():
+    def failing(module, batch):
+        if threading.current_thread().name.endswith("-1"):
+            raise ZeroDivisionError("bad batch")
+        return loss_fn(module, batch)
+
+    with on_cpus(make_net(), 2) as model:
+        with pytest.raises(ReplicaFailed, match="rank 1 on cpu failed in accumulate"):
+            model.accumulate(failing, [make_batch(4)] * 2)
+        assert all(p.grad is None for r in model.replicas for p in r.parameters())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_bad_arguments_are_refused(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        with pytest.raises(TypeError, match="loss_fn must be a function"):
+            model.accumulate(3, [])
+        with pytest.raises(TypeError, match="list of batches"):
+            model.accumulate(loss_fn, torch.zeros(3))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+            model.accumulate(loss_fn, [make_batch(4)])
+        assert model.accumulate(loss_fn, []).shape == (0,)
+        model.step()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"speed_hint": 3}, TypeError, "slow rank, ratio"),
+        ({"speed_hint": (0, 0.5)}, ValueError, "at least 1"),
+        ({"speed_hint": (-1, 2.0)}, ValueError, "at least 0"),
+        ({"speed_hint": (0, "fast")}, TypeError, "pass a number"),
+        ({"overhead_target": 0.6}, ValueError, "0.5"),
+        ({"max_anchor": -1}, ValueError, "at least 0"),
+        ({"max_anchor": 1.5}, TypeError, "whole number"),
+        ({"max_grad_norm": 0.0}, ValueError, "above 0"),
+        ({"timeline": object()}, TypeError, "Timeline"),
+    ],
+)
+def test_settings_out_of_range_are_refused(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        DdpConfig(**kwargs)
+
+
+def test_a_hint_for_a_rank_that_does_not_exist_is_refused():
+    config = DdpConfig(speed_hint=(2, 2.0))
+    with pytest.raises(ValueError, match="no rank 2 of 2"):
+        Trainer.setup_with(make_net(), sgd, ["cpu"] * 2, config=config)
+    with pytest.raises(TypeError, match="DdpConfig"):
+        Trainer.setup_with(make_net(), sgd, ["cpu"], config={"max_anchor": 1})
+
+
+@pytest.mark.parametrize(("devices", "max_anchor"), [(2, None), (2, 0), (2, 1), (1, 2)])
+def test_a_plain_loop_reduces_at_every_step_without_max_anchor(devices, max_anchor):
+    with on_cpus(make_net(), devices, config=DdpConfig(max_anchor=max_anchor)) as model:
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_fn(model, make_batch(6)).backward()
+        model.step()
+        assert not any(map(torch.equal, before, model.parameters()))
