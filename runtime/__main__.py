@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -18,13 +18,18 @@ import torch.distributed
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
+from runtime.cluster.machine_status import status_table
+from runtime.cluster.membership import read_cluster_status
 from runtime.cluster.options import ENV_VARIABLES
 from runtime.collective.nccl_library import loaded_version, version_name
 from runtime.core.capabilities import missing_in_system
 from runtime.core.checks import default_devices
+from runtime.core.errors import ClusterError
 from runtime.core.threads import num_cores
 from runtime.device.base import device_summary
 from runtime.monitor.control import find_runs, stop_runs
+from runtime.timeline.run_table import RUN_COLUMNS, run_cells
+from runtime.timeline.text import text_table
 
 
 def machine_report(devices: Sequence[torch.device] | None = None) -> str:
@@ -149,6 +154,12 @@ def parse_args(
         help="list the active runs of this user on this machine",
         description="Lists the active runs of this user on this machine.",
     )
+    status.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="list the machines of the cluster whose lighthouse is at ADDRESS instead; their token "
+        f"is read from {ENV_VARIABLES['token'][0]}",
+    )
     status.add_argument("--json", action="store_true", help="print the records as JSON")
     stop = commands.add_parser(
         "stop",
@@ -187,7 +198,10 @@ def serve_lighthouse(args: argparse.Namespace) -> None:
 
 
 def show_status(args: argparse.Namespace) -> None:
-    """Print the active runs of this user on this machine."""
+    """Print the active runs of this user on this machine, or the machines of a cluster."""
+    if args.cluster is not None:
+        show_cluster(args)
+        return
     found = find_runs()
     if args.json:
         records = [
@@ -195,33 +209,37 @@ def show_status(args: argparse.Namespace) -> None:
         ]
         sys.stdout.write(json.dumps(records, indent=1) + "\n")
         return
-    rows: list[tuple[str, ...]] = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [RUN_COLUMNS]
     for process in found:
         if not process.responds:
-            rows.append((str(process.pid), "does not answer", *("",) * (len(_COLUMNS) - 2)))
-        rows += [(str(process.pid), *_cells(run)) for run in process.runs]
+            rows.append((str(process.pid), "does not answer", *("",) * (len(RUN_COLUMNS) - 2)))
+        rows += [run_cells(process.pid, run) for run in process.runs]
     if len(rows) == 1:
         sys.stdout.write("no active run of this user on this machine\n")
         return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    sys.stdout.write("\n".join(text_table(rows)) + "\n")
 
 
-_COLUMNS = ("PID", "NAME", "EPOCH", "DONE", "SAMPLES/S", "LOSS", "LAST CHECKPOINT")
-
-
-def _cells(run: Mapping[str, Any]) -> tuple[str, ...]:
-    done = min(1.0, run["step"] / run["total_steps"]) if run["total_steps"] else 0.0
-    return (
-        str(run["name"]),
-        f"{run['epoch'] + 1}/{run['num_epochs']}",
-        f"{done:.0%}",
-        f"{run['samples_per_s']:,.0f}",
-        "-" if run["loss"] is None else f"{run['loss']:.4g}",
-        run["last_checkpoint"] or ("none yet" if run["checkpoint_dir"] else "no checkpoint_dir"),
-    )
+def show_cluster(args: argparse.Namespace) -> None:
+    """Print the machines of a cluster and the progress of their runs."""
+    token = os.environ.get(ENV_VARIABLES["token"][0]) or None
+    try:
+        found = read_cluster_status(args.cluster, token)
+    except (ValueError, ClusterError) as error:
+        raise SystemExit(f"{args.prog} status: {error}") from None
+    if args.json:
+        records = [
+            {"machine": each.machine, "age_s": round(each.age_s, 1), "run": each.run}
+            for each in found.machines
+        ]
+        sys.stdout.write(json.dumps(records, indent=1) + "\n")
+        return
+    lines = [f"no machine is in the cluster at {args.cluster}"]
+    if found.machines:
+        lines = status_table(found.machines)
+    if found.num_refused:
+        lines.append(f"{found.num_refused} more with another token or version")
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def request_stop(args: argparse.Namespace) -> None:
@@ -249,7 +267,8 @@ _REQUIRED = {
 def require_system(args: argparse.Namespace) -> None:
     """End with a message if the operating system lacks what the command requires."""
     module, name = _REQUIRED.get(args.command, (sys, "path"))
-    if not hasattr(module, name):
+    is_remote = getattr(args, "cluster", None) is not None
+    if not is_remote and not hasattr(module, name):
         fault = missing_in_system(f"{args.prog} {args.command}", f"{module.__name__}.{name}")
         raise SystemExit(f"{fault}: run it on Linux or macOS")
 

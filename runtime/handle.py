@@ -29,7 +29,7 @@ from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
 from runtime.loggers.progress import RecentProgress
-from runtime.monitor.control import CONTROL, ControlledRun, program_name
+from runtime.monitor.control import CONTROL, ControlledRun, ListedRun, program_name
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
 from runtime.replica.build import ModelT_co
@@ -122,7 +122,9 @@ class TrainerHandle(Generic[ModelT_co]):
         return final
 
     def list_run(self, config: RunSettings) -> None:
-        """Show the run to other processes of this user until it ends."""
+        """Show the run to other processes of this user until it ends, and in a cluster at its
+        lighthouse.
+        """
         saved, name = config.checkpoint_dir, program_name()
         num_epochs = config.coordinator.num_epochs
 
@@ -145,6 +147,8 @@ class TrainerHandle(Generic[ModelT_co]):
             num_epochs=num_epochs,
         )
         CONTROL.add(self._controlled)
+        if isinstance(self._run, ClusterRun):
+            self._run.read_status = ListedRun(self._controlled).read
 
     def unlist_run(self) -> None:
         """End :meth:`list_run`. Idempotent."""

@@ -33,7 +33,14 @@ from runtime.cluster.checkpointer import (
     resumed_cluster_state,
 )
 from runtime.cluster.cluster_settings import ClusterSettings
-from runtime.cluster.engine import ClusterState, EngineClosed, EngineError, PeerRefused, Quorum
+from runtime.cluster.engine import (
+    ClusterState,
+    EngineClosed,
+    EngineError,
+    PeerRefused,
+    Quorum,
+    StatusReader,
+)
 from runtime.cluster.grants import EMPTY_CAPTURE, GrantTracker, machine_tallies, resume_state
 from runtime.cluster.tensors import (
     contribution,
@@ -70,6 +77,9 @@ class ClusterRun:
         data: Properties of the data that must be equal on all machines.
         make_run: Creates an inner run.
         checkpoints: Directory and intervals of checkpoints.
+
+    Attributes:
+        read_status: Returns the record of the run for the lighthouse; set before :meth:`start`.
     """
 
     def __init__(
@@ -94,6 +104,7 @@ class ClusterRun:
         self.devices = self._inner.devices
         self.total_batches = self._inner.total_batches
         self._listener: Any = None  # the handle; see runtime.run.Listener
+        self.read_status: StatusReader | None = None
         self._engine: Any = None
         self._member: member_protocol.MemberProtocol | None = None
         self._commands: deque[member_protocol.MemberCommand] = deque()
@@ -164,6 +175,8 @@ class ClusterRun:
         self._listener = listener
         self._engine = self._settings.connect(self._settings.engine, self._offer)
         try:
+            if self.read_status is not None:
+                self._engine.send_status(self.read_status)
             self._inner.start(self)
             INTERRUPTS.add(self)
             self._thread.start()

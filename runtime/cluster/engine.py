@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +118,21 @@ class ClusterEngine(ABC):
         """
 
     @abstractmethod
+    def send_status(self, read: StatusReader) -> None:
+        """Send the run's progress to the lighthouse at intervals until :meth:`close`, if there is
+        one. Returns at once.
+
+        Args:
+            read: Returns the record of the run; called in a thread of its own.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the cluster. Idempotent."""
+
+
+StatusReader = Callable[[Callable[[float], object]], Mapping[str, Any]]
+"""Returns the record of a run; called with a function that waits."""
 
 
 class EngineError(GpuWorkerError):

@@ -1,4 +1,6 @@
-"""Gate in front of a lighthouse: forwards gRPC, refuses web pages, and lists the members."""
+"""Gate in front of a lighthouse: forwards gRPC, refuses web pages, and lists the members and their
+progress.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,14 @@ import json
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 
-from runtime.cluster.membership import GREETING, MAX_LINE_BYTES
+from runtime.cluster.machine_status import MachineStatus, parse_status, status_page
+from runtime.cluster.membership import GREETING, MAX_LINE_BYTES, STATUS_GREETING
 from runtime.core.host_names import LOOPBACK, host_name, is_address
+from runtime.timeline.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +27,9 @@ FIRST_BYTES_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 GATE_CLOSE_TIMEOUT_S = 5.0
 COPY_BYTES = 1 << 16
-PAGES = ("/", "/status")
+PROGRESS_PAGE = "/status"
+"""The page that the other one loads every second into itself."""
+PAGES = ("/", PROGRESS_PAGE)
 MAX_MEMBERS = 1024
 
 _TEXT = b"Only the page itself is served here, for a request to this host."
@@ -54,7 +62,7 @@ class LighthouseGate:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._started = threading.Event()
-        self._members: dict[asyncio.Task[None], object] = {}
+        self._members: dict[asyncio.Task[None], _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._main, name="lighthouse-gate", daemon=True)
         self._thread.start()
@@ -115,6 +123,11 @@ class LighthouseGate:
             await self._forward(first, reader, writer)
         elif first == GREETING:
             await self._list_members(task, reader, writer)
+        elif first == STATUS_GREETING:
+            now = time.monotonic()
+            members = [[m.card, m.line, now - m.received_at] for m in self._members.values()]
+            writer.write(json.dumps(members).encode() + b"\n")
+            await writer.drain()
         elif first:
             await self._answer_page(first, reader, writer)
 
@@ -133,6 +146,8 @@ class LighthouseGate:
             try:
                 request = f"GET {path} HTTP/1.1\r\nHost: lighthouse\r\nConnection: close\r\n\r\n"
                 requests.write(request.encode())
+                if path == PROGRESS_PAGE:
+                    writer.write(_with_section(await answers.read(), self._page()))
                 await _copy(answers, writer)
             finally:
                 requests.close()
@@ -172,30 +187,76 @@ class LighthouseGate:
         finally:
             requests.close()
 
+    def _page(self) -> bytes:
+        """The section of the members' progress, which is not verified: there is no token here."""
+        now = time.monotonic()
+        members = sorted(self._members.values(), key=lambda member: member.machine)
+        return status_page([member.status(now) for member in members]).encode()
+
     async def _list_members(
         self,
         task: asyncio.Task[None],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Send the other members' cards; a card that the machine sends counts while it stays."""
-        writer.write(json.dumps(list(self._members.values())).encode() + b"\n")
+        """Send the other members' cards. A card that the machine sends counts while it stays, and
+        so does the last line of those that follow.
+        """
+        writer.write(json.dumps([m.card for m in self._members.values()]).encode() + b"\n")
         await writer.drain()
         async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
             line = await reader.readline()
         if not line.endswith(b"\n") or len(self._members) >= MAX_MEMBERS:
             return
         card = json.loads(line)
-        if len(line) <= MAX_LINE_BYTES and isinstance(card, list):
-            self._members[task] = card
-            await reader.read()
+        if len(line) > MAX_LINE_BYTES or not isinstance(card, list):
+            return
+        member = self._members[task] = _Member(card, time.monotonic())
+        while (line := await reader.readline()).endswith(b"\n"):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"a line of {len(line)} bytes")
+            member.line, member.received_at = line.decode("ascii"), time.monotonic()
+
+
+@dataclass(slots=True)
+class _Member:
+    """A machine's card, its last line, and the time of the later one."""
+
+    card: list[object]
+    received_at: float
+    line: str | None = None
+
+    @property
+    def machine(self) -> str:
+        return one_line(self.card[0] if self.card else "")
+
+    def status(self, now: float) -> MachineStatus:
+        """The machine's progress, without that of a malformed line."""
+        age_s = now - self.received_at
+        if self.line is not None:
+            with suppress(ValueError):
+                return parse_status(self.line, age_s)
+        return MachineStatus(machine=self.machine, age_s=age_s)
+
+
+def _with_section(answer: bytes, section: bytes) -> bytes:
+    """An HTTP answer with a section at the end of its page; unchanged if it is no page."""
+    head, separator, body = answer.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200 ") or b"\r\ntransfer-encoding:" in head.lower():
+        return answer
+    lines = [
+        line for line in head.split(b"\r\n") if not line.lower().startswith(b"content-length:")
+    ]
+    lines.append(b"content-length: %d" % (len(body) + len(section)))
+    return b"\r\n".join(lines) + separator + body + section
 
 
 async def _first_bytes(reader: asyncio.StreamReader) -> bytes:
-    """The preface or the greeting, or as much as shows that it is neither."""
+    """The preface or a greeting, or as much as shows that it is none of them."""
+    openings = (PREFACE, GREETING, STATUS_GREETING)
     first = b""
-    while any(known.startswith(first) for known in (PREFACE, GREETING)):
-        if first in (PREFACE, GREETING):
+    while any(known.startswith(first) for known in openings):
+        if first in openings:
             break
         more = await reader.read(1)
         if not more:

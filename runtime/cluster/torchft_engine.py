@@ -36,6 +36,7 @@ from runtime.cluster.engine import (
     EngineError,
     PeerRefused,
     Quorum,
+    StatusReader,
 )
 from runtime.cluster.lighthouse import load_torchft
 from runtime.cluster.machine_group import MachineGroup
@@ -207,6 +208,10 @@ class TorchftEngine(ClusterEngine):
     def cancel_after(self, timeout_s: float) -> None:
         """See :meth:`ClusterEngine.cancel_after`."""
         self._calls.cancel_after(timeout_s)
+
+    def send_status(self, read: StatusReader) -> None:
+        """See :meth:`ClusterEngine.send_status`."""
+        self._membership.send_status(read)
 
     def close(self) -> None:
         """See :meth:`ClusterEngine.close`."""

@@ -12,6 +12,7 @@ from coordinator.shares import IMBALANCE_RATIO
 from runtime.core.context import fold
 from runtime.timeline.events import Cause
 from runtime.timeline.summary import RunFacts
+from runtime.timeline.text import html_table
 
 TRAINED = "training"
 LOADING = "waiting for data"
@@ -170,8 +171,8 @@ class RunSummary:
             [
                 f"<p><b>{html.escape(self.headline or 'nothing was trained')}</b><br>",
                 f"{html.escape(self._title())}</p>",
-                _html_table([("time of the devices", "share"), *shares] if shares[1:] else []),
-                _html_table([_HEADER, *self._rows()] if self.ranks else []),
+                html_table([("time of the devices", "share"), *shares] if shares[1:] else []),
+                html_table([_HEADER, *self._rows()] if self.ranks else []),
                 *(f"<p>{html.escape(note)}</p>" for note in notes if note),
             ]
         )
@@ -210,15 +211,6 @@ def _rate(value: float) -> str:
 def _columns(row: Sequence[str]) -> str:
     rank, device, part, rate, own = row
     return f"  {rank:>4}  {device[:28]:<28}{part:>7}{rate:>14}{own:>14}"
-
-
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    header, *body = [[html.escape(cell) for cell in row] for row in rows]
-    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in header) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
-    return f"<table>{''.join(lines)}</table>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import os
 import threading
+from collections.abc import Sequence
 
 MAX_LENGTH = 200
 _FORMULA = ("=", "+", "-", "@", "|", "%")
@@ -49,6 +51,25 @@ def table_cell(text: str) -> str:
     """Text for a CSV cell, which no spreadsheet parses as a formula."""
     shown = one_line(text)
     return f"'{shown}" if shown.lstrip().startswith(_FORMULA) else shown
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns; the first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """A table of escaped cells; the first row is the header. Empty without rows."""
+    if not rows:
+        return ""
+    header, *body = [[html.escape(cell) for cell in row] for row in rows]
+    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in header) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in body]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

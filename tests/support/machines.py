@@ -70,6 +70,11 @@ class _Process:
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
+    @property
+    def pid(self):
+        """Its process."""
+        return self._process.pid
+
     def is_silent(self, seconds):
         """True if it prints nothing within this time."""
         ready, _, _ = select.select([self._stdout], [], [], seconds)

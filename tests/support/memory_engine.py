@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runtime.cluster.engine import ClusterEngine, ClusterState, EngineClosed, EngineError, Quorum
+from runtime.cluster.engine import (
+    ClusterEngine,
+    ClusterState,
+    EngineClosed,
+    EngineError,
+    Quorum,
+    StatusReader,
+)
 
 POLL_S = 0.02
 """Interval at which blocked calls check the clock."""
@@ -220,6 +227,9 @@ class MemoryEngine(ClusterEngine):
         for i, tensor in enumerate(tensors):
             parts = [value[i] for value in posted.values() if isinstance(value, list)]
             tensor.copy_(torch.stack([part.double() for part in parts]).sum(0))
+
+    def send_status(self, read: StatusReader) -> None:
+        pass  # there is no lighthouse
 
     def commit(self, ok: bool) -> bool:
         denied = self._enter("commit") == "deny"

@@ -7,13 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
 from runtime.checkpoint.store import entries
+from runtime.cluster.membership import read_cluster_status
 from tests.storm import Storm, violations
 from tests.support import programs
-from tests.support.machines import LighthouseProcess, TrainingMachine, needs_torchft
+from tests.support.machines import (
+    ANSWER_S,
+    LighthouseProcess,
+    TrainingMachine,
+    needs_torchft,
+)
 from tests.support.namespaces import SUBNET, Namespaces
 from tests.support.pairs import SCALE
 
@@ -82,6 +89,43 @@ def test_training_continues_when_the_lighthouse_is_restarted(start):
     start.light(port=lighthouse.port)
     answers = [machine.join() for machine in (a, b)]
     check_once(*answers)
+
+
+def test_the_lighthouse_has_the_progress_of_each_machine_until_it_dies(start, tmp_path):
+    args = ("--token", "secret", "--machines", 1, "--sleep-s", 0.005, "--epochs", 100_000)
+    machines = [start(*args, "--directory", tmp_path), start(*args)]
+    address = start.processes[0].address
+
+    def runs(ready):
+        """The record of each process once ``ready(records)`` is true."""
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            for machine in machines:
+                machine.poll(0.05)
+            found = read_cluster_status(address, "secret").machines
+            records = {each.run["pid"]: each.run for each in found if each.run}
+            if ready(records):
+                return records
+            assert time.monotonic() < deadline, records
+
+    pids = [machine.pid for machine in machines]
+    records = runs(
+        lambda found: set(found) == set(pids) and found[pids[0]]["last_checkpoint"] is not None
+    )
+    for record in records.values():
+        assert record["name"] == "cluster_program.py"
+        assert record["samples_per_s"] > 0
+        assert (record["num_epochs"], record["epoch"] >= 0) == (100_000, True)
+    assert all(record["loss"] is not None for record in records.values())
+    assert records[pids[0]]["last_checkpoint"].startswith(str(tmp_path))
+    assert records[pids[1]]["checkpoint_dir"] is None
+    with urllib.request.urlopen(f"http://{address}/status", timeout=5.0) as page:
+        text = page.read().decode()
+    assert all(f"<td>{pid}</td>" in text for pid in pids)
+    machines.pop().kill()
+    runs(lambda found: set(found) == {pids[0]})
+    machines[0].signal(signal.SIGUSR1)
+    assert machines[0].join()["stopped"]
 
 
 def test_a_suspended_machine_is_healed_and_ends_with_the_others(start):

@@ -1,0 +1,153 @@
+"""MachineStatus: the progress of one machine's run, sent to the lighthouse as a signed line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.cluster.machine_report import PROTOCOL_VERSION
+from runtime.cluster.signing import MAC_BYTES, is_signed, signature
+from runtime.core.context import LINE_WIDTH
+from runtime.timeline.run_table import RUN_COLUMNS, run_cells
+from runtime.timeline.text import html_table, one_line, text_table
+
+_COUNTS = ("pid", "epoch", "num_epochs", "step", "total_steps")
+_NUMBERS = ("elapsed_s", "samples_per_s", "loss")
+_TEXTS = {"name": 40, "checkpoint_dir": 60, "last_checkpoint": 140}
+"""Texts and their limits: with them a line is below :data:`membership.MAX_LINE_BYTES`, although a
+character of JSON may take 12 bytes."""
+_MAX_COUNT = 1 << 53
+_MAX_HOST_LENGTH = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineStatus:
+    """The progress of one machine's run.
+
+    Attributes:
+        machine: The machine's id.
+        number: Number of the record; it grows while the machine's process lives.
+        run: The record; see :meth:`runtime.monitor.control.ListedRun.read`. Texts are shortened.
+            ``None``: the machine has sent none yet.
+        age_s: Seconds since the lighthouse received the record.
+    """
+
+    machine: str
+    number: int = 0
+    run: Mapping[str, Any] | None = None
+    age_s: float = 0.0
+
+
+def status_line(token: str | None, machine: str, number: int, run: Mapping[str, Any]) -> bytes:
+    """A machine's line with its record, in ASCII: the signature and JSON.
+
+    Args:
+        token: Secret shared by the machines.
+        machine: The machine's id.
+        number: Number of the record, larger than those before.
+        run: The record.
+    """
+    record = {name: run[name] for name in (*_COUNTS[1:], *_NUMBERS)}
+    record["pid"] = os.getpid()
+    for name, limit in _TEXTS.items():
+        record[name] = None if run[name] is None else _end_of(run[name], limit)
+    body = json.dumps([machine, number, record])
+    return f"{signature(token, *_signed_parts(body)).hex()} {body}\n".encode()
+
+
+def is_signed_status(line: str, token: str | None) -> bool:
+    """True if the line of a machine is signed with the token."""
+    mac, _, body = line.rstrip("\n").partition(" ")
+    try:
+        return is_signed(bytes.fromhex(mac), token, *_signed_parts(body))
+    except ValueError:
+        return False
+
+
+def parse_status(line: str, age_s: float = 0.0) -> MachineStatus:
+    """Parse the line of a machine, whose signature is not verified.
+
+    Raises:
+        ValueError: It is malformed.
+    """
+    try:
+        machine, number, record = json.loads(line[2 * MAC_BYTES :])
+        run: dict[str, Any] = {name: _count(record[name]) for name in _COUNTS}
+        run |= {name: _number(record[name]) for name in _NUMBERS}
+        run |= {name: _text(record[name]) for name in _TEXTS}
+        for name in ("elapsed_s", "samples_per_s"):
+            if run[name] is None or not 0 <= run[name] <= _MAX_COUNT:
+                raise ValueError(f"{name} is out of range")
+        return MachineStatus(machine=one_line(machine), number=_count(number), run=run, age_s=age_s)
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"no status of a machine: {error}") from error
+
+
+def _signed_parts(body: str) -> tuple[str, bytes, bytes]:
+    return "status", str(PROTOCOL_VERSION).encode(), body.encode("utf-8", "replace")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
+        raise ValueError("a count is out of range")
+    return int(value)
+
+
+def _number(value: object) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not -1e300 < value < 1e300:
+        raise ValueError("a number is out of range")
+    return float(value)
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError("a text is of another type")
+    return one_line(value)
+
+
+def status_table(statuses: Sequence[MachineStatus]) -> list[str]:
+    """Two lines of at most 80 columns for each machine, after a header."""
+    rows: list[tuple[str, ...]] = [_CLUSTER_HEADER]
+    others = [""]
+    for status in statuses:
+        host, other = status.machine, "no progress yet"
+        cells: tuple[str, ...] = ("-",) * 5
+        if (run := status.run) is not None:
+            host = host.rpartition(f"-{run['pid']}-")[0] or host
+            pid, name, *numbers, saved = run_cells(run["pid"], run)
+            cells, other = (pid, *numbers), f"{name}, last checkpoint: {saved}"
+        rows.append((one_line(host, _MAX_HOST_LENGTH), *cells, _age(status.age_s)))
+        others.append(f"  {_end_of(other, LINE_WIDTH - 2)}")
+    pairs = zip(text_table(rows), others, strict=True)
+    return [line for pair in pairs for line in pair if line]
+
+
+_CLUSTER_HEADER = ("HOST", "PID", "EPOCH", "DONE", "SAMPLES/S", "LOSS", "AGE")
+
+
+def _end_of(text: str, limit: int) -> str:
+    """The text, without its beginning if it is too long."""
+    return text if len(text) <= limit else f"…{text[1 - limit :]}"
+
+
+def status_page(statuses: Sequence[MachineStatus]) -> str:
+    """A section of HTML with the machines' progress."""
+    rows: list[tuple[str, ...]] = [("MACHINE", *RUN_COLUMNS, "AGE")]
+    for status in statuses:
+        if status.run is None:
+            cells: tuple[str, ...] = ("-",) * len(RUN_COLUMNS)
+        else:
+            cells = run_cells(status.run["pid"], status.run)
+        rows.append((status.machine, *cells, _age(status.age_s)))
+    return f"<h3>Progress</h3>{html_table(rows)}"
+
+
+def _age(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s"
