@@ -54,8 +54,9 @@ class TrainerHandle(Generic[ModelT_co]):
     the end of the block, the handle handles Ctrl-C, SIGTERM and SIGHUP, unless they are ignored.
     The first signal stops every run of the process at a step boundary; the call waits until its
     own run is over, regardless of its timeout, and raises ``KeyboardInterrupt`` with the state
-    kept on the handle. The second aborts the runs: :meth:`join` called again raises
-    ``RunAborted``, unless the state was complete. The third ends the wait. Afterwards the
+    kept on the handle. The second, if it follows after more than a second, aborts the runs:
+    :meth:`join` called again raises ``RunAborted``, unless the state was complete. The third ends
+    the wait. Afterwards the
     previous handlers are restored and called. The default action of SIGTERM and SIGHUP follows at
     interpreter exit: code that catches the ``KeyboardInterrupt`` can save the state before it.
     """
@@ -339,7 +340,7 @@ class TrainerHandle(Generic[ModelT_co]):
                     self._run.wait_threads()
             except KeyboardInterrupt:
                 if not self._is_abandoned:  # raised by a handler of the user's
-                    period.count += 1
+                    period.add()
                     self._stop_and_wait(period)
                 raise
             return in_time
@@ -423,7 +424,8 @@ class TrainerHandle(Generic[ModelT_co]):
         if self._is_abandoned:
             return
         with INTERRUPTS.waiting() as period:
-            period.count += isinstance(error, KeyboardInterrupt)  # counts as the first signal
+            if isinstance(error, KeyboardInterrupt):
+                period.add()  # the first signal
             self._stop_and_wait(period)
         if isinstance(error, KeyboardInterrupt):
             self._describe(error)

@@ -20,10 +20,12 @@ GRACE_S = 0.2
 SCRIPT = f"""
 import os, signal, time
 import runtime.run
+from runtime.core import signals
 from runtime.core.signals import INTERRUPTS
 from tests.support import programs
 from tests.support.running import builder, count_up
 
+signals.REPETITION_S = 0.0
 runtime.run.WORKER_GRACE_S = {GRACE_S}
 default = signal.getsignal(signal.SIGTERM)
 
