@@ -22,6 +22,7 @@ from runtime.checkpoint.store import save_once
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
+from runtime.core.context import fold
 from runtime.core.launchers import refuse_launcher
 from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from runtime.core.tracebacks import print_briefly
@@ -322,15 +323,17 @@ class TrainerHandle(Generic[ModelT_co]):
                 f"KeyboardInterrupt: the run was stopped after {num:,} of {self.total_batches:,} "
                 "batches; handle.state has the trained state"
             ]
-        saved = self._checkpoint_dir
-        lines.append(
-            "checkpoint_dir(path) would save it for resume(path)"
-            if saved is None
-            else f"resume({str(saved)!r}) continues it from its last checkpoint"
-        )
+        saved, newest = self._checkpoint_dir, self._run.newest_checkpoint
+        if saved is None:
+            lines.append("checkpoint_dir(path) would save it for resume(path)")
+        elif self._note:
+            lines.append(self._note)
+        else:
+            where = "its last checkpoint" if newest is None else newest
+            lines.append(f"resume({str(saved)!r}) continues it from {where}")
         if self._note:
             error.add_note(self._note)
-        print_briefly(error, *lines)
+        print_briefly(error, *(part for line in lines for part in fold(line)))
 
     def _await_signals(self, ready: Callable[[], object], deadline: float | None) -> bool:
         with INTERRUPTS.waiting() as period:

@@ -131,9 +131,9 @@ def test_ctrl_c_ends_a_script_with_a_keyboard_interrupt():
         out, err = process.communicate(b".", WAIT_S)
     assert out.splitlines()[0] == b"step done"
     assert out.splitlines()[-1] == b"KeyboardInterrupt, a state"
-    last = err.splitlines()[-2:]
+    last = err.splitlines()[-3:]
     assert last[0].startswith(b"KeyboardInterrupt: the run was stopped after 1 of 50,000 batches")
-    assert b"checkpoint_dir(path)" in last[1]
+    assert b"checkpoint_dir(path)" in last[2]
     assert b"Traceback" not in err
     assert process.returncode == -signal.SIGINT
 
