@@ -146,3 +146,44 @@ def test_a_second_ctrl_c_ends_a_script_stuck_in_a_step():
         out = process.stdout.read()
     assert out.splitlines() == [b"KeyboardInterrupt, no state", b"RunAborted, no state"]
     assert process.returncode == -signal.SIGINT
+
+
+LOOP_SCRIPT = f"""
+import signal, threading, torch
+from runtime import Trainer
+from tests.support import programs
+
+main, left, once = threading.main_thread().ident, threading.Event(), threading.Lock()
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return Interrupting.apply(y) if {{in_backward}} else interrupt(y)
+
+class Interrupting(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, grad: interrupt(grad))
+
+def interrupt(x):
+    if once.acquire(blocking=False):
+        signal.pthread_kill(main, signal.SIGINT)
+    left.wait({WAIT_S})  # the caller waits in its call of the model meanwhile
+    return x
+
+try:
+    model = Trainer.setup(Net(4, 1), lambda params: torch.optim.SGD(params, 0.1), ["cpu", "cpu"])
+    model(torch.ones(8, 4)).sum().backward()
+finally:
+    left.set()
+"""
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_ctrl_c_in_a_loop_of_the_user_prints_one_line(in_backward):
+    script = LOOP_SCRIPT.format(in_backward=in_backward)
+    command = [sys.executable, "-c", script]
+    found = programs.run(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, timeout=2 * WAIT_S)
+    assert b"Traceback" not in found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert last == b"KeyboardInterrupt: interrupted in a call of the model's replicas"
+    assert found.returncode == -signal.SIGINT
