@@ -81,6 +81,8 @@ class EpochScheduler:
         """True while ranks evaluate within an epoch."""
         if self._evaluating is not None and self._run.is_live(self._evaluating[0]):
             return True
+        if self._run.evaluations.waits_for(self._speeds):
+            return True
         within = self.validator.within
         return within is not None and within.waits_for(self._speeds)
 

@@ -153,6 +153,10 @@ class Coordinator:
                 self._epochs.on_evaluated(event)
             case m.ValidationReport():
                 self._epochs.on_validated(event)
+            case m.EvaluationRequested():
+                self._run.evaluations.request(event.rank)
+            case m.EvaluationsDone():
+                self._run.evaluations.on_done(event.rank, answered=event.answered)
             case m.CheckpointDone():
                 self._epochs.on_saved(event)
             case m.FinalSnapshot():
@@ -322,6 +326,7 @@ class Coordinator:
                 info.move(RankState.LEAVING)
         else:
             info.move(RankState.DEAD)
+        run.evaluations.drop(failure.rank)
         if run.steps is not None:
             run.steps.drop(failure.rank)
         if fatal:
@@ -585,6 +590,7 @@ class Coordinator:
             oldest is not None
             or evaluates
             or validates
+            or self._run.evaluations.callers
             or self._may_save()
             or self._run.round_schedule.is_round_due(live)
         ):

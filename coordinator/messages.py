@@ -157,6 +157,7 @@ class SyncNow:
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
         validate: Part of a validation on the averaged weights, if any.
+        callers: Ranks whose :class:`EvaluationRequested` is answered on the averaged weights.
         capture: The acknowledgement must carry the rank's own state.
     """
 
@@ -166,6 +167,7 @@ class SyncNow:
     eval_at: int | None = None
     checkpoint: int | None = None
     validate: ValidationTask | None = None
+    callers: tuple[int, ...] = ()
     capture: bool = False
 
 
@@ -208,6 +210,7 @@ class Update:
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
         validate: Part of a validation on the average, if any.
+        callers: Ranks whose :class:`EvaluationRequested` is answered on the average.
     """
 
     round: int
@@ -219,6 +222,7 @@ class Update:
     eval_at: int | None = None
     checkpoint: int | None = None
     validate: ValidationTask | None = None
+    callers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -724,6 +728,29 @@ class ValidationReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequested:
+    """The body of an own loop waits for an evaluation on the average of the next round.
+
+    The data set and the function stay with the workers, which share them.
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationsDone:
+    """The rank has done its part in the evaluations of a round.
+
+    Attributes:
+        rank: The sender.
+        answered: Its own request was among them, and has its result.
+    """
+
+    rank: int
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDone:
     """The checkpoint function has returned, or failed and the rank has logged the error."""
 
@@ -824,6 +851,8 @@ FromWorker = (
     | CapturedState
     | EvalReport
     | ValidationReport
+    | EvaluationRequested
+    | EvaluationsDone
     | CheckpointDone
     | Exiting
     | Failed

@@ -85,6 +85,7 @@ class RoundRunner:
             checkpoint=checkpoint,
             eval_at=eval_at,
             validation=validation,
+            callers=self._run.evaluations.begin(ranks),
             capture=capture,
             backend=self._run.backend_choice.next,
             started_at=now,
@@ -125,7 +126,7 @@ class RoundRunner:
         """
         rnd = self.round
         rnd.deadline = now + self.transport.timeout_s
-        if rnd.validation is not None:
+        if rnd.validation is not None or rnd.callers:
             return ()
         busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NO_WORK else -1
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
@@ -170,8 +171,7 @@ class RoundRunner:
         rate of ``overhead_target``.
         """
         rnd = self.round
-        evaluates = rnd.validation is not None or (rnd.evaluate, rnd.checkpoint) != _NO_WORK
-        if rnd.capture or evaluates:
+        if rnd.capture or rnd.evaluates:
             return None
         busy = [rank for rank in rnd.acks if rank not in rnd.idle]
         lost_s = sum(ack.sync_s for ack in rnd.acks.values())
@@ -209,6 +209,7 @@ class RoundRunner:
         if rnd.capture:
             self._saving.cancel()
         undo = self.transport.undo()
+        self._run.evaluations.cancel(undo)
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.drop_snapshots()

@@ -24,6 +24,7 @@ from coordinator.messages import (
     ToWorker,
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
+from coordinator.requested_evaluations import RequestedEvaluations
 from coordinator.shares import Shares
 
 
@@ -54,6 +55,7 @@ class RunState:
         num_windows: Under lockstep, the optimizer steps assigned so far.
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
+        evaluations: Evaluations requested by the bodies of own loops.
         left: Ranks that have halted to leave an epoch, and the epoch of each.
         steps: Accumulates step metrics; ``None``: none are published.
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
@@ -123,6 +125,7 @@ class RunState:
         self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
         self.left: set[tuple[int, int]] = set()
+        self.evaluations = RequestedEvaluations()
         self.shares: Shares | None = None
         sizes = config.batch_sizes
         if config.granted and sizes is None and not config.balance:

@@ -88,7 +88,7 @@ def _is_progress(event: m.Event) -> bool:
             return event.report is not None and event.report.stats.num_batches > 0
         case m.Ready() | m.EvalReport() | m.ValidationReport() | m.CheckpointDone():
             return True
-        case m.Exiting() | m.Failed() | m.ThreadEnded():
+        case m.EvaluationsDone() | m.Exiting() | m.Failed() | m.ThreadEnded():
             return True
         case _:
             return False
@@ -160,6 +160,8 @@ _KEPT_WHOLE = frozenset(
         m.EpochReport,
         m.SyncAck,
         m.EvalReport,
+        m.EvaluationRequested,
+        m.EvaluationsDone,
         m.CheckpointDone,
         m.Exiting,
         m.ThreadEnded,

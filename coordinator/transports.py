@@ -123,11 +123,12 @@ class Round:
     """The round in progress, or the last one while ``state`` is ``NONE``.
 
     ``ranks`` contribute their state; ``lead`` evaluates and hands over the average if it closes
-    ``epoch``; all of them take part in ``validation``. ``must_fail``: a rank died in the collective
-    before it reported its part, so that the round must be undone. ``capture``: the round makes a
-    checkpoint. ``backend`` is kept to the end of the round, whatever is chosen meanwhile; ``fault``
-    is its failure, if any. ``idle`` are ranks without work at the start; ``stale_s`` is the time
-    until the average was sent.
+    ``epoch``; all of them take part in ``validation``, and in the evaluations that the bodies of
+    ``callers`` have requested. ``must_fail``: a rank died in the collective before it reported its
+    part, so that the round must be undone. ``capture``: the round makes a checkpoint. ``backend``
+    is kept to the end of the round, whatever is chosen meanwhile; ``fault`` is its failure, if any.
+    ``idle`` are ranks without work at the start; ``stale_s`` is the time until the average was
+    sent.
     """
 
     id: int = 0
@@ -141,6 +142,7 @@ class Round:
     eval_at: int | None = None
     checkpoint: int | None = None
     validation: Validation | None = None
+    callers: tuple[int, ...] = ()
     capture: bool = False
     deadline: float | None = None
     num_failed: int = 0
@@ -211,6 +213,12 @@ class Round:
         """Remove a dead rank."""
         self.ranks = tuple(r for r in self.ranks if r != rank)
         self.acks.pop(rank, None)
+
+    @property
+    def evaluates(self) -> bool:
+        """True if ranks evaluate the average, or hand it over."""
+        work = (self.evaluate, self.checkpoint, self.validation)
+        return bool(self.callers) or any(part is not None for part in work)
 
     @property
     def all_snapshots(self) -> bool:
@@ -320,6 +328,7 @@ class SnapshotTransport(Transport):
                     eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                     validate=rnd.task(rank),
+                    callers=rnd.callers,
                 ),
             )
             self._run.send(rank, m.SetGlobalStep(step=self._run.position))
@@ -362,6 +371,7 @@ class CollectiveTransport(Transport):
                     eval_at=rnd.eval_at if lead else None,
                     checkpoint=rnd.checkpoint if lead else None,
                     validate=rnd.task(rank),
+                    callers=rnd.callers,
                     capture=rnd.capture,
                 ),
             )

@@ -674,7 +674,7 @@ class Run:
             self._validation.is_cancelled.set()
         self._peers.groups.abort(generation)
         if self._loop_peers is not None:
-            self._loop_peers.meetings.abort(generation)
+            self._loop_peers.abort(generation)
 
     def _request_save(self) -> None:
         """Request a checkpoint into ``checkpoint_dir``; returns immediately."""

@@ -142,6 +142,21 @@ class EvaluationView:
         return getattr(self._worker, name)
 
 
+def read_means(start: int, stop: int, data: Any, result: Any, view: EvaluationView) -> BatchMeans:
+    """The means of the samples from ``start`` to ``stop - 1``; waits for the device.
+
+    Args:
+        start: Position of the first sample.
+        stop: Position after the last one.
+        data: The samples.
+        result: Result of the evaluation function.
+        view: The context of its call.
+    """
+    return PendingMeans(
+        start, result, view.scalars, num_samples=stop - start, model=view.model, data=data
+    ).read()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a module in evaluation mode without gradients; restore the mode of each submodule."""

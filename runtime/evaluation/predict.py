@@ -14,7 +14,7 @@ from coordinator.batch_means import BatchMeans, weighted_means
 from runtime.evaluation.batch_source import SampleRange, open_source
 from runtime.evaluation.device_pool import DevicePool
 from runtime.evaluation.output_collector import OutputCollector
-from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, PendingMeans
+from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, read_means
 
 
 def predict_outputs(
@@ -65,14 +65,7 @@ class MeansCollector:
 
     def __call__(self, samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
         """Add the result of a batch; waits for the device."""
-        means = PendingMeans(
-            samples.start,
-            result,
-            view.scalars,
-            num_samples=samples.stop - samples.start,
-            model=view.model,
-            data=data,
-        ).read()
+        means = read_means(samples.start, samples.stop, data, result, view)
         with self._lock:
             self.found.append(means)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
 from runtime.evaluation.batch_source import BatchSource, open_source
-from runtime.evaluation.device_pool import DeviceLoop
+from runtime.evaluation.device_pool import DeviceLoop, Receiver
 from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import MeansCollector
+from runtime.worker.evaluation_calls import EvaluationCalls, EvaluationPart
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import WorkerConfig
 from runtime.worker.worker_validation import REPORT_INTERVAL_S
@@ -31,14 +32,20 @@ class LoopEvaluation:
         replica: The replica.
         config: The worker's settings.
         send: Sends a message to the coordinator.
+        calls: Calls that wait for the average of a round, of all ranks.
     """
 
     def __init__(
-        self, replica: WorkerReplica, config: WorkerConfig, send: Callable[[Any], None]
+        self,
+        replica: WorkerReplica,
+        config: WorkerConfig,
+        send: Callable[[Any], None],
+        calls: EvaluationCalls,
     ) -> None:
         self._replica = replica
         self._config = config
         self._send = send
+        self._calls = calls
         self._reported = 0.0
 
     def open(self, dataset: Any) -> BatchSource:
@@ -60,13 +67,23 @@ class LoopEvaluation:
             EvaluationFailed: The function, the model or the data set raised.
         """
         collector = MeansCollector()
+        self._run(source, fn, may_continue, collector)
+        return tuple(collector.found)
+
+    def _run(
+        self,
+        source: BatchSource,
+        fn: EvaluationFn,
+        may_continue: Callable[[], bool],
+        receive: Receiver,
+    ) -> None:
         self._reported = time.monotonic()
         torch.clear_autocast_cache()  # casts of weights that a step has changed
         loop = DeviceLoop(
             self._replica.model,
             self._replica.context,
             fn,
-            collector,
+            receive,
             rank=self._replica.rank,
             world_size=self._config.world_size,
             is_stopped=lambda: self._is_stopped(may_continue),
@@ -76,7 +93,33 @@ class LoopEvaluation:
                 loop.run(source)
         finally:
             torch.clear_autocast_cache()  # casts without a graph
-        return tuple(collector.found)
+
+    def answer(self, callers: Sequence[int], round: int) -> None:
+        """Evaluate batches for calls that a round answers, while the replica holds its average.
+
+        Errors are raised by the callers. Returns on a caller when its call is answered.
+
+        Args:
+            callers: The calling ranks.
+            round: Id of the round.
+        """
+        rank, is_answered = self._replica.rank, False
+        for caller in callers:  # in the same order on all ranks
+            part = self._calls.join(caller, rank, round)
+            if part is not None:
+                self._take_part(part)
+                is_answered |= caller == rank
+        self._send(m.EvaluationsDone(rank=rank, answered=is_answered))
+
+    def _take_part(self, part: EvaluationPart) -> None:
+        is_complete = False
+        while not is_complete:
+            try:
+                with self._replica.stepper.autocast():
+                    self._run(part, part.fn, part.may_continue, part)
+            except Exception as error:
+                part.fail(error)
+            is_complete = part.end()
 
     def _is_stopped(self, may_continue: Callable[[], bool]) -> bool:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from torch import nn
@@ -40,6 +40,7 @@ class MessageHandler:
         flush_weight: Adds weights still on the device to the protocol's.
         confirm_steps: Waits until no step can fail any more; see :class:`WorkerSteps`.
         validation: Evaluates parts of the validation set; ``None``: there is none.
+        answer_calls: Evaluates for the bodies of own loops that wait for the average of a round.
         falls_back: True if another transport may replace a collective that fails.
     """
 
@@ -55,6 +56,7 @@ class MessageHandler:
         confirm_steps: Callable[[], None] = lambda: None,
         *,
         validation: WorkerValidation | None = None,
+        answer_calls: Callable[[Sequence[int], int], None] | None = None,
         falls_back: bool = False,
     ) -> None:
         self._worker = weakref.ref(worker)  # else a cycle of references
@@ -70,6 +72,7 @@ class MessageHandler:
         self._flush_weight = flush_weight
         self._confirm_steps = confirm_steps
         self._validation = validation
+        self._answer_calls = answer_calls
         self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
@@ -157,9 +160,7 @@ class MessageHandler:
                 )
             )
         if ok:
-            self._run_callbacks(
-                message.evaluate, message.checkpoint, message.eval_at, message.validate
-            )
+            self._evaluate_average(message)
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -213,13 +214,11 @@ class MessageHandler:
         def callbacks() -> None:
             nonlocal callbacks_s
             before = self._clock.now()
-            self._run_callbacks(
-                message.evaluate, message.checkpoint, message.eval_at, message.validate
-            )
+            self._evaluate_average(message)
             callbacks_s = self._clock.now() - before
 
         work = (message.evaluate, message.checkpoint, message.validate)
-        calls_due = any(part is not None for part in work)
+        calls_due = bool(message.callers) or any(part is not None for part in work)
         arrival: PendingCopy | None = None
         if self._finite_check.is_bad:
             arrival = self._replace(message)
@@ -246,6 +245,18 @@ class MessageHandler:
         arrival = self._averager.replace(message.average, message.mean_batches)
         self._finite_check.healed(self._protocol.discard_samples())
         return arrival
+
+    def _evaluate_average(self, message: m.SyncNow | m.Update) -> None:
+        """Call the functions that are due on the average of a round, which is the live state."""
+        self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at, message.validate)
+        if message.callers:
+            assert self._answer_calls is not None, "a rank with an own loop has requested it"
+            with (
+                worker_context(self._worker()),
+                thread_generator(None),
+                self._recorder.validation(self._replica.progress.epoch),
+            ):
+                self._answer_calls(message.callers, message.round)
 
     def _run_callbacks(
         self,

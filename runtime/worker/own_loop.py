@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
@@ -22,7 +23,8 @@ from runtime.evaluation.predict import means_in_order
 from runtime.replica.optimizers import Optimizers
 from runtime.replica.stepper import DROPPED, MADE, AccumulationWindow, StepEnd
 from runtime.timeline.events import CALLBACKS, COMPUTE, CONTROL
-from runtime.timeline.rank_lane import RankLane, now
+from runtime.timeline.rank_lane import RankLane
+from runtime.worker.evaluation_calls import EvaluationCalls
 from runtime.worker.loop_evaluation import LoopEvaluation, SharedSources
 from runtime.worker.meetings import Act, Meetings, Post
 from runtime.worker.protocol import WorkerProtocol
@@ -51,6 +53,7 @@ class OwnLoop:
         peers: Shared by all workers of the run.
         lane: Lane for the time of each step; ``None``: not recorded.
         send: Sends a message to the coordinator.
+        receive: Handles the worker's next message; blocks until there is one.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class OwnLoop:
         peers: LoopPeers,
         lane: RankLane | None,
         send: Callable[[Any], None],
+        receive: Callable[[], None],
     ) -> None:
         self._function = function
         self._config = config
@@ -79,7 +83,8 @@ class OwnLoop:
         self.peers = peers
         self._lane = lane
         self._is_lockstep = replica.is_lockstep
-        self._evaluation = LoopEvaluation(replica, config, send)
+        self._send, self._receive = send, receive
+        self.evaluation = LoopEvaluation(replica, config, send, peers.evaluations)
         self._names = replica.stepper.part_names
         self._micro = config.accumulate * config.num_micro_batches > 1
         if self._micro and self._names:
@@ -115,6 +120,7 @@ class OwnLoop:
         self._has_stepped = False  # step() was called
         self._added: set[str] = set()  # optimizers with gradients of it
         self._made: list[str] = []  # optimizers of its steps
+        self._was_averaged = False  # evaluate() has waited for a round
         self._losses: dict[str, list[Tensor]] = {}
         self._is_dropped = False
         self._mark: LogMark | None = None
@@ -265,8 +271,9 @@ class OwnLoop:
             with self._untimed():
                 if self._is_lockstep:
                     return self._evaluate_together(dataset, fn)
-                source = self._evaluation.open(dataset)
-                return means_in_order(self._evaluation.run(source, fn, lambda: True))
+                if self._waits_for_rounds and not self._protocol.alone:
+                    return self._evaluate_average(dataset, fn)
+                return self._evaluate_alone(dataset, fn)
         except (CollectiveAborted, CollectiveTimeout) as error:
             self._fault = self._undo_evaluation(error)
             raise self._fault from (None if self._fault is error else error)
@@ -277,33 +284,64 @@ class OwnLoop:
     @contextmanager
     def _untimed(self) -> Iterator[None]:
         """An evaluation, whose time does not belong to the step."""
-        lane, start = self._lane, now()
+        lane = self._lane
         self._timer.pause()
+        if lane is not None:
+            lane.enter(CALLBACKS)
         try:
             yield
         finally:
             self._timer.resume()
             if lane is not None:
-                lane.record_interval(CALLBACKS, max(start, lane.since), COMPUTE)
+                lane.enter(COMPUTE)
+
+    @property
+    def _waits_for_rounds(self) -> bool:
+        """True if the weights of the ranks differ between two averaging rounds."""
+        return not self._is_lockstep and self._config.world_size > 1
 
     def _require_evaluable(self) -> None:
-        if self._windows:
+        if self._windows or (self._waits_for_rounds and self._made and self._any_gradients()):
             raise RuntimeError(
                 "worker.evaluate() between worker.backward() and worker.step(): call it after "
                 "worker.step(), or before worker.backward()"
             )
-        remedy = "set val_dataset(ds, fn=fn) on the builder"
         if self.peers.is_member:
             raise RuntimeError(
                 "worker.evaluate() in a cluster: this machine's weights are not the average over "
-                f"the machines; {remedy}"
+                "the machines; set val_dataset(ds, fn=fn) on the builder"
             )
-        if not self._is_lockstep and self._config.world_size > 1:
+        if self._waits_for_rounds and not self._made:
             raise RuntimeError(
-                f'worker.evaluate() needs policy("sync"): under {self._config.policy.name} the '
-                "weights of a rank are not the average between two rounds; use that policy, or "
-                f"{remedy}, with every_steps=n for evaluations within an epoch"
+                f"worker.evaluate() before worker.step(): under {self._config.policy.name} it "
+                "waits for an averaging round, which changes the weights; call it after "
+                "worker.step()"
             )
+
+    def _evaluate_alone(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
+        source = self.evaluation.open(dataset)
+        return means_in_order(self.evaluation.run(source, fn, lambda: True))
+
+    def _evaluate_average(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
+        """Request a round, join it here, and evaluate its average together with all ranks."""
+        calls, rank, protocol = self.peers.evaluations, self._replica.rank, self._protocol
+        self._was_averaged = True
+        if self._losses:
+            self._log_losses()
+            self._losses = {}
+        call = calls.open(rank, dataset, fn, self.evaluation.open)
+        try:
+            self._send(m.EvaluationRequested(rank=rank))
+            with self._stepper.without_autocast():
+                while not (call.is_answered or protocol.alone):
+                    if protocol.leaving:
+                        raise CollectiveAborted("the run ends before the evaluation")
+                    self._receive()
+        finally:
+            calls.close(rank)
+        if not call.is_answered:
+            return self._evaluate_alone(dataset, fn)
+        return means_in_order(call.results())
 
     def _evaluate_together(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
         """Evaluate in lockstep on all ranks that call, each with the next batch when it is free."""
@@ -313,8 +351,8 @@ class OwnLoop:
         self._post(Act.EVALUATE)
         meetings.wait_for_all(generation, self._ranks, number, self._batch)
         with self._averaged_buffers():
-            source = sources.get(key, partial(self._evaluation.open, dataset))
-            means = self._evaluation.run(source, fn, partial(meetings.extend, generation))
+            source = sources.get(key, partial(self.evaluation.open, dataset))
+            means = self.evaluation.run(source, fn, partial(meetings.extend, generation))
         self._post(Act.EVALUATED, means=means)
         posts = meetings.wait_for_all(generation, self._ranks, number + 1, self._batch)
         sources.drop(key)
@@ -396,6 +434,12 @@ class OwnLoop:
             self._log.values.merge_last()
 
     def _open(self, name: str) -> AccumulationWindow:
+        if self._was_averaged:
+            raise RuntimeError(
+                "worker.backward() or worker.step() after worker.evaluate() on the same batch: "
+                f"under {self._config.policy.name} its averaging round has counted the batch; make "
+                "all steps on a batch before the evaluation"
+            )
         if self._made:  # a further step on the batch
             self._steps.confirm_steps()
             self._before = self._steps.state_before()
@@ -428,6 +472,9 @@ class OwnLoop:
 
     def _has_gradients(self, name: str) -> bool:
         return any(p.grad is not None for p in self._stepper.params_of(name))
+
+    def _any_gradients(self) -> bool:
+        return any(map(self._has_gradients, self._names or ("",)))
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -627,6 +674,7 @@ class OwnLoop:
     def _begin_batch(self, size: int, *, is_last: bool) -> None:
         self._size, self._is_last = size, is_last
         self._serial += 1
+        self._was_averaged = False
         self._num_batches += 1
         self._num_timed += 1
         self._num_samples += size
@@ -668,7 +716,7 @@ class OwnLoop:
             self._log_losses()
 
     def _require_no_gradients(self) -> None:
-        if any(map(self._has_gradients, self._names or ("",))):
+        if self._any_gradients():
             raise RuntimeError(
                 "the next batch was asked for while a plain loss.backward() has left gradients: "
                 "end the batch with worker.step(), or accumulate by worker.backward(loss)"
@@ -816,6 +864,7 @@ class LoopPeers:
     Attributes:
         meetings: Agreement of ranks in lockstep on the steps of their bodies.
         sources: Data sets that they evaluate together.
+        evaluations: Evaluations for which bodies wait, without lockstep.
         is_member: As the argument.
     """
 
@@ -829,6 +878,7 @@ class LoopPeers:
     ) -> None:
         self.meetings = Meetings(timeout_s)
         self.sources = SharedSources()
+        self.evaluations = EvaluationCalls()
         self.is_member = is_member
         self._save = save
         self._saved_at: int | None = None
@@ -853,6 +903,13 @@ class LoopPeers:
         """A rank has died."""
         with self._lock:
             self._live.discard(rank)
+        self.evaluations.leave(rank)
+
+    def abort(self, generation: int | None) -> None:
+        """Wake all ranks that wait in a group; ``None``: in all, permanently."""
+        self.meetings.abort(generation)
+        if generation is None:
+            self.evaluations.abort()
 
     @property
     def first(self) -> int:
@@ -1007,25 +1064,34 @@ class LoopWorker:
         ``fn`` is called in evaluation mode without gradients. Each sample is evaluated once, in
         batches of the run's size or of the ``DataLoader``; the means are weighted by samples.
         Modes, buffers and random generators are as before afterwards, and training continues with
-        the same bits. Blocks until all workers have evaluated their batches.
+        the same bits. Blocks until all workers have evaluated their batches. Each evaluates the
+        next batch when it has completed one.
 
-        Under ``SYNC`` all ranks with samples call it at the same step with the same data; each
-        evaluates the next batch when it has completed one. Buffers, such as the statistics of
-        batch normalisation, are averaged for it. If a rank dies or leaves the epoch meanwhile,
-        the evaluation is not made: the error ends this call of ``loop``, and if the run continues
-        with the other ranks, ``loop`` is called again with the next batch.
+        Under ``SYNC`` all ranks with samples call it at the same step with the same data. Buffers,
+        such as the statistics of batch normalisation, are averaged for it. If a rank dies or leaves
+        the epoch meanwhile, the evaluation is not made: the error ends this call of ``loop``, and
+        if the run continues with the other ranks, ``loop`` is called again with the next batch.
+
+        Under ``CADENCE`` and ``ASYNC`` with several workers any rank calls it, after its last step
+        on a batch. The call forces an averaging round, which the others join at their next
+        boundary; they evaluate batches, with the ``fn`` of the caller, and train on. The result is
+        that of the round's average, which the replica holds afterwards. Batches of a rank that dies
+        are evaluated by the others.
 
         Args:
             ds: As for ``dataset`` on the builder.
-            fn: ``f(model, batch)``: a dict of means over the batch, or ``(dict, weight)``.
+            fn: ``f(model, batch)``: a dict of means over the batch, or ``(dict, weight)``. Called
+                in the threads of all workers.
 
         Raises:
             RuntimeError: Called outside the body of :meth:`batches`, or between :meth:`backward`
-                and :meth:`step`; in a cluster; or, with several workers, under another policy than
-                ``SYNC``. ``val_dataset`` on the builder evaluates there.
-            EvaluationFailed: ``fn``, the model or the data set raised.
+                and :meth:`step`; with several workers under ``CADENCE`` or ``ASYNC``, before
+                :meth:`step`; or in a cluster, where ``val_dataset`` on the builder evaluates.
+            EvaluationFailed: ``fn``, the model or the data set raised; under ``CADENCE`` and
+                ``ASYNC`` on any rank.
             ReplicaMismatch: Under ``SYNC``, another rank makes a step instead.
-            CollectiveAborted, CollectiveTimeout: Another rank has died, or is late.
+            CollectiveAborted, CollectiveTimeout: Under ``SYNC``, another rank has died, or is late;
+                otherwise, the run ends before the evaluation.
         """
         return self._loop.evaluate(ds, fn)
 

@@ -240,6 +240,8 @@ class LaneRecorder(WorkerRecorder):
 
     def _waits_for(self, protocol: WorkerProtocol) -> int:
         """The cause of waiting for a message."""
+        if self.lane.cause == CALLBACKS:
+            return CALLBACKS  # an evaluation in a body, which waits for its round
         if protocol.parked:
             return PARKED
         if self.lane.cause == DATA:

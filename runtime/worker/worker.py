@@ -231,6 +231,7 @@ class GpuWorker:
             peers or LoopPeers(1, self.config.collective_timeout_s),
             self._lane,
             self._reporter.send,
+            self._receive_next,
         )
 
     def _make_handler(self) -> MessageHandler:
@@ -244,6 +245,7 @@ class GpuWorker:
             self.steps.flush_weight,
             self.steps.confirm_steps,
             validation=self._validation,
+            answer_calls=None if self._loop is None else self._loop.evaluation.answer,
             falls_back=self.config.falls_back,
         )
 
@@ -400,7 +402,7 @@ class GpuWorker:
                     return plan
                 if leaving:
                     return None
-                self._receive(self._next_message())
+                self._receive_next()
 
     def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFns | None = None) -> bool:
         """Train a plan to its end, and handle messages between steps.
@@ -687,6 +689,10 @@ class GpuWorker:
             self._reporter.flush(wait=True)
             return self._inbox.get(timeout=timeout_s)
 
+    def _receive_next(self) -> None:
+        """Handle the next message, between two steps; blocks until there is one."""
+        self._receive(self._deferred.popleft() if self._deferred else self._next_message())
+
     def _receive(self, message: m.ToWorker | Wake) -> None:
         if isinstance(message, Wake):
             self._submit_held()  # the last rank may have begun the epoch
@@ -841,7 +847,9 @@ class GpuWorker:
         while self.protocol.shutdown is None:
             message = self._deferred.popleft() if self._deferred else self._next_message(DRAIN_S)
             if isinstance(message, m.Update):
-                message = replace(message, evaluate=None, checkpoint=None, eval_at=None)
+                message = replace(
+                    message, evaluate=None, checkpoint=None, validate=None, callers=()
+                )
             if isinstance(message, (m.Update, m.Rollback, m.Shutdown)):
                 self._receive(message)
         if not self._snapshot_requested():

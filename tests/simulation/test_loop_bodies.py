@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from runtime import GpuWorkerError, ReplicaMismatch
+from runtime import GpuWorkerError, ReplicaMismatch, current_worker
 from tests.support.looping import NUM_SAMPLES, loop_builder
 from tests.support.pairs import SCALE
 
@@ -16,11 +16,33 @@ TIMEOUT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""
 LATE = ("no progress", "in time", "no step within")
 """Texts of errors that stand for a rank that waited in vain."""
-WAYS = ("skip", "break", "return", "late", "two", "accumulate", "plain", "raise", "evaluate")
+WAYS = (
+    "skip",
+    "break",
+    "return",
+    "late",
+    "two",
+    "accumulate",
+    "plain",
+    "raise",
+    "evaluate",
+    "fail",
+)
 """What a body may do instead of one step for each batch."""
 
 
-def make_loop(ways, seed, *, alike, calls):
+def evaluate(worker, fails=None):
+    """Evaluate five samples, in three batches; ``fails``: a rank that raises."""
+
+    def size(model, batch):
+        if fails == current_worker().rank:
+            raise ValueError("planted")
+        return {"size": len(batch[0])}
+
+    assert worker.evaluate((torch.arange(5),), size) == {"size": pytest.approx(1.8)}
+
+
+def make_loop(ways, seed, policy, *, alike, calls):
     """A loop whose bodies do something else on some batches; ``alike``: the same on all ranks."""
 
     def loop(worker):
@@ -36,8 +58,13 @@ def make_loop(ways, seed, *, alike, calls):
                 worker.step(loss)
                 worker.step(worker.model.loss(worker.epoch, batch))
             elif way == "evaluate":
-                worker.evaluate((torch.arange(5),), lambda model, batch: {"size": len(batch[0])})
+                if policy == "sync":  # also between the forward and the backward pass
+                    evaluate(worker)
                 worker.step(loss)
+                evaluate(worker)
+            elif way == "fail":
+                worker.step(loss)
+                evaluate(worker, fails=worker.rank)
             elif way == "accumulate":
                 worker.backward(loss)
             elif way == "plain":
@@ -62,7 +89,7 @@ def test_no_body_hangs_and_no_sample_counts_twice(policy):
         draws = random.Random(seed)
         ways = {way for way in WAYS if draws.random() < 0.3}
         calls = []
-        loop = make_loop(ways, seed, alike=draws.random() < 0.5, calls=calls)
+        loop = make_loop(ways, seed, policy, alike=draws.random() < 0.5, calls=calls)
         builder = loop_builder(loop, ranks=draws.choice((1, 2, 2, 3)), policy=policy)
         builder.collective_timeout(TIMEOUT_S).stall_timeout(TIMEOUT_S).progress(False)
         if draws.random() < 0.4:

@@ -455,17 +455,6 @@ def test_an_error_of_the_function_names_the_samples(hides):
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
-def test_other_policies_are_refused(policy):
-    def loop(worker):
-        for batch in worker.batches():
-            worker.step(worker.model.loss(worker.epoch, batch))
-            worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
-
-    with pytest.raises(WorkerFailed, match=r'policy\("sync"\).*val_dataset'):
-        loop_builder(loop, policy=policy).run().join(WAIT_S)
-
-
-@pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_a_single_worker_evaluates_under_every_policy(policy):
     found = []
 
