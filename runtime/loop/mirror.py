@@ -6,7 +6,7 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -212,7 +212,8 @@ class ModelMirror:
         for function in functions:
             cells = zip(memo[id(function)].__closure__, function.__closure__ or (), strict=True)
             for cell, old in cells:
-                cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
+                with suppress(ValueError):  # a variable without a value
+                    cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
         expected = [memo[id(p)] for p in model.parameters()]
         found = list(copied.parameters())
         if len(found) != len(expected) or not all(map(is_, found, expected)):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import gpuworker
 from runtime import EvaluationFailed, Trainer, Weighted, current_worker, predict, record_scalar
@@ -412,3 +418,43 @@ def test_a_state_without_a_factory_asks_for_one():
     assert loaded.evaluate((X, Y), measures, model_factory=Net)["loss"] > 0
     with pytest.raises(ValueError, match="model_factory="):
         loaded.evaluate((X, Y), measures)
+
+
+def strings(model, batch):
+    return [str(i) for i in range(len(batch[0]))]
+
+
+def logits(model, batch):
+    return model(batch[0])
+
+
+def in_turn(first, later):
+    """A function for the first batch, and another one for those after it."""
+    return lambda model, batch: (first if batch[0][0, 0] == X[0, 0] else later)(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("fn", "out", "words"),
+    [
+        (in_turn(strings, logits), False, "list of items and, for another batch, tensors"),
+        (in_turn(logits, strings), False, "tensors and, for another batch, a list of items"),
+        (in_turn(logits, lambda *a: (logits(*a),)), False, "unlike structure"),
+        (strings, True, "out= is for tensors"),
+        (lambda *a: logits(*a).bfloat16(), True, "bfloat16"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together_are_refused(net, tmp_path, fn, out, words):
+    loader = DataLoader(TensorDataset(X), batch_size=15)
+    with pytest.raises(EvaluationFailed) as caught:
+        predict(net, loader, fn=fn, devices=["cpu"], out=tmp_path / "found.npy" if out else None)
+    assert words in str(caught.value.__cause__)
+
+
+def test_a_mapping_of_another_class_gives_named_means():
+    state, found = trained(), []
+
+    def fn(model, batch):
+        found.append(float(model(batch[0]).mean()) * len(batch[0]))
+        return UserDict(mean=found[-1] / len(batch[0]))
+
+    assert state.evaluate((X, Y), fn)["mean"] == pytest.approx(sum(found) / N)

@@ -435,3 +435,26 @@ def test_strategies_have_the_names_of_the_api():
         "NO_SHARD",
         "HYBRID_SHARD",
     ]
+
+
+@pytest.mark.parametrize(
+    "pack", [lambda y: (y, [y * 2]), lambda y: {"out": y, "more": (y * 2,)}], ids=["tuple", "dict"]
+)
+def test_backward_after_reshard_is_refused_for_nested_outputs(pack):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x):
+            return pack(self.net(x))
+
+    def work(end):
+        fsdp = wrap(end, ShardingStrategy.FULL_SHARD, Packed())
+        out = fsdp(batch(4)[0])
+        last = out[1][0] if isinstance(out, tuple) else out["more"][0]
+        fsdp.reshard()
+        with pytest.raises(RuntimeError, match="freed or replaced"):
+            last.sum().backward()
+
+    on_ranks(2, work)

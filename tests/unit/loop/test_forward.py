@@ -512,3 +512,36 @@ def test_a_dimension_equal_to_the_shard_size_by_coincidence_is_accepted():
         for n in (6, 6, 4, 6):
             x = numbers(n, 3)
             assert torch.equal(model(x), x)
+
+
+def boxes(model, x, targets):
+    """Features with the sum of each sample's own boxes, as detection models receive them."""
+    sums = torch.stack([target["boxes"].sum() + target["label"] for target in targets])
+    return x[:, 0] * model.w + sums
+
+
+def test_a_list_with_an_entry_for_each_sample_is_cut_with_the_batch():
+    x = numbers(7)
+    targets = [
+        {"boxes": torch.ones(n, 4, dtype=torch.float64), "label": torch.tensor(n)} for n in range(7)
+    ]
+    echo = Echo(boxes)
+    expected = echo(x, targets)
+    with on_cpus(echo, 3) as model:
+        found = model(x, targets)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        assert model.w.grad == x.sum()
+
+
+def test_a_module_whose_forward_has_no_signature_is_cut_by_position():
+    class NoSignature:
+        __signature__ = "none"
+
+        def __call__(self, x):
+            return x * 2
+
+    echo = Echo(lambda m, x: x * m.w)
+    echo.forward = NoSignature()
+    with on_cpus(nn.Sequential(Echo(lambda m, x: x * m.w)), 2) as model:
+        assert torch.equal(model(numbers(5)), numbers(5))

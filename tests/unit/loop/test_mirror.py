@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -319,3 +321,94 @@ def test_buffers_written_in_eval_mode_equal_rank_zeros_after_a_step():
         for _ in range(2):
             train_step(model, *make_batch(6))
             assert_identical(model)
+
+
+# -- attributes that are functions ---------------------------------------------------------------
+
+
+class Activated(nn.Module):
+    """Its activation is any callable: a partial, a bound method or a function with a closure."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.net = make_net()
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=torch.float64))
+        self.activation = make(self)
+
+    def scaled(self, x):
+        return x * self.scale
+
+    def forward(self, x):
+        return self.activation(self.net(x))
+
+
+class Scaling:
+    """A callable object that refers to a parameter."""
+
+    def __init__(self, model):
+        self.of = {"scale": model.scale}
+
+    def __call__(self, x):
+        return x * self.of["scale"]
+
+
+def closure(model):
+    scale = model.scale
+    return lambda x: x * scale
+
+
+def closure_with_an_empty_cell(model):
+    scale = model.scale
+
+    def activation(x):
+        return x * scale if x is not None else later
+
+    if scale is None:
+        later = None
+    return activation
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: model.scaled,
+        lambda model: functools.partial(torch.mul, model.scale),
+        Scaling,
+        closure,
+        closure_with_an_empty_cell,
+    ],
+    ids=["method", "partial", "object", "closure", "empty cell"],
+)
+def test_a_callable_that_refers_to_a_parameter_uses_that_of_its_replica(make):
+    net, alone = Activated(make), Activated(make)  # a deep copy shares the closure
+    alone.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    x, y = make_batch(7)
+    with on_cpus(net, 3, optim=lambda params: torch.optim.SGD(params, 0.1)) as model:
+        for _ in range(2):
+            train_step(model, x, y)
+            optimizer.zero_grad()
+            F.cross_entropy(alone(x), y).backward()
+            optimizer.step()
+        assert_close(list(model.parameters()), list(alone.parameters()))
+        assert_identical(model)
+
+
+def test_a_large_buffer_that_the_caller_replaces_reaches_the_replicas():
+    net = Shifted()
+    net.register_buffer("table", torch.zeros(4096, 16, dtype=torch.float64))
+    x, y = make_batch(6)
+    with on_cpus(net, 2) as model:
+        train_step(model, x, y)
+        net.table.add_(1.0)
+        train_step(model, x, y)
+        assert_identical(model)
+        train_step(model, x, y)
+        assert_identical(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_part_asks_for_a_factory():
+    net = nn.Sequential(make_net(), torch.jit.script(nn.Tanh()))
+    with pytest.raises(ValueError, match=r"made by torch\.jit.*factory"), on_cpus(net, 2):
+        pass

@@ -563,3 +563,21 @@ def train_steps(model, count):
     for _ in range(count):
         model(torch.randn(4, 3)).square().mean().backward()
         model.step()
+
+
+@one_or_two
+def test_parts_added_through_the_wrapper_are_parts_of_the_model(num_devices):
+    net = nn.Sequential(make_net())
+    x, _ = make_batch(6)
+    with on_cpus(net, num_devices) as model:
+        model.register_parameter("scale", nn.Parameter(torch.ones(())))
+        model.add_module("tail", nn.Identity())
+        model.set_submodule("tail", nn.Tanh())
+        model.register_buffer("seen", torch.zeros(()))
+        assert [name for name, _ in model.named_buffers()] == ["seen"]
+        assert net.tail is model.get_submodule("tail")
+        assert "scale" in dict(net.named_parameters())
+        alone = copy.deepcopy(net)
+        assert_close([model(x)], [alone(x)])
+        with pytest.raises(AttributeError, match="__missing__"):
+            _ = model.__missing__

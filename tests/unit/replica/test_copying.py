@@ -293,3 +293,50 @@ def test_a_given_module_trains_with_its_hooks_and_attributes(ranks):
     trained = state.run().join(WAIT_S).params
     for name, p in expected.named_parameters():
         torch.testing.assert_close(trained[name], p.data)
+
+
+def test_a_function_that_refers_to_a_part_through_another_one_is_refused():
+    net = nn.Linear(3, 2)
+
+    def inner(x):
+        return x * net.weight.sum()
+
+    def outer(module, args, output):
+        return inner(output)
+
+    net.register_forward_hook(outer)
+    with pytest.raises(TypeError, match="factory"):
+        copy_module(net)
+
+
+@pytest.mark.parametrize("hold", [list, tuple, lambda parts: {"weight": parts[0]}])
+def test_a_closure_over_a_container_of_parts_is_refused(hold):
+    net = nn.Linear(3, 2)
+    held = hold([net.weight])
+
+    def hook(module, args, output):
+        return output * len(held)
+
+    net.register_forward_hook(hook)
+    with pytest.raises(TypeError, match="'held'"):
+        copy_module(net)
+
+
+def test_a_closure_over_the_optimizer_of_the_original_is_refused():
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net.weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    with pytest.raises(TypeError, match="'optimizer'"):
+        copy_module(net)
+
+
+def test_a_closure_over_a_variable_without_a_value_is_copied():
+    net = nn.Linear(3, 2)
+
+    def hook(module, args, output):
+        return output if output is not None else later
+
+    if net is None:
+        later = None
+    net.register_forward_hook(hook)
+    assert torch.equal(copy_module(net)(X), net(X))
