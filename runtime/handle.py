@@ -22,6 +22,7 @@ from runtime.checkpoint.store import save_once
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
+from runtime.core.context import fold
 from runtime.core.launchers import refuse_launcher
 from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from runtime.core.tracebacks import print_briefly
@@ -54,8 +55,9 @@ class TrainerHandle(Generic[ModelT_co]):
     the end of the block, the handle handles Ctrl-C, SIGTERM and SIGHUP, unless they are ignored.
     The first signal stops every run of the process at a step boundary; the call waits until its
     own run is over, regardless of its timeout, and raises ``KeyboardInterrupt`` with the state
-    kept on the handle. The second aborts the runs: :meth:`join` called again raises
-    ``RunAborted``, unless the state was complete. The third ends the wait. Afterwards the
+    kept on the handle. The second, if it follows after more than a second, aborts the runs:
+    :meth:`join` called again raises ``RunAborted``, unless the state was complete. The third ends
+    the wait. Afterwards the
     previous handlers are restored and called. The default action of SIGTERM and SIGHUP follows at
     interpreter exit: code that catches the ``KeyboardInterrupt`` can save the state before it.
     """
@@ -321,15 +323,17 @@ class TrainerHandle(Generic[ModelT_co]):
                 f"KeyboardInterrupt: the run was stopped after {num:,} of {self.total_batches:,} "
                 "batches; handle.state has the trained state"
             ]
-        saved = self._checkpoint_dir
-        lines.append(
-            "checkpoint_dir(path) would save it for resume(path)"
-            if saved is None
-            else f"resume({str(saved)!r}) continues it from its last checkpoint"
-        )
+        saved, newest = self._checkpoint_dir, self._run.newest_checkpoint
+        if saved is None:
+            lines.append("checkpoint_dir(path) would save it for resume(path)")
+        elif self._note:
+            lines.append(self._note)
+        else:
+            where = "its last checkpoint" if newest is None else newest
+            lines.append(f"resume({str(saved)!r}) continues it from {where}")
         if self._note:
             error.add_note(self._note)
-        print_briefly(error, *lines)
+        print_briefly(error, *(part for line in lines for part in fold(line)))
 
     def _await_signals(self, ready: Callable[[], object], deadline: float | None) -> bool:
         with INTERRUPTS.waiting() as period:
@@ -339,7 +343,7 @@ class TrainerHandle(Generic[ModelT_co]):
                     self._run.wait_threads()
             except KeyboardInterrupt:
                 if not self._is_abandoned:  # raised by a handler of the user's
-                    period.count += 1
+                    period.add()
                     self._stop_and_wait(period)
                 raise
             return in_time
@@ -423,7 +427,8 @@ class TrainerHandle(Generic[ModelT_co]):
         if self._is_abandoned:
             return
         with INTERRUPTS.waiting() as period:
-            period.count += isinstance(error, KeyboardInterrupt)  # counts as the first signal
+            if isinstance(error, KeyboardInterrupt):
+                period.add()  # the first signal
             self._stop_and_wait(period)
         if isinstance(error, KeyboardInterrupt):
             self._describe(error)

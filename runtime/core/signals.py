@@ -28,6 +28,10 @@ POLL_S = 0.2
 """Maximum duration of a wait: Python handles a signal that arrives just before a lock wait only
 when the wait ends."""
 
+REPETITION_S = 1.0
+"""Time after the first signal in which others are taken as the same one: ``timeout`` and job
+schedulers send it to a process and to its group."""
+
 EXIT_S = 10.0
 """Seconds for active runs to end when the interpreter exits."""
 
@@ -66,7 +70,8 @@ class InterruptHandler:
     def waiting(self) -> Iterator[InterruptibleWait]:
         """Handle signals while the main thread waits; no effect in other threads.
 
-        The first signal stops every run, the second aborts them. Waits may be nested. When the
+        The first signal stops every run, the second aborts them, unless it follows within
+        :data:`REPETITION_S`. Waits may be nested. When the
         outermost one ends, received signals are passed to the previous handlers: a function is
         called. The default action, which ends the process, follows at interpreter exit, so that
         the code after the wait can use the state of the run.
@@ -149,7 +154,8 @@ class InterruptHandler:
         if period is None:
             raise KeyboardInterrupt  # called by a handler that replaced this one
         period.received.append(signum)
-        period.count += 1
+        if not period.add():
+            return
         if period.count == 1:
             for run in self._runs:
                 run.stop("signalled")
@@ -173,6 +179,17 @@ class InterruptibleWait:
         self._poll_s = poll_s
         self.count = 0
         self.received: list[int] = []
+        self._first_at = 0.0
+
+    def add(self) -> bool:
+        """Count an interrupt; returns False if it repeats the first one."""
+        now = time.monotonic()
+        if self.count == 1 and now - self._first_at < REPETITION_S:
+            return False
+        if self.count == 0:
+            self._first_at = now
+        self.count += 1
+        return True
 
     @property
     def interrupted(self) -> bool:

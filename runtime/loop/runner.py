@@ -16,7 +16,7 @@ from coordinator.run_errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
 from runtime.core.threads import IntraOpThreads
-from runtime.core.tracebacks import fold_tracebacks
+from runtime.core.tracebacks import fold_tracebacks, print_briefly
 from runtime.device.cuda import open_device
 from runtime.device.cuda_api import StreamSync
 from runtime.loop.collective_group import CollectiveGroup
@@ -180,7 +180,11 @@ class Runner:
         try:
             self._threads.submit(job)
             job.wait(None, self._threads)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                print_briefly(
+                    error, "KeyboardInterrupt: interrupted in a call of the model's replicas"
+                )
             if self._waits_on_interrupt:
                 self._wait_for_started(job, previous_fault)
             else:

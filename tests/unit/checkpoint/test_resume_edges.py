@@ -209,6 +209,7 @@ def test_a_failed_write_keeps_no_memory(tmp_path, monkeypatch):
 def test_the_second_signal_stops_waiting_for_a_hanging_disk(tmp_path, monkeypatch):
     disk, warned, probe = SlowDisk(monkeypatch), threading.Event(), Probe()
     waits = Waits(monkeypatch)
+    monkeypatch.setattr("runtime.core.signals.REPETITION_S", 0.0)
     monkeypatch.setattr(checkpoint_service, "WARN_AFTER_S", 0.0)
     monkeypatch.setattr(checkpoint_service.logger, "warning", lambda *args: warned.set())
     handle = builder().checkpoint_dir(tmp_path).run()

@@ -20,10 +20,12 @@ GRACE_S = 0.2
 SCRIPT = f"""
 import os, signal, time
 import runtime.run
+from runtime.core import signals
 from runtime.core.signals import INTERRUPTS
 from tests.support import programs
 from tests.support.running import builder, count_up
 
+signals.REPETITION_S = 0.0
 runtime.run.WORKER_GRACE_S = {GRACE_S}
 default = signal.getsignal(signal.SIGTERM)
 
@@ -129,9 +131,9 @@ def test_ctrl_c_ends_a_script_with_a_keyboard_interrupt():
         out, err = process.communicate(b".", WAIT_S)
     assert out.splitlines()[0] == b"step done"
     assert out.splitlines()[-1] == b"KeyboardInterrupt, a state"
-    last = err.splitlines()[-2:]
+    last = err.splitlines()[-3:]
     assert last[0].startswith(b"KeyboardInterrupt: the run was stopped after 1 of 50,000 batches")
-    assert b"checkpoint_dir(path)" in last[1]
+    assert b"checkpoint_dir(path)" in last[2]
     assert b"Traceback" not in err
     assert process.returncode == -signal.SIGINT
 
@@ -144,3 +146,44 @@ def test_a_second_ctrl_c_ends_a_script_stuck_in_a_step():
         out = process.stdout.read()
     assert out.splitlines() == [b"KeyboardInterrupt, no state", b"RunAborted, no state"]
     assert process.returncode == -signal.SIGINT
+
+
+LOOP_SCRIPT = f"""
+import signal, threading, torch
+from runtime import Trainer
+from tests.support import programs
+
+main, left, once = threading.main_thread().ident, threading.Event(), threading.Lock()
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return Interrupting.apply(y) if {{in_backward}} else interrupt(y)
+
+class Interrupting(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, grad: interrupt(grad))
+
+def interrupt(x):
+    if once.acquire(blocking=False):
+        signal.pthread_kill(main, signal.SIGINT)
+    left.wait({WAIT_S})  # the caller waits in its call of the model meanwhile
+    return x
+
+try:
+    model = Trainer.setup(Net(4, 1), lambda params: torch.optim.SGD(params, 0.1), ["cpu", "cpu"])
+    model(torch.ones(8, 4)).sum().backward()
+finally:
+    left.set()
+"""
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_ctrl_c_in_a_loop_of_the_user_prints_one_line(in_backward):
+    script = LOOP_SCRIPT.format(in_backward=in_backward)
+    command = [sys.executable, "-c", script]
+    found = programs.run(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, timeout=2 * WAIT_S)
+    assert b"Traceback" not in found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert last == b"KeyboardInterrupt: interrupted in a call of the model's replicas"
+    assert found.returncode == -signal.SIGINT

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from signal import SIGINT
+from signal import SIGINT, SIGTERM
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,8 @@ from tests.support.signalling import SOON_S, Probe, Waits, as_found, held_run, r
 
 
 @pytest.fixture(autouse=True)
-def _handlers_are_as_found():
+def _handlers_are_as_found(monkeypatch):
+    monkeypatch.setattr("runtime.core.signals.REPETITION_S", 0.0)
     with as_found():
         yield
 
@@ -27,6 +28,14 @@ def _handlers_are_as_found():
 @pytest.fixture
 def waits(monkeypatch):
     return Waits(monkeypatch)
+
+
+@pytest.fixture
+def user_handler():
+    """A handler of SIGTERM, so that no signal is kept for the end of the process."""
+    before = signal.signal(SIGTERM, lambda *_: None)
+    yield
+    signal.signal(SIGTERM, before)
 
 
 @pytest.fixture
@@ -62,6 +71,20 @@ def test_the_first_signal_stops_the_run_and_keeps_its_state(wait, waits):
         wait(handle)
     assert handle.state.stopped
     assert handle.join() is handle.state
+
+
+@ways_to_wait
+@pytest.mark.parametrize("signals", [[SIGINT, SIGINT], [SIGTERM, SIGINT, SIGINT]])
+def test_signals_that_repeat_the_first_one_do_not_abort(
+    wait, signals, waits, probe, monkeypatch, user_handler
+):
+    monkeypatch.setattr("runtime.core.signals.REPETITION_S", WAIT_S)
+    gate, handle = held_run()
+    waits.actions = [[*map(raising, signals), gate.opened.set]]
+    with pytest.raises(KeyboardInterrupt):
+        wait(handle)
+    assert handle.state.reason == "signalled"
+    assert not probe.aborted.is_set()
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from runtime import DataParallelCoordinator, ReplicaFailed, Trainer, WorkerFailed, fit
+from runtime.checkpoint.store import entries
 from runtime.core import tracebacks
 from runtime.core.tracebacks import VARIABLE, fold_tracebacks
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, plain_sgd
@@ -220,15 +221,23 @@ def in_a_block(handle):
 
 
 @pytest.mark.parametrize("wait", [lambda handle: handle.join(WAIT_S), in_a_block])
-def test_an_interrupt_prints_two_lines(excepthook, capsys, tmp_path, wait):
+def test_an_interrupt_prints_where_the_state_was_saved(excepthook, capsys, tmp_path, wait):
     b = builder(dataset=4000, epochs=400).checkpoint_dir(tmp_path).progress(False)
     handle, error = interrupted(b, wait)
     capsys.readouterr()
     sys.excepthook(type(error), error, error.__traceback__)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("KeyboardInterrupt: the run was stopped after ")
-    assert f" of {handle.total_batches:,} batches" in first
-    assert second == f"resume({str(tmp_path)!r}) continues it from its last checkpoint"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("KeyboardInterrupt: the run was stopped after ")
+    num = handle.statistics().global_step
+    (saved,) = [entry.path for entry in entries(tmp_path)]
+    text = " ".join(line.strip() for line in lines)
+    assert text.endswith(
+        f" after {num:,} of {handle.total_batches:,} batches; handle.state has the trained state "
+        f"The state after {num} batches was saved to {saved}; resume({str(tmp_path)!r}) continues "
+        "from it"
+    )
+    # A path is not broken.
+    assert [line for line in lines if len(line) > 79 and str(tmp_path) not in line] == []
 
 
 def test_other_errors_are_printed_as_ever(excepthook, capsys):
