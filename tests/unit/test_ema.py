@@ -119,6 +119,18 @@ def test_under_sync_each_optimizer_step_counts_once(ranks, accumulate):
     close(state.ema_state_dict(), steps.ema(state))
 
 
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_step_that_fp16_skips_does_not_count(way):
+    def train(model, batch):
+        worker = current_worker()
+        overflows = worker.local_step == 2
+        return model.one.weight.sum() * (1e38 if overflows else 1.0)
+
+    b = make(train, 2, way, epochs=1).precision("fp16")
+    state = b.run().join(WAIT_S)
+    assert all(bool(t.isfinite().all()) for t in state.ema_state_dict().values())
+
+
 @ranks
 def test_an_own_loop_has_that_of_its_train_fn(ranks):
     def loop(worker):

@@ -6,6 +6,7 @@ import copy
 import pickle
 import signal
 import threading
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from runtime import TimeLimit, TrainedState, fit
+from runtime.results import WorkerFailure
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -207,3 +209,26 @@ def test_a_state_made_by_hand_has_no_factory():
         state.model()
     assert state.model(counter).w == 1
     assert isinstance(state.load_into(Counter()), Counter)
+
+
+def test_the_text_counts_failed_workers():
+    state = run_net()
+    state = replace(state, failures=(WorkerFailure(rank=1, epoch=0, step=3, error=ValueError()),))
+    assert "1 failed worker" in repr(state)
+
+
+def test_a_factory_without_a_signature_receives_the_device():
+    class Factory:
+        __signature__ = "none"
+
+        def __call__(self, device):
+            return Net().to(device)
+
+    factory = Factory()
+    state = train(
+        model=factory,
+        optim=lambda params: torch.optim.SGD(params, 0.1),
+        train=train_fn,
+        dataset=(torch.ones(8, 2),),
+    )
+    assert state.model().first.weight.shape == (3, 2)

@@ -443,3 +443,36 @@ def test_a_manifest_lists_only_expected_files():
         content = Manifest(epoch=0, global_step=0, files=listed, about={}).to_bytes()
         with pytest.raises(CheckpointError, match="it"):
             Manifest.from_bytes(content)
+
+
+def test_a_file_system_that_cannot_flush_directories_is_used_without(tmp_path, monkeypatch):
+    code = errno.EINVAL
+
+    def fsync(fd):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    files.flush_directory(tmp_path)
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        files.flush_directory(tmp_path)
+
+
+def test_a_file_longer_than_its_limit_is_not_read(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert files.read_regular(path, 5) == b"12345"
+    with pytest.raises(CheckpointError, match="5 bytes instead of at most 4"):
+        files.read_regular(path, 4)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(CheckpointError, match="a link"):
+        files.read_regular(tmp_path / "link")
+
+
+def test_an_error_of_the_lock_itself_is_raised(tmp_path, monkeypatch):
+    def flock(fd, how):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output"):
+        files.DirectoryLock(tmp_path)

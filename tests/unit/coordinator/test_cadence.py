@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cadence import ElChe
+import coordinator
+from coordinator.cadence import CadenceAction, ElChe
 
 times = st.floats(1e-6, 1e3)
 
@@ -342,3 +343,10 @@ def test_a_report_needs_an_entry_for_each_rank():
 def test_a_nudge_factor_out_of_range_is_rejected(factor):
     with pytest.raises(ValueError, match="between 0 and 1"):
         ElChe(2).nudge_down(factor)
+
+
+def test_the_former_name_of_the_action_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="CadenceAction"):
+        assert coordinator.Verdict is CadenceAction
+    with pytest.raises(AttributeError, match="no attribute 'Verdicts'"):
+        _ = coordinator.Verdicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from runtime import DdpConfig
 from runtime.loop.scatter import to_replica
 from tests.support.own_loop import (
     NUM_FEATURES,
@@ -412,3 +414,43 @@ def test_a_scripted_part_asks_for_a_factory():
     net = nn.Sequential(make_net(), torch.jit.script(nn.Tanh()))
     with pytest.raises(ValueError, match=r"made by torch\.jit.*factory"), on_cpus(net, 2):
         pass
+
+
+# -- batch statistics ----------------------------------------------------------------------------
+
+
+def test_a_shard_of_one_sample_is_not_made_where_batch_statistics_are_used():
+    seen, lock = [], threading.Lock()
+
+    class Noted(nn.BatchNorm1d):
+        def forward(self, x):
+            with lock:
+                seen.append(len(x))
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), Noted(4)).double()
+    x, _ = make_batch(5)
+    with on_cpus(net, 3) as model:
+        model(x).sum().backward()
+        model.step()
+        assert sorted(seen) == [2, 3]
+        seen.clear()
+        with torch.no_grad():  # as torch.optim.swa_utils.update_bn() does
+            model(x)
+        assert seen == [5]
+        model(x[:2]).sum().backward()
+        assert seen == [5, 2]
+        assert_identical(model)
+
+
+def test_a_step_of_the_caller_is_clipped_by_the_configured_norm():
+    net = make_net()
+    alone = OneDevice(net)
+    x, y = make_batch(6)
+    with on_cpus(net, 2, config=DdpConfig(max_grad_norm=0.01, max_anchor=0)) as model:
+        F.cross_entropy(model(x), y).backward()
+        model.optimizer.step()
+        F.cross_entropy(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
+        alone.step()
+        assert_close(list(model.parameters()), list(alone.model.parameters()))

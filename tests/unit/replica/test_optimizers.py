@@ -286,6 +286,42 @@ def test_names_of_functions_and_optimizers_must_match():
         assert message in str(raised.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("schedulers", "message"),
+    [
+        ({"critic": lambda o: StepLR(o, 1)}, "has critic, but the optimizers are judge, maker"),
+        ({"judge": ReduceLROnPlateau, "maker": lambda o: StepLR(o, 1)}, "for each optimizer, or"),
+    ],
+)
+def test_schedulers_that_do_not_fit_the_optimizers_are_refused(schedulers, message):
+    with pytest.raises(WorkerFailed) as raised:
+        run(gan().scheduler(schedulers))
+    assert message in str(raised.value.__cause__)
+
+
+def test_schedulers_by_name_are_refused_for_one_optimizer():
+    b = Trainer.builder(lambda device: Gan(), OPTIMIZERS["judge"], judge_loss).dataset((DATA,))
+    with pytest.raises(ValueError, match="for several optimizers"):
+        b.batch_size(BATCH).num_epochs(1).devices(1).scheduler(
+            {"judge": lambda o: StepLR(o, 1)}
+        ).run()
+
+
+def test_a_state_of_another_number_of_groups_is_refused():
+    model = Gan()
+    both = Optimizers(
+        {name: OPTIMIZERS[name](getattr(model, name).parameters()) for name in LOSSES}
+    )
+    judge_loss(model, (DATA,)).backward()
+    before = model.judge[0].weight.detach().clone()
+    both.step()
+    assert not torch.equal(model.judge[0].weight, before)
+    state = both.state_dict()
+    state["param_groups"].pop()
+    with pytest.raises(ValueError, match="it has 1 groups, not 2"):
+        both.load_state_dict(state)
+
+
 def test_weights_are_refused():
     losses = {**LOSSES, "judge": lambda model, batch: (judge_loss(model, batch), 3)}
     with pytest.raises(WorkerFailed) as raised:
