@@ -33,6 +33,7 @@ class Recipe:
     optim: type[torch.optim.Optimizer] = torch.optim.AdamW
     drop_last: bool = False
     weighted: bool = False
+    precision: str = "fp32"
 
     def model(self, device):
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()]
@@ -67,7 +68,7 @@ class Recipe:
         ).seed(5)
         b.scheduler(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [4, 9, 17], 0.5))
         b.accumulate(self.accumulate).lr_scale_ratio(0.5).max_grad_norm(1.0)
-        b.drop_last(self.drop_last).tune_allocator(False)
+        b.drop_last(self.drop_last).tune_allocator(False).precision(self.precision)
         if self.ratios is not None:
             b.partition_ratios(self.ratios)
         if self.max_steps is not None:
@@ -115,6 +116,7 @@ RECIPES = {
     "three ranks with dropout": Recipe(ranks=3, dropout=True),
     "weights": Recipe(accumulate=2, weighted=True),
     "momentum, short batch dropped": Recipe(ranks=3, optim=torch.optim.RMSprop, drop_last=True),
+    "fp16": Recipe(precision="fp16", optim=torch.optim.SGD),
 }
 
 
