@@ -28,7 +28,7 @@ from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
 from coordinator.run_state import Statistics
 from coordinator.service import Service
-from runtime.callbacks import MetricReader
+from runtime.callbacks import EarlyStopping, MetricReader
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
@@ -354,7 +354,8 @@ class Run:
         )
 
     def _announce_end(self) -> None:
-        """Announce the throughput and the lost time, and settings that would be faster.
+        """Announce an early end, the throughput and the lost time, and settings that would be
+        faster.
 
         After Ctrl-C nothing is announced: the run was not to go on.
         """
@@ -362,8 +363,20 @@ class Run:
             return
         summary = self.summary()
         silent = self.config.progress is False
-        for text in filter(None, (summary.headline, summary.advice)):
+        for text in filter(None, (self._early_end(), summary.headline, summary.advice)):
             announce(logger, text, silent=silent)
+
+    def _early_end(self) -> str:
+        """Progress and reason of a run that was stopped before its end, as one line; else empty."""
+        outcome = self._machine.outcome
+        if not outcome.stopped:
+            return ""
+        by = "" if outcome.reason == "stopped" else f" ({outcome.reason})"
+        for callback in self.config.callbacks:
+            if isinstance(callback, EarlyStopping) and callback.stopped_epoch is not None:
+                by = f" by EarlyStopping({callback.metric!r})"
+        num, total = len(outcome.metrics), self.config.coordinator.num_epochs
+        return f"the run was stopped{by} after {num} of {total} epochs"
 
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives

@@ -71,11 +71,15 @@ class ResumePoint:
     @property
     def summary(self) -> str:
         """Path and progress of the checkpoint, as one line."""
-        epochs, batches = self._data.epoch, self._data.global_step
-        return (
+        data = self._data
+        epochs, reason = data.epoch, data.reason
+        text = (
             f"resuming from {self._name}: {epochs} epoch{'s' * (epochs != 1)} closed, "
-            f"{batches:,} batches trained"
+            f"{data.global_step:,} batches trained"
         )
+        if reason and reason != "finished" and not data.failed:
+            text += f"; the run that wrote it ended early ({reason}), and this one trains on"
+        return text
 
     @classmethod
     def read(
@@ -108,8 +112,6 @@ class ResumePoint:
                 loaded.data.reason,
                 loaded.data.error,
             )
-        elif loaded.data.reason:
-            logger.info("the run that wrote it ended with reason %r", loaded.data.reason)
         return point
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:

@@ -26,6 +26,7 @@ from runtime import (
     record_scalar,
 )
 from runtime.callbacks import MetricReader, MetricTracker
+from runtime.run import Run
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
@@ -346,6 +347,49 @@ def test_epochs_before_a_resume_count_for_early_stopping(tmp_path):
     values = [1.0, 2.0, 2.0, 2.0, *[2.0] * 200]
     last = resumed_after(3, make, tmp_path, values)[-1]
     assert (last.best, last.best_epoch, last.stopped_epoch) == (1.0, 0, 3)
+
+
+def test_an_early_end_is_announced_and_so_is_a_resume_from_it(tmp_path, caplog, monkeypatch):
+    stopped = threading.Event()
+    real_stop = Run.stop
+
+    def stop(run, *args):
+        real_stop(run, *args)
+        stopped.set()
+
+    monkeypatch.setattr(Run, "stop", stop)
+
+    def run(*callbacks, first=0):
+        caplog.clear()
+        stopped.clear()
+
+        def evaluate(model, epoch):
+            assert epoch < first + 2 or not callbacks or stopped.wait(WAIT_S)
+            return {"score": float(epoch)}
+
+        b = builder(epochs=30).eval_fn(evaluate).callbacks(*callbacks)
+        b = b.checkpoint_dir(tmp_path).resume(tmp_path, missing_ok=True)
+        return len(b.run().join(WAIT_S).metrics)
+
+    with caplog.at_level(logging.INFO):
+        num = run(EarlyStopping("eval/score", patience=1))
+        assert f"the run was stopped by EarlyStopping('eval/score') after {num} of" in caplog.text
+        again = run(EarlyStopping("eval/score", patience=1), first=num)
+        assert "ended early (stopped), and this one trains on" in caplog.text
+        assert f"after {again} of 30 epochs" in caplog.text
+        assert num < again < 30
+        assert run() == 30
+        assert "the run was stopped" not in caplog.text
+        run()
+        assert "ended early" not in caplog.text
+
+
+def test_a_run_that_is_stopped_announces_the_reason(caplog):
+    with caplog.at_level(logging.INFO):
+        handle = builder(dataset=100_000).run()
+        handle.stop("out_of_time")
+        handle.join(WAIT_S)
+        assert "the run was stopped (out_of_time) after 0 of 1 epochs" in caplog.text
 
 
 def test_the_users_own_checkpoint_function_is_called_as_often_as_it_asked(tmp_path):
