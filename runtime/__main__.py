@@ -21,7 +21,11 @@ from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
 from runtime.cluster.machine_status import status_table
 from runtime.cluster.membership import read_cluster_status
 from runtime.cluster.options import ENV_VARIABLES
-from runtime.collective.nccl_library import loaded_version, version_name
+from runtime.collective.nccl_library import (
+    launch_blocking_fault,
+    loaded_version,
+    version_name,
+)
 from runtime.core.capabilities import missing_in_system
 from runtime.core.checks import default_devices
 from runtime.core.errors import ClusterError
@@ -48,9 +52,13 @@ def machine_report(devices: Sequence[torch.device] | None = None) -> str:
     lines += [f"  {name:<10}{text}" for name, text in _facts(devices)]
     lines += ["", "backend(AUTO) selects:"]
     nccl = _has_nccl()
+    blocking = launch_blocking_fault(len(devices)) is not None
+    fault = "CUDA_LAUNCH_BLOCKING is set, so NCCL is out" if blocking else None
     names = [str(device) for device in devices]
     for policy in ApplyPolicy:
-        backend, reason = choose_backend(AverageBackend.AUTO, policy, names, nccl_available=nccl)
+        backend, reason = choose_backend(
+            AverageBackend.AUTO, policy, names, nccl_available=nccl, nccl_fault=fault
+        )
         lines.append(f"  {policy.name:<10}{backend.name:<8}{reason}")
     return "\n".join(lines) + "\n"
 
@@ -62,7 +70,7 @@ def _facts(devices: Sequence[torch.device]) -> list[tuple[str, str]]:
     found.append(
         ("host", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
     )
-    found.append(("NCCL", _nccl()))
+    found.append(("NCCL", _nccl(len(devices))))
     gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     python = f"{platform.python_implementation()} {platform.python_version()}"
     found.append(("GIL", f"{'on' if gil else 'off'} ({python})"))
@@ -98,11 +106,14 @@ def _has_nccl() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
-def _nccl() -> str:
+def _nccl(num_ranks: int) -> str:
     if not _has_nccl():
         return "not in this build of PyTorch"
     version = loaded_version()
     name = "" if version is None else f" ({version_name(version)})"
+    fault = launch_blocking_fault(num_ranks)
+    if fault is not None:
+        return f"available{name}; {fault}"
     return f"available{name}, for runs on distinct CUDA devices"
 
 

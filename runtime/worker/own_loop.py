@@ -1043,8 +1043,10 @@ class LoopWorker:
 
     @property
     def global_step(self) -> int:
-        """Batches of all ranks before this one: the position of the schedule. Equal on all ranks
-        under ``SYNC``; otherwise those of other ranks are included after each averaging round.
+        """Batches of all ranks before this one: the position of the schedule. It is constant within
+        the body, also after :meth:`step`, like the index of ``enumerate(loader)``; a counter of
+        completed steps is one step ahead there. Equal on all ranks under ``SYNC``; otherwise those
+        of other ranks are included after each averaging round.
         """
         return self._loop.global_step
 

@@ -91,3 +91,15 @@ def test_a_build_without_nccl_says_so(gpus, monkeypatch):
     text = machine_report()
     assert lines_of(text, "NCCL") == ["not in this build of PyTorch"]
     assert lines_of(text, "SYNC")[0].startswith("THREAD")
+
+
+def test_launch_blocking_is_reported_with_the_transports_that_it_leaves(gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    gpus("One", "One")
+    text = machine_report()
+    assert "CUDA_LAUNCH_BLOCKING=1" in lines_of(text, "NCCL")[0]
+    assert "unset it" in lines_of(text, "NCCL")[0]
+    for policy in ApplyPolicy:
+        (line,) = lines_of(text, policy.name)
+        assert not line.startswith("NCCL")
+        assert "CUDA_LAUNCH_BLOCKING is set" in line

@@ -384,6 +384,21 @@ def test_a_step_of_the_optimizer_in_the_body_is_refused_at_the_first_batch():
         loop_builder(loop).run().join(WAIT_S)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_global_step_is_the_number_of_batches_before_this_one_in_its_whole_body(ranks):
+    seen = [[] for _ in range(ranks)]
+
+    def loop(worker):
+        for batch in worker.batches():
+            before = worker.global_step
+            worker.step(worker.model.loss(worker.epoch, batch))
+            seen[worker.rank].append((before, worker.global_step))
+
+    handle = loop_builder(loop, ranks=ranks, dataset=(torch.arange(20),)).run()
+    handle.join(WAIT_S)
+    assert seen == [[(n, n) for n in range(0, handle.total_batches, ranks)]] * ranks
+
+
 @pytest.mark.parametrize("way", ["accumulate", "backward", "step"])
 def test_every_counts_optimizer_steps_after_a_resume(way, tmp_path):
     def builder(seen, stop_at=None):
