@@ -8,7 +8,7 @@ and does all that is due, so that the order of messages matters little and no wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
@@ -41,6 +41,9 @@ class Coordinator:
         config: Settings.
         resume: The state of an earlier coordinator to continue from; see
             :class:`~coordinator.messages.SaveCheckpoint`.
+
+    Attributes:
+        warn: Called with the text of a warning; logs it by default.
     """
 
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
@@ -64,6 +67,7 @@ class Coordinator:
         self._limits = LimitSender(self._run, self._rounds)
         self._stall_detector = StallDetector(self._run, self._rounds.round)
         self._imbalance = ImbalanceDetector()
+        self.warn: Callable[[str], object] = logger.warning
 
     @property
     def phase(self) -> Phase:
@@ -268,14 +272,11 @@ class Coordinator:
         )
         if imbalance is not None:
             rank, ratio, gain = imbalance
-            logger.warning(
-                "rank %d takes %.2f times as long for a batch as the fastest rank, which waits for "
-                "it in every step: balance(True) would cut the global batches by speed and make "
-                "steps about %.2f times as fast, with results equal up to rounding; "
-                "balance(False) keeps equal batches without this warning",
-                rank,
-                ratio,
-                gain,
+            self.warn(
+                f"rank {rank} takes {ratio:.2f} times as long for a batch as the fastest rank, "
+                "which waits for it in every step: balance(True) would cut the global batches by "
+                f"speed and make steps about {gain:.2f} times as fast, with results equal up to "
+                "rounding; balance(False) keeps equal batches without this warning"
             )
 
     def _on_exiting(self, rank: int, now: float) -> None:

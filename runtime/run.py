@@ -215,6 +215,7 @@ class Run:
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator
         machine = Coordinator(config, None if self._resume is None else self._resume.run)
+        machine.warn = partial(announce, logger, level=logging.WARNING)
         service = Service(
             machine,
             self._inbox,

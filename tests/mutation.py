@@ -123,6 +123,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/cluster/options.py": unit("cluster/settings", "cluster/cluster_run"),
     "runtime/cluster/signing.py": unit("lighthouse_gate", "state_server", "torchft_engine"),
     "runtime/cluster/lighthouse_gate.py": unit("lighthouse_gate", "torchft_engine"),
+    "runtime/cluster/machine_status.py": unit("lighthouse_gate"),
     "runtime/cluster/state_server.py": unit("state_server"),
     "runtime/cluster/torchft_engine.py": unit("torchft_engine", "state_server"),
     "runtime/data/": READING,

@@ -249,23 +249,26 @@ class WorkerLogFilter(logging.Filter):
         return True
 
 
-def announce(log: logging.Logger, text: str, *, silent: bool = False) -> None:
-    """Log a line at INFO, or write it to stderr if no handler is configured, folded.
+def announce(
+    log: logging.Logger, text: str, *, silent: bool = False, level: int = logging.INFO
+) -> None:
+    """Log a line, or write it to stderr if no handler is configured, folded.
 
-    Nothing is written if the logger or one of its parents is disabled or has a level above INFO
-    (except for the root logger, whose default level is WARNING).
+    Nothing is written if the logger or one of its parents is disabled or has a level above
+    ``level`` (except for the root logger, whose default level is WARNING).
 
     Args:
         log: The logger.
         text: The line.
         silent: Never write to stderr.
+        level: Level of the record.
     """
-    log.info("%s", text)
-    if silent or log.hasHandlers() or not is_announced(log):
-        return
-    folded = "\n".join(fold(text))
-    record = log.makeRecord(log.name, logging.INFO, "", 0, folded, (), None)
-    logging.StreamHandler().handle(record)
+    if log.hasHandlers():
+        log.log(level, "%s", text)
+    elif not silent and is_announced(log, level):
+        folded = "\n".join(fold(text))
+        record = log.makeRecord(log.name, level, "", 0, folded, (), None)
+        logging.StreamHandler().handle(record)
 
 
 LINE_WIDTH = 79
@@ -300,15 +303,15 @@ def fold(text: str) -> list[str]:
     return lines
 
 
-def is_announced(log: logging.Logger) -> bool:
+def is_announced(log: logging.Logger, level: int = logging.INFO) -> bool:
     """True if :func:`announce` writes lines of this logger, to its handlers or to stderr."""
     if log.hasHandlers():
-        return log.isEnabledFor(logging.INFO)
-    if sys.stderr is None or logging.root.manager.disable >= logging.INFO:
+        return log.isEnabledFor(level)
+    if sys.stderr is None or logging.root.manager.disable >= level:
         return False
     at: logging.Logger | None = log
     while at is not None and at is not logging.root:
-        if at.disabled or at.level > logging.INFO:
+        if at.disabled or at.level > level:
             return False
         at = at.parent
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import logging
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from tests.house import ROOT
 from tests.support import programs
+from tests.support.running import WAIT_S, builder
 
 SCRIPT = """
 import logging, os, signal
@@ -158,6 +160,25 @@ def test_no_line_of_a_terminal_of_80_columns_wraps():
     assert re.match(r"epoch 0: loss [\d.e-]+, [\d,]+ samples/s 100%\|", bars[-1])
     assert re.search(r"\| \d\d:\d\d<00:00$", bars[-1])
     assert any("can do alone" in line for line in shown[shown.index(bars[-1]) + 1 :])
+
+
+def test_the_warning_of_unequal_ranks_is_folded_unless_there_is_a_handler(monkeypatch, capsys):
+    handle = builder().run()
+    handle.join(WAIT_S)
+    machine = handle._run.machine
+    monkeypatch.setattr(machine._imbalance, "check", lambda ranks: (1, 3.0, 2.0))
+    capsys.readouterr()
+    machine._advise_balance()
+    assert capsys.readouterr().err == ""  # the test has a handler
+    monkeypatch.setattr(logging.getLogger("runtime"), "propagate", False)
+    machine._advise_balance()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("rank 1 takes 3.00 times as long for a batch")
+    assert " 2.00 times as fast" in " ".join(map(str.strip, lines))
+    assert max(map(len, lines)) < 80
+    monkeypatch.setattr(logging.getLogger("runtime"), "level", logging.ERROR)
+    machine._advise_balance()
+    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_ends_a_run_without_a_headline():
