@@ -7,9 +7,11 @@ and every other rank as many as it can in the same time.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
 from typing import Any, Protocol
 
 from coordinator.config import ApplyPolicy, CoordinatorConfig
@@ -352,6 +354,13 @@ def _check(
 
 
 _CONSECUTIVE_ROUNDS = 3
+_TREND_ROUNDS = 10
+_MIN_TREND = 33
+"""Mann-Kendall statistic of these rounds, 45 at most; independent values reach it in 0.1 %."""
+_MIN_RISE = 3.0
+"""Factor by which their Theil-Sen line, fitted to logarithms, rises."""
+_MIN_LEVEL = 0.1
+"""Share of the threshold below which growth has no effect."""
 
 
 class ConvergenceGuard:
@@ -359,7 +368,9 @@ class ConvergenceGuard:
 
     Divergence above the threshold in one round: :attr:`CadenceAction.SUPPRESS_GROWTH`. In three
     consecutive rounds, with the last no smaller than the first:
-    :attr:`CadenceAction.NUDGE_DOWN`, after which the count starts again.
+    :attr:`CadenceAction.NUDGE_DOWN`, after which the count starts again. The same if divergence
+    relative to the length of the round triples over ten rounds, in a steady trend, and
+    exceeds a tenth of the threshold.
 
     Args:
         threshold: Largest acceptable divergence, ``||pre - post|| / ||post||``.
@@ -378,13 +389,16 @@ class ConvergenceGuard:
         self._threshold = threshold
         self._enabled = enabled
         self._above: list[float] = []
+        self._rates: list[float] = []
 
-    def report(self, divergences: Sequence[float]) -> CadenceAction:
+    def report(self, divergences: Sequence[float], length: float = 1.0) -> CadenceAction:
         """Record a round.
 
         Args:
             divergences: The divergence of each rank in the round. A value that is not finite
                 is above the threshold. Empty, if not measured: stable, and not counted.
+            length: Batches of the round times the learning rate: divergence that is proportional
+                to it does not grow.
 
         Returns:
             The action for the cadence.
@@ -392,22 +406,37 @@ class ConvergenceGuard:
         if not self._enabled or not divergences:
             return CadenceAction.STABLE
         worst = max(d if math.isfinite(d) else math.inf for d in divergences)
-        if worst <= self._threshold:
+        above = [*self._above, worst] if worst > self._threshold else []
+        self._above = above[-_CONSECUTIVE_ROUNDS:]
+        stays = len(self._above) == _CONSECUTIVE_ROUNDS and self._above[-1] >= self._above[0]
+        if stays or self._has_grown(worst, length):
             self._above.clear()
-            return CadenceAction.STABLE
-        self._above = [*self._above, worst][-_CONSECUTIVE_ROUNDS:]
-        if len(self._above) == _CONSECUTIVE_ROUNDS and self._above[-1] >= self._above[0]:
-            self._above.clear()
+            self._rates.clear()
             return CadenceAction.NUDGE_DOWN
-        return CadenceAction.SUPPRESS_GROWTH
+        return CadenceAction.SUPPRESS_GROWTH if self._above else CadenceAction.STABLE
+
+    def _has_grown(self, worst: float, length: float) -> bool:
+        rate = worst / length if length > 0 else math.inf
+        if not 0 < rate < math.inf:
+            return False  # no measurement of growth
+        self._rates = [*self._rates, rate][-_TREND_ROUNDS:]
+        if len(self._rates) < _TREND_ROUNDS or worst < _MIN_LEVEL * self._threshold:
+            return False
+        pairs = list(combinations(enumerate(map(math.log, self._rates)), 2))
+        trend = sum((b > a) - (b < a) for (_, a), (_, b) in pairs)
+        slope = statistics.median((b - a) / (j - i) for (i, a), (j, b) in pairs)
+        return trend >= _MIN_TREND and slope * (_TREND_ROUNDS - 1) >= math.log(_MIN_RISE)
 
     def state_dict(self) -> dict[str, Any]:
-        """The divergences of the consecutive rounds above the threshold."""
-        return {"row": list(self._above)}
+        """Divergences of the consecutive rounds above the threshold, and those relative to the
+        length of the last rounds.
+        """
+        return {"row": list(self._above), "rates": list(self._rates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; threshold and ``enabled`` are kept."""
         self._above = [float(d) for d in state["row"]]
+        self._rates = [float(d) for d in state.get("rates", ()) if d > 0]
 
 
 class CadenceAction(Enum):

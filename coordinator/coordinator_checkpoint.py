@@ -273,7 +273,7 @@ def check_run(
             "next_epoch": integer(),
             "elapsed_s": number(0.0),
             "elche": record(elche),
-            "guard": record({"row": items(number())}),
+            "guard": record({"row": items(number())}, may={"rates": items(number(0.0))}),
             "ranks": items(_RANK_TOTALS, world),
             "metrics": items(_metrics_check(num_samples)),
             "epochs": items(_epoch_check(world, num_samples, num_batches)),

@@ -154,7 +154,8 @@ class RoundRunner:
             info = self._run.ranks[rank]
             if self._run.is_live(rank):
                 times[rank] = (info.round_compute_s, info.round_batches)
-        verdict = self._run.guard.report(list(rnd.divergences.values()))
+        length = max(self._run.ranks[rank].round_length for rank in rnd.ranks)
+        verdict = self._run.guard.report(list(rnd.divergences.values()), length)
         self._run.elche.hold_growth(verdict is not CadenceAction.STABLE)
         self._run.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
         if verdict is CadenceAction.NUDGE_DOWN:

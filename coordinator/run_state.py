@@ -358,6 +358,7 @@ class Rank:
     compute_s: float = 0.0
     sync_s: float = 0.0
     num_throttles: int = 0
+    learning_rate: float | None = None
     divergence: float | None = None
     final: FinalSnapshot | None = None
 
@@ -371,8 +372,15 @@ class Rank:
         """True if the rank can answer a message."""
         return self.state in (RankState.BUILDING, RankState.LIVE, RankState.LEAVING)
 
+    @property
+    def round_length(self) -> float:
+        """Batches in the round times the learning rate, which counts as 1 if it is unknown."""
+        return self.round_batches * (1.0 if self.learning_rate is None else self.learning_rate)
+
     def note(self, stats: ReportStats) -> None:
         """Add the counts of a report."""
+        if stats.learning_rate is not None:
+            self.learning_rate = stats.learning_rate
         self.since_round += stats.num_batches
         self.compute_since_round += stats.compute_s
         self.num_batches += stats.num_batches

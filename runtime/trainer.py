@@ -731,7 +731,9 @@ class TrainerBuilder(Generic[ModelT_co]):
 
     def divergence_threshold(self, f: float) -> Self:
         """Relative distance of replicas from their average above which the anchor grows more
-        slowly and finally shrinks (default 0.05).
+        slowly and finally shrinks (default 0.05). The anchor also shrinks if the
+        divergence, relative to batches and learning rate, has tripled over ten rounds and
+        is above a tenth of the threshold.
         """
         number = check_float("divergence_threshold", f, 0.0, above=True)
         return self._set(divergence_threshold=number)

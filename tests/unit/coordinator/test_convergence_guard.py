@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,66 @@ def test_a_round_without_a_measurement_is_stable_and_changes_nothing():
 def test_a_disabled_guard_is_always_stable():
     guard = ConvergenceGuard(enabled=False)
     assert verdicts(guard, 1.0, math.nan, 1.0, 1.0) == [STABLE] * 4
+
+
+def test_growth_below_the_threshold_nudges_down_and_the_history_starts_again():
+    growing = [0.06 * 1.2**i for i in range(15)]
+    assert max(growing) < 1.0
+    guard = ConvergenceGuard(1.0)
+    assert verdicts(guard, *growing) == [STABLE] * 9 + [NUDGE] + [STABLE] * 5
+
+
+def test_a_trend_continues_from_the_saved_state():
+    growing = [0.006 * 1.2**i for i in range(10)]
+    first, second = ConvergenceGuard(0.05), ConvergenceGuard(0.05)
+    verdicts(first, *growing[:9])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert verdicts(second, growing[9]) == [NUDGE]
+
+
+def test_growth_with_noise_nudges_down():
+    noise = [1.2, 0.8, 1.0, 1.2, 0.85, 1.15, 0.9, 1.1, 0.9, 1.0]
+    growing = [0.006 * 1.2**i * n for i, n in enumerate(noise)]
+    assert sorted(growing) != growing
+    assert verdicts(ConvergenceGuard(0.05), *growing)[-1] is NUDGE
+
+
+def test_a_noisy_level_and_a_slow_rise_are_stable():
+    draw = random.Random(0)
+    level = [0.02 * draw.uniform(0.5, 1.5) for _ in range(2000)]
+    assert verdicts(ConvergenceGuard(0.05), *level) == [STABLE] * 2000
+    slow = [0.006 * 1.1**i for i in range(20)]
+    assert verdicts(ConvergenceGuard(0.05), *slow) == [STABLE] * 20
+
+
+def test_growth_of_negligible_divergence_is_stable():
+    growing = [1e-6 * 1.3**i for i in range(30)]
+    assert verdicts(ConvergenceGuard(0.05), *growing) == [STABLE] * 30
+
+
+def test_divergence_in_proportion_to_the_length_of_the_round_does_not_grow():
+    lengths = [1.3**i for i in range(12)]  # a longer round, or a warm-up of the learning rate
+    guard = ConvergenceGuard(0.05)
+    assert [guard.report([0.002 * n], n) for n in lengths] == [STABLE] * 12
+    shorter = [guard.report([0.04], 1 / n) for n in lengths]
+    assert NUDGE in shorter
+
+
+@pytest.mark.parametrize(
+    ("value", "length"), [(math.nan, 1.0), (0.0, 1.0), (0.01, 0.0), (0.01, math.nan)]
+)
+def test_a_round_that_measures_no_growth_is_skipped_in_the_trend(value, length):
+    growing = [0.006 * 1.2**i for i in range(10)]
+    guard = ConvergenceGuard(0.05)
+    verdicts(guard, *growing[:4])
+    assert guard.report([value], length) is not NUDGE
+    assert verdicts(guard, *growing[4:]) == [STABLE] * 5 + [NUDGE]
+
+
+def test_a_state_of_a_guard_without_trend_is_restored():
+    guard = ConvergenceGuard(0.05)
+    guard.load_state_dict({"row": [0.1, 0.1]})
+    assert verdicts(guard, 0.1) == [NUDGE]
 
 
 @given(st.lists(st.floats(0, 0.2) | st.just(math.nan), max_size=40), st.integers(0, 40))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coordinator.cadence import ElChe
 from coordinator.metrics import metrics_from_state, metrics_state
 from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
 from runtime.monitor.run_reader import _epoch
@@ -22,6 +23,7 @@ from tests.support.running import (
     THREAD,
     WAIT_S,
     builder,
+    counter,
 )
 
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, GLOO)]
@@ -39,6 +41,47 @@ def run(way, train=drift, ranks=2, **more):
     for name, value in more.items():
         getattr(b, name)(value)
     return b.run()
+
+
+def lowered_anchors(monkeypatch, growth, warm_up=1.0):
+    """Anchors lowered by the guard in a run whose divergence of a batch grows by ``growth``, and
+    the learning rate by ``warm_up``.
+    """
+    lowered = []
+
+    def nudge_down(elche):
+        lower(elche)
+        lowered.append(elche.anchor)  # grows again while rounds cost more than these steps
+
+    lower = ElChe.nudge_down
+    monkeypatch.setattr(ElChe, "nudge_down", nudge_down)
+
+    def move_apart(model, batch):
+        worker = current_worker()
+        if lowered:
+            return 0.0 * model.w.sum()
+        return model.w.sum() * 0.01 * growth**worker.local_step * (1 - 2 * worker.rank)
+
+    def one(device):
+        model = counter(device)
+        torch.nn.init.ones_(model.w)
+        return model
+
+    b = builder(model=one, train=move_apart, dataset=232, way=(CADENCE, THREAD))
+    b.partition_ratios([1, 1]).max_batch_diff(0).anchor(4).max_anchor(4).divergence_threshold(4.0)
+    b.scheduler(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: warm_up ** (step / 2)))
+    (metrics,) = b.run().join(WAIT_S).metrics
+    assert 0.02 < metrics.divergence < 4.0  # never above the threshold
+    return lowered
+
+
+@pytest.mark.parametrize(("growth", "anchors"), [(1.06, [2]), (1.0, [])])
+def test_growing_divergence_shortens_the_rounds(monkeypatch, growth, anchors):
+    assert lowered_anchors(monkeypatch, growth)[:1] == anchors
+
+
+def test_divergence_that_grows_with_the_learning_rate_keeps_the_rounds(monkeypatch):
+    assert lowered_anchors(monkeypatch, 1.0, warm_up=1.06) == []
 
 
 def measured(state):
