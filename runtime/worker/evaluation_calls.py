@@ -26,11 +26,19 @@ class EvaluationCalls:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._calls: dict[int, EvaluationCall] = {}
-        self._answered: dict[int, int] = {}  # by caller, the round of its last answer
+        self._too_early: dict[
+            int, int
+        ] = {}  # by caller, the last round that cannot answer its call
         self._is_over = False
 
     def open(
-        self, caller: int, dataset: Any, fn: EvaluationFn, read: Callable[[Any], BatchSource]
+        self,
+        caller: int,
+        dataset: Any,
+        fn: EvaluationFn,
+        read: Callable[[Any], BatchSource],
+        *,
+        after: int = 0,
     ) -> EvaluationCall:
         """Register a call, before its request is sent.
 
@@ -39,10 +47,12 @@ class EvaluationCalls:
             dataset: The data set.
             fn: ``f(model, batch)``, called in the threads of all ranks.
             read: Reads the data set.
+            after: The last round whose average does not contain all training of the caller.
         """
         call = EvaluationCall(caller, dataset, fn, read)
         with self._condition:
             self._calls[caller] = call
+            self._too_early[caller] = max(after, self._too_early.get(caller, 0))
         return call
 
     def close(self, caller: int) -> None:
@@ -59,11 +69,11 @@ class EvaluationCalls:
             round: Id of the round.
 
         Returns:
-            The part of the rank; ``None``: the call was answered or dropped.
+            The part of the rank; ``None``: the call was answered or dropped, or is a later one.
         """
         with self._condition:
-            call, answered = self._calls.get(caller), self._answered.get(caller, 0)
-            if call is None or call.is_answered or round <= answered:
+            call = self._calls.get(caller)
+            if call is None or call.is_answered or round <= self._too_early[caller]:
                 return None
             if call.attempt is None or call.attempt.round < round:
                 # The caller did not get the average of an earlier round, which was given up.
@@ -256,5 +266,5 @@ class EvaluationPart(BatchSource):
             elif attempt.returned and attempt.error is None:
                 return False
             call.is_answered = True
-            self._calls._answered[call.caller] = attempt.round
+            self._calls._too_early[call.caller] = attempt.round
             return True

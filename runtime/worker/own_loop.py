@@ -329,7 +329,9 @@ class OwnLoop:
         if self._losses:
             self._log_losses()
             self._losses = {}
-        call = calls.open(rank, dataset, fn, self.evaluation.open)
+        # The average of a snapshot that was sent before lacks the steps since.
+        after = protocol.pending_snapshot
+        call = calls.open(rank, dataset, fn, self.evaluation.open, after=after)
         try:
             self._send(m.EvaluationRequested(rank=rank))
             with self._stepper.without_autocast():

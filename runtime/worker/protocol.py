@@ -272,6 +272,11 @@ class WorkerProtocol:
         self._mark = _Counts(round_id, self.batches, self.samples, self.weight)
         self._weight_since = 0
 
+    @property
+    def pending_snapshot(self) -> int:
+        """Round of a snapshot whose average may still arrive; 0: there is none."""
+        return 0 if self._mark is None else self._mark.round
+
     def on_updated(self, update: m.Update) -> bool:
         """Subtract the counts of the snapshot from which an average was made.
 

@@ -45,6 +45,7 @@ class Schedule:
         average_s: Longest time that an average takes to compute.
         sync_s: Longest time that a collective takes after the last rank joined.
         evaluate_s: Time of an evaluation.
+        call_chance: Chance that a body calls ``evaluate`` after a step, without lockstep.
         report_interval_s: See ``WorkerConfig``.
         stop_at_s: Time of the call of ``stop()``, if any.
         divergence: Largest divergence that a round shows.
@@ -76,6 +77,7 @@ class Schedule:
     average_s: float = 0.0
     sync_s: float = 0.0
     evaluate_s: float = 0.0
+    call_chance: float = 0.0
     report_interval_s: float = 0.05
     stop_at_s: float | None = None
     divergence: float = 0.0
@@ -209,7 +211,16 @@ def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
     drawn = with_transports(with_global_batches(drawn))
-    return with_validations(with_evaluations(drawn))
+    return with_calls(with_validations(with_evaluations(drawn)))
+
+
+def with_calls(schedule: Schedule) -> Schedule:
+    """The schedule with calls of ``evaluate`` by bodies in a third of the runs that average."""
+    c, rng = schedule.config, random.Random(f"calls of {schedule.seed}")
+    averages = c.policy is not ApplyPolicy.SYNC and c.world_size > 1
+    if not averages or rng.random() < 0.67:
+        return schedule
+    return replace(schedule, call_chance=rng.choice((0.05, 0.3, 1.0)))
 
 
 def with_validations(schedule: Schedule) -> Schedule:

@@ -7,6 +7,7 @@ message, :class:`Join` enters a collective.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
@@ -110,6 +111,9 @@ class SimWorker:
             schedule.report_interval_s,
         )
         self._deferred: deque[Any] = deque()
+        self._calls = False  # the body waits for an evaluation
+        self._too_early = 0  # the last round that cannot answer it
+        self._call_draws = random.Random(f"calls of {schedule.seed} on {rank}")
         self._begun_epoch = -1
         self._lockstep = LockstepProgress(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
@@ -356,7 +360,30 @@ class SimWorker:
         else:
             weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
             self.protocol.on_trained(len(sizes), sum(sizes), weight)
+        if self._call_draws.random() < self._sim.schedule.call_chance:
+            yield from self._call_evaluate()
         return True
+
+    def _call_evaluate(self) -> Steps:
+        """Wait in the body for an evaluation on the average of a round."""
+        self._calls = self._config.world_size > 1 and not self.protocol.alone
+        self._too_early = self.protocol.pending_snapshot
+        if self._calls:
+            self._reporter.send(m.EvaluationRequested(rank=self.rank))
+        while self._calls and not (self.protocol.alone or self.protocol.leaving):
+            yield from self._receive(self._deferred.popleft() if self._deferred else (yield GET))
+        self._calls = False
+
+    def _answer_calls(self, message: m.SyncNow | m.Update) -> Steps:
+        if not message.callers:
+            return
+        yield self._sim.schedule.evaluate_s
+        is_answered = self.rank in message.callers and message.round > self._too_early
+        is_answered &= self._calls
+        if is_answered and self.local:
+            raise Violation(f"rank {self.rank} evaluates an average without {self.local}")
+        self._calls &= not is_answered
+        self._reporter.send(m.EvaluationsDone(rank=self.rank, answered=is_answered))
 
     def _await_batch(self, *, answer: bool) -> Steps:
         load_s = self._sim.load_s()
@@ -504,6 +531,7 @@ class SimWorker:
         if ok:
             work = message.evaluate, message.checkpoint, message.eval_at, message.validate
             yield from self._per_epoch(*work)
+            yield from self._answer_calls(message)
 
     def _all_reduce(self, round_id: int) -> Steps:
         self._check_samples()
@@ -572,10 +600,12 @@ class SimWorker:
             self.base = average.base
         evaluated, checkpoint = message.evaluate, message.checkpoint
         wanted = any(w is not None for w in (evaluated, checkpoint, message.validate))
+        wanted |= bool(message.callers)
         if self.replica is not None and (message.num_samples > 0 or wanted):
             self.replica.take(average, wanted=wanted)
         self._expect("updated")
         yield from self._per_epoch(evaluated, checkpoint, message.eval_at, message.validate)
+        yield from self._answer_calls(message)
         self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
     def _per_epoch(

@@ -116,6 +116,14 @@ def test_a_late_rank_takes_no_part_in_the_next_call():
     assert calls.join(CALLER, HELPER, 2) is not None
 
 
+def test_an_average_without_the_last_steps_of_the_caller_does_not_answer():
+    calls, _ = opened()
+    calls.open(CALLER, (torch.arange(3.0),), lambda model, batch: None, lambda d: None, after=4)
+    assert calls.join(CALLER, HELPER, 4) is None
+    assert calls.join(CALLER, CALLER, 4) is None
+    assert calls.join(CALLER, HELPER, 5) is not None
+
+
 def test_the_end_of_the_run_wakes_the_caller():
     calls, call = opened()
     caller, helper = calls.join(CALLER, CALLER, 1), calls.join(CALLER, HELPER, 1)
