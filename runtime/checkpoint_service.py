@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coordinator.messages import LOOP_TICKET, Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights, plain
+from runtime.checkpoint.optimizer_shards import missing_shards
 from runtime.checkpoint.store import CheckpointWriter, entries, is_complete
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
@@ -102,6 +103,12 @@ class CheckpointService:
             return
         if self._layout is None:
             return  # no worker was built
+        if missing := missing_shards(command.ranks):
+            lost = CheckpointError(
+                f"shards {missing} of the optimizer's state are lost with the ranks that held them"
+            )
+            self._fail(SaveFailed(error=lost, tickets=command.tickets))
+            return
         data = self.data(command)
         if command.final:
             data = replace(data, reason=command.reason, error=error)

@@ -27,6 +27,7 @@ from runtime.data.stream import is_stream
 from runtime.device.base import Device
 from runtime.device.cuda import devices_differ
 from runtime.evaluation.validation_data import ValidationData
+from runtime.fsdp.strategy import ShardingStrategy, check_strategy
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
 from runtime.timeline.summary import RunFacts
@@ -269,6 +270,8 @@ class RunSettings:
         c = self.coordinator
         progressive = self.progressive_dispatch
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
+        if self.is_sharded:
+            others = []  # shards would be missing in another group
         balance = self.resolved_balance(devices)
         sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
         coordinator = replace(
@@ -296,6 +299,7 @@ class RunSettings:
         worker = replace(
             self.worker,
             balance=balance,
+            sharding=self.worker.sharding if self.is_sharded else None,
             batch_sizes=self.worker.batch_sizes if is_split else sizes,
             bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
@@ -367,8 +371,8 @@ class RunSettings:
 
     def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
         """True if ``SYNC`` cuts batches by measured speed: as requested, else if devices differ."""
-        if self.requested_balance is not None:
-            return self.requested_balance
+        if self.requested_balance is not None or self.is_sharded:
+            return bool(self.requested_balance)
         c = self.coordinator
         fits = c.policy is ApplyPolicy.SYNC and c.partition_ratios is None
         return fits and devices_differ(devices)
@@ -376,11 +380,17 @@ class RunSettings:
     def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
         """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""
         asked_mb = self.requested_bucket_mb
-        if asked_mb is None and self.functions.loop is None:
+        if asked_mb is None and self.functions.loop is None and not self.is_sharded:
             fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
             beside = any(getattr(self.worker, name) for name in _EXCLUDE_BUCKETS)
             asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
         return max(1, int(asked_mb * 2**20)) if asked_mb else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if ranks hold shards."""
+        sharding = self.worker.sharding
+        return sharding is not None and sharding[0] is not ShardingStrategy.NO_SHARD
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The requested devices, else every visible CUDA device, else one CPU."""
@@ -472,6 +482,7 @@ class RunSettings:
         self._check_buckets()
         self._check_optimizers()
         self._check_loop()
+        self._check_sharding(world)
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
                 "progressive_dispatch(True) cannot be combined with SYNC, which divides each epoch "
@@ -727,6 +738,47 @@ class RunSettings:
                 raise ValueError(
                     f"{name} {reason}: leave it out with Trainer.loop, or use Trainer.builder"
                 )
+
+    def _check_sharding(self, world: int) -> None:
+        """Refuse settings that shards over the ranks do not support."""
+        if self.worker.sharding is None:
+            return
+        strategy, intra_node_size = self.worker.sharding
+        check_strategy(strategy, world, intra_node_size)
+        way = f"sharded(ShardingStrategy.{strategy.name})"
+        c, w = self.coordinator, self.worker
+        if c.policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                f"{way} is for SYNC, which reduces gradients; {c.policy.name} averages whole "
+                'replicas: leave it out or call policy("sync")'
+            )
+        if not self.is_sharded:
+            return
+        group = "needs another group of ranks, in which shards would be missing"
+        obstacles = {
+            'on_worker_failure("continue")': (
+                w.survives,
+                "loses the shard of a rank that dies: set checkpoint_dir(path), and resume with "
+                "fewer devices",
+            ),
+            "balance(True)": (self.requested_balance, f"{group} after an out-of-memory error"),
+            'on_drift("repair")': (w.on_drift == "repair", "copies the state of another rank"),
+            'precision("fp16")': (
+                w.precision == "fp16",
+                'scales by the overflow of each rank\'s own shard: use "bf16"',
+            ),
+            f"ema({w.ema})": (w.ema is not None, "keeps a whole copy of the parameters"),
+            "cuda_graphs(True)": (w.cuda_graphs, "captures steps without their exchanges"),
+            "bucket_cap_mb(n)": (self.requested_bucket_mb, "is for gradients that are not sharded"),
+            "cluster(...)": (self.cluster is not None, "applies training to whole optimizers"),
+            "several optimizers": (
+                isinstance(self.functions.optim_factory, Mapping),
+                "reduce their gradients separately",
+            ),
+        }
+        for name, (is_set, reason) in obstacles.items():
+            if is_set:
+                raise ValueError(f"{way} cannot be combined with {name}, which {reason}")
 
     def _check_buckets(self) -> None:
         if not self.requested_bucket_mb:

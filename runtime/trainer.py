@@ -28,6 +28,7 @@ from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
+from runtime.fsdp import ShardingStrategy
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_setup import set_up
@@ -346,6 +347,7 @@ class FitSettings(TypedDict, total=False):
     divergence_threshold: float
     partition_ratios: Sequence[float]
     balance: bool
+    sharded: ShardingStrategy
     bucket_cap_mb: float | None
     sync_batchnorm: bool
     all_gather: bool
@@ -798,6 +800,29 @@ class TrainerBuilder(Generic[ModelT_co]):
         one pass, even if the piece has grown because another rank died.
         """
         return self._set(all_gather=check_flag("all_gather", flag))
+
+    def sharded(self, strategy: ShardingStrategy, intra_node_size: int | None = None) -> Self:
+        """Under ``SYNC``, shard gradients and optimizer state over the workers as :class:`FSDP` does.
+
+        Between two steps each worker's model has its full parameters, so that ``train_fn``,
+        evaluations, callbacks and checkpoints see the whole model. During the reduction's end and
+        the optimizer's step, ``FULL_SHARD`` and ``HYBRID_SHARD`` free all but the worker's shard;
+        ``SHARD_GRAD_OP`` keeps them. ``NO_SHARD`` shards nothing.
+
+        ``optim_factory`` receives full parameters; its optimizer then trains shards, of one
+        dimension each. So each element's step must depend on that element alone, as with AdamW
+        and SGD, and not on the norm or the shape of a parameter. Checkpoints load at another
+        number of workers, and in runs without shards. The host reads one number of each rank in
+        every step.
+
+        Args:
+            strategy: The state to shard.
+            intra_node_size: For ``HYBRID_SHARD``: number of workers that share one copy of the
+                state.
+        """
+        if not isinstance(strategy, ShardingStrategy):
+            raise TypeError(f"sharded({strategy!r}): pass a ShardingStrategy, such as FULL_SHARD")
+        return self._set(sharding=(strategy, intra_node_size))
 
     def progressive_dispatch(self, flag: bool) -> Self:
         """Assign data in small chunks as ranks request them (default: on, except for ``SYNC``)."""

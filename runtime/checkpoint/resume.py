@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from coordinator.coordinator_checkpoint import check_run
 from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
+from runtime.checkpoint.optimizer_shards import SHARD_FACTS, join_shards
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
 from runtime.core.errors import CheckpointError
@@ -67,6 +69,8 @@ class ResumePoint:
     def __init__(self, data: CheckpointData, name: str) -> None:
         self._data = data
         self._name = name
+        self._joined: dict[str, Any] | None = None  # the optimizer's state of all shards
+        self._lock = threading.Lock()
 
     @property
     def summary(self) -> str:
@@ -188,6 +192,10 @@ class ResumePoint:
         """
         saved = self._data.ranks
         state = saved[rank % len(saved)]
+        if "shards" in state:
+            with self._lock:
+                self._joined = self._joined or join_shards(saved)
+            state = {**state, "optimizer": self._joined}
         return state if rank < len(saved) else {**state, "generators": None}
 
     def load_weights(self, model: nn.Module) -> None:
@@ -285,6 +293,7 @@ _RANK_STATE = record(
         "groups": items(items(of_type(str))),
         "train_point": items(of_type(Tensor)),
         "body_steps": integer(high=_MAX),
+        "shards": SHARD_FACTS,
     },
 )
 

@@ -176,6 +176,26 @@ class ShardedParameters:
                 for slot in layout.slots:
                     self._params[slot.index].data = empty
 
+    @torch.no_grad()
+    def update_from_full(self) -> None:
+        """Copy this rank's elements of the full values, which user code may have changed, into the
+        shards.
+        """
+        for slot, shard, param in zip(self._slots, self.shards, self._params, strict=True):
+            start, stop = slot.extent(self._rank)
+            shard.copy_(slot.flatten(param.detach())[start:stop])
+
+    @property
+    def trained_layouts(self) -> list[Layout]:
+        """The layouts of trainable parameters."""
+        return [x for x in self._layouts if self.shards[x.slots[0].index].requires_grad]
+
+    @property
+    def full_flats(self) -> list[Tensor]:
+        """The full values of each of :attr:`trained_layouts`, while they exist."""
+        full_flats = zip(self._layouts, self._full_flats or (), strict=False)
+        return [full for x, full in full_flats if self.shards[x.slots[0].index].requires_grad]
+
     def refresh_full(self) -> None:
         """Gather the kept full values after an optimizer step; a collective call."""
         if self.shards_changed:
@@ -323,6 +343,11 @@ class ShardedParameters:
         Call after :meth:`check_gradients`.
         """
         self.reshard()
+        self.reduce_gradients()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """As :meth:`reduce`, without changing the parameters."""
         self._may_be_stale = True
         trained = [
             (layout, flat)

@@ -197,13 +197,14 @@ class FlatParams:
     Attributes:
         names: Names in ``named_parameters`` order.
         params: The parameters in that order.
+        trained: The optimizer's tensor for each: itself, or this rank's shard of it.
         flats: One tensor for each dtype, of shape ``(numel,)``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.names = [n for n, _ in named]
-        self.params = [p for _, p in named]
+        self.params = self.trained = [p for _, p in named]
         check_memory(module)
         old = [p.data for p in self.params]
         self._layout = FlatLayout(old)
@@ -230,6 +231,14 @@ class FlatParams:
         ]
         layout = self._layout
         return lambda flats: layout.views(flats, like)
+
+    def shard_facts(self) -> dict[str, Any] | None:
+        """Description of the optimizer's shards in a checkpoint; ``None``: it has the whole."""
+        return None
+
+    def own_part(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the optimizer's state of a checkpoint."""
+        return optimizer_state
 
     def check(self) -> None:
         """Check that no parameter was moved out of its flat tensor.

@@ -486,6 +486,14 @@ class GradientReducer:
         self.packed = PackedGradients([], complete=self.packed.complete)  # frees the own gradients
 
 
+    def clip_grad_norm_(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Clip the reduced gradients of all parameters by their norm."""
+        nn.utils.clip_grad_norm_(params, max_norm)
+
+    def after_step(self) -> None:
+        """Called after the optimizer's step."""
+
+
 class PackedGradients(NamedTuple):
     """The gradients of a rank as packed for a reduction.
 

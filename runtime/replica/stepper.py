@@ -710,7 +710,8 @@ class AccumulationWindow:
         if scaler is not None:
             scaler.unscale_(part.optimizer)
         if stepper._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(part.params.params, stepper._max_grad_norm)
+            clip = nn.utils.clip_grad_norm_ if part.reducer is None else part.reducer.clip_grad_norm_
+            clip(part.params.params, stepper._max_grad_norm)
         skip_flag: Tensor | None = None
         with stepper._rates():
             if scaler is not None:
@@ -727,6 +728,8 @@ class AccumulationWindow:
                 self._step_unless(skip_flag)
             else:
                 part.optimizer.step()
+        if part.reducer is not None:
+            part.reducer.after_step()
         stepper._has_stepped = True
         if stepper._ema is not None:
             stepper._ema.step(part.params.params if part.name else None, skip_flag)

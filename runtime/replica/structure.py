@@ -33,6 +33,7 @@ class StructureCheck:
         self._optimizer = optimizer
         self._schedule = schedule
         self._flat = {id(p): name for name, p in zip(*self._names_and_params(), strict=True)}
+        self._trained = set(map(id, state.params.trained))
         self._saved = set(_saved_names(model))
         self._constants = {n: checksum(t) for n, t in state.buffers.constants() if _is_dense(t)}
 
@@ -88,7 +89,7 @@ class StructureCheck:
     def _check_optimizer(self) -> None:
         groups = self._optimizer.param_groups
         for number, group in enumerate(groups):
-            if not all(id(p) in self._flat for p in group["params"]):
+            if not all(id(p) in self._trained for p in group["params"]):
                 raise ValueError(
                     f"parameter group {number} of the optimizer has a parameter that is not one "
                     "of this worker's model that required a gradient when the run began"

@@ -122,6 +122,8 @@ class RankCheckpoint:
                 "body_steps": body_steps,
                 **(self._before_sync or self._buffers()),
             }
+            if (facts := self._state.params.shard_facts()) is not None:
+                state["shards"] = facts
             if self.train_point is not None:
                 state["train_point"] = self.train_point
             if self._ema is not None:
@@ -197,7 +199,8 @@ class RankCheckpoint:
         built = self._stepper.state_dict()["optimizer"]["param_groups"]
         try:
             self._add_groups(saved.get("groups", []))
-            self._stepper.load_state_dict(saved)
+            own = self._state.params.own_part(saved["optimizer"])
+            self._stepper.load_state_dict({**saved, "optimizer": own})
             self._schedule.load_state_dict(saved["schedule"])
             self._module.load_state_dict(saved)
         except Exception as error:
@@ -227,13 +230,17 @@ class RankCheckpoint:
 
     def _group_names(self) -> list[list[str]]:
         """Names of the parameters of each group of the optimizer."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): name for name, p in self._params_of_optimizer().items()}
         groups = self._optimizer.param_groups
         return [[names.get(id(p), "") for p in group["params"]] for group in groups]
 
+    def _params_of_optimizer(self) -> dict[str, Any]:
+        own = self._state.params
+        return dict(self._model.named_parameters()) | dict(zip(own.names, own.trained, strict=True))
+
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
         """Add the groups that a callback of the earlier run added; settings are loaded later."""
-        params = dict(self._model.named_parameters())
+        params = self._params_of_optimizer()
         for names in saved[len(self._optimizer.param_groups) :]:
             self._optimizer.add_param_group({"params": [params[name] for name in names]})
 

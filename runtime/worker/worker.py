@@ -504,6 +504,11 @@ class GpuWorker:
             _EpochLeft: In lockstep, the other ranks wait at a step.
         """
         self.steps.confirm_steps()
+        if self.replica.sharded is not None:
+            raise RuntimeError(
+                "sharded(...): the body has left an epoch, after which the ranks would form a new "
+                "group: use continue to skip batches, or worker.stop()"
+            )
         if self._is_lockstep:
             raise _EpochLeft
         loop.halted()
@@ -820,7 +825,8 @@ class GpuWorker:
                 self._reporter.report_rest()
                 break
             self._halt(fault)
-        if self._snapshot_requested() and not (self.steps.is_torn and self._has_failed):
+        is_torn = self.steps.is_torn and self._has_failed
+        if self._snapshot_requested() and not is_torn and self.replica.is_whole:
             self.send_final_snapshot()
         self.report_exiting()
 
@@ -852,7 +858,7 @@ class GpuWorker:
                 )
             if isinstance(message, (m.Update, m.Rollback, m.Shutdown)):
                 self._receive(message)
-        if not self._snapshot_requested():
+        if not (self._snapshot_requested() and self.replica.is_whole):
             return False
         if self._loop is not None and not self._loop.undo_failed():
             return False

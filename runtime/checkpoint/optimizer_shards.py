@@ -1,0 +1,89 @@
+"""The optimizer's state of ranks that hold shards of the parameters: joined, and cut again.
+
+Each rank's part of a checkpoint has the state of its own shards. Joined they are the state of an
+optimizer of whole parameters, which any number of ranks can load, with shards or without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coordinator.schema import integer, items, record
+
+SHARD_FACTS = record(
+    {
+        "rank": integer(),
+        "num_shards": integer(1),
+        "shapes": items(items(integer())),
+        "strides": items(items(integer())),
+    }
+)
+"""Schema of the description of a rank's shards: its place among them, and the shape and the strides
+of each whole parameter in the order of the optimizer."""
+_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""Scalar states of PyTorch's optimizers, which a parameter without dimensions has as well."""
+
+
+def missing_shards(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The shards of which no rank's state is there; empty without shards."""
+    facts = [state["shards"] for state in ranks if "shards" in state]
+    present = {each["rank"] for each in facts}
+    return sorted(set(range(facts[0]["num_shards"] if facts else 0)) - present)
+
+
+def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's state of whole parameters.
+
+    Args:
+        ranks: The states of all ranks. Of those with the same shard one is used.
+    """
+    by_shard = {state["shards"]["rank"]: state["optimizer"] for state in reversed(ranks)}
+    facts, parts = ranks[0]["shards"], [by_shard[i] for i in sorted(by_shard)]
+    joined: dict[Any, Any] = {}
+    for i, own in parts[0]["state"].items():
+        joined[i] = own
+        if type(i) is int:  # other keys are the optimizer's own
+            shape, stride = facts["shapes"][i], facts["strides"][i]
+            joined[i] = {
+                key: _join([part["state"][i][key] for part in parts], shape, stride) for key in own
+            }
+    return {**parts[0], "state": joined}
+
+
+def _join(values: Sequence[Any], shape: Sequence[int], stride: Sequence[int]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor) or first.dim() != 1:
+        return first
+    whole = torch.cat(list(values))
+    return whole.as_strided(shape, stride) if whole.numel() == math.prod(shape) else first
+
+
+def cut_state(
+    state: Mapping[str, Any],
+    shapes: Sequence[Sequence[int]],
+    cut: Callable[[int, Tensor], Tensor],
+) -> dict[str, Any]:
+    """The optimizer's state of a rank's shards.
+
+    Args:
+        state: The optimizer's state of whole parameters.
+        shapes: The shape of each whole parameter, in the order of the optimizer.
+        cut: Returns the rank's part of a tensor of the shape of a parameter, by its number.
+    """
+
+    def part(i: int, key: str, value: Any) -> Any:
+        is_whole = isinstance(value, Tensor) and list(value.shape) == list(shapes[i])
+        if not is_whole or (not shapes[i] and key in _SCALARS):
+            return value
+        return cut(i, value)
+
+    states = {
+        i: {key: part(i, key, value) for key, value in own.items()} if type(i) is int else own
+        for i, own in state["state"].items()
+    }
+    return {**state, "state": states}

@@ -1,0 +1,121 @@
+"""ShardReducer: the gradient reduction of a run whose optimizer state is sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from runtime.collective import Collective
+from runtime.core.loss_weights import WindowWeight, scale_
+from runtime.device.timing import StepTimer
+from runtime.fsdp.sharded_norm import clip_by_, sharded_norm
+from runtime.fsdp.sharded_params import ShardedParams
+from runtime.replica.non_finite import StepFiniteCheck, all_finite
+from runtime.replica.reducer import NOTHING, GradientReducer, PackedGradients
+
+
+class ShardReducer(GradientReducer):
+    """Averages gradients over the ranks into the gradients of each rank's shards.
+
+    Gradients are weighted as by :class:`GradientReducer`. Each rank sends one number, its weight
+    or NaN if its loss or a gradient is not finite, and then its gradients in one reduce-scatter.
+    The full parameters exist until :meth:`unpack`, so that a step that fails or is dropped before
+    leaves no trace. A rank without samples takes part with zeros.
+
+    Args:
+        params: The replica's parameters.
+        collective: All ranks.
+        finite_check: Checks gradients and losses before they are reduced.
+        timer: Timer of the steps.
+        sums: Return the sum over all samples in place of their mean.
+    """
+
+    def __init__(
+        self,
+        params: ShardedParams,
+        collective: Collective,
+        finite_check: StepFiniteCheck | None,
+        *,
+        timer: StepTimer | None = None,
+        sums: bool = False,
+    ) -> None:
+        super().__init__(params, collective, finite_check, timer=timer, sums=sums)
+        self._sharded = params
+        self._losses: Sequence[Tensor] = ()
+        self._window: WindowWeight | None = None
+
+    def _arrange(self, order: Sequence[int] | None) -> None:
+        """Gradients are reduced into the shards: there is no flat copy."""
+
+    def join(self, collective: Collective) -> None:
+        """Refuse another group of ranks, in which shards would be missing."""
+        raise RuntimeError("with sharded(...) the group of ranks cannot change during a run")
+
+    def reset(self) -> None:
+        """See :meth:`GradientReducer.reset`."""
+        super().reset()
+        for shard in self._sharded.trained:
+            shard.grad = None
+
+    def pack(
+        self, num_samples: int, losses: Sequence[Tensor] = (), weight: WindowWeight | None = None
+    ) -> None:
+        """Take this rank's losses and weight; see :meth:`GradientReducer.pack`."""
+        self._losses, self._window = losses, weight
+        grads = [p.grad for p in self._params]
+        self.packed = PackedGradients(grads, complete=False, weighed=weight is not None)
+
+    def can_end_async(self) -> bool:
+        """False: the host reads the weights."""
+        return False
+
+    def exchange(self, num_samples: int, *, async_op: bool = False) -> bool:
+        """See :meth:`GradientReducer.exchange`; the gradients move to the shards."""
+        grads = [g for g in self.packed.grads if g is not None]
+        total = unit = float(num_samples)
+        if self._window is not None:
+            total, unit = float(self._window.total), float(self._window.unit)
+        check = self._finite_check
+        checks = check is not None and check.reads
+        if checks and not all_finite([*grads, *self._losses]):
+            total = math.nan
+        totals = self.collective.all_gather_number(total)
+        if check is not None and not math.isfinite(sum(totals)):
+            bad = torch.full((1,), math.nan, device=self.skip_flag.device)
+            if not check.accept_reduced([bad], bad, self.packed.grads, self.collective):
+                return False
+        self.packed = NOTHING
+        whole = 1.0 if self._sums else sum(totals)
+        self.is_empty = not whole > 0
+        if self.is_empty:
+            return True
+        factor = unit * self.collective.world_size / whole if total else 0.0
+        scale_(grads, torch.tensor(factor, dtype=torch.float64, device=self.skip_flag.device))
+        del grads
+        self._sharded.store.check_gradients()
+        self._sharded.store.reduce_gradients()
+        return True
+
+    def unpack(self) -> None:
+        """Replace the full parameters by the shards."""
+        self._sharded.release()
+
+    def clip_grad_norm_(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
+        """Clip the gradients of the shards by the norm over all ranks. Collective."""
+        shards = self._sharded.trained
+        total = sharded_norm(shards, self._sharded.group, 2.0)
+        clip_by_(shards, total, max_norm, error_if_nonfinite=False)
+
+    def after_step(self) -> None:
+        """Gather the updated parameters. Collective."""
+        self._timer.pause()
+        try:
+            self._sharded.gather()
+        finally:
+            self._timer.resume()
+        # A backward pass of an earlier graph fails, as after a step in place.
+        increment_version(self._params)
