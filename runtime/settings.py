@@ -27,6 +27,7 @@ from runtime.data.stream import is_stream
 from runtime.device.base import Device
 from runtime.device.cuda import devices_differ
 from runtime.evaluation.validation_data import ValidationData
+from runtime.fsdp.shard_reducer import RunSharding
 from runtime.fsdp.strategy import ShardingStrategy, check_strategy
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
@@ -89,6 +90,7 @@ class RunSettings:
         val_dataset: The validation set; ``None``: there is none.
         steps_per_epoch: Steps of each worker in an epoch without a data set.
         sampler: Yields each epoch's order; ``None``: a random permutation.
+        sharding: ``None``: each rank has all gradients and optimizer state.
         seed: ``None``: 0, without seeding the process generator.
     """
 
@@ -111,6 +113,7 @@ class RunSettings:
     requested_backend: AverageBackend = AverageBackend.AUTO
     requested_balance: bool | None = None
     requested_bucket_mb: float | None = None
+    sharding: RunSharding | None = None
     seed: int | None = None
     anchor: int | None = None
     min_anchor: int | None = None
@@ -299,7 +302,7 @@ class RunSettings:
         worker = replace(
             self.worker,
             balance=balance,
-            sharding=self.worker.sharding if self.is_sharded else None,
+            sharding=self.sharding if self.is_sharded else None,
             batch_sizes=self.worker.batch_sizes if is_split else sizes,
             bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
@@ -389,8 +392,8 @@ class RunSettings:
     @property
     def is_sharded(self) -> bool:
         """True if ranks hold shards."""
-        sharding = self.worker.sharding
-        return sharding is not None and sharding[0] is not ShardingStrategy.NO_SHARD
+        sharding = self.sharding
+        return sharding is not None and sharding.strategy is not ShardingStrategy.NO_SHARD
 
     def resolved_devices(self) -> tuple[torch.device, ...]:
         """The requested devices, else every visible CUDA device, else one CPU."""
@@ -741,10 +744,10 @@ class RunSettings:
 
     def _check_sharding(self, world: int) -> None:
         """Refuse settings that shards over the ranks do not support."""
-        if self.worker.sharding is None:
+        if self.sharding is None:
             return
-        strategy, intra_node_size = self.worker.sharding
-        check_strategy(strategy, world, intra_node_size)
+        strategy = self.sharding.strategy
+        check_strategy(strategy, world, self.sharding.intra_node_size)
         way = f"sharded(ShardingStrategy.{strategy.name})"
         c, w = self.coordinator, self.worker
         if c.policy is not ApplyPolicy.SYNC:

@@ -29,6 +29,7 @@ from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
 from runtime.fsdp import ShardingStrategy
+from runtime.fsdp.shard_reducer import RunSharding
 from runtime.handle import TrainerHandle, start_run
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_setup import set_up
@@ -802,7 +803,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(all_gather=check_flag("all_gather", flag))
 
     def sharded(self, strategy: ShardingStrategy, intra_node_size: int | None = None) -> Self:
-        """Under ``SYNC``, shard gradients and optimizer state over the workers as :class:`FSDP` does.
+        """Under ``SYNC``, shard gradients and optimizer state over the workers, like :class:`FSDP`.
 
         Between two steps each worker's model has its full parameters, so that ``train_fn``,
         evaluations, callbacks and checkpoints see the whole model. During the reduction's end and
@@ -822,7 +823,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         """
         if not isinstance(strategy, ShardingStrategy):
             raise TypeError(f"sharded({strategy!r}): pass a ShardingStrategy, such as FULL_SHARD")
-        return self._set(sharding=(strategy, intra_node_size))
+        return self._set(sharding=RunSharding(strategy, intra_node_size))
 
     def progressive_dispatch(self, flag: bool) -> Self:
         """Assign data in small chunks as ranks request them (default: on, except for ``SYNC``)."""

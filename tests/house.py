@@ -21,9 +21,9 @@ FLOORS = (
     ("runtime/device", "runtime/timeline"),
     ("runtime/collective", "runtime/data", "runtime/checkpoint"),
     ("runtime/replica", "runtime/evaluation"),
-    ("runtime/fsdp",),
     (
         "runtime/worker",
+        "runtime/fsdp",
         "runtime/loop",
         "runtime/cluster",
         "runtime/monitor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from runtime.core.loss_weights import WindowWeight, scale_
 from runtime.device.timing import StepTimer
 from runtime.fsdp.sharded_norm import clip_by_, sharded_norm
 from runtime.fsdp.sharded_params import ShardedParams
+from runtime.fsdp.strategy import ShardingStrategy
+from runtime.replica.flat import FlatParams, FlatState
 from runtime.replica.non_finite import StepFiniteCheck, all_finite
 from runtime.replica.reducer import NOTHING, GradientReducer, PackedGradients
 
@@ -104,7 +107,7 @@ class ShardReducer(GradientReducer):
         """Replace the full parameters by the shards."""
         self._sharded.release()
 
-    def clip_grad_norm_(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
+    def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradients of the shards by the norm over all ranks. Collective."""
         shards = self._sharded.trained
         total = sharded_norm(shards, self._sharded.group, 2.0)
@@ -119,3 +122,41 @@ class ShardReducer(GradientReducer):
             self._timer.resume()
         # A backward pass of an earlier graph fails, as after a step in place.
         increment_version(self._params)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSharding:
+    """The sharding of a run; see :class:`~runtime.replica.reducer.Sharding`.
+
+    Attributes:
+        strategy: The state to shard.
+        intra_node_size: For ``HYBRID_SHARD``: ranks of a node.
+    """
+
+    strategy: ShardingStrategy
+    intra_node_size: int | None
+
+    def shard(
+        self,
+        model: nn.Module,
+        state: FlatState,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+    ) -> None:
+        """Replace the parameters of ``state``, and those of the optimizer by this rank's shards."""
+        state.params = ShardedParams(
+            model, state.params, optimizer, collective, self.strategy, self.intra_node_size
+        )
+
+    def make_reducer(
+        self,
+        params: FlatParams,
+        collective: Collective,
+        finite_check: StepFiniteCheck | None,
+        *,
+        timer: StepTimer,
+        sums: bool,
+    ) -> GradientReducer:
+        """The reducer of these parameters."""
+        assert isinstance(params, ShardedParams), "shard() comes first"
+        return ShardReducer(params, collective, finite_check, timer=timer, sums=sums)

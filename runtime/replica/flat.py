@@ -199,7 +199,10 @@ class FlatParams:
         params: The parameters in that order.
         trained: The optimizer's tensor for each: itself, or this rank's shard of it.
         flats: One tensor for each dtype, of shape ``(numel,)``.
+        is_whole: False if a failure has left shards in place of the parameters.
     """
+
+    is_whole = True
 
     def __init__(self, module: nn.Module) -> None:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -239,6 +242,9 @@ class FlatParams:
     def own_part(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of the optimizer's state of a checkpoint."""
         return optimizer_state
+
+    def close(self) -> None:
+        """Close the groups of ranks that shards need."""
 
     def check(self) -> None:
         """Check that no parameter was moved out of its flat tensor.

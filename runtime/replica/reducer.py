@@ -24,7 +24,7 @@ from runtime.collective import Collective
 from runtime.collective.base import LOW_PRECISION, BucketedMean, CollectiveWork
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.replica.flat import FlatLayout, NamedParams
+from runtime.replica.flat import FlatLayout, FlatParams, FlatState, NamedParams
 from runtime.replica.non_finite import StepFiniteCheck
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -485,10 +485,9 @@ class GradientReducer:
             p.grad = view if used is None or used[i] else None
         self.packed = PackedGradients([], complete=self.packed.complete)  # frees the own gradients
 
-
-    def clip_grad_norm_(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
+    def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the reduced gradients of all parameters by their norm."""
-        nn.utils.clip_grad_norm_(params, max_norm)
+        nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def after_step(self) -> None:
         """Called after the optimizer's step."""
@@ -509,6 +508,33 @@ class PackedGradients(NamedTuple):
 
 
 NOTHING = PackedGradients([], complete=False)
+
+
+class Sharding(Protocol):
+    """Shards the gradients and the optimizer's state of replicas over their ranks."""
+
+    def shard(
+        self,
+        model: nn.Module,
+        state: FlatState,
+        optimizer: torch.optim.Optimizer,
+        collective: Collective,
+    ) -> None:
+        """Replace the parameters of ``state``, and those of the optimizer by this rank's shards.
+
+        Collective.
+        """
+
+    def make_reducer(
+        self,
+        params: FlatParams,
+        collective: Collective,
+        finite_check: StepFiniteCheck | None,
+        *,
+        timer: StepTimer,
+        sums: bool,
+    ) -> GradientReducer:
+        """The reducer of these parameters."""
 
 
 class Comm(Protocol):

@@ -710,8 +710,10 @@ class AccumulationWindow:
         if scaler is not None:
             scaler.unscale_(part.optimizer)
         if stepper._max_grad_norm is not None:
-            clip = nn.utils.clip_grad_norm_ if part.reducer is None else part.reducer.clip_grad_norm_
-            clip(part.params.params, stepper._max_grad_norm)
+            if part.reducer is None:
+                nn.utils.clip_grad_norm_(part.params.params, stepper._max_grad_norm)
+            else:
+                part.reducer.clip_grad_norm_(stepper._max_grad_norm)
         skip_flag: Tensor | None = None
         with stepper._rates():
             if scaler is not None:

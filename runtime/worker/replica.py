@@ -25,8 +25,6 @@ from runtime.core.errors import (
 from runtime.device.base import Device
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
-from runtime.fsdp.shard_reducer import ShardReducer
-from runtime.fsdp.sharded_params import ShardedParams
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import synchronise
@@ -87,7 +85,7 @@ class WorkerReplica:
         averager: Averages the replica with its peers.
         checkpoint: This rank's own part of a checkpoint.
         is_lockstep: True if the ranks reduce gradients in every step.
-        sharded: The sharded parameters; ``None``: each rank has all state.
+        is_sharded: True if gradients and optimizer state are sharded over the ranks.
         is_single: True if there is no other rank.
         part_log: Log of the values of one step of several optimizers.
         context, generator, progress, lockstep: See above.
@@ -143,11 +141,9 @@ class WorkerReplica:
         self.optimizer = replica.optimizer
         self.state = replica.state
         self.schedule = replica.schedule
-        self.sharded: ShardedParams | None = None
+        self.is_sharded = config.sharding is not None and collective is not None
         if config.sharding is not None and collective is not None:
-            self.sharded = self.state.params = ShardedParams(
-                self.model, self.state.params, self.optimizer, collective, *config.sharding
-            )
+            config.sharding.shard(self.model, self.state, self.optimizer, collective)
         self._set_train_mode()
         self._scale_rates(config.lr_scale)
         self._structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
@@ -333,9 +329,10 @@ class WorkerReplica:
         if collective is None or not self.is_lockstep:
             return None
         sums = config.loss_reduction == "sum"
-        reducer: GradientReducer
-        if self.sharded is not None:
-            reducer = ShardReducer(self.sharded, collective, finite_check, timer=timer, sums=sums)
+        if config.sharding is not None:
+            reducer = config.sharding.make_reducer(
+                self.state.params, collective, finite_check, timer=timer, sums=sums
+            )
         else:
             reducer = GradientReducer(
                 params,
@@ -391,11 +388,6 @@ class WorkerReplica:
             failure.__cause__ = error
         without_tracebacks(failure)
         return failure
-
-    @property
-    def is_whole(self) -> bool:
-        """False if a failure has left shards in place of the model's parameters."""
-        return self.sharded is None or self.sharded.is_whole
 
     def check_structure(self) -> None:
         """Check the model after user code may have changed it; see :class:`StructureCheck`."""

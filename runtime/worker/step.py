@@ -158,8 +158,7 @@ class WorkerSteps:
         self._await_batch = None
         if self.replica.global_batch is not None:
             self.replica.global_batch.close()
-        if self.replica.sharded is not None:
-            self.replica.sharded.close()
+        self.replica.state.params.close()
 
     def train_step(self, batch: Any, train_fn: TrainFns) -> StepResult:
         """One optimizer step on one batch, eagerly.

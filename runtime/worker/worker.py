@@ -504,7 +504,7 @@ class GpuWorker:
             _EpochLeft: In lockstep, the other ranks wait at a step.
         """
         self.steps.confirm_steps()
-        if self.replica.sharded is not None:
+        if self.replica.is_sharded:
             raise RuntimeError(
                 "sharded(...): the body has left an epoch, after which the ranks would form a new "
                 "group: use continue to skip batches, or worker.stop()"
@@ -826,7 +826,7 @@ class GpuWorker:
                 break
             self._halt(fault)
         is_torn = self.steps.is_torn and self._has_failed
-        if self._snapshot_requested() and not is_torn and self.replica.is_whole:
+        if self._snapshot_requested() and not is_torn and self.flat_state.params.is_whole:
             self.send_final_snapshot()
         self.report_exiting()
 
@@ -858,7 +858,7 @@ class GpuWorker:
                 )
             if isinstance(message, (m.Update, m.Rollback, m.Shutdown)):
                 self._receive(message)
-        if not (self._snapshot_requested() and self.replica.is_whole):
+        if not (self._snapshot_requested() and self.flat_state.params.is_whole):
             return False
         if self._loop is not None and not self._loop.undo_failed():
             return False

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from coordinator.config import ApplyPolicy, StepCount
 from runtime.device.timing import StepTime
-from runtime.fsdp.strategy import ShardingStrategy
 from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
+from runtime.replica.reducer import Sharding
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 
@@ -43,8 +43,7 @@ class WorkerConfig:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         on_drift: ``"raise"`` or ``"repair"``.
-        sharding: Strategy, and the ranks of a node for ``HYBRID_SHARD``, by which optimizer state and
-            gradients are sharded; ``None``: each rank has all.
+        sharding: Shards gradients and optimizer state over the ranks; ``None``: each rank has all.
         ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
         total_steps: The last position of the schedule.
@@ -83,7 +82,7 @@ class WorkerConfig:
     precision: str = "fp32"
     on_non_finite: str = "raise"
     on_drift: str = "raise"
-    sharding: tuple[ShardingStrategy, int | None] | None = None
+    sharding: Sharding | None = None
     ema: float | None = None
     lr_scale: float = 1.0
     total_steps: int | None = None
