@@ -41,6 +41,7 @@ class ShardedParameters:
     Attributes:
         names: Names of the parameters.
         shards: This rank's elements of each parameter, one-dimensional, without padding.
+        layouts: Offsets of the parameters.
         generation: Number of times that full values were replaced or freed.
         is_unsharded: True while the module holds the full values.
     """
@@ -62,9 +63,9 @@ class ShardedParameters:
         self._params = [each.parameter for each in found]
         self._locations = [each.locations for each in found]
         self._rank = groups.shard.rank
-        self._layouts = make_layouts(self._params, groups.shard.world_size)
+        self.layouts = make_layouts(self._params, groups.shard.world_size)
         self._slots = sorted(
-            (slot for layout in self._layouts for slot in layout.slots), key=lambda s: s.index
+            (slot for layout in self.layouts for slot in layout.slots), key=lambda s: s.index
         )
         self._flats: list[Tensor] = []
         self._full_flats: list[Tensor] | None = None
@@ -75,7 +76,7 @@ class ShardedParameters:
         self._may_be_stale = False
         self._grad_versions: dict[int, int] = {}  # by parameter, one of each flat gradient
         shards: dict[int, nn.Parameter] = {}
-        for layout in self._layouts:
+        for layout in self.layouts:
             self._flats.append(self._shard(layout, world, shards))
         self.shards = [shards[slot.index] for slot in self._slots]
         self._pointers = [shard.data_ptr() for shard in self.shards]
@@ -172,7 +173,7 @@ class ShardedParameters:
         self.generation += 1
         if not self._keep_full:
             self._full_flats = None
-            for layout, empty in zip(self._layouts, self._empties, strict=True):
+            for layout, empty in zip(self.layouts, self._empties, strict=True):
                 for slot in layout.slots:
                     self._params[slot.index].data = empty
 
@@ -186,15 +187,9 @@ class ShardedParameters:
             shard.copy_(slot.flatten(param.detach())[start:stop])
 
     @property
-    def trained_layouts(self) -> list[Layout]:
-        """The layouts of trainable parameters."""
-        return [x for x in self._layouts if self.shards[x.slots[0].index].requires_grad]
-
-    @property
     def full_flats(self) -> list[Tensor]:
-        """The full values of each of :attr:`trained_layouts`, while they exist."""
-        full_flats = zip(self._layouts, self._full_flats or (), strict=False)
-        return [full for x, full in full_flats if self.shards[x.slots[0].index].requires_grad]
+        """The full values of each of :attr:`layouts`, while they exist."""
+        return self._full_flats or []
 
     def refresh_full(self) -> None:
         """Gather the kept full values after an optimizer step; a collective call."""
@@ -220,7 +215,7 @@ class ShardedParameters:
         if self.is_unsharded:
             yield
             return
-        for layout, empty in zip(self._layouts, self._empties, strict=True):
+        for layout, empty in zip(self.layouts, self._empties, strict=True):
             for slot in layout.slots:
                 self._params[slot.index].data = empty.new_empty(1).expand(slot.shape)
         self._install(self._params)
@@ -228,7 +223,7 @@ class ShardedParameters:
             yield
         finally:
             self._install(self.shards)
-            for layout, empty in zip(self._layouts, self._empties, strict=True):
+            for layout, empty in zip(self.layouts, self._empties, strict=True):
                 for slot in layout.slots:
                     self._params[slot.index].data = empty
 
@@ -246,7 +241,7 @@ class ShardedParameters:
 
     def _install_params(self) -> None:
         assert self._full_flats is not None
-        for layout, full in zip(self._layouts, self._full_flats, strict=True):
+        for layout, full in zip(self.layouts, self._full_flats, strict=True):
             for slot in layout.slots:
                 padded = slot.padded_of(full, layout.num_shards)
                 self._params[slot.index].data = slot.view_of(padded)
@@ -264,13 +259,13 @@ class ShardedParameters:
         with torch.inference_mode(False):
             return [
                 flat.new_empty(layout.full_numel)
-                for layout, flat in zip(self._layouts, self._flats, strict=True)
+                for layout, flat in zip(self.layouts, self._flats, strict=True)
             ]
 
     def _all_gather(self) -> None:
         full_flats = self._new_full_flats() if self._full_flats is None else self._full_flats
         self._gathered_versions = self._versions()
-        gather_into(full_flats, self._flats, self._layouts, self._groups.shard)
+        gather_into(full_flats, self._flats, self.layouts, self._groups.shard)
         self._full_flats = full_flats
 
     def _versions(self) -> list[int]:
@@ -301,7 +296,7 @@ class ShardedParameters:
         """
         if self._prefetch_group is None:
             self._prefetch_group = make_group()
-        group, layouts, flats = self._prefetch_group, self._layouts, self._flats
+        group, layouts, flats = self._prefetch_group, self.layouts, self._flats
 
         def gather(full_flats: Sequence[Tensor]) -> None:
             try:
@@ -351,7 +346,7 @@ class ShardedParameters:
         self._may_be_stale = True
         trained = [
             (layout, flat)
-            for layout, flat in zip(self._layouts, self._flats, strict=True)
+            for layout, flat in zip(self.layouts, self._flats, strict=True)
             if self.shards[layout.slots[0].index].requires_grad
         ]
         layouts = [layout for layout, _ in trained]
@@ -376,7 +371,7 @@ class ShardedParameters:
     def record_gradients(self) -> None:
         """Remember the reduced gradients as they are now, for :attr:`gradients_changed`."""
         self._grad_versions = {}
-        for layout in self._layouts:
+        for layout in self.layouts:
             for slot in layout.slots:
                 # Those of a layout are views of one tensor, with one version counter.
                 if (gradient := self.shards[slot.index].grad) is not None:
@@ -407,7 +402,7 @@ class ShardedParameters:
 
     def full_values(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each parameter's index and full values, valid until the next; a collective call."""
-        for layout, flat in zip(self._layouts, self._flats, strict=True):
+        for layout, flat in zip(self.layouts, self._flats, strict=True):
             for slot, values in gathered_slots(flat, layout, self._groups.shard):
                 yield slot.index, values
 
@@ -433,7 +428,7 @@ class ShardedParameters:
 
     def _padded(self, slot: Slot) -> Tensor:
         assert self._full_flats is not None
-        for layout, full in zip(self._layouts, self._full_flats, strict=True):
+        for layout, full in zip(self.layouts, self._full_flats, strict=True):
             if slot in layout.slots:
                 return slot.padded_of(full, layout.num_shards)
         raise AssertionError("slot is in no layout")

@@ -14,7 +14,6 @@ from runtime.fsdp.group_closer import OwnedGroups
 from runtime.fsdp.layout import Slot
 from runtime.fsdp.sharded import ShardedParameters
 from runtime.fsdp.shared_parameters import find_parameters
-from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardingStrategy, make_groups
 from runtime.replica.flat import FlatParams
 from runtime.replica.optimizers import Optimizers, has_modes, load_optimizer_state, optimizer_kind
@@ -29,7 +28,9 @@ class ShardedParams(FlatParams):
     The module holds the full parameters, so that user code, evaluations and checkpoints see the
     whole model on every rank. :meth:`release` replaces them by the shards for the optimizer's step,
     and :meth:`gather` restores them. User code may write to the full parameters, on all ranks
-    alike. Construction is a collective call.
+    alike, and may freeze some. Those that are frozen at the beginning are not sharded: an update
+    of theirs in ``train_fn`` is not made on a rank without samples. Construction is a collective
+    call.
 
     Args:
         module: The replica's model.
@@ -58,7 +59,7 @@ class ShardedParams(FlatParams):
         intra_node_size: int | None,
     ) -> None:
         _check_optimizer(optimizer)
-        found = find_parameters(module)
+        found = [each for each in find_parameters(module) if each.parameter.requires_grad]
         groups = make_groups(collective, strategy, intra_node_size)
         self._owned = OwnedGroups()
         self._owned.add(groups.owned)
@@ -68,18 +69,15 @@ class ShardedParams(FlatParams):
         )
         self.names, self.params = base.names, base.params
         self.trained = [self.store.shard_of(p) for p in self.params]
-        slots = {slot.index: slot for x in self.store.trained_layouts for slot in x.slots}
-        index_of = {id(each.parameter): i for i, each in enumerate(found)}
-        own = [slots[index_of[id(p)]] for p in self.params]
-        self._slots = {id(shard): slot for shard, slot in zip(self.trained, own, strict=True)}
-        numbers = {
-            slot.index: i for i, x in enumerate(self.store.trained_layouts) for slot in x.slots
+        # Both are in the order of named_parameters().
+        places = [(i, slot) for i, x in enumerate(self.store.layouts) for slot in x.slots]
+        self._places = sorted(places, key=lambda place: place[1].index)
+        self._slots = {
+            id(shard): slot for shard, (_, slot) in zip(self.trained, self._places, strict=True)
         }
-        self._places = [(numbers[slot.index], slot) for slot in own]
         self.is_whole = False
         self._optimizer = optimizer
         self._train_shards()
-        STEP_CHECKS.watch(self._allow, (), [each for each in found if each.parameter.requires_grad])
         self.gather()
 
     def _train_shards(self) -> None:
@@ -92,9 +90,6 @@ class ShardedParams(FlatParams):
         if state is not None:
             load_optimizer_state(optimizer, self.own_part(state))
 
-    def _allow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps on shards are allowed; those on full parameters are refused."""
-
     def gather(self) -> None:
         """Gather the full parameters from the shards and install them in the module; collective."""
         self.store.unshard()
@@ -105,7 +100,6 @@ class ShardedParams(FlatParams):
         """Update the shards from the full parameters, install them, and free what the strategy
         does not keep.
         """
-        self.store.check_shards()
         self.store.update_from_full()
         self.is_whole = False
         self.flats = []

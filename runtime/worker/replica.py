@@ -445,7 +445,8 @@ class WorkerReplica:
             self.context.finish()
         collective.barrier()  # the donor's state is complete, and it does not train meanwhile
         if donor is not self:
-            self.copy_from(donor)
+            if not self.is_sharded:  # else only frozen parameters differ
+                self.copy_from(donor)
             self._copy_frozen_from(donor)
             self.context.finish()
         collective.barrier()
