@@ -283,7 +283,7 @@ class RunSettings:
             advise_balance=self.requested_balance is None
             and c.partition_ratios is None
             and sizes is None
-            and not balance,
+            and not (balance or self.is_sharded),
             batch_sizes=sizes,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,

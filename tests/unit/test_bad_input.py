@@ -258,7 +258,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method
     public = {name for name in dir(b) if not name.startswith("_")}
-    others = {"cluster", "collate_fn", "global_batch_size", "run", "steps_per_epoch"}
+    others = {"cluster", "collate_fn", "global_batch_size", "run", "sharded", "steps_per_epoch"}
     assert public == {*values, *others}
     assert b.run().join(WAIT_S).metrics[0].num_samples == 12
 
