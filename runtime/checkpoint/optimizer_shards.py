@@ -36,6 +36,22 @@ def missing_shards(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(set(range(facts[0]["num_shards"] if facts else 0)) - present)
 
 
+def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the states of all ranks have all shards.
+
+    Raises:
+        ValueError: They have not.
+    """
+    if missing := missing_shards(ranks):
+        raise ValueError(f"it lacks shards {missing} of the optimizer's state")
+    for rank, state in enumerate(ranks):
+        groups = state["optimizer"]["param_groups"]
+        num = sum(len(group["params"]) for group in groups)
+        facts = state.get("shards", {"shapes": [()] * num, "strides": [()] * num})
+        if not len(facts["shapes"]) == len(facts["strides"]) == num:
+            raise ValueError(f"rank {rank} describes other shards than its optimizer has")
+
+
 def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The optimizer's state of whole parameters.
 

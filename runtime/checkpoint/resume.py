@@ -17,7 +17,7 @@ from coordinator.coordinator_checkpoint import check_run
 from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
-from runtime.checkpoint.optimizer_shards import SHARD_FACTS, join_shards
+from runtime.checkpoint.optimizer_shards import SHARD_FACTS, check_shards, join_shards
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
 from runtime.core.errors import CheckpointError
@@ -390,6 +390,7 @@ def check_content(data: CheckpointData) -> None:
         position, first = state["together"][:2], data.ranks[0]["together"][:2]
         if c["sync"] and position != first:  # ranks in lockstep would deadlock
             fail(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
+    check_shards(data.ranks)
     if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
         raise ValueError(
             f"its step and epoch are {data.global_step} and {data.epoch}, those of run are "

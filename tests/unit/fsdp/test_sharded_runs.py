@@ -346,21 +346,32 @@ def test_a_checkpoint_keeps_the_elements_of_parameters_with_other_strides(tmp_pa
     assert_close(finish(made(2).resume(tmp_path)), expected)
 
 
+@pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
-def test_a_run_that_failed_in_user_code_resumes_where_it_stopped(strategy, tmp_path):
+def test_a_run_that_failed_in_user_code_resumes_where_it_stopped(strategy, loops, tmp_path):
     def fail(model, batch):
-        if failing and current_worker().current_epoch == 1 and 7 in batch[2]:
+        worker = current_worker()
+        if failing and worker.replica.lockstep.step == 4 and worker.rank == 1:
             raise OSError("planted")
         return loss_of(model, batch)
 
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(fail(worker.model, batch))
+
+    def made():
+        return looping(3, strategy, loop=loop) if loops else builder(3, strategy, train=fail)
+
     failing = False
-    straight = finish(builder(3, strategy, train=fail))
+    straight = finish(made())
     failing = True
-    handle = builder(3, strategy, train=fail).checkpoint_dir(tmp_path).run()
+    handle = made().checkpoint_dir(tmp_path).run()
     with pytest.raises(WorkerFailed, match="planted"):
         handle.join(WAIT_S)
+    newest = load_newest(tmp_path).data
+    assert (newest.reason, newest.global_step) == ("failed", 4)
     failing = False
-    assert_same(finish(builder(3, strategy, train=fail).resume(tmp_path)), straight)
+    assert_same(finish(made().resume(tmp_path)), straight)
 
 
 @pytest.mark.parametrize("strategy", SHARDED[:2], ids=lambda s: s[0].name)
