@@ -206,6 +206,11 @@ class ShardedParameters:
         for param in self._params:
             param.grad = None
 
+    def allocate_full(self) -> None:
+        """Give the module full parameters of undefined values."""
+        self._full_flats = self._new_full_flats()
+        self._install_params()
+
     @contextmanager
     def as_full_shapes(self) -> Iterator[None]:
         """Install the original parameters, with their shapes, for the duration of the context.

@@ -64,6 +64,7 @@ class ShardedParams(FlatParams):
         self._owned = OwnedGroups()
         self._owned.add(groups.owned)
         self.group = groups.shard
+        self._world = collective
         self.store = ShardedParameters(
             found, collective, groups, keep_full=not strategy.frees_parameters
         )
@@ -93,6 +94,8 @@ class ShardedParams(FlatParams):
     def gather(self) -> None:
         """Gather the full parameters from the shards and install them in the module; collective."""
         self.store.unshard()
+        if self._world is not self.group:
+            self._world.barrier()  # no rank is a step ahead: a failure leaves all shards or none
         self.flats = self.store.full_flats
         self.is_whole = True
 
@@ -106,8 +109,11 @@ class ShardedParams(FlatParams):
         self.store.reshard()
 
     def close(self) -> None:
-        """Close the subgroups."""
+        """Close the subgroups. After a failure full parameters are allocated, to load a state."""
         self._owned.close()
+        if not self.is_whole:
+            self.store.allocate_full()
+            self.flats = self.store.full_flats
 
     def views(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """See :meth:`FlatParams.views`."""

@@ -374,7 +374,7 @@ def test_a_run_that_failed_in_user_code_resumes_where_it_stopped(strategy, loops
     assert_same(finish(made().resume(tmp_path)), straight)
 
 
-@pytest.mark.parametrize("strategy", SHARDED[:2], ids=lambda s: s[0].name)
+@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
 def test_a_run_that_failed_in_the_optimizer_keeps_its_earlier_checkpoint(strategy, tmp_path):
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
