@@ -92,7 +92,7 @@ class LoopEvaluation:
             with self._replica.at_eval_point():
                 loop.run(source)
         finally:
-            torch.clear_autocast_cache()  # casts without a graph
+            torch.clear_autocast_cache()  # casts of weights of the optimizer's eval()
 
     def answer(self, callers: Sequence[int], round: int) -> None:
         """Evaluate batches for calls that a round answers, while the replica holds its average.

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from runtime import EvaluationFailed, ReplicaMismatch, Trainer, WorkerFailed
+from runtime import EvaluationFailed, ReplicaMismatch, Trainer, WorkerFailed, current_worker
 from runtime.core.errors import CollectiveTimeout
+from runtime.device.metering import StepMeter
 from runtime.worker.meetings import Meetings
 from tests.support.looping import NUM_SAMPLES, loop_builder, marked
 from tests.support.running import WAIT_S
@@ -481,3 +482,163 @@ def test_evaluate_within_a_step_and_outside_the_body_is_refused():
             worker.step()
 
     assert marked(loop_builder(loop).run().join(WAIT_S)) == [NUM_SAMPLES] * 2
+
+
+def small_net(device):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_autocast_of_the_body_evaluates_the_weights_of_after_the_step(ranks):
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    found = []
+
+    def mean(model, batch):
+        return {"mean": model(batch[0]).mean()}
+
+    def loop(worker):
+        for batch, target in worker.batches():
+            with autocast():
+                loss = F.mse_loss(worker.model(batch.float()).float(), target.float())
+                worker.step(loss)
+                means = worker.evaluate((x,), mean)
+            with autocast(), torch.no_grad():
+                parts = [worker.model(part).mean().item() * len(part) for part in x.split(4)]
+            found.append((means["mean"], sum(parts) / 9))
+
+    builder(loop, model=small_net, ranks=ranks).run().join(WAIT_S)
+    assert all(mean == pytest.approx(expected, rel=1e-6) for mean, expected in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_casts_of_evaluated_weights_are_not_those_of_training(ranks):
+    """An optimizer with modes, and a function that computes gradients, for which casts are kept."""
+
+    @torch.enable_grad()
+    def mean(model, batch):
+        return {"mean": model(batch[0].float()).mean()}
+
+    def trained(evaluates):
+        def loop(worker):
+            for x, y in worker.batches():
+                if evaluates:
+                    worker.evaluate(points(9, 2), mean)
+                worker.step(F.mse_loss(worker.model(x.float()).float(), y.float()))
+
+        made = Trainer.loop(small_net, lambda model: TwoPoints(model.parameters(), 0.1), loop)
+        made.dataset(points(16, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * ranks)
+        return weights(made.precision("bf16").tune_allocator(False).run().join(WAIT_S))
+
+    assert torch.equal(trained(False), trained(True))
+
+
+def test_an_evaluation_does_not_count_as_an_averaging_of_the_buffers():
+    """A rank with fewer of them would copy the state of another one after a death."""
+
+    def counts(evaluates):
+        found = {}
+
+        def loop(worker):
+            for batch in worker.batches():
+                worker.step(square_loss(worker.model, batch))
+                if evaluates:
+                    worker.evaluate(points(9, 2), means)
+                progress = worker._loop._replica.lockstep
+                found[worker.rank, worker.global_step] = progress.num_syncs
+
+        builder(loop, ranks=3).run().join(WAIT_S)
+        return found
+
+    assert counts(True) == counts(False)
+
+
+def dying(rank, ranks):
+    """A function in which every rank evaluates a batch, and one raises."""
+    started, met = threading.Barrier(ranks, timeout=WAIT_S), set()
+
+    def fn(model, batch):
+        own = current_worker().rank
+        if own not in met:
+            met.add(own)
+            started.wait()
+            if own == rank:
+                raise ValueError("planted")
+        return {"n": 1.0}
+
+    return fn
+
+
+def test_a_step_before_an_evaluation_that_fails_stays_with_its_loss_and_its_time(monkeypatch):
+    fn, made, taken = dying(1, 2), [], []
+    take = StepMeter.take
+
+    def noting(self, **kwargs):
+        stats = take(self, **kwargs)
+        if threading.current_thread().name == "gpu-worker-0":
+            taken.append((stats.num_batches, stats.num_timed))
+        return stats
+
+    monkeypatch.setattr(StepMeter, "take", noting)
+
+    def loop(worker):
+        for batch in worker.batches():
+            loss = worker.model(batch[0]).square().mean()
+            for name in ("a", "b"):
+                is_first = worker.rank == 0 and not made
+                worker.backward(loss * 0 + float(is_first), optimizer=name, retain_graph=True)
+                worker.step(optimizer=name)
+            if worker.rank == 0:
+                made.append(worker.global_step)
+            worker.evaluate((torch.arange(40),), fn)
+
+    def optim(model):
+        parts = {"a": model[0], "b": model[2]}
+        return {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+
+    made_by = Trainer.loop(lambda device: small_net(device).double(), optim, loop)
+    made_by.dataset(points(22, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy("sync")
+    made_by.collective_timeout(WAIT_S).tune_allocator(False).on_worker_failure("continue")
+    state = made_by.run().join(WAIT_S)
+    assert state.metrics[0].scalars["loss/b"] > 0
+    assert sum(num for num, _ in taken) == sum(timed for _, timed in taken) == len(made)
+
+
+def test_a_death_in_an_evaluation_between_two_optimizers_leaves_no_state(tmp_path):
+    fn = dying(1, 2)
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model(batch[0]).square().mean(), optimizer="a")
+            worker.evaluate((torch.arange(40),), fn)
+            worker.step(worker.model(batch[0]).square().mean(), optimizer="b")
+
+    def optim(model):
+        parts = {"a": model[0], "b": model[2]}
+        return {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+
+    made = Trainer.loop(lambda device: small_net(device).double(), optim, loop)
+    made.dataset(points(22, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy("sync")
+    made.collective_timeout(WAIT_S).tune_allocator(False).checkpoint_dir(tmp_path)
+    with pytest.raises(WorkerFailed, match="planted"):
+        made.run().join(WAIT_S)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_the_steps_of_the_body_are_counted_where_an_evaluation_fails():
+    fn, made, counted = dying(1, 2), [], []
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(square_loss(worker.model, batch))
+            if worker.rank == 0:
+                made.append(1)
+                counted.append(worker._loop._replica.progress.body_steps)
+            worker.evaluate((torch.arange(40),), fn)
+
+    builder(loop, on_worker_failure="continue").run().join(WAIT_S)
+    assert counted == list(range(1, len(made) + 1))
