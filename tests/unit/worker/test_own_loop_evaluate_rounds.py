@@ -316,6 +316,61 @@ def test_a_death_ends_the_run_and_the_wait_for_a_round(way):
 
 
 @ways
+def test_a_failure_of_the_run_ends_the_wait_for_the_batch_of_another_rank(way):
+    first, is_blocker, callers = Once(), Once(), []
+    blocked, released = threading.Event(), threading.Event()
+
+    def fn(model, batch):
+        if is_blocker(of=current_worker().rank != callers[0]):
+            blocked.set()
+            assert released.wait(WAIT_S)
+        assert blocked.wait(WAIT_S)
+        return {"n": 1.0}
+
+    def loop(worker):
+        for batch in worker.batches():
+            if blocked.is_set() and worker.rank not in callers:
+                raise ValueError("planted")
+            worker.step(worker.model.loss(worker.epoch, batch))
+            if first():
+                callers.append(worker.rank)
+                try:
+                    worker.evaluate(HELD_OUT, fn)
+                finally:
+                    released.set()
+
+    with pytest.raises(WorkerFailed, match="planted"):
+        built(loop, way, ranks=3).run().join(WAIT_S)
+
+
+@ways
+def test_all_ranks_evaluate_in_the_precision_of_the_run(way):
+    first, types = Once(), {}
+
+    def kind(model, batch):
+        types[current_worker().rank] = model(batch[0].float()).dtype
+        return {"n": 1.0}
+
+    fn = meeting(2, kind)
+
+    def loop(worker):
+        for x, y in worker.batches():
+            worker.step(F.mse_loss(worker.model(x.float()).float(), y.float()))
+            if first():
+                worker.evaluate(points(37, 2), fn)
+                assert not worker._loop.peers.evaluations._calls
+
+    b = Trainer.loop(
+        lambda device: nn.Linear(4, 1).to(device),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        loop,
+    )
+    b.dataset(points(48, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).precision("bf16")
+    b.policy(way[0]).backend(way[1]).tune_allocator(False).run().join(WAIT_S)
+    assert types == {0: torch.bfloat16, 1: torch.bfloat16}
+
+
+@ways
 @pytest.mark.parametrize("hides", [False, True])
 def test_a_call_after_the_run_was_stopped_ends_the_loop(way, hides, monkeypatch):
     shut_down, has_batch = threading.Event(), threading.Barrier(2, timeout=WAIT_S)
