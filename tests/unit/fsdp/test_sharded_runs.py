@@ -55,6 +55,15 @@ def adamw(params):
     return torch.optim.AdamW(params, 1e-2)
 
 
+class Prepared(torch.optim.Adagrad):
+    """An optimizer that makes its state of the parameters when it is built."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        for p, state in self.state.items():
+            state["sum"].add_(p.detach().abs())
+
+
 def loss_of(model, batch):
     return ((model(batch[0]) - batch[1]) ** 2).mean()
 
@@ -130,9 +139,7 @@ CASES = {
     ),
     "bf16": (lambda *way: builder(*way), lambda b: b.precision("bf16")),
     "state at construction": (
-        lambda *way: builder(
-            *way, optim=lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.3)
-        ),
+        lambda *way: builder(*way, optim=Prepared),
         lambda b: b,
     ),
     "scheduler": (
