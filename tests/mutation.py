@@ -69,6 +69,7 @@ SAVES = (
 SHARES = (*unit("coordinator/shares"), f"{SIMULATION}unequal_speeds.py", *EVENTS)
 TRANSPORTS = (*unit("backend_choice"), f"{SIMULATION}transports.py", *EVENTS)
 DEATHS = (*TRANSPORTS, *unit("stall"), "tests/deadlock/test_life_after_a_death.py")
+FAILED = unit("saved_on_failure")
 ARITHMETIC = unit("averaging", "mixing", "host_memory")
 WORKER = (
     *unit("protocol", "protocol_survival", "undo"),
@@ -103,7 +104,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/averaging.py": ARITHMETIC,
     "coordinator/service.py": unit("service", "stall", "resume_runs"),
     "coordinator/failure_recovery.py": DEATHS,
-    "coordinator/run_finalizer.py": DEATHS,
+    "coordinator/run_finalizer.py": (*FAILED, *DEATHS),
     "coordinator/stall.py": DEATHS,
     "coordinator/shares.py": SHARES,
     "coordinator/splitting.py": SHARES,
@@ -112,11 +113,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "coordinator/rounds.py": TRANSPORTS,
     "coordinator/machine.py": TRANSPORTS,
     "coordinator/epochs.py": (*EVENTS, f"{SIMULATION}unequal_speeds.py"),
-    "coordinator/saving.py": SAVES,
+    "coordinator/saving.py": (*FAILED, *SAVES),
     "coordinator/coordinator_checkpoint.py": SAVES,
     "coordinator/schema.py": SAVES,
     "coordinator/cluster/": MACHINES,
     "runtime/callbacks.py": unit("callbacks"),
+    "runtime/checkpoint_service.py": (*FAILED, *FILES),
     "runtime/cluster/": MACHINES,
     "runtime/cluster/compression.py": unit("cluster/engine", "cluster/cluster_run"),
     "runtime/cluster/checkpointer.py": unit("cluster/checkpointer", "cluster/cluster_run"),
