@@ -17,7 +17,11 @@ ENTRIES = (
 BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
 """Modules that call CUDA; tests replace them with stand-ins."""
 
-PAUSES = ("runtime/worker/loop_evaluation.py", "runtime/evaluation/predict.py")
+PAUSES = (
+    "runtime/worker/evaluation_calls.py",
+    "runtime/worker/loop_evaluation.py",
+    "runtime/evaluation/predict.py",
+)
 """Modules that run between steps, while training pauses."""
 
 HARMLESS = {"is_available", "device_count", "get_device_properties"}
