@@ -106,6 +106,19 @@ class Runner:
         contexts = [context.activate for context in self.contexts]
         name = name or f"replica-{next(_loop_numbers)}"
         self._threads = RankThreads(name, contexts, clean_up, num_cpu_ranks=num_cpus)
+        self._await_contexts()
+
+    def _await_contexts(self) -> None:
+        """Block until each thread has entered its context, whose streams the caller uses, too."""
+        try:
+            entered = self._threads.start(lambda rank: None)
+            entered.wait(threads=self._threads)
+            failure = first_failure(entered.outcomes)
+            if failure is not None:
+                raise failure[1]
+        except BaseException:
+            self._threads.stop(0.0)
+            raise
 
     @property
     def closed(self) -> bool:

@@ -27,6 +27,7 @@ from runtime import (
 from runtime import checkpoint_service as service_module
 from runtime import run as run_module
 from runtime.checkpoint import files
+from runtime.checkpoint import store as store_module
 from runtime.checkpoint.store import entries, load_newest, remove_old_checkpoints, write_checkpoint
 from tests.support.checkpointing import make, names
 from tests.support.running import (
@@ -406,9 +407,19 @@ def test_a_full_disk_at_the_failure_leaves_the_older_one_and_a_state_to_save(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(fd)
 
+    written, write = threading.Event(), store_module.write_checkpoint
+
+    def write_and_note(*args, **kwargs):
+        path = write(*args, **kwargs)
+        written.set()
+        return path
+
     def fill_and_fail():
+        assert written.wait(WAIT_S)
         full.set()
         fail()
+
+    monkeypatch.setattr(store_module, "write_checkpoint", write_and_note)
 
     monkeypatch.setattr(files.os, "fsync", fsync)
     handle = run_of(Steps(1, 25, fill_and_fail)).checkpoint_dir(tmp_path / "a").run()

@@ -308,7 +308,7 @@ def test_a_speed_hint_gives_the_first_ratios():
     def note(model, x):
         with lock:
             sizes.append((threading.current_thread().name[-1], len(x)))
-        threading.Event().wait(0.003 * len(x))  # equal speeds, contrary to the hint
+        threading.Event().wait(0.02 * len(x))  # equal speeds, contrary to the hint
         return x * model.w
 
     with on_cpus(Echo(note), 2, config=config) as model:

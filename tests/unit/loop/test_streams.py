@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -25,7 +26,14 @@ from runtime.loop.rank_threads import Job
 from runtime.loop.runner import Runner
 from runtime.loop.threaded import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
-from tests.support.own_loop import OneDevice, adamw, assert_close, assert_identical, make_batch
+from tests.support.own_loop import (
+    WAIT_S,
+    OneDevice,
+    adamw,
+    assert_close,
+    assert_identical,
+    make_batch,
+)
 from tests.unit.loop.test_accumulation import loss_fn
 
 OTHER = torch.device("cuda", 1)
@@ -139,6 +147,26 @@ def posing_module(fake, net, config=None):
         mirror, optimizer, replicas, runner, balancer, accumulation, recorder, None
     )
     return ReplicatedModule(engine)
+
+
+def test_replicas_are_built_after_their_threads_have_entered_their_contexts(fake, monkeypatch):
+    waited = threading.Event()
+    activate, wait = CudaDevice.activate, Job.wait
+
+    @contextmanager
+    def late(device):
+        assert waited.wait(WAIT_S)
+        with activate(device):
+            yield
+
+    def waiting(job, *args, **kwargs):
+        waited.set()
+        return wait(job, *args, **kwargs)
+
+    monkeypatch.setattr(CudaDevice, "activate", late)
+    monkeypatch.setattr(Job, "wait", waiting)
+    with posing_module(fake, Marking(fake)):
+        assert waited.is_set()
 
 
 def optim(params):
