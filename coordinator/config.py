@@ -92,6 +92,7 @@ class CoordinatorConfig:
         metrics_every: Steps between two metrics of steps; ``None``: none.
         evaluate: Evaluate at the end of each epoch.
         eval_every: Steps between two evaluations within an epoch; ``None``: only at its end.
+        eval_rank: Rank of the evaluation and checkpoint functions; ``None``: by measured cost.
         val_batches: Batches of the validation set; 0: there is none.
         val_every: Epochs between two validations.
         val_every_steps: Batches over all ranks between two validations within an epoch; ``None``:
@@ -144,6 +145,7 @@ class CoordinatorConfig:
     metrics_every: int | None = None
     evaluate: bool = False
     eval_every: int | None = None
+    eval_rank: int | None = None
     val_batches: int = 0
     val_every: int = 1
     val_every_steps: int | None = None

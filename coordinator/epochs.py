@@ -146,12 +146,10 @@ class EpochScheduler:
                 epoch.validation = None
 
     def evaluate_if_due(self) -> None:
-        """Send the evaluation of the live weights to the first live rank, and a validation to
-        all.
-        """
+        """Send the evaluation of the live weights to one rank, and a validation to all."""
         evaluates, validates = self.evaluation_due, self.validation_due
         if evaluates:
-            lead = self._run.live[0].rank
+            lead = self._run.evaluation_rank(within=True)
             epoch, eval_at = self.begin_evaluation(lead)
             self._run.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
         if validates:
@@ -504,13 +502,13 @@ class EpochScheduler:
         return self._run.lockstep or self._run.alone or epoch.epoch in self._run.common
 
     def request_work(self, epoch: Epoch) -> None:
-        """Have the first live rank evaluate and hand over its live weights, or the state of all
-        machines, and all ranks validate it.
+        """Have one rank evaluate and hand over its live weights, or the state of all machines,
+        and all ranks validate it.
         """
         evaluate, checkpoint = self.orphaned_work(epoch)
         state = self._run.common.get(epoch.epoch)
         if not self._run.is_live(epoch.lead):
-            epoch.lead = self._run.live[0].rank
+            epoch.lead = self._run.evaluation_rank()
         lead = epoch.lead
         if evaluate is not None:
             self._run.send(lead, m.Evaluate(epoch=evaluate, state=state))

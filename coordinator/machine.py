@@ -598,7 +598,7 @@ class Coordinator:
             work = (None, None) if oldest is None else self._epochs.pending_work(oldest)
             eval_at = None
             if evaluates:
-                epoch, eval_at = self._epochs.begin_evaluation(live[0].rank)
+                epoch, eval_at = self._epochs.begin_evaluation(self._run.evaluation_rank())
                 work = epoch, None
             validation = self._validation_of(oldest)
             if validates:

@@ -79,6 +79,7 @@ class RoundRunner:
         self.round.begin(
             self.transport.first_state,
             ranks,
+            self._run.evaluation_rank(),
             epoch=epoch,
             generation=self._run.generation,
             evaluate=evaluate,

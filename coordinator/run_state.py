@@ -25,7 +25,7 @@ from coordinator.messages import (
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
 from coordinator.requested_evaluations import RequestedEvaluations
-from coordinator.shares import Shares
+from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 
 
 class RunState:
@@ -197,6 +197,38 @@ class RunState:
     def slice_samples(self, ranks: Sequence[int]) -> int:
         """Samples in the largest of these slices."""
         return -(-self.per_global * self.config.batch_size // self.num_slices(ranks))
+
+    def evaluation_rank(self, *, within: bool = False) -> int:
+        """The rank of the evaluation and checkpoint functions: the one of ``eval_rank``, or where
+        they cost the run least.
+
+        That is the lowest live rank, unless another costs clearly less. Under lockstep results
+        repeat to the bit with equal batches, and buffers differ between ranks within an epoch:
+        there the lowest rank is kept.
+
+        Args:
+            within: Within an epoch, not at its end.
+        """
+        pinned, live = self.config.eval_rank, self.live
+        if pinned is not None and self.is_live(pinned):
+            return pinned
+        keeps = self.lockstep and (within or not self.config.balance)
+        measured = [r for r in live if r.num_samples and r.compute_s > 0]
+        if keeps or min(r.num_batches for r in live) < MIN_PLACEMENT_BATCHES or measured != live:
+            return live[0].rank
+        costs = {r.rank: self._evaluation_cost(r, live) for r in live}
+        best = min(costs, key=lambda rank: costs[rank])
+        first = live[0].rank
+        return best if costs[first] > IMBALANCE_RATIO * costs[best] else first
+
+    def _evaluation_cost(self, rank: Rank, live: Sequence[Rank]) -> float:
+        """Samples that an evaluation of one sample costs: those that the rank would deliver, which
+        its waits for data reduce, and those of a rank that waits for it, on average. Under
+        lockstep all wait.
+        """
+        duration_s = rank.compute_s / rank.num_samples
+        waiting = sum(r.num_samples for r in live) / len(live)
+        return duration_s * (waiting if self.lockstep else rank.num_samples + waiting)
 
     def is_live(self, rank: int) -> bool:
         """True if the rank is live; -1 is no rank."""

@@ -28,6 +28,8 @@ CHECK_BATCHES = 200
 """Batches of each rank between two checks for imbalance."""
 IMBALANCE_RATIO = 1.15
 """Ranks are unequal if the slowest takes this multiple of the fastest one's time."""
+MIN_PLACEMENT_BATCHES = 50
+"""Batches of each rank until evaluations are placed by measured cost."""
 _OUT_OF_MEMORY_FACTOR = 0.8
 """A device that ran out of memory on a piece receives at most this share of it."""
 

@@ -168,11 +168,11 @@ class Round:
         assert state in _ROUND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
-    def begin(self, state: RoundState, ranks: tuple[int, ...], **settings: Any) -> None:
+    def begin(self, state: RoundState, ranks: tuple[int, ...], lead: int, **settings: Any) -> None:
         """Start the next round with these fields; all others are reset."""
         self.move(state)
         settings |= {"id": self.id + 1, "num_failed": self.num_failed}
-        fresh = Round(state=state, ranks=ranks, lead=ranks[0], **settings)
+        fresh = Round(state=state, ranks=ranks, lead=lead, **settings)
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 

@@ -443,6 +443,8 @@ class RunSettings:
             )
         if c.speed_hint is not None and c.speed_hint[0] >= world:
             raise ValueError(f"speed_hint: there is no rank {c.speed_hint[0]} of {world}")
+        if c.eval_rank is not None and c.eval_rank >= world:
+            raise ValueError(f"eval_rank: there is no rank {c.eval_rank} of {world}")
         anchor, least = self.resolved_anchor(), self.resolved_min_anchor()
         if anchor > c.max_anchor:
             raise ValueError(

@@ -176,10 +176,11 @@ class Simulation:
             full * self.schedule.jitter
         )
 
-    def load_s(self) -> float:
+    def load_s(self, rank: int) -> float:
         """Seconds until the next batch is loaded."""
-        chance = self.schedule.load_chance
-        return self.draw(self.schedule.load_s) if chance and self.rng.random() < chance else 0.0
+        chance, data_s = self.schedule.load_chance, self.schedule.data_s
+        late_s = self.draw(self.schedule.load_s) if chance and self.rng.random() < chance else 0.0
+        return late_s + (data_s[rank] if data_s else 0.0)
 
     def outbox(self, rank: int) -> _Outbox:
         """The worker's queue to the coordinator."""

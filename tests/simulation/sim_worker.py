@@ -386,7 +386,7 @@ class SimWorker:
         self._reporter.send(m.EvaluationsDone(rank=self.rank, answered=is_answered))
 
     def _await_batch(self, *, answer: bool) -> Steps:
-        load_s = self._sim.load_s()
+        load_s = self._sim.load_s(self.rank)
         if load_s:
             self.ready_at = ready = self._sim.now + load_s
             self._sim.wake_at(self, ready)
@@ -622,7 +622,8 @@ class SimWorker:
                 self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
             else:
                 self._sim.checks.on_evaluated_within(self.rank, eval_at)
-            yield self._sim.schedule.evaluate_s
+            batch_s = self._sim.schedule.batch_s(self.rank, self._sim.now)
+            yield self._sim.schedule.evaluate_s + self._sim.schedule.evaluate_batches * batch_s
             values = (("e", 0.0),)
             self._reporter.send(
                 m.EvalReport(rank=self.rank, epoch=evaluate, eval_at=eval_at, values=values)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from tests.simulation.checks import Checks
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.schedule import Pace, Schedule
 
@@ -224,3 +227,58 @@ def test_a_stalled_loader_delays_no_acknowledgement(policy, backend):
     run = Simulation(stalled).run()
     assert run.now > 60.0
     assert run.checks.longest_answer_s < 0.1
+
+
+def evaluated_run(schedule, monkeypatch):
+    """The simulated seconds of a run, and the rank that evaluates its last epoch."""
+    ranks = []
+    check = Checks.on_per_epoch
+
+    def on_per_epoch(checks, rank, what, epoch, held):
+        ranks.append(rank)
+        check(checks, rank, what, epoch, held)
+
+    monkeypatch.setattr(Checks, "on_per_epoch", on_per_epoch)
+    run = Simulation(schedule).run()
+    monkeypatch.undo()
+    assert len(ranks) == schedule.config.num_epochs
+    return run.now, ranks[-1]
+
+
+def compared(monkeypatch, schedule):
+    """The rank chosen by cost, and the time of the run relative to that with ``eval_rank(0)``."""
+    schedule = replace(schedule, evaluate_batches=100)
+    pinned = replace(schedule, config=replace(schedule.config, eval_rank=0))
+    pinned_s, rank = evaluated_run(pinned, monkeypatch)
+    assert rank == 0
+    chosen_s, rank = evaluated_run(schedule, monkeypatch)
+    return rank, chosen_s / pinned_s
+
+
+@pytest.mark.parametrize(("policy", "most"), [(ApplyPolicy.CADENCE, 0.97), (ApplyPolicy.SYNC, 0.9)])
+def test_evaluations_leave_a_rank_with_slow_compute(monkeypatch, policy, most):
+    more = {"balance": True} if policy is ApplyPolicy.SYNC else {}
+    schedule = schedule_of(
+        *(policy, AverageBackend.THREAD),
+        slowness=(3.0, 1.0),
+        num_samples=6000,
+        num_epochs=6,
+        evaluate=True,
+        **more,
+    )
+    rank, time = compared(monkeypatch, schedule)
+    assert rank == 1
+    assert time < most
+
+
+def test_evaluations_run_on_a_rank_that_waits_for_its_data(monkeypatch):
+    schedule = schedule_of(
+        *(ApplyPolicy.CADENCE, AverageBackend.CPU),
+        slowness=(1.0, 1.0),
+        num_samples=6000,
+        num_epochs=6,
+        evaluate=True,
+    )
+    rank, time = compared(monkeypatch, replace(schedule, data_s=(0.0, 3 * FAST_S)))
+    assert rank == 1
+    assert time < 0.97
