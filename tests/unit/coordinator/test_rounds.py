@@ -25,7 +25,7 @@ LEGAL = {
 
 def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
     rnd = Round()
-    rnd.begin(state, ranks, epoch=None, generation=0, evaluate=None, checkpoint=None)
+    rnd.begin(state, ranks, ranks[0], epoch=None, generation=0, evaluate=None, checkpoint=None)
     return rnd
 
 
@@ -51,6 +51,7 @@ def test_a_round_cannot_start_while_another_is_in_flight():
         rnd.begin(
             RoundState.SYNCING,
             (0, 1),
+            0,
             epoch=None,
             generation=0,
             evaluate=None,
@@ -66,6 +67,7 @@ def test_every_round_has_its_own_id_and_starts_empty():
     rnd.begin(
         RoundState.SYNCING,
         (0,),
+        0,
         epoch=None,
         generation=0,
         evaluate=2,
@@ -82,6 +84,7 @@ def test_a_reply_to_an_old_round_is_ignored():
     rnd.begin(
         RoundState.COLLECTING,
         (0, 1),
+        0,
         epoch=None,
         generation=0,
         evaluate=None,
