@@ -441,20 +441,10 @@ class RunSettings:
             raise ValueError(
                 f"partition_ratios has {len(c.partition_ratios)} entries for {world} devices"
             )
-        if c.speed_hint is not None and c.speed_hint[0] >= world:
-            raise ValueError(f"speed_hint: there is no rank {c.speed_hint[0]} of {world}")
-        if c.eval_rank is not None and c.eval_rank >= world:
-            raise ValueError(f"eval_rank: there is no rank {c.eval_rank} of {world}")
-        anchor, least = self.resolved_anchor(), self.resolved_min_anchor()
-        if anchor > c.max_anchor:
-            raise ValueError(
-                f"anchor({anchor}) is above max_anchor({c.max_anchor}); raise max_anchor"
-            )
-        if least > anchor:
-            raise ValueError(
-                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
-                f"raise anchor and max_anchor({c.max_anchor})"
-            )
+        for name, rank in (("speed_hint", (c.speed_hint or (0,))[0]), ("eval_rank", c.eval_rank)):
+            if rank is not None and rank >= world:
+                raise ValueError(f"{name}: there is no rank {rank} of {world}")
+        self._check_anchor()
         if self.data.prefetch == 0 and self.data.loader_workers:
             raise ValueError(
                 f"prefetch(0) turns loading ahead off, and loader_workers"
@@ -492,6 +482,19 @@ class RunSettings:
             raise ValueError(
                 "progressive_dispatch(True) cannot be combined with SYNC, which divides each epoch "
                 "among the ranks in advance; leave it out"
+            )
+
+    def _check_anchor(self) -> None:
+        c = self.coordinator
+        anchor, least = self.resolved_anchor(), self.resolved_min_anchor()
+        if anchor > c.max_anchor:
+            raise ValueError(
+                f"anchor({anchor}) is above max_anchor({c.max_anchor}); raise max_anchor"
+            )
+        if least > anchor:
+            raise ValueError(
+                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
+                f"raise anchor and max_anchor({c.max_anchor})"
             )
 
     def check_cluster(self) -> None:
