@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
+from runtime.checkpoint.tensor_file import TensorFileError, load_file, read_metadata
 from runtime.core.checks import check_flag, check_float, check_int, check_path
 from runtime.core.errors import UnknownMetric
 from runtime.replica.flat import copy_values
@@ -454,7 +453,6 @@ _BEST = "gpuworker_best"
 def _read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file; empty if it cannot be read."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (OSError, SafetensorError):
+        return read_metadata(path)
+    except (OSError, TensorFileError):
         return {}

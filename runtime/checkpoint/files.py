@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from runtime.checkpoint.tensor_file import DTYPES, TensorFileError, save_file
 from runtime.core.capabilities import HAS_DIRECTORY_DESCRIPTORS, missing_in_system
 from runtime.core.errors import CheckpointError
 
@@ -35,27 +34,8 @@ else:
 _CHUNK_BYTES = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
-_SAFE_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    }
-)
-
+# Without those that older versions of safetensors lack.
+_SAFE_DTYPES = frozenset(DTYPES.values()) - {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -192,7 +172,7 @@ def write_weights(
     try:
         save_file(ready, path, metadata={"format": "pt", **(metadata or {})})
         path.chmod(mode)
-    except SafetensorError as error:
+    except TensorFileError as error:
         raise CheckpointError(f"{path.name} could not be written: {error}") from error
 
 

@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
+from runtime.checkpoint import tensor_file
 from runtime.checkpoint.files import (
     DirectoryLock,
     claimed_directory,
@@ -408,7 +408,7 @@ def _content(file: Path, size_bytes: int, digest: str) -> bytes:
 
 def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
     try:
-        return safetensors.torch.load(_content(file, size_bytes, digest))
+        return tensor_file.load(_content(file, size_bytes, digest))
     except Exception as error:  # of any type
         raise CheckpointError(f"{file}: not readable: {error}") from error
 

@@ -17,9 +17,7 @@ import time
 from contextlib import suppress
 from http import HTTPStatus
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-
+from runtime.checkpoint.tensor_file import load, save
 from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
 from runtime.cluster.options import join_host_port, split_host_port
 from runtime.cluster.signing import MAC_BYTES, is_signed, signature
@@ -176,7 +174,7 @@ def fetch_state(
         meta = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][METADATA_KEY])
         if not isinstance(meta, dict):
             raise TypeError(f"meta is a {type(meta).__name__}")
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerRefused((machine,), f"its state is malformed: {error}") from error
     return ClusterState(tensors=tensors, meta=meta)
 

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from runtime import (
@@ -26,6 +25,7 @@ from runtime import (
     record_scalar,
 )
 from runtime.callbacks import MetricReader, MetricTracker
+from runtime.checkpoint.tensor_file import load_file
 from runtime.run import Run
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 

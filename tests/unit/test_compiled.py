@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from runtime import KeepBest
+from runtime.checkpoint.tensor_file import load_file
 from tests.support.own_loop import on_cpus
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 

@@ -9,11 +9,11 @@ import threading
 from dataclasses import replace
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from runtime import TimeLimit, TrainedState, fit
+from runtime.checkpoint import tensor_file
 from runtime.results import WorkerFailure
 from tests.support.running import (
     ASYNC,
@@ -135,7 +135,7 @@ def test_fit_returns_a_state_that_makes_further_models():
 def test_a_saved_file_has_the_state_dict(tmp_path):
     state = run_net()
     state.save(tmp_path / "net.safetensors")
-    loaded = safetensors.torch.load_file(tmp_path / "net.safetensors")
+    loaded = tensor_file.load_file(tmp_path / "net.safetensors")
     assert loaded.keys() == state.state_dict().keys()
 
 

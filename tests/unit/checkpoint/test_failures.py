@@ -7,11 +7,10 @@ import os
 import threading
 
 import pytest
-import safetensors.torch
 import torch
 
 from runtime import CheckpointError
-from runtime.checkpoint import files, store
+from runtime.checkpoint import files, store, tensor_file
 from runtime.checkpoint.store import entries, load_newest
 from tests.support.checkpointing import names, same
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Counter, builder
@@ -131,7 +130,7 @@ def test_the_weights_of_a_run_load_into_a_bare_module(way, tmp_path):
         load_newest(tmp_path).path / "weights.safetensors",
     ):
         model = Counter()
-        model.load_state_dict(safetensors.torch.load_file(file))
+        model.load_state_dict(tensor_file.load_file(file))
         assert torch.equal(model.w.detach(), state.params["w"])
 
 

@@ -6,11 +6,11 @@ import io
 import threading
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from runtime import current_worker
+from runtime.checkpoint import tensor_file
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.checkpoint.store import load_newest
@@ -177,7 +177,7 @@ def test_extra_state_of_modules_is_resumed(tmp_path):
     bare.load_state_dict(rest.state_dict())  # strict
     assert bare[0].seen == 8
     rest.save(tmp_path / "weights")
-    assert set(safetensors.torch.load_file(tmp_path / "weights")) == set(rest.params)
+    assert set(tensor_file.load_file(tmp_path / "weights")) == set(rest.params)
 
 
 class Opaque(WithExtraState):
@@ -252,7 +252,7 @@ def test_tensors_of_every_dtype_are_resumed(tmp_path):
     straight, _, rest = in_two_parts(lambda device: Mixed(), train_extra_state, tmp_path)
     assert_same(straight, rest)
     newest = load_newest(tmp_path)
-    weights = safetensors.torch.load_file(newest.path / "weights.safetensors")
+    weights = tensor_file.load_file(newest.path / "weights.safetensors")
     state = rest.state_dict()
     assert set(state) - set(weights) == {"wide"}  # complex128 is in another file
     for name, tensor in newest.data.weights.items():
@@ -264,6 +264,6 @@ def test_tensors_of_every_dtype_are_resumed(tmp_path):
 def test_a_conjugated_view_is_written_with_its_values(tmp_path):
     turned = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64).conj()
     save_weights(tmp_path / "file", {"turned": turned, "sign": turned.imag})
-    found = safetensors.torch.load_file(tmp_path / "file")
+    found = tensor_file.load_file(tmp_path / "file")
     assert torch.equal(found["turned"], turned)
     assert torch.equal(found["sign"], turned.imag)

@@ -14,11 +14,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
-from runtime.checkpoint import files, store
+from runtime.checkpoint import files, store, tensor_file
 from runtime.checkpoint.format import Manifest
 from runtime.checkpoint.store import (
     load_newest,
@@ -80,7 +79,7 @@ def test_a_bare_module_loads_the_weights_strictly(tmp_path):
     object.__setattr__(data, "weights", dict(model.state_dict()))
     path = write_checkpoint(tmp_path, data)
     other = Tied()
-    other.load_state_dict(safetensors.torch.load_file(path / "weights.safetensors"))
+    other.load_state_dict(tensor_file.load_file(path / "weights.safetensors"))
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert list(load_newest(path).data.weights) == list(model.state_dict())
 
@@ -411,7 +410,7 @@ def test_a_saved_state_is_loaded_by_a_bare_module(tmp_path):
         nn.init.normal_(model.one.weight)
         trained(model).save(str(path))
         other = Tied()
-        other.load_state_dict(safetensors.torch.load_file(path))
+        other.load_state_dict(tensor_file.load_file(path))
         assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert names(tmp_path) == ["model.safetensors"]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from safetensors.torch import save
 
+from runtime.checkpoint.tensor_file import save
 from runtime.cluster import state_server
 from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
 from runtime.cluster.signing import MAC_BYTES, signature

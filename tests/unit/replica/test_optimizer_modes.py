@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from runtime import KeepBest, WorkerFailed
+from runtime.checkpoint.tensor_file import load_file
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 CASES = [(SYNC, THREAD, 2), (SYNC, THREAD, 1), (CADENCE, OVER_CPU, 1), (ASYNC, OVER_CPU, 1)]
