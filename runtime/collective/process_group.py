@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,8 +112,11 @@ class ProcessGroupCollective(Collective):
         _turn_off_flight_recorder()
         self._timeout_s = timeout_s
         self._bucketed_mean: ProcessGroupBucketedMean | None = None
-        self._closer: threading.Thread | None = None
-        self._backend: Any = self._connect(_c10d.PrefixStore(prefix, store))
+        prefixed = _c10d.PrefixStore(prefix, store)
+        self._owner = BackendOwner(lambda: self._connect(prefixed), f"collective-{rank}")
+        self._backend: Any = self._owner.backend()
+        # A collective that is garbage without having been closed leaves no thread.
+        weakref.finalize(self, self._owner.release).atexit = False
 
     def _connect(self, store: Store) -> Any:
         """The backend, connected to the other ranks'."""
@@ -123,21 +127,18 @@ class ProcessGroupCollective(Collective):
         return kind()
 
     def _release(self) -> None:
-        held, self._backend = [self._backend], None
+        self._backend = None
         broken_off, self._bucketed_mean = self._bucketed_mean, None
+        if broken_off is not None:
+            broken_off.drop_sent()
+        self._owner.release()
         if broken_off is None:
-            held.clear()  # the backend's destructor closes sockets and joins its threads
-            return
-        held += broken_off.take_sent()
-        # Freeing waits for parts in flight, which ends once the peers have freed theirs.
-        self._closer = threading.Thread(target=held.clear, name="collective-close", daemon=True)
-        self._closer.start()
+            self._owner.join(None)
+        # Else freeing waits for parts in flight, which ends once the peers have freed theirs.
 
     def wait_closed(self, timeout_s: float) -> bool:
         """See :meth:`Collective.wait_closed`."""
-        if self._closer is not None:
-            self._closer.join(timeout_s)
-        return self._closer is None or not self._closer.is_alive()
+        return self._owner.join(timeout_s)
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
         if tensor.device.type == "cpu":
@@ -220,12 +221,17 @@ class ProcessGroupCollective(Collective):
         wire = scale_(as_summed(flat), factor)
         return self._begin_sum(wire), wire, flat
 
-    def _arrived(self, sent: Sequence[Any]) -> None:
-        """Wait for the sums started by :meth:`_send`."""
-        for work, wire, flat in sent:
-            self._await(work)
-            if wire is not flat:
-                flat.copy_(wire)
+    def _arrived(self, sent: list[Any]) -> None:
+        """Wait for the sums started by :meth:`_send`, and drop them, also on an error."""
+        try:
+            for index in range(len(sent)):
+                self._await(sent[index][0])
+                wire, flat = sent[index][1:]
+                if wire is not flat:
+                    flat.copy_(wire)
+        finally:
+            # In the thread that made them: elsewhere free-threaded CPython would only queue it.
+            sent.clear()
 
     def _follow(self, name: str, abort_flag: Tensor) -> CollectiveWork:
         """Completion of the exchange in the current stream, without a wait of the host."""
@@ -233,15 +239,18 @@ class ProcessGroupCollective(Collective):
 
     def _await(self, work: Any) -> None:
         look = timedelta(seconds=_LOOK_S)
-        while True:
-            try:
-                work.wait(look)
-                return
-            except RuntimeError:
-                if work.is_completed():  # just now, or it has failed
-                    work.wait()
+        try:
+            while True:
+                try:
+                    work.wait(look)
                     return
-            self._group.require_intact()
+                except RuntimeError:
+                    if work.is_completed():  # just now, or it has failed
+                        work.wait()
+                        return
+                self._group.require_intact()
+        finally:
+            del work  # else the traceback of an error would keep the connection open
 
     def _connected(self) -> Any:
         backend = self._backend  # once: another thread may close this end
@@ -355,10 +364,9 @@ class ProcessGroupBucketedMean(BucketedMean):
         assert self._total is not None
         return self._total
 
-    def take_sent(self) -> list[Any]:
-        """Returns the parts sent; their connections stay open as long as they are referenced."""
-        sent, self._sent = self._sent, []
-        return sent
+    def drop_sent(self) -> None:
+        """Free the parts sent; their connections stay open as long as they are referenced."""
+        self._sent.clear()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -368,6 +376,69 @@ class ProcessGroupBucketedMean(BucketedMean):
         except BaseException as error:
             self._end._group.fail(error)
             raise
+
+
+class BackendOwner:
+    """Thread that creates a backend and drops the last reference to it.
+
+    The backend's destructor closes sockets and joins threads, and can wait for other ranks. On
+    free-threaded CPython it runs in the thread that created the object, or, once that has ended,
+    in any later thread that has the same identifier: there the ranks would wait for each other.
+
+    Blocks until the backend is created.
+
+    Args:
+        connect: Returns the backend; called once, in the thread.
+        name: Name of the thread.
+    """
+
+    def __init__(self, connect: Callable[[], Any], name: str) -> None:
+        self._held: list[Any] = []
+        self._error: list[BaseException] = []
+        self._released = threading.Event()
+        connected = threading.Event()
+        # The thread references neither this object nor, after the call, that of ``connect``.
+        args = ([connect], self._held, self._error, connected, self._released)
+        self._thread = threading.Thread(target=_own_backend, args=args, name=name, daemon=True)
+        self._thread.start()
+        connected.wait()
+
+    def backend(self) -> Any:
+        """The backend.
+
+        Raises:
+            BaseException: The error of ``connect``.
+        """
+        if self._error:
+            raise self._error.pop()
+        return self._held[0]
+
+    def release(self) -> None:
+        """Let the thread drop its reference, and end. Idempotent."""
+        self._released.set()
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until the backend is freed, unless others refer to it; returns False on timeout."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def _own_backend(
+    connect: list[Callable[[], Any]],
+    held: list[Any],
+    errors: list[BaseException],
+    connected: threading.Event,
+    released: threading.Event,
+) -> None:
+    try:
+        held.append(connect.pop()())
+    except BaseException as error:
+        errors.append(error)
+        return
+    finally:
+        connected.set()
+    released.wait()
+    held.clear()
 
 
 def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGroupCollective]:
