@@ -26,7 +26,7 @@ from runtime.collective.nccl_library import (
     loaded_version,
     version_name,
 )
-from runtime.core.capabilities import missing_in_system
+from runtime.core.capabilities import has_gil, missing_in_system
 from runtime.core.checks import default_devices
 from runtime.core.errors import ClusterError
 from runtime.core.threads import num_cores
@@ -71,9 +71,8 @@ def _facts(devices: Sequence[torch.device]) -> list[tuple[str, str]]:
         ("host", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
     )
     found.append(("NCCL", _nccl(len(devices))))
-    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    found.append(("GIL", f"{'on' if gil else 'off'} ({python})"))
+    found.append(("GIL", f"{'on' if has_gil() else 'off'} ({python})"))
     return found
 
 

@@ -35,6 +35,7 @@ from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
 from runtime.collective import Collective, create_collectives
 from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
+from runtime.core.capabilities import thread_end_fault
 from runtime.core.context import announce, current_worker
 from runtime.core.errors import (
     CheckpointError,
@@ -291,6 +292,9 @@ class Run:
         c = self.config
         batch_size = c.coordinator.batch_size
         announce(logger, self._first_line(), silent=c.progress is False)
+        fault = thread_end_fault()
+        if fault is not None:
+            logger.warning(fault)
         hooks = self._cluster_hooks
         if self.resumed is not None and (hooks is None or hooks.resume is None):
             announce(logger, self.resumed.summary, silent=c.progress is False)

@@ -1,9 +1,10 @@
-"""Capabilities of devices, beyond running PyTorch's operators, and of operating systems."""
+"""Capabilities of devices, beyond running PyTorch's operators, of operating systems and Python."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from dataclasses import dataclass, fields
 
 import torch
@@ -81,3 +82,20 @@ def missing_in(device: torch.device, required: DeviceCapabilities) -> str:
 def missing_in_system(feature: str, part: str) -> str:
     """A clause on a part of the operating system that a feature requires and that is absent."""
     return f"{feature} requires {part}, which {sys.platform} does not have"
+
+
+def has_gil() -> bool:
+    """True if one interpreter lock is shared by all threads of this process."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+def thread_end_fault() -> str | None:
+    """The reason why the end of a thread can crash this process; ``None`` if none is known."""
+    # pybind11's gil_scoped_acquire, in the wheels of PyTorch up to 2.12: objects that backward()
+    # leaves in a thread are finalized while its state is cleared, which is then cleared again.
+    if not sysconfig.get_config_var("Py_GIL_DISABLED") or torch.__version__ >= "2.13":
+        return None
+    return (
+        f"PyTorch {torch.__version__} on free-threaded Python can crash when a thread ends that "
+        "has called backward() (pybind11#5827): use PyTorch 2.13 or later"
+    )

@@ -7,7 +7,6 @@ complete and a value can be read as soon as it exists.
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coordinator.messages import Payload
-from runtime.core.capabilities import DeviceCapabilities
+from runtime.core.capabilities import DeviceCapabilities, has_gil
 from runtime.core.checks import default_devices
 from runtime.core.threads import num_cores
 from runtime.device.launch_load import LaunchLoad
@@ -265,10 +264,9 @@ def device_summary(devices: Sequence[torch.device] | None = None) -> str:
         devices = default_devices()
     names = [_describe(d) for d in devices]
     parts = [f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
-    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return (
         f"{len(names)} worker{'s' if len(names) != 1 else ''} on {', '.join(parts)}; "
-        f"torch {torch.__version__}, GIL {'on' if gil else 'off'}"
+        f"torch {torch.__version__}, GIL {'on' if has_gil() else 'off'}"
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from runtime.core.capabilities import has_gil
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,7 @@ class LaunchLoad:
     def of(cls, devices: Sequence[torch.device]) -> LaunchLoad | None:
         """The load of a run; ``None`` with fewer than two CUDA workers, or without a GIL."""
         num_workers = sum(device.type == "cuda" for device in devices)
-        has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-        return cls(num_workers) if num_workers > 1 and has_gil else None
+        return cls(num_workers) if num_workers > 1 and has_gil() else None
 
     def add(self, sample: LaunchSample) -> None:
         """Count a step of any worker."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import stat
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch.torch_version import TorchVersion
 
+from runtime.core import capabilities
 from tests.support import free_threaded
 from tests.support.free_threaded import MARK, NAMES, VARIABLE, find, run_tests
+from tests.support.running import builder
 
 RUN_S = 170.0
 PART = (
@@ -123,3 +128,20 @@ def test_an_unresponsive_interpreter_is_given_up(place, monkeypatch):
 def test_a_run_reports_success_and_the_state_of_the_lock(place, lines, code, is_lock_off):
     report = run_tests(place("python3.13t", *lines), ["tests"], 0.5 if code is None else 20.0)
     assert (report.code, report.is_lock_off) == (code, is_lock_off)
+
+
+@pytest.mark.parametrize(
+    ("is_free_threaded", "version", "is_warned"),
+    [(True, "2.12.1", True), (True, "2.13.0", False), (False, "2.12.1", False)],
+)
+def test_a_run_warns_of_a_torch_that_crashes_at_ends_of_threads(
+    monkeypatch, caplog, is_free_threaded, version, is_warned
+):
+    config = {"Py_GIL_DISABLED": int(is_free_threaded)}
+    monkeypatch.setattr(capabilities.sysconfig, "get_config_var", config.get)
+    monkeypatch.setattr(capabilities, "torch", SimpleNamespace(__version__=TorchVersion(version)))
+    with caplog.at_level(logging.WARNING):
+        builder().run().join()
+    warned = [r.getMessage() for r in caplog.records if "pybind11#5827" in r.getMessage()]
+    assert len(warned) == is_warned
+    assert all(f"PyTorch {version} on free-threaded Python" in text for text in warned)
