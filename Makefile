@@ -6,6 +6,8 @@
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make first-contact  for a machine with GPUs that is new: what works on it, within 8 minutes, as a
 #             record in first-contact/; CONTACT="--parts facts plain" chooses parts and limits
+# make free-threaded  the tests on CPython without the GIL; FREE_THREADED_PYTHON=path, or the source
+#             tree CPYTHON_SOURCE=path, and TESTS="tests/deadlock" choose
 # make lint   ruff and mypy
 # make compat  models and recipes of others through each way in, into docs/compatibility.md
 # make docs   build docs/ with the API reference into site/
@@ -21,7 +23,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long test-gpu first-contact compat browser lint format docs mutation coverage release clean
+.PHONY: demo test test-long free-threaded test-gpu first-contact compat browser lint format docs mutation coverage release clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -52,6 +54,11 @@ test-long: $(VENV)/.stamp-test
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) -m tests.gpu.run
+
+TESTS ?= tests
+
+free-threaded:
+	WORKERS=$(WORKERS) .ci/free-threaded $(TESTS)
 
 CONTACT ?=
 

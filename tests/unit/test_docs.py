@@ -19,6 +19,7 @@ NUM_NOT_RUN = {
     "README.md": 2,
     "cluster.md": 3,
     "coming-from.md": 3,
+    "free-threaded.md": 2,
     "gpus.md": 1,
     "how-to.md": 1,
     "own-loops.md": 1,
