@@ -200,7 +200,9 @@ class BuildOrder:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     kind = None if device.type == "cpu" else device.type
-    with torch.random.fork_rng([] if kind is None else [device], device_type=kind):
+    # Up to PyTorch 2.12 the type must not be None; without devices it has no effect.
+    devices = [] if kind is None else [device]
+    with torch.random.fork_rng(devices, device_type=kind or "cuda"):
         # torch.manual_seed would also seed the generators of all other devices.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":

@@ -21,12 +21,11 @@ from pathlib import Path
 import aiohttp  # noqa: F401
 import numpy  # noqa: F401
 import psutil  # noqa: F401
+import safetensors.torch
 import torch
 import tqdm  # noqa: F401
 from torch._functorch import eager_transforms  # noqa: F401
 from torch.utils.data import DataLoader  # noqa: F401
-
-from runtime.checkpoint import tensor_file
 
 SYSTEMS = {
     "windows": (
@@ -108,7 +107,7 @@ def train(directory):
         )
     state.save(directory / "weights.safetensors")
     state.save(directory / "weights.safetensors")  # over the file
-    net.load_state_dict(tensor_file.load_file(directory / "weights.safetensors"))
+    net.load_state_dict(safetensors.torch.load_file(directory / "weights.safetensors"))
     with gpuworker.Trainer.setup(net, torch.optim.AdamW, ["cpu", "cpu"]) as model:
         model(x).sum().backward()
         model.step()

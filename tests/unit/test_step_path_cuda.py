@@ -69,6 +69,7 @@ ALLOWED = {
         "__init__",
         "current_stream",
     ): "the stream of an exchange, which its rank has made current",
+    ("runtime/checkpoint/tensor_file.py", "encode", "numpy"): "tensors of the CPU",
     ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "content", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",

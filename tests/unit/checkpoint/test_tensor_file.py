@@ -94,7 +94,6 @@ def test_what_the_package_writes_is_read_without_it(values, texts):
     # Each in its own memory, as the package requires.
     content = safetensors.torch.save({n: t.clone() for n, t in values.items()}, texts)
     check_equal(decode(content), values)
-    assert len(content) == len(encode(values, texts))
 
 
 BROKEN = {

@@ -19,6 +19,7 @@ from runtime.core.rng import (
     seeded_globals,
     thread_generator,
 )
+from tests.support.running import builder
 
 ONES = torch.ones(4, 6)
 IMAGE = torch.linspace(0, 1, 400).view(1, 1, 20, 20)
@@ -214,6 +215,20 @@ def test_other_global_generators_are_seeded_and_restored():
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     with seeded_globals():
         assert random.getstate() == states[0]
+
+
+def test_models_of_cpu_workers_are_built_without_the_type_none(monkeypatch):
+    """PyTorch up to 2.12 cannot fork generators of the type ``None``."""
+    fork, types = torch.random.fork_rng, []
+
+    def recorded(*args, **kwargs):
+        types.append(kwargs.get("device_type", "cuda"))
+        return fork(*args, **kwargs)
+
+    monkeypatch.setattr(torch.random, "fork_rng", recorded)
+    builder().seed(3).run().join()
+    assert types
+    assert all(isinstance(kind, str) for kind in types)
 
 
 def test_kernels_missing_in_a_pytorch_version_are_logged(monkeypatch, caplog):
