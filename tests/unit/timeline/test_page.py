@@ -28,7 +28,7 @@ def recorded(tmp_path_factory):
     b = builder(train=fit, ranks=RANKS, dataset=600, epochs=3).timeline(timeline)
     b.eval_fn(lambda model, epoch: {"accuracy": 0.5 + epoch / 10})
     b.checkpoint_dir(tmp_path_factory.mktemp("kept"))
-    b.checkpoint_fn(lambda version, model: None).anchor(4).run().join(WAIT_S)
+    b.eval_rank(0).checkpoint_fn(lambda version, model: None).anchor(4).run().join(WAIT_S)
     return timeline
 
 
