@@ -249,7 +249,7 @@ def test_callbacks_are_counted_and_are_events():
     def change(b):
         b.epoch_fn(lambda epoch, worker: time.sleep(0.01))
         b.eval_fn(lambda model, epoch: (time.sleep(0.02), {"a": 1.0})[1])
-        return b.checkpoint_fn(lambda version, model: time.sleep(0.03))
+        return b.eval_rank(0).checkpoint_fn(lambda version, model: time.sleep(0.03))
 
     timeline, _, _ = record(change=change, epochs=3)
     assert causes_of(timeline, 0)["callbacks"] >= 3 * (0.01 + 0.02 + 0.03)
