@@ -153,7 +153,8 @@ def test_a_script_moves_to_two_workers_with_at_most_12_new_or_changed_lines():
     assert shown.code.splitlines() == [line.rstrip() if line[0] != "@" else "@@" for line in lines]
 
 
-def test_the_readme_is_read_in_five_minutes():
+def test_the_readme_is_read_in_five_minutes_and_names_both_commands():
+    assert re.findall(r"`make (\w+)`", PAGES[0].read_text(encoding="utf-8"))[:2] == ["demo", "test"]
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
 
 
