@@ -97,7 +97,7 @@ class ShardReducer(GradientReducer):
         if self.is_empty:
             return True
         factor = unit * self.collective.world_size / whole if total else 0.0
-        scale_(grads, torch.tensor(factor, dtype=torch.float64, device=self.skip_flag.device))
+        scale_(grads, self.skip_flag.new_full((), factor, dtype=torch.float64))
         del grads
         self._sharded.store.check_gradients()
         self._sharded.store.reduce_gradients()
