@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
-from runtime import Trainer
+from runtime import Trainer, current_worker
 from tests.support.running import WAIT_S
 
 NUM_SAMPLES = 23
@@ -49,3 +51,33 @@ def plain(worker):
 def marked(state):
     """The number of marked samples of each epoch."""
     return (state.state_dict()["w"] > 0).sum(1).tolist()
+
+
+def points(n, seed):
+    x = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return x, x.sum(1, keepdim=True)
+
+
+def net(device):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+    return nn.Sequential(*layers).double().to(device)
+
+
+def one(model, batch):
+    return {"n": 1.0}
+
+
+class Meeting:
+    """An evaluation function in which every rank evaluates a batch before any ends its first."""
+
+    def __init__(self, ranks, inner=one):
+        self._barrier, self._inner = threading.Barrier(ranks, timeout=WAIT_S), inner
+        self.met = set()
+
+    def __call__(self, model, batch):
+        rank = current_worker().rank
+        if rank not in self.met:
+            self.met.add(rank)
+            self._barrier.wait()
+        return self._inner(model, batch)

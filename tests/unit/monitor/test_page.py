@@ -142,7 +142,7 @@ def test_the_curves_are_those_of_the_run(browser, monitored):
     scalars = (
         [m.scalars["accuracy"] for m in metrics],
         [m.scalars["eval/accuracy"] for m in metrics],
-        # Not measured in an epoch of which the other ranks train nothing in time.
+        # NaN in an epoch in whose rounds only one rank has trained.
         [m.divergence for m in metrics if not math.isnan(m.divergence)],
         [m.param_norm for m in metrics],
     )

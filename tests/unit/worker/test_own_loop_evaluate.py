@@ -17,21 +17,18 @@ from runtime import EvaluationFailed, ReplicaMismatch, Trainer, WorkerFailed, cu
 from runtime.core.errors import CollectiveTimeout
 from runtime.device.metering import StepMeter
 from runtime.worker.meetings import Meetings
-from tests.support.looping import NUM_SAMPLES, loop_builder, marked
+from tests.support.looping import (
+    NUM_SAMPLES,
+    Meeting,
+    loop_builder,
+    marked,
+    net,
+    one,
+    points,
+)
 from tests.support.running import WAIT_S
 
 HELD_OUT = 37  # no multiple of the batch size, nor of the ranks
-
-
-def points(n, seed):
-    x = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return x, x.sum(1, keepdim=True)
-
-
-def net(device):
-    torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
-    return nn.Sequential(*layers).double().to(device)
 
 
 def adam(model):
@@ -559,18 +556,13 @@ def test_an_evaluation_does_not_count_as_an_averaging_of_the_buffers():
 
 def dying(rank, ranks):
     """A function in which every rank evaluates a batch, and one raises."""
-    started, met = threading.Barrier(ranks, timeout=WAIT_S), set()
 
-    def fn(model, batch):
-        own = current_worker().rank
-        if own not in met:
-            met.add(own)
-            started.wait()
-            if own == rank:
-                raise ValueError("planted")
-        return {"n": 1.0}
+    def inner(model, batch):
+        if current_worker().rank == rank:
+            raise ValueError("planted")
+        return one(model, batch)
 
-    return fn
+    return Meeting(ranks, inner)
 
 
 def test_a_step_before_an_evaluation_that_fails_stays_with_its_loss_and_its_time(monkeypatch):

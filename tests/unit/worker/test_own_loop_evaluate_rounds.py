@@ -17,7 +17,15 @@ from coordinator.run_finalizer import RunFinalizer
 from runtime import EvaluationFailed, Trainer, WorkerFailed, current_worker
 from runtime.core.errors import CollectiveAborted
 from runtime.worker import loop_evaluation
-from tests.support.looping import NUM_SAMPLES, loop_builder, marked
+from tests.support.looping import (
+    NUM_SAMPLES,
+    Meeting,
+    loop_builder,
+    marked,
+    net,
+    one,
+    points,
+)
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, THREAD, WAIT_S
 
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, THREAD)]
@@ -28,10 +36,6 @@ HELD_OUT = (torch.arange(37),)  # 19 batches, the last of one sample
 def built(loop, way, ranks=2, **kwargs):
     policy, backend = way
     return loop_builder(loop, ranks=ranks, policy=policy, **kwargs).backend(backend)
-
-
-def one(model, batch):
-    return {"n": 1.0}
 
 
 class Once:
@@ -47,21 +51,6 @@ class Once:
         return first
 
 
-def meeting(ranks, inner=one):
-    """An evaluation function in which every rank evaluates a batch before any ends its first."""
-    barrier, met = threading.Barrier(ranks, timeout=WAIT_S), set()
-
-    def fn(model, batch):
-        rank = current_worker().rank
-        if rank not in met:
-            met.add(rank)
-            barrier.wait()
-        return inner(model, batch)
-
-    fn.met = met
-    return fn
-
-
 @pytest.mark.parametrize("way", [*WAYS, (CADENCE, GLOO)], ids=lambda w: f"{w[0].name}-{w[1].name}")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_evaluate_the_average_and_the_caller_gets_the_means(way, ranks):
@@ -72,7 +61,7 @@ def test_all_ranks_evaluate_the_average_and_the_caller_gets_the_means(way, ranks
         seen.append(model.w.clone())
         return {"w": model.w.sum(), "i": batch[0].double().mean()}
 
-    fn = meeting(ranks, note)
+    fn = Meeting(ranks, note)
 
     def loop(worker):
         for batch in worker.batches():
@@ -159,7 +148,7 @@ def test_batches_of_a_rank_that_dies_are_evaluated_by_the_others(way, ranks):
         samples.extend(batch[0].tolist())
         return {"i": batch[0].double().mean()}
 
-    fn = meeting(ranks, dies)
+    fn = Meeting(ranks, dies)
 
     def loop(worker):
         for batch in worker.batches():
@@ -185,7 +174,7 @@ def test_a_caller_that_dies_drops_its_evaluation_and_the_others_train_on(way, er
             raise error("planted")
         return {"n": 1.0}
 
-    fn = meeting(3, dies)
+    fn = Meeting(3, dies)
 
     def loop(worker):
         for batch in worker.batches():
@@ -209,7 +198,7 @@ def test_an_error_on_another_rank_is_raised_by_the_caller_with_its_samples(way, 
             raise ValueError("planted")
         return {"n": 1.0}
 
-    fn = meeting(2, raises)
+    fn = Meeting(2, raises)
 
     def loop(worker):
         for batch in worker.batches():
@@ -351,7 +340,7 @@ def test_all_ranks_evaluate_in_the_precision_of_the_run(way):
         types[current_worker().rank] = model(batch[0].float()).dtype
         return {"n": 1.0}
 
-    fn = meeting(2, kind)
+    fn = Meeting(2, kind)
 
     def loop(worker):
         for x, y in worker.batches():
@@ -454,7 +443,7 @@ def test_a_call_in_the_last_batch_is_answered(way, settings):
 @ways
 def test_a_rank_that_has_left_the_epoch_evaluates_too(way):
     left, first = threading.Event(), Once()
-    fn = meeting(2)
+    fn = Meeting(2)
 
     def loop(worker):
         for batch in worker.batches():
@@ -469,17 +458,6 @@ def test_a_rank_that_has_left_the_epoch_evaluates_too(way):
     state = built(loop, way).run().join(WAIT_S)
     assert fn.met == {0, 1}
     assert marked(state) == [NUM_SAMPLES] * 2
-
-
-def points(n, seed):
-    x = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return x, x.sum(1, keepdim=True)
-
-
-def net(device):
-    torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
-    return nn.Sequential(*layers).double().to(device)
 
 
 @ways
@@ -599,7 +577,7 @@ def test_a_long_evaluation_reports_progress(way, monkeypatch):
         for batch in worker.batches():
             worker.step(worker.model.loss(worker.epoch, batch))
             if first():
-                worker.evaluate(HELD_OUT, meeting(2))
+                worker.evaluate(HELD_OUT, Meeting(2))
 
     built(loop, way).run().join(WAIT_S)
     assert set(reports) == {0, 1}
