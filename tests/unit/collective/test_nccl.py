@@ -445,6 +445,7 @@ def stuck(scene):
         aborted.append(backend.rank)
         if len(aborted) >= 2:
             scene.fake.run_all()
+            scene.fake.patience = 0  # and events recorded from now on complete
 
     Stuck.abort = abort
     yield scene
