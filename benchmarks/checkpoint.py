@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 if not __package__:  # run as a file
@@ -38,6 +37,7 @@ if not __package__:  # run as a file
 from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
 from runtime.checkpoint.store import LoadedCheckpoint, load_newest
+from runtime.checkpoint.tensor_file import load_file
 
 WIDTH, BATCH_SIZE = 1024, 16
 PAUSE_WANTED, THROUGHPUT_WANTED = 2.0, 0.97

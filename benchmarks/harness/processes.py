@@ -46,12 +46,19 @@ class Child:
         name: For errors.
         arguments: Of the Python interpreter.
         env: Its environment.
+        python: The interpreter.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        python: str = sys.executable,
+    ) -> None:
         self._name = name
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,

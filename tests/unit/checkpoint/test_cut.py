@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from runtime.checkpoint.store import load_newest, save_once
-from tests.support.resuming import MarkingRun, capture_often, consumed, marked
+from tests.support.resuming import MarkingRun, consumed, marked
 from tests.support.running import LOCAL_WAYS, SYNC, WAIT_S
 
 SYNC_WAYS = [way for way in LOCAL_WAYS if way[0] is SYNC]
@@ -17,7 +17,7 @@ SYNC_WAYS = [way for way in LOCAL_WAYS if way[0] is SYNC]
 @pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
 def test_the_weights_of_every_checkpoint_contain_its_consumed_samples(way, ranks):
     run = MarkingRun(n=90, ranks=ranks, way=way)
-    saved = capture_often(run.builder().run())
+    saved = run.capture_often()
     assert len(saved) > 2
     for data in saved:
         assert marked(data.weights) == consumed(data, run.n, run.batch_size)
@@ -28,7 +28,7 @@ def test_the_weights_of_every_checkpoint_contain_its_consumed_samples(way, ranks
 @pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
 def test_a_run_resumed_from_any_checkpoint_trains_the_rest_exactly_once(way, tmp_path):
     run = MarkingRun(n=120, way=way)
-    saved = capture_often(run.builder().run())
+    saved = run.capture_often()
     for data in saved[:: max(1, len(saved) // 4)]:
         rest = MarkingRun(n=120, way=way)
         state = rest.builder().resume(save_once(tmp_path, data)).run().join(WAIT_S)
