@@ -27,6 +27,7 @@ import torch
 import torch._dynamo
 import tqdm
 
+import tests.support.running  # noqa: F401  (switches a warning off)
 from runtime.collective.nccl_library import shared_gpu_fault
 
 # Without bytecode files every test process would compile the tests, which takes ten seconds.
@@ -122,6 +123,15 @@ def _num_threads_is_as_found() -> Iterator[None]:
         pytest.fail(
             f"torch.get_num_threads() was {before} and is {now} in this thread, {later} in new ones"
         )
+
+
+@pytest.fixture(autouse=True)
+def _grad_mode_is_as_found() -> Iterator[None]:
+    """Fail a test that leaves gradients disabled in this thread."""
+    yield
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("gradients are disabled after the test")
 
 
 @pytest.fixture(autouse=True)

@@ -669,8 +669,9 @@ class BufferMirror:
 
 
 def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
     with torch.no_grad(), torch.inference_mode(False):
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        torch._foreach_copy_(targets, sources)
 
 
 def copy_tensors(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.torch_version import TorchVersion
 
+from runtime import run
 from runtime.core import capabilities
 from tests.support import free_threaded
 from tests.support.free_threaded import MARK, NAMES, VARIABLE, find, run_tests
@@ -139,6 +140,7 @@ def test_a_run_warns_of_a_torch_that_crashes_at_ends_of_threads(
 ):
     config = {"Py_GIL_DISABLED": int(is_free_threaded)}
     monkeypatch.setattr(capabilities.sysconfig, "get_config_var", config.get)
+    monkeypatch.setattr(run, "thread_end_fault", capabilities.thread_end_fault)
     monkeypatch.setattr(capabilities, "torch", SimpleNamespace(__version__=TorchVersion(version)))
     with caplog.at_level(logging.WARNING):
         builder().run().join()

@@ -180,8 +180,9 @@ def test_items_are_freed_once_no_failure_can_require_them(way):
     stream = Items(300)
     b = builder(batch_size=2, epochs=8, way=way).collate_fn(number).dataset(stream)
     b.run().join(WAIT_S)
-    # At most two epochs are open; under SYNC one, plus items read ahead.
-    assert stream.most <= (320 if way[0] is SYNC else 900)
+    # At most two epochs are open; under SYNC one, plus items read ahead and, without the GIL,
+    # those that the thread that made them has not freed yet.
+    assert stream.most <= (400 if way[0] is SYNC else 900)
 
 
 def test_released_items_are_freed():

@@ -164,7 +164,9 @@ def test_malformed_requests_do_not_stop_the_server(open_monitor, caplog):
             while sock.recv(65536):
                 pass
     assert request(open_monitor)[0] == 200
-    assert caplog.text == ""
+    # aiohttp's parser in Python, where its C extension is missing, logs errors of requests.
+    own = [r.getMessage() for r in caplog.records if "Error handling request" not in r.message]
+    assert own == []
 
 
 def test_a_page_without_a_run_shows_none(open_monitor):

@@ -518,7 +518,7 @@ def test_partial_sums_with_weights_come_back_from_a_checkpoint():
     stats.add(0, ReportStats(loss_sum=2.0, loss_samples=4, scalars=(("x", 2.0, 3),)))
     again.load_state_dict(stats.state_dict())
     closing = {"epoch": 0, "epoch_s": 1.0, "num_samples": 1, "devices": ["cpu"]}
-    assert again.close(**closing) == stats.close(**closing)
+    assert repr(again.close(**closing)) == repr(stats.close(**closing))  # nan differs from nan
     assert again.close(**closing).avg_loss == pytest.approx(3.0 / 4.6)
 
 
