@@ -20,7 +20,7 @@ def config_of(**settings):
     )
 
 
-def told(num_ranks=2, **settings):
+def built(num_ranks=2, **settings):
     """The checked settings of a run with these values."""
     config, devices = config_of(**settings), [torch.device("cpu")] * num_ranks
     config.check(num_samples=10, devices=devices)
@@ -31,7 +31,7 @@ def told(num_ranks=2, **settings):
     ("settings", "start", "floor"),
     [
         ({}, 10, 5),
-        ({"anchor": 7}, 7, 7),  # what was asked for is kept
+        ({"anchor": 7}, 7, 7),  # the requested anchor is kept
         ({"anchor": 1}, 1, 1),
         ({"anchor": 7, "min_anchor": 3}, 7, 3),
         ({"min_anchor": 4}, 10, 4),
@@ -42,7 +42,7 @@ def told(num_ranks=2, **settings):
     ],
 )
 def test_the_settings_determine_the_anchor_and_its_lower_limit(settings, start, floor):
-    config = told(**settings).coordinator
+    config = built(**settings).coordinator
     assert (config.anchor, config.min_anchor) == (start, floor)
 
 
@@ -50,13 +50,13 @@ def test_the_settings_determine_the_anchor_and_its_lower_limit(settings, start, 
     ("num_ranks", "interval_s"), [(1, 0.1), (2, 0.1), (8, 0.4), (10, 0.5), (64, 0.5)]
 )
 def test_more_ranks_report_more_rarely_but_within_half_a_second(num_ranks, interval_s):
-    assert told(num_ranks).worker.report_interval_s == pytest.approx(interval_s)
+    assert built(num_ranks).worker.report_interval_s == pytest.approx(interval_s)
 
 
 def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
-    """Values are set by name in all parts, so none can be forgotten."""
+    """Values are set by name in all parts."""
     values = {"batch_size": 3, "accumulate": 2, "seed": 5, "cuda_graphs": True}
-    config = told(**values, policy=ApplyPolicy.SYNC, prefetch=4)
+    config = built(**values, policy=ApplyPolicy.SYNC, prefetch=4)
     parts = [config, config.coordinator, config.worker, config.data]
     for name, value in {**values, "policy": ApplyPolicy.SYNC, "prefetch": 4}.items():
         found = [getattr(part, name) for part in parts if hasattr(part, name)]
@@ -67,7 +67,7 @@ def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
 
 
 def test_every_setting_of_the_builder_reaches_a_run():
-    """Fails if a method of the builder loses its value on the way."""
+    """Fails if the value of a builder method does not reach the configuration."""
     b = builder(ranks=2).anchor(7).max_anchor(9).overhead_target(0.2).max_batch_diff(3)
     b = b.max_steps(50).max_failed_rounds(2).snapshot_timeout(1).collective_timeout(2)
     b = b.stall_timeout(3).on_worker_failure("continue").vram_fraction(0.5).loader_workers(0)

@@ -30,7 +30,7 @@ WAYS = [(SYNC, THREAD), (SYNC, GLOO), (CADENCE, OVER_CPU), (CADENCE, THREAD), (A
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
 
 
-class Told:
+class Recorder:
     """Records the metrics of steps and epochs, in order."""
 
     def __init__(self):
@@ -49,9 +49,9 @@ def value(model, epoch):
     return {"w": model.w.item(), "rank": float(current_worker().rank)}
 
 
-def run(told, *, way, every=8, ranks=2, dataset=96, epochs=2, **more):
+def run(recorder, *, way, every=8, ranks=2, dataset=96, epochs=2, **more):
     b = builder(dataset=dataset, batch_size=2, epochs=epochs, ranks=ranks, way=way, **more)
-    return b.eval_fn(value).eval_every(every).metrics_fn(told)
+    return b.eval_fn(value).eval_every(every).metrics_fn(recorder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -59,8 +59,8 @@ def run(told, *, way, every=8, ranks=2, dataset=96, epochs=2, **more):
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 def test_sync_stops_at_each_multiple_and_shows_the_weights_of_that_step(ranks, accumulate, backend):
     """``w`` counts the optimizer steps."""
-    told = Told()
-    run(told, way=(SYNC, backend), ranks=ranks).accumulate(accumulate).run().join(WAIT_S)
+    recorder = Recorder()
+    run(recorder, way=(SYNC, backend), ranks=ranks).accumulate(accumulate).run().join(WAIT_S)
     in_step = ranks * accumulate
     wanted, step, next_at = [], 0, 8
     for epoch in range(2):
@@ -73,8 +73,8 @@ def test_sync_stops_at_each_multiple_and_shows_the_weights_of_that_step(ranks, a
                 wanted.append((step, epoch))
             if step >= next_at:
                 next_at = (step // 8 + 1) * 8
-    assert [(m.step, m.epoch) for m in told.within] == wanted
-    for metrics in told.within:
+    assert [(m.step, m.epoch) for m in recorder.within] == wanted
+    for metrics in recorder.within:
         in_epochs = [min(48, max(0, metrics.step - 48 * epoch)) for epoch in range(2)]
         assert metrics.scalars["eval/w"] == sum(-(-part // in_step) for part in in_epochs)
         assert metrics.num_batches == 0
@@ -84,20 +84,20 @@ def test_sync_stops_at_each_multiple_and_shows_the_weights_of_that_step(ranks, a
 @ways
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_eval_fn_is_called_on_one_rank_at_the_interval_and_at_the_end_of_epochs(way, ranks):
-    told = Told()
-    state = run(told, way=way, ranks=ranks, every=12).run().join(WAIT_S)
+    recorder = Recorder()
+    state = run(recorder, way=way, ranks=ranks, every=12).run().join(WAIT_S)
     assert [set(m.scalars) for m in state.metrics] == [{"eval/w", "eval/rank"}] * 2
-    steps = [m.step for m in told.within]
+    steps = [m.step for m in recorder.within]
     assert steps == sorted(set(steps))
     assert len(steps) <= 2 * 4
-    assert {m.scalars["eval/rank"] for m in told.within} <= {0.0}
+    assert {m.scalars["eval/rank"] for m in recorder.within} <= {0.0}
     if way[0] is SYNC or ranks == 1:
         assert steps
 
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD)])
 def test_under_cadence_eval_fn_receives_an_average(way):
-    """Ranks train in opposite directions, so that only their mean is near 0."""
+    """Ranks train in opposite directions, so only their mean is near 0."""
     pulled, shown = [], []
 
     def train(model, batch):
@@ -110,7 +110,7 @@ def test_under_cadence_eval_fn_receives_an_average(way):
         return {"w": model.w.item()}
 
     b = builder(train=train, dataset=400, batch_size=2, epochs=1, way=way).eval_fn(evaluate)
-    # The mean follows whoever trains more, which is not far then.
+    # The mean is close to the rank that trains more.
     b.eval_every(30).anchor(50).max_anchor(50).max_batch_diff(4).run().join(WAIT_S)
     assert max(pulled) > 10
     assert len(shown) > 2
@@ -119,22 +119,22 @@ def test_under_cadence_eval_fn_receives_an_average(way):
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 def test_peers_wait_for_a_long_evaluation_longer_than_for_a_step(backend):
-    told, waits_s = Told(), iter([2.5])
+    recorder, waits_s = Recorder(), iter([2.5])
 
     def evaluate(model, epoch):
         time.sleep(next(waits_s, 0.0))
         return {"w": 0.0}
 
-    b = run(told, way=(SYNC, backend), every=16).collective_timeout(2).eval_fn(evaluate)
+    b = run(recorder, way=(SYNC, backend), every=16).collective_timeout(2).eval_fn(evaluate)
     state = b.run().join(WAIT_S)
     assert [m.num_samples for m in state.metrics] == [96, 96]
-    assert len(told.within) == 4
-    # Nobody counts it as the time of a step.
+    assert len(recorder.within) == 4
+    # No rank counts it as the time of a step.
     assert sum(rank.compute_s for m in state.metrics for rank in m.per_rank) < 2.5
 
 
 def test_an_evaluation_whose_rank_dies_is_made_by_another():
-    told, once = Told(), threading.Event()
+    recorder, once = Recorder(), threading.Event()
 
     def evaluate(model, epoch):
         if not once.is_set():
@@ -142,12 +142,12 @@ def test_an_evaluation_whose_rank_dies_is_made_by_another():
             raise RuntimeError("planted")
         return value(model, epoch)
 
-    b = run(told, way=(SYNC, THREAD)).eval_fn(evaluate).on_worker_failure("continue")
+    b = run(recorder, way=(SYNC, THREAD)).eval_fn(evaluate).on_worker_failure("continue")
     state = b.run().join(WAIT_S)
     assert [failure.rank for failure in state.failures] == [0]
     assert [m.num_samples for m in state.metrics] == [96, 96]
-    assert told.within[0].step == 8
-    assert {m.scalars["eval/rank"] for m in told.within} == {1.0}
+    assert recorder.within[0].step == 8
+    assert {m.scalars["eval/rank"] for m in recorder.within} == {1.0}
 
 
 class Normed(Counter):
@@ -162,7 +162,7 @@ def test_buffers_are_averaged_before_an_evaluation():
         return count_up(model, batch)
 
     shown = []
-    b = run(Told(), way=(SYNC, THREAD), model=lambda device: Normed(), train=train)
+    b = run(Recorder(), way=(SYNC, THREAD), model=lambda device: Normed(), train=train)
     b.eval_fn(lambda model, epoch: shown.append(model.seen.item()) or {}).run().join(WAIT_S)
     assert set(shown) == {0.5}
 
@@ -191,10 +191,10 @@ def test_the_trained_bits_are_the_same_with_and_without_evaluation():
 
 
 def test_a_resumed_run_evaluates_at_the_same_steps_as_an_uninterrupted_one(tmp_path):
-    def steps(told):
-        return [m.step for m in told.within]
+    def steps(recorder):
+        return [m.step for m in recorder.within]
 
-    whole, first, second = Told(), Told(), Told()
+    whole, first, second = Recorder(), Recorder(), Recorder()
     run(whole, way=(SYNC, THREAD), every=10).run().join(WAIT_S)
     part = run(first, way=(SYNC, THREAD), every=10).checkpoint_dir(tmp_path)
     part.max_steps(54).run().join(WAIT_S)
@@ -205,7 +205,7 @@ def test_a_resumed_run_evaluates_at_the_same_steps_as_an_uninterrupted_one(tmp_p
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)])
 def test_evaluation_steps_continue_after_a_resume_under_cadence_and_async(tmp_path, way, ranks):
-    first, second = Told(), Told()
+    first, second = Recorder(), Recorder()
     part = run(first, way=way, every=10, ranks=ranks).checkpoint_dir(tmp_path)
     trained = part.anchor(2).min_anchor(1).max_steps(54).run().join(WAIT_S).metrics
     done = sum(rank.num_batches for metrics in trained for rank in metrics.per_rank)
@@ -250,7 +250,7 @@ def test_an_exception_of_eval_fn_ends_the_run():
         raise ValueError("planted")
 
     with pytest.raises(WorkerFailed, match="planted"):
-        run(Told(), way=(CADENCE, THREAD)).eval_fn(fails).run().join(WAIT_S)
+        run(Recorder(), way=(CADENCE, THREAD)).eval_fn(fails).run().join(WAIT_S)
 
 
 # -- metrics of other packages ---------------------------------------------------

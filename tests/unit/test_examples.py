@@ -43,7 +43,9 @@ def run_example(capfd, monkeypatch):
         monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *map(str, arguments)])
         monkeypatch.syspath_prepend(str(EXAMPLES))
         code, num_threads = 0, torch.get_num_threads()
-        torch.set_num_threads(1)  # two threads of one operation wait for a busy machine's turns
+        torch.set_num_threads(
+            1
+        )  # two threads of one operation wait for each other on a busy machine
         try:
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         except SystemExit as end:
@@ -196,7 +198,7 @@ def test_gan_draws_points_near_the_modes(output_of):
     output = output_of("gan.py", "--workers", 3, "--steps", 500)
     assert len(re.findall(r"^epoch \d  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
     share, modes = re.search(r"(\d+)% of the points lie near one of (\d) of 8", output).groups()
-    # Points of an untrained maker lie near none.
+    # Points of an untrained generator are near no mode.
     assert int(share) >= 8
     assert int(modes) >= 4
 
@@ -282,8 +284,8 @@ def test_profile_timeline_reports_the_use_of_time(output_of, tmp_path, policy):
     line = r"^rank (\d) \(cpu\): [\d,]+ samples, [\d,]+ a second, idle [\d.]+%: (.*)$"
     ranks = re.findall(line, output, re.MULTILINE)
     assert [rank for rank, _ in ranks] == ["0", "1"]
-    for _, told in ranks:
-        assert sum(float(share) for share in re.findall(r"([\d.]+)%", told)) > 95
+    for _, shares in ranks:
+        assert sum(float(share) for share in re.findall(r"([\d.]+)%", shares)) > 95
     load_trace(Path(f"{out}.trace.json"))
     assert Path(f"{out}.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
@@ -306,14 +308,14 @@ def test_profile_torch_names_the_parts_of_each_workers_step(tmp_path):
     done = run_program("profile_torch.py", "--epochs", 1, "--out", out)  # PyTorch 2.11 warns
     assert done.returncode == 0, done.stderr
     output = done.stdout
-    told = re.findall(r"^(gpu-worker-\d/\w+) +(\d+) times", output, re.MULTILINE)
+    ranges = re.findall(r"^(gpu-worker-\d/\w+) +(\d+) times", output, re.MULTILINE)
     parts = ("backward", "forward", "optimizer")
-    assert [name for name, _ in told] == [f"gpu-worker-{r}/{p}" for r in (0, 1) for p in parts]
-    counts = [int(count) for _, count in told]
+    assert [name for name, _ in ranges] == [f"gpu-worker-{r}/{p}" for r in (0, 1) for p in parts]
+    counts = [int(count) for _, count in ranges]
     assert counts[0:3] == [counts[0]] * 3
     assert counts[0] + counts[3] == 64
     names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
-    assert {name for name, _ in told} <= names
+    assert {name for name, _ in ranges} <= names
 
 
 def test_ab_policies_compares_every_way(output_of, tmp_path):

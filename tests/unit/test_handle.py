@@ -86,7 +86,7 @@ def test_ctrl_c_stops_the_run_and_keeps_its_state(monkeypatch, wait):
     main, real_wait = threading.get_ident(), handle._wait
 
     def noticed_wait(*args):
-        waiting.set()  # from here on the interrupt is the handle's to answer
+        waiting.set()  # from here on the handle receives the interrupt
         return real_wait(*args)
 
     def interrupt():
@@ -259,7 +259,7 @@ def test_leaving_the_block_on_an_exception_stops_the_run():
     assert handle.state.stopped
 
 
-# -- what the handle knows -----------------------------------------------------
+# -- state of the handle -------------------------------------------------------
 
 
 @local_ways
@@ -337,7 +337,7 @@ def test_after_a_stop_the_epoch_that_was_cut_has_no_metrics():
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_a_resumed_run_reports_the_whole_epoch_that_max_steps_had_cut(way, tmp_path):
-    """In one entry, although the earlier run reported a part of the epoch."""
+    """One entry for an epoch of which the earlier run reported a part."""
 
     def run(**more):
         b = builder(dataset=20, batch_size=2, epochs=2, way=way).checkpoint_dir(tmp_path)
@@ -414,16 +414,16 @@ def test_run_returns_before_a_slow_factory_does():
 
 
 def test_a_callback_that_waits_for_its_own_run_gets_an_error_and_the_run_ends():
-    told: queue.SimpleQueue[object] = queue.SimpleQueue()
+    published: queue.SimpleQueue[object] = queue.SimpleQueue()
     refused: list[BaseException] = []
 
     def wait_in_callback(metrics):
         try:
-            told.get(timeout=WAIT_S).join()
+            published.get(timeout=WAIT_S).join()
         except RuntimeError as error:
             refused.append(error)
 
     handle = builder().metrics_fn(wait_in_callback).run()
-    told.put(handle)
+    published.put(handle)
     handle.join(WAIT_S)
     assert "cannot wait for that run" in str(refused[0])

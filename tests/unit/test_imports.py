@@ -155,13 +155,13 @@ def test_a_tree_in_order_has_no_fault(tmp_path):
     assert house.faults() == []
 
 
-@pytest.mark.parametrize(("files", "told"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(tmp_path, files, told):
+@pytest.mark.parametrize(("files", "message"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_fault_is_found(tmp_path, files, message):
     faults = plant(tmp_path, {**GOOD, **files}).faults()
-    assert [fault for fault in faults if told in fault], faults
+    assert [fault for fault in faults if message in fault], faults
 
 
-def test_the_figures_of_two_trees_stand_side_by_side(tmp_path, capsys):
+def test_the_figures_of_two_trees_are_printed_in_columns(tmp_path, capsys):
     plant(tmp_path, GOOD)
     main([str(ROOT), str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()

@@ -63,6 +63,6 @@ def test_a_bar_is_shown_and_an_interrupted_cell_keeps_the_state():
     assert any(widget in out.get("data", {}) for out in train)
     assert "epochs 2" in "".join(out.get("text", "") for out in train)
     assert [out.ename for out in interrupt if out.output_type == "error"] == ["KeyboardInterrupt"]
-    told = "".join(out.get("text", "") for out in after)
-    assert "stopped True 2" in told
-    assert "epochs 1" in told
+    output = "".join(out.get("text", "") for out in after)
+    assert "stopped True 2" in output
+    assert "epochs 1" in output

@@ -44,7 +44,7 @@ start()
 
 
 @pytest.mark.parametrize("how", ["script", "code", "module"])
-def test_a_program_finds_what_a_started_one_finds(tmp_path, how):
+def test_a_forked_program_has_the_environment_of_a_started_one(tmp_path, how):
     (tmp_path / "folder").mkdir()
     path = tmp_path / "folder" / "program.py"
     path.write_text(START)
@@ -60,17 +60,17 @@ def test_a_program_finds_what_a_started_one_finds(tmp_path, how):
         "PYTHONWARNINGS": "always",
         "OTHER": "value",
     }
-    told, found = both(
+    started, forked = both(
         [*args[how], "one", "--two"],
         cwd=tmp_path,
         env=environment,
         input="typed",
         start_new_session=True,
     )
-    pids = [text.split("MainThread, started ")[1].split(")")[0] for _, text, _ in (told, found)]
-    assert found[1].replace(pids[1], pids[0]) == told[1]
-    assert (found[0], found[2]) == (told[0], told[2])
-    assert told[0] == 0
+    pids = [text.split("MainThread, started ")[1].split(")")[0] for _, text, _ in (started, forked)]
+    assert forked[1].replace(pids[1], pids[0]) == started[1]
+    assert (forked[0], forked[2]) == (started[0], started[2])
+    assert started[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,18 @@ def test_a_program_finds_what_a_started_one_finds(tmp_path, how):
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     ],
 )
-def test_a_program_ends_as_a_started_one_ends(code):
-    told, found = both(["-c", code])
-    assert found == told
+def test_a_forked_program_ends_like_a_started_one(code):
+    started, forked = both(["-c", code])
+    assert forked == started
 
 
 @pytest.mark.parametrize(("error", "status"), [("KeyboardInterrupt", -2), ("ValueError(1)", 1)])
 def test_an_error_ends_a_program_with_a_traceback(error, status):
-    (code, _, told), (found, _, text) = both(["-c", f"raise {error}"])
+    (code, _, expected), (found, _, text) = both(["-c", f"raise {error}"])
     assert code == found == status
-    assert [text.splitlines()[at] for at in (0, -1)] == [told.splitlines()[at] for at in (0, -1)]
+    assert [text.splitlines()[at] for at in (0, -1)] == [
+        expected.splitlines()[at] for at in (0, -1)
+    ]
 
 
 def test_signals_reach_a_program_and_appear_in_its_status():
@@ -104,7 +106,7 @@ def test_signals_reach_a_program_and_appear_in_its_status():
             assert process.poll() is None
             process.send_signal(signum)
             assert process.wait(WAIT_S) == process.returncode == -signum
-            process.send_signal(signum)  # to nobody
+            process.send_signal(signum)  # without a reader
             assert not psutil.pid_exists(process.pid)
 
 
@@ -165,7 +167,7 @@ LIVING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 
 
 def gone(pid):
-    """True if a process has ended, waited for or not."""
+    """True if a process has ended, reaped or not."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -71,7 +71,7 @@ def test_worse_begins_beyond_two_standard_errors(shift, verdict):
     assert against([n + shift * se for n in noise], [0.0] * 4).verdict == verdict
 
 
-def test_better_is_said_beyond_two_standard_errors_the_other_way():
+def test_a_mode_is_better_beyond_two_standard_errors():
     assert against([0.9, 0.91, 0.89], [1.0, 1.0, 1.0]).verdict == "better"
 
 
@@ -88,7 +88,7 @@ def test_equal_results_are_no_worse_and_equally_bad_ones_are_worse():
     assert against([1.5, 2.5], [1.0, 2.0]).verdict == "worse"
 
 
-def test_one_seed_gives_no_verdict():
+def test_one_seed_has_no_verdict():
     found = against([1.0], [0.5])
     assert (found.se, found.verdict) == (None, "too few seeds")
 
@@ -118,7 +118,7 @@ def report_of(runs):
     }
 
 
-def test_a_worse_cell_is_counted_and_stands_out_in_the_table():
+def test_a_worse_cell_is_counted_and_marked_in_the_table():
     runs = {
         "solo-small": results([0.9, 0.8, 0.9]),
         "solo-global": results([1.0, 1.1, 1.2]),
@@ -217,7 +217,7 @@ def test_every_study_learns_from_a_step_and_is_evaluated(name):
 def forked(monkeypatch):
     """Runs in processes that need not import PyTorch again."""
 
-    def popen(args, env, **kwargs):  # which cannot follow another OMP_NUM_THREADS
+    def popen(args, env, **kwargs):  # forked processes cannot apply another OMP_NUM_THREADS
         given = {name: value for name, value in env.items() if not name.startswith("OMP_")}
         given |= {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
         return programs.Popen(args, env=given, **kwargs)
@@ -226,7 +226,7 @@ def forked(monkeypatch):
     monkeypatch.setattr(quality, "subprocess", own)
 
 
-def test_modes_run_in_processes_and_a_second_call_skips_what_is_there(tmp_path, forked):
+def test_modes_run_in_processes_and_a_second_call_skips_recorded_runs(tmp_path, forked):
     record = tmp_path / "record.jsonl"
     args = ["--synthetic", "--out", str(record), "--models", "logistic", "--seeds", "1"]
     args += ["--modes", "solo-global", "ddp", "cpu-cadence", "--override", "num_epochs=2"]
@@ -298,7 +298,7 @@ def test_a_loss_within_the_margin_is_no_worse(parts, verdict):
     assert found.verdict == verdict
 
 
-def test_the_time_to_a_loss_lies_on_the_line_between_two_points():
+def test_the_time_to_a_loss_is_interpolated_between_two_points():
     curve = [(0.0, 2.0), (10.0, 1.0), (20.0, 1.2), (30.0, 0.8)]
     found = [quality.time_to(curve, loss) for loss in (2.0, 1.5, 1.0, 0.9, 0.8, 0.7)]
     assert found == [0.0, 5.0, 10.0, pytest.approx(27.5), 30.0, None]
@@ -366,7 +366,7 @@ def test_sync_makes_the_modes_of_a_seed_in_one_process_and_those_disturbed_once_
     ],
     ids=["recommended", "the builders", "others"],
 )
-def test_averaged_modes_run_with_what_is_recommended_or_given(given, settings, tmp_path):
+def test_averaged_modes_use_recommended_or_given_settings(given, settings, tmp_path):
     args = quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *given])
     assert args.settings == settings
 
@@ -397,7 +397,7 @@ def cell(study, data, mode):
     return quality.run_machines(study, data, {"mode": mode, "seed": 3})
 
 
-def test_without_a_round_in_between_two_machines_end_with_the_mean_of_what_they_trained(machines):
+def test_two_machines_without_an_intermediate_round_end_with_the_mean_of_their_training(machines):
     study = quality.study_of({"model": "logistic", "overrides": {"num_epochs": 2}})
     data = study.load(None)
     model, facts = cell(study, data, "mean-128")
@@ -427,7 +427,7 @@ def test_rounds_leave_all_machines_alike_at_the_end_of_the_schedule(mode, machin
         assert torch.equal(a, b)
 
 
-def test_what_machines_train_during_a_round_counts_once(monkeypatch):
+def test_training_of_machines_during_a_round_counts_once(monkeypatch):
     monkeypatch.setattr(
         quality, "scheduler", lambda opt, _: torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)
     )

@@ -1,4 +1,4 @@
-"""The model of averaging in one thread: what it does to replicas, and its bad input."""
+"""The model of averaging in one thread: its effect on replicas, and bad input."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_replicas_averaged_after_every_step_of_sgd_are_one_device(plain):
     assert loss(every=1, lr_scale=2.0) != pytest.approx(solo, rel=1e-3)
 
 
-def test_an_average_that_is_late_keeps_what_was_trained_meanwhile(plain):
-    # Nothing that a replica learnt is lost, so that late averages come close to those in time.
+def test_a_late_average_keeps_the_training_since_its_snapshot(plain):
+    # No training of a replica is lost, so late averages are close to immediate ones.
     study = STUDIES["logistic"]
     data = study.load(None)
     untrained = study.evaluate(make_model(study, data.num_symbols, 3), data.held_out)
@@ -50,7 +50,7 @@ def test_an_average_that_is_late_keeps_what_was_trained_meanwhile(plain):
     assert loss(every=1, late=1) != pytest.approx(never, rel=1e-5)
 
 
-def test_what_is_judged_is_the_mean(plain):
+def test_the_mean_of_the_replicas_is_evaluated(plain):
     study = replace(STUDIES["logistic"], num_epochs=1)
     data = study.load(None).first(0.0)
     assert data.num_samples == study.batch_size * quality.WORLD_SIZE  # one step
@@ -97,7 +97,7 @@ def test_missing_data_names_the_remedy(tmp_path):
 
 
 def test_the_whole_command_writes_its_record(tmp_path, capsys, monkeypatch):
-    # Which need not import PyTorch again.
+    # Forked processes need not import PyTorch again.
     forked = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(quality.multiprocessing, "get_context", lambda _: forked)
     target = tmp_path / "drift.json"

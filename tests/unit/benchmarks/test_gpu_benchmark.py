@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its dry run, and what it does when a section goes wrong."""
+"""The GPU benchmark without a GPU: its dry run, and its handling of failing sections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.gpu.models import StepClock
 from benchmarks.gpu.sections import smaller_of
 from benchmarks.harness import environment
 
-# What the process of the sections runs in the tests below. It starts without PyTorch.
+# Module run by the process of the sections in the tests below. It starts without PyTorch.
 TABLE = """
 import os, threading
 from benchmarks.gpu.bench import Section
@@ -101,7 +101,7 @@ def test_a_target_is_met_at_its_bound_and_never_without_a_figure(figure, at_most
     assert row.met is met
 
 
-def test_a_figure_without_a_target_is_only_told():
+def test_a_figure_without_a_target_has_no_verdict():
     assert Row(name="x", figure=0.1).met is None
 
 
@@ -118,24 +118,24 @@ def test_the_file_is_strict_json_under_the_name_of_the_gpu_and_the_day(tmp_path)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_the_tables_say_met_missed_and_why_a_section_did_not_end():
+def test_the_tables_show_verdicts_and_the_reason_for_an_unfinished_section():
     result = SectionResult(name="a", title="A", status="failed", reason="no luck")
     result.rows = [
         Row(name="good", figure=1.0, target=0.9),
         Row(name="bad", figure=0.5, target=0.9),
-        Row(name="told", figure=3.0, unit="GB/s"),
+        Row(name="reported", figure=3.0, unit="GB/s"),
     ]
     result.raw = {"worker, samples/s": [1.0, 9.0, 2.0]}
     table = section_table(result)
     assert "| good | 1 | >= 0.9 | met |" in table
     assert "| bad | 0.5 | >= 0.9 | MISSED |" in table
-    assert "| told | 3 GB/s |  |  |" in table
+    assert "| reported | 3 GB/s |  |  |" in table
     assert "worker, samples/s: median 2 of 3" in table
     text = summary(report(facts={"gpu": "G"}, sections=[result]))
     assert "gpu G" in text
     assert "| a | bad | 0.5 | >= 0.9 | MISSED |" in text
     assert "| a | failed: no luck |" in text
-    assert "told" not in text
+    assert "reported" not in text
 
 
 @pytest.mark.parametrize("status", ["failed", "timed out", "died", "not run", "running"])
@@ -201,7 +201,7 @@ def test_a_system_that_fails_leaves_the_others_their_rounds():
         rates.require(["a", "x"])
 
 
-# -- what the rates are made of -----------------------------------------------------------
+# -- parts of the rates -------------------------------------------------------------------
 
 
 def clock_of(*epochs, num_edge_steps=2):
@@ -210,7 +210,7 @@ def clock_of(*epochs, num_edge_steps=2):
     return clock
 
 
-def test_a_steps_time_is_that_of_the_interiors_and_the_ends_are_told_apart():
+def test_a_steps_time_excludes_the_ends_of_epochs_which_are_returned_separately():
     """The first two steps of an epoch come at once: the device has nothing to do."""
     warm_up = [0.0, 50.0, 100.0, 200.0]
     first = [300.0, 300.0, 300.0, 302.0, 304.0]  # two steps of 2 s
@@ -234,7 +234,7 @@ def test_a_clock_notes_each_step_of_each_epoch():
     assert [len(stamps) for stamps in clock.epochs] == [2, 3]
 
 
-def test_what_can_be_reached_is_the_smaller_rate_of_each_round():
+def test_the_attainable_rate_is_the_smaller_rate_of_each_round():
     rates = Rates(values={"copy": [1.0, 5.0, 3.0], "gather": [2.0, 4.0]})
     assert smaller_of(rates, "copy", "gather") == [1.0, 4.0]
 
@@ -289,7 +289,7 @@ def test_warnings_of_the_packages_become_notes():
 # -- time -----------------------------------------------------------------------------------
 
 
-def test_time_is_shared_out_by_plan_and_never_beyond_what_is_left():
+def test_time_is_divided_by_plan_and_never_exceeds_the_time_left():
     plan = [section("a", seconds=10.0), section("b", seconds=30.0)]
     assert budgets(plan, 1000.0) == (15.0, 22.5 + GRACE_S)
     assert budgets(plan, 20.0) == (5.0, 7.5 + GRACE_S)
@@ -297,7 +297,7 @@ def test_time_is_shared_out_by_plan_and_never_beyond_what_is_left():
     assert budgets(plan[1:], 4.0) == (4.0, 4.0)
 
 
-def test_what_a_dry_run_has_no_time_for_is_not_run():
+def test_a_dry_run_omits_sections_without_time_left():
     whole = report()
     run_here([section("a", raising(AssertionError))], whole, seconds=0.0, changed=nothing)
     assert (whole.sections[0].status, whole.sections[0].reason) == ("not run", "no time was left")
@@ -322,7 +322,7 @@ class Runs:
             if result is not None:
                 between(supervisor)
             path = whole.write(self.out)
-            if result is not None:  # what is on the disk, at the moment that a section is over
+            if result is not None:  # the file on the disk at the end of a section
                 found = json.loads(path.read_text())["sections"]
                 self.statuses.append([s["status"] for s in found])
 
@@ -365,7 +365,7 @@ def test_whatever_a_section_does_the_others_run_and_results_are_kept(runs):
     assert (runs.out / "test-gpu-9000-2030-01-02.json").exists()
 
 
-def test_a_process_that_dies_between_two_sections_costs_the_second_one(runs):
+def test_a_process_that_dies_between_two_sections_fails_the_second_one(runs):
     def kill_once(supervisor):
         if len(runs.statuses) == 0:
             supervisor._child._process.kill()
@@ -375,14 +375,14 @@ def test_a_process_that_dies_between_two_sections_costs_the_second_one(runs):
     assert [s.status for s in whole.sections] == ["done", "died", "done"]
 
 
-def test_the_run_ends_at_the_deadline_and_says_what_was_left_out(runs):
+def test_the_run_ends_at_the_deadline_and_names_the_omitted_sections(runs):
     whole = runs([section("hangs", seconds=1000.0), section("good", seconds=1.0)], 2.0)
     hung, left = whole.sections
     assert hung.status == "timed out"
     assert (left.status, left.reason) == ("not run", "no time was left")
 
 
-def test_a_process_that_cannot_start_is_told_with_its_last_words(runs, tmp_path):
+def test_a_process_that_cannot_start_is_reported_with_its_last_output(runs, tmp_path):
     (tmp_path / "table_of_the_test.py").write_text("import no_such_module")
     whole = runs([section("good")])
     assert whole.sections[0].status == "died"
@@ -394,7 +394,7 @@ def test_a_process_that_cannot_start_is_told_with_its_last_words(runs, tmp_path)
 
 @pytest.fixture
 def one_thread():
-    """Models of a few numbers are slower with more."""
+    """Models of a few parameters are slower with more workers."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -402,7 +402,7 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_dry_run_walks_every_section_and_writes_only_where_it_is_told(tmp_path, capsys):
+def test_a_dry_run_runs_every_section_and_writes_only_to_the_given_folder(tmp_path, capsys):
     out = tmp_path / "out"
     assert gpu.main(["--dry-run", "--out", str(out)]) == 0
     (path,) = out.iterdir()

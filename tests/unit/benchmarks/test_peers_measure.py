@@ -66,7 +66,7 @@ def test_medians_are_of_the_undisturbed_repetitions():
 
 
 def test_medians_are_of_all_repetitions_if_one_cell_was_never_undisturbed():
-    """A ratio of an undisturbed rate and a disturbed one would say nothing."""
+    """A ratio of an undisturbed rate and a disturbed one is meaningless."""
     found = machine.Measured()
     found.rates.update({"a": [9.0, 1.0, 2.0], "b": [7.0, 8.0]})
     found.loads.update({"a": [BUSY, 0.0, 0.0], "b": [BUSY, BUSY]})

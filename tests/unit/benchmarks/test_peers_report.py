@@ -57,7 +57,7 @@ def test_a_bound_is_kept_on_its_side_and_by_no_missing_number(measured, at_most,
 # -- peers ------------------------------------------------------------------------------
 
 
-def test_the_sum_of_solos_takes_each_rank_at_its_own_speed():
+def test_the_sum_of_solo_rates_uses_each_ranks_own_speed():
     assert report.sum_of_solos(FAIR, 1.0) == 200.0
     assert report.sum_of_solos(FAIR, 3.0) == 130.0
 
@@ -76,7 +76,7 @@ def test_without_a_peer_there_is_no_verdict():
     assert report.against_peers(alone, "sync", 1.0) == "no peer"
 
 
-def test_the_table_has_both_shares_and_leaves_out_what_was_not_measured():
+def test_the_table_has_both_shares_and_omits_systems_that_were_not_measured():
     table = report.peers_table(FAIR, [1.0, 3.0])
     fair, slowed = table.split("| 3 | sum of solo rates", 1)
     assert row_of(fair, "CADENCE")[2:] == ["171", "0.85", "0.95", "1.04 yes"]
@@ -164,7 +164,7 @@ def test_the_coordinator_is_judged_at_a_thousand_batches_a_second():
     ]
 
 
-def test_lockstep_steps_are_of_both_ranks_and_show_what_is_more_than_bare():
+def test_lockstep_steps_include_both_ranks_and_the_excess_over_bare_steps():
     rates = rates_at(1e4, threads=16_000.0, sync=8_000.0, ddp=4_000.0)
     row = row_of(report.lockstep_table(rates, [10_000], batch_size=8), "1e+04")
     assert row == ["1e+04", "1.00", "2.00", "4.00", "1.00", "3.00"]
@@ -239,7 +239,7 @@ Trainer.builder = _slow(Trainer.builder)
 
 
 @pytest.mark.timeout(300)
-def test_a_slower_checkout_loses_against_this_one(slow_checkout):
+def test_a_slower_checkout_fails_its_comparison_with_this_one(slow_checkout):
     root = Path(__file__).parents[3]
     wanted = [
         report.Contest(

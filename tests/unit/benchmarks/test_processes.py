@@ -1,4 +1,4 @@
-"""The child processes of the benchmarks, and the training that they are measured with."""
+"""Child processes of the benchmarks, and the training measured in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ serve(work, "ready")
 """
 
 
-def test_a_child_answers_until_it_dies_and_its_death_is_told():
+def test_a_child_answers_until_it_dies_and_its_death_is_reported():
     with Child("the echo", ["-c", ECHO], {**environment(), "PYTHONWARNINGS": ""}) as child:
         assert child.answer() == "ready"
         assert [child.ask(n=n) for n in (1, 2)] == [2, 3]
@@ -53,7 +53,7 @@ def test_a_slowed_rank_sleeps_in_proportion_to_its_batch(monkeypatch):
     assert slept == [0.4, 0.1]
 
 
-def test_a_bare_loop_takes_batches_of_another_size_and_gives_back_one_thread():
+def test_a_bare_loop_accepts_another_batch_size_and_restores_one_thread():
     before = torch.get_num_threads()
     try:
         workload = models.tiny()

@@ -1,4 +1,4 @@
-"""The benchmark of a timeline's parts runs, and notices what is added to a step."""
+"""The benchmark of a timeline's parts runs, and measures work that is added to a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_part_has_a_cost(capsys):
     assert all(float(cost) > 0 for cost, _ in costs[3:])  # the others are small differences
 
 
-def test_what_recording_adds_to_a_step_is_seen(monkeypatch):
+def test_the_time_of_recording_in_a_step_is_measured(monkeypatch):
     plain = overhead.train
 
     def slowed(job):

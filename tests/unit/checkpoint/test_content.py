@@ -124,7 +124,7 @@ FAULTS = {
         put(torch.zeros(3, dtype=torch.uint8), "ranks", 0, "generators", "torch"),
         r"\['torch'\] is not a generator's state",
     ),
-    "a rank that stands nowhere": (put([1, 2], "ranks", 1, "together"), r"\['together'\] has 2"),
+    "a rank at no position": (put([1, 2], "ranks", 1, "together"), r"\['together'\] has 2"),
     "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
 }
 
@@ -290,7 +290,7 @@ JSON_WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], True, 1.5]
 
 
 def test_any_value_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
-    """Likewise for the manifest, whose digest is recomputed."""
+    """As above for the manifest, whose digest is recomputed."""
     _, data = adam
     file = save_once(tmp_path, data) / "manifest.json"
     body = json.loads(file.read_bytes())
@@ -340,21 +340,21 @@ def test_links_out_of_the_directory_are_not_followed(written, tmp_path):
 
 def held_back():
     """A run blocked in its first step, and the event that releases it."""
-    stands, may_go = threading.Event(), threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def train(model, batch):
-        stands.set()
+        has_begun.set()
         may_go.wait(WAIT_S)
         return count_up(model, batch)
 
-    return train, stands, may_go
+    return train, has_begun, may_go
 
 
 def test_a_second_active_run_in_a_directory_is_refused_before_any_thread_starts(tmp_path):
-    train, stands, may_go = held_back()
+    train, has_begun, may_go = held_back()
     first = builder(train=train).checkpoint_dir(tmp_path).run()
     try:
-        assert stands.wait(WAIT_S)
+        assert has_begun.wait(WAIT_S)
         before = set(threading.enumerate())
         (tmp_path / "sub").mkdir()
         for same in (tmp_path, tmp_path / "sub" / ".."):
@@ -369,7 +369,7 @@ def test_a_second_active_run_in_a_directory_is_refused_before_any_thread_starts(
 
 @pytest.mark.parametrize("end", ["well", "failed", "stopped", "aborted", "never begun"])
 def test_a_run_unlocks_its_directory_however_it_ends(end, tmp_path, monkeypatch):
-    train, stands, may_go = held_back()
+    train, has_begun, may_go = held_back()
     if end == "never begun":
         with monkeypatch.context() as patch:
             patch.setattr("coordinator.service.Service.start", _cannot)
@@ -380,7 +380,7 @@ def test_a_run_unlocks_its_directory_however_it_ends(end, tmp_path, monkeypatch)
             builder(train=_planted).checkpoint_dir(tmp_path).run().join(WAIT_S)
     else:
         handle = builder(train=train).checkpoint_dir(tmp_path).run()
-        assert stands.wait(WAIT_S)
+        assert has_begun.wait(WAIT_S)
         if end == "stopped":
             handle.stop()
         elif end == "aborted":

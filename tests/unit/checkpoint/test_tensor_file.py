@@ -1,4 +1,4 @@
-"""Safetensors without the package: what it writes and reads is what the package does."""
+"""Safetensors without the package: written and read files equal those of the package."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_tensors_written_are_read_with_their_bits(values, texts):
 
 @needs_wheel
 @given(tensors(), metadata)
-def test_the_package_reads_what_is_written_without_it(values, texts):
+def test_the_package_reads_files_written_without_it(values, texts):
     check_equal(wheel_load(encode(values, texts)), values)
 
 
 @needs_wheel
 @given(tensors(), metadata)
-def test_what_the_package_writes_is_read_without_it(values, texts):
+def test_files_of_the_package_are_read_without_it(values, texts):
     import safetensors.torch
 
     texts = texts or None  # for {} the package writes a header that it does not read
@@ -186,7 +186,7 @@ _TOKENS = [b"[", b"]", b"{", b"}", b",", b":", b'"', b"0", b"-0", b"1e0", b"null
     st.integers(-3, 3),
 )
 @example([(_HEADER.index(b"[2,3]") + 1, 0, b"-0")], 0)
-def test_what_the_package_refuses_is_refused_without_it(changes, more_bytes):
+def test_files_refused_by_the_package_are_refused_without_it(changes, more_bytes):
     header = _HEADER
     for at, removed, added in changes:
         header = header[:at] + added + header[at + removed :]
@@ -238,7 +238,7 @@ def test_a_view_of_other_strides_is_written_in_order():
         ({}, {"a": "\udc00"}),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(values, texts):
+def test_values_without_a_representation_in_the_format_are_refused(values, texts):
     with pytest.raises(TensorFileError):
         encode(values, texts)
 

@@ -18,7 +18,7 @@ WAIT_S = 0.05
 
 
 SHORT = LONG // 2
-"""Too many for the last rank to reduce them alone."""
+"""Too many elements for the last rank to reduce alone."""
 
 
 def computing_lane(rank):
@@ -33,7 +33,7 @@ def lanes():
 
 
 def averaged(lanes, num_elements):
-    """Rank 1 comes last: after rank 0 is known to wait."""
+    """Rank 1 arrives last, once rank 0 waits."""
     ends = create_collectives(2, "thread", [torch.device("cpu")] * 2)
     arrived = threading.Event()
 
@@ -75,7 +75,7 @@ def test_the_wait_recorded_is_that_of_the_first_and_the_exchange_that_of_both(la
 
 
 @pytest.mark.parametrize(("num_elements", "noted"), [(SHORT, False), (LONG, True)])
-def test_only_a_long_exchange_is_noted_when_it_begins(lanes, num_elements, noted, monkeypatch):
+def test_only_a_long_exchange_is_recorded_when_it_begins(lanes, num_elements, noted, monkeypatch):
     seen = []
     met = Meeting.met
 
@@ -88,7 +88,7 @@ def test_only_a_long_exchange_is_noted_when_it_begins(lanes, num_elements, noted
     assert seen == [noted, noted]
 
 
-def test_a_collective_that_fails_leaves_the_cause_as_it_was(lanes):
+def test_a_failed_collective_restores_the_cause(lanes):
     ends = create_collectives(2, "thread", [torch.device("cpu")] * 2)
     ends[0].lane = lanes[0]
     ends[1].abort()

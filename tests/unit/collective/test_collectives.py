@@ -1,4 +1,4 @@
-"""One suite that every kind of collective passes, and what is special about each."""
+"""Tests that every kind of collective passes, and tests of single kinds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LARGE = 6_011
 TRULY_LARGE = 600_011
 TIMEOUT_S = 20.0
 WAKE_S = 10.0
-"""Half of what a rank that is not woken waits for its peers."""
+"""Half of the time for which a rank that is not woken waits for its peers."""
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -74,7 +74,7 @@ def group_of(
 
 
 def start(work: Callable[[], Any]) -> Future[Any]:
-    """Runs a function in a daemon thread of its own."""
+    """Runs a function in a separate daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -92,7 +92,7 @@ def start_ranks(ends: list[Collective], work: Callable[[Collective], Any]) -> li
 
 
 def on_ranks(ends: list[Collective], work: Callable[[Collective], Any]) -> list[Any]:
-    """Runs every rank in a thread; its results, in order of rank."""
+    """Run every rank in a thread; returns the results in order of rank."""
     return [future.result(TIMEOUT_S * 2) for future in start_ranks(ends, work)]
 
 
@@ -101,7 +101,7 @@ def errors_of(ends: list[Collective], work: Callable[[Collective], Any]) -> list
 
 
 def spin(times: int) -> None:
-    """Take a while that other processes do not lengthen, as a yield to them would."""
+    """Spin for a moment without yielding to other processes, which would prolong it."""
     for _ in range(50 * times):
         pass
 
@@ -277,7 +277,7 @@ def test_a_bucketed_mean_equals_the_reference(kind, world_size):
 
     def work(end):
         totals = []
-        for _ in range(2):  # the second time what was reduced, which stays as it is
+        for _ in range(2):  # the second time the reduced values, which are kept
             mean = end.bucketed_mean(weights[end.rank], tally=end.rank + 1)
             for part in tensors[end.rank]:
                 mean.add([part])
@@ -488,7 +488,7 @@ def test_leaf_parameters_are_reduced_in_place(kind):
 
 
 @each_size
-def test_thread_gives_the_same_bits_whoever_comes_first(size):
+def test_thread_returns_the_same_bits_in_any_order_of_arrival(size):
     values = values_of(3, size)
     seen = []
     with group_of(3, "thread") as ends:
@@ -546,7 +546,7 @@ def test_a_thousand_calls_by_ranks_out_of_step_stay_right(kind):
                     end.all_reduce_(tensor, ReduceOp.MAX)
                     expected = call + 2.0
             assert torch.allclose(tensor, torch.full_like(tensor, expected), 1.3e-6, 1e-5)
-            tensor.fill_(float("nan"))  # a peer that still reads it would tell
+            tensor.fill_(float("nan"))  # the result would show a peer that still reads it
 
     with group_of(world_size, kind) as ends:
         on_ranks(ends, work)
@@ -570,8 +570,8 @@ def test_shared_work_is_right_when_ranks_reuse_their_tensors_at_once(monkeypatch
         on_ranks(ends, work)
 
 
-def test_a_rank_gets_its_tensor_back_only_when_all_peers_are_done_with_it(monkeypatch):
-    """Rank 1 is held inside its share until rank 0 had every chance to leave."""
+def test_a_rank_returns_only_once_no_peer_reads_its_tensor(monkeypatch):
+    """Rank 1 is blocked inside its share until rank 0 could have left."""
     monkeypatch.setattr(thread_module, "_SMALL", 0)
     tensors = [torch.full((256,), float(rank)) for rank in range(2)]
     with group_of(2, "thread") as ends:
@@ -741,7 +741,7 @@ def test_a_missing_rank_is_named_when_the_others_time_out(kind):
 
 @each_kind
 @pytest.mark.parametrize("error", [KeyError, RuntimeError])
-def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypatch):
+def test_a_rank_that_dies_during_its_share_aborts_its_peers(kind, error, monkeypatch):
     monkeypatch.setattr(thread_module, "_SMALL", 0)
     died = []
 
@@ -749,7 +749,7 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
         died.append(True)
         raise error("planted")
 
-    timeout_s = 0.3  # which the peer of one that dies in the exchange sits out
+    timeout_s = 0.3  # for which the peer of a rank that dies in the exchange waits
     with group_of(2, kind, timeout_s=timeout_s) as ends:
         target = "_take_part" if kind in ("thread", "staged") else "_stage"
         monkeypatch.setattr(ends[1], target, die)
@@ -768,8 +768,8 @@ def test_a_rank_that_dies_at_its_work_takes_its_peers_out(kind, error, monkeypat
 
 
 @each_kind
-def test_a_rank_that_an_abort_finds_late_for_the_exchange_holds_nobody_up(kind, monkeypatch):
-    """All have met; whatever the late rank does then, its peers must not sit out the timeout."""
+def test_a_rank_that_is_late_for_an_aborted_exchange_does_not_delay_its_peers(kind, monkeypatch):
+    """All ranks have met: the peers must not wait for the timeout, whatever the late rank does."""
     monkeypatch.setattr(thread_module, "_SMALL", 0)
     begun, held = threading.Event(), threading.Event()
     with group_of(3, kind) as ends:
@@ -810,7 +810,7 @@ def test_a_backend_that_times_out_is_a_timeout_with_its_cause(monkeypatch):
             ends[1].check()
 
 
-def test_an_aborted_rank_gets_its_tensor_back_only_when_no_peer_writes_to_it(monkeypatch):
+def test_an_aborted_rank_returns_only_once_no_peer_writes_to_its_tensor(monkeypatch):
     monkeypatch.setattr(thread_module, "_SMALL", 0)
     tensors = [torch.full((256,), float(rank)) for rank in range(2)]
     with group_of(2, "thread") as ends:
@@ -837,7 +837,7 @@ def test_an_aborted_rank_gets_its_tensor_back_only_when_no_peer_writes_to_it(mon
         until(lambda: ends[0]._group.barrier._waiting == [0])
         ends[0].abort()
         until(lambda: not ends[0]._group.barrier._waiting)
-        for _ in range(200):  # every chance to leave too early
+        for _ in range(200):  # it could have left too early
             os.sched_yield()
         assert not fast.done()
         free.set()
@@ -864,7 +864,7 @@ def test_a_second_close_has_no_effect_and_a_late_peer_raises(kind):
             ends[0].barrier()
         with pytest.raises(CollectiveAborted, match="rank 1 has left"):
             ends[1].barrier()
-        ends[0].check()  # an orderly end is no abort
+        ends[0].check()  # closing is no abort
 
 
 @each_kind
@@ -883,13 +883,13 @@ def test_a_rank_may_close_as_soon_as_its_last_call_returns(kind):
 
 
 @each_kind
-def test_nothing_is_left_after_close(kind):
+def test_close_releases_all_resources(kind):
     def once() -> list[Collective]:
         with group_of(3, kind) as ends:
             on_ranks(ends, lambda end: end.all_reduce_(torch.ones(TRULY_LARGE)))
         return ends
 
-    once()  # what PyTorch sets up once
+    once()  # initialised by PyTorch once
     process = psutil.Process()
     num_fds, num_threads = process.num_fds(), process.num_threads()
     kept = [once() for _ in range(5)]  # closed, though still referred to
@@ -913,7 +913,7 @@ def test_no_tensor_is_kept_after_a_call(kind, size):
 
 
 @pytest.mark.parametrize("asked", FLIGHT_RECORDER)
-def test_the_flight_recorder_stays_as_it_is_set_by_either_name(asked, monkeypatch):
+def test_the_flight_recorder_keeps_a_size_set_by_either_name(asked, monkeypatch):
     for name in FLIGHT_RECORDER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(asked, "16")
@@ -924,8 +924,8 @@ def test_the_flight_recorder_stays_as_it_is_set_by_either_name(asked, monkeypatc
 
 
 @pytest.mark.parametrize("asked", [None, FLIGHT_RECORDER[1]])
-def test_the_flight_recorder_of_the_process_is_off_unless_it_is_asked_for(asked):
-    """It notes new groups without a lock in PyTorch 2.11, which crashed between threads."""
+def test_the_flight_recorder_of_the_process_is_off_unless_requested(asked):
+    """PyTorch 2.11's recorder adds groups without a lock, which crashes with several threads."""
     environment = {k: v for k, v in os.environ.items() if k not in FLIGHT_RECORDER}
     environment |= {} if asked is None else {asked: "16"}
     program = """
@@ -954,7 +954,7 @@ def test_a_rank_that_cannot_connect_is_reported_with_its_cause(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(CollectiveAborted, match="rank 1 could not connect") as caught:
         create_collectives(3, "gloo", timeout_s=0.5)
-    assert time.monotonic() - begin < 5.0  # the margin, which need not be waited for
+    assert time.monotonic() - begin < 5.0  # without waiting for the margin
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -1019,7 +1019,7 @@ def test_only_one_rank_times_out_and_the_rest_are_aborted():
 
 
 class _ClosedTooLong:
-    """A turnstile whose timeout passes just before what ``meanwhile`` does to the barrier."""
+    """A turnstile whose timeout passes just before ``meanwhile`` acts on the barrier."""
 
     def __init__(self, turnstile: Any, meanwhile: Callable[[], object]) -> None:
         self._turnstile = turnstile
@@ -1038,7 +1038,7 @@ class _ClosedTooLong:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_meeting_that_is_complete_just_as_the_time_is_up_takes_place(late):
+def test_a_meeting_completed_at_the_timeout_takes_place(late):
     barrier = AbortableBarrier(2)
     last = _ClosedTooLong(barrier._turnstiles[late], lambda: barrier.wait(1 - late, TIMEOUT_S))
     plain, barrier._turnstiles[late] = barrier._turnstiles[late], last
@@ -1063,6 +1063,6 @@ def test_a_break_at_the_time_limit_is_raised_with_its_own_reason():
         barrier.wait(0, TIMEOUT_S)
 
 
-def test_a_barrier_for_nobody_is_refused():
+def test_a_barrier_without_ranks_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         AbortableBarrier(0)

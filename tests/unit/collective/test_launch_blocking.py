@@ -31,7 +31,7 @@ def test_a_request_for_nccl_is_refused_before_a_run_begins():
 
 
 @pytest.mark.parametrize("policy", ApplyPolicy)
-def test_auto_takes_another_backend_and_gives_the_reason(policy):
+def test_auto_selects_another_backend_and_names_the_reason(policy):
     backend, reason = choose_backend(
         AverageBackend.AUTO,
         policy,

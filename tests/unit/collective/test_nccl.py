@@ -1,4 +1,4 @@
-"""Groups over NCCL, with a backend that poses: how they are made, watched and ended."""
+"""Groups over NCCL with a fake backend: creation, monitoring and end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOON_S = 5.0
 
 
 class Scene:
-    """Groups of posing ranks, each with tensors of its own GPU.
+    """Groups of ranks with fake GPUs, each with tensors of its own GPU.
 
     Attributes:
         fake: The stand-in for CUDA.
@@ -61,7 +61,7 @@ class Scene:
         return self.fake.place(torch.full((size,), float(value)), GPUS[end.rank])
 
     def on_stream(self, work):
-        """Runs a rank's work in a stream of its GPU."""
+        """Run a rank's work on a stream of its GPU."""
 
         def run(end):
             device = GPUS[end.rank]
@@ -89,10 +89,10 @@ def scene(monkeypatch):
                 end.close()
 
 
-# -- birth -------------------------------------------------------------------------
+# -- creation -------------------------------------------------------------------------
 
 
-def test_the_environment_is_set_before_the_first_backend_and_the_users_values_stand(
+def test_the_environment_is_set_before_the_first_backend_and_keeps_the_users_values(
     scene, monkeypatch
 ):
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
@@ -118,14 +118,14 @@ def test_the_environment_is_set_before_the_first_backend_and_the_users_values_st
     assert len(found) == 2
 
 
-def test_nobody_connects_before_every_rank_has_its_backend(scene):
-    """D29: a connection that a peer does not join cannot be broken off."""
+def test_no_rank_connects_before_every_rank_has_its_backend(scene):
+    """D29: a connection that a peer does not join cannot be cancelled."""
     scene.group(3)
     assert scene.names()[:3] == ["new"] * 3
     assert sorted(scene.names()[3:6]) == ["connect"] * 3
 
 
-def test_every_incarnation_has_a_prefix_of_its_own(scene, monkeypatch):
+def test_every_group_has_its_own_store_prefix(scene, monkeypatch):
     prefixes = []
     real = torch.distributed.PrefixStore
 
@@ -139,7 +139,7 @@ def test_every_incarnation_has_a_prefix_of_its_own(scene, monkeypatch):
     assert [prefixes.count(prefix) for prefix in set(prefixes)] == [2, 2, 2]
 
 
-def test_a_rank_that_cannot_make_its_backend_takes_the_others_out(scene):
+def test_a_rank_that_cannot_create_its_backend_aborts_the_others(scene):
     class Failing(PosingBackend):
         def __init__(self, store, rank, *rest):
             super().__init__(store, rank, *rest)
@@ -156,7 +156,7 @@ def test_a_rank_that_cannot_make_its_backend_takes_the_others_out(scene):
     assert "connect" not in scene.names()
 
 
-def test_a_rank_that_does_not_come_to_the_connection_is_named(scene):
+def test_a_rank_that_does_not_connect_is_named(scene):
     released = threading.Event()
 
     class Slow(PosingBackend):
@@ -174,14 +174,14 @@ def test_a_rank_that_does_not_come_to_the_connection_is_named(scene):
 
 
 def test_the_context_of_the_device_is_current_where_the_kernel_is_loaded(scene, caplog):
-    """In a new thread it is not, and selecting the device that is selected changes nothing."""
+    """A new thread has no current device; selecting the current one again changes nothing."""
     ends = scene.group()
     assert [end.host_runs_ahead for end in ends] == [True, True]
     assert not caplog.records
 
 
 def test_the_host_runs_ahead_on_every_rank_or_on_none(scene, monkeypatch):
-    """A rank that waits makes one exchange where one that does not makes several."""
+    """A waiting rank makes one exchange, another rank several."""
     host_reader = scene.fake.host_reader
 
     def failing_on_rank_1():
@@ -194,7 +194,7 @@ def test_the_host_runs_ahead_on_every_rank_or_on_none(scene, monkeypatch):
     assert [end.host_runs_ahead for end in ends] == [False] * 3
 
 
-def test_ranks_that_differ_in_what_they_have_to_agree_on_are_named(scene):
+def test_ranks_with_different_arguments_are_named(scene):
     ends = scene.group()
 
     def work(end):
@@ -207,10 +207,10 @@ def test_ranks_that_differ_in_what_they_have_to_agree_on_are_named(scene):
     assert on_ranks(ends, work) == [False, False]
 
 
-# -- work --------------------------------------------------------------------------
+# -- collectives --------------------------------------------------------------------------
 
 
-def test_an_exchange_runs_in_the_current_stream_between_what_is_before_and_behind(scene):
+def test_an_exchange_is_ordered_with_earlier_and_later_work_of_the_current_stream(scene):
     (end,) = scene.group(1)
     stream = scene.fake.new_stream(GPUS[0])
     with scene.fake.stream(stream):
@@ -291,15 +291,15 @@ def test_a_reduce_scatter_sends_each_rank_its_part_alone(scene, op, dtype):
 
 
 def test_small_decisions_of_the_host_are_taken_at_the_gate(scene):
-    """Weights and verdicts lie on the CPU: no kernel, no wait for the device."""
+    """Weights and flags are on the CPU: no kernel, and no wait for the device."""
     ends = scene.group()
     del scene.calls[:]
-    told = [scene.fake.place(torch.zeros(2, dtype=torch.int64), CPU) for _ in ends]
+    gathered = [scene.fake.place(torch.zeros(2, dtype=torch.int64), CPU) for _ in ends]
     mine = [scene.fake.place(torch.tensor([end.rank + 5]), CPU) for end in ends]
-    on_ranks(ends, lambda end: end.all_gather_into(told[end.rank], mine[end.rank]))
+    on_ranks(ends, lambda end: end.all_gather_into(gathered[end.rank], mine[end.rank]))
     means = [scene.fake.place(torch.full((2,), float(end.rank)), CPU) for end in ends]
     totals = on_ranks(ends, lambda end: end.weighted_mean_([means[end.rank]], 1 + end.rank))
-    assert [t.tolist() for t in told] == [[5, 6]] * 2
+    assert [t.tolist() for t in gathered] == [[5, 6]] * 2
     assert [t[0].item() for t in means] == [pytest.approx(2 / 3)] * 2
     assert totals == [3.0, 3.0]
     assert scene.calls == []
@@ -309,7 +309,7 @@ def test_small_decisions_of_the_host_are_taken_at_the_gate(scene):
     ("place", "why"),
     [(CPU, "some tensors are on the CPU"), (GPUS[2], "rank 1 passed a tensor on cuda:2, not its")],
 )
-def test_tensors_that_lie_elsewhere_are_refused_on_every_rank(scene, place, why):
+def test_tensors_on_another_device_are_refused_on_every_rank(scene, place, why):
     ends = scene.group()
     tensors = [scene.tensor(ends[0], 1.0), scene.fake.place(torch.ones(3), place)]
 
@@ -322,7 +322,7 @@ def test_tensors_that_lie_elsewhere_are_refused_on_every_rank(scene, place, why)
 
 
 def test_no_rank_is_launched_before_every_rank_has_added_the_part(scene):
-    """A kernel that runs before its peer is launched can keep the peer's launch from being made."""
+    """A kernel that runs before its peer is launched can block the peer's launch."""
     ends = scene.group()
     held, added = threading.Event(), threading.Event()
 
@@ -401,7 +401,7 @@ def test_a_call_that_may_wait_for_a_device_waits_for_the_launch(scene):
 
 
 def test_an_abort_waits_for_a_launch_in_progress(scene):
-    """NCCL would use a communicator that is freed."""
+    """NCCL would use a freed communicator."""
     inside, free = threading.Event(), threading.Event()
 
     class Slow(PosingBackend):
@@ -423,11 +423,11 @@ def test_an_abort_waits_for_a_launch_in_progress(scene):
     assert scene.names().index("launched") < scene.names().index("abort")
 
 
-# -- trouble -----------------------------------------------------------------------
+# -- failures -----------------------------------------------------------------------
 
 
 class Stuck(PosingBackend):
-    """Its kernels run until they are aborted, and then end as if nothing were wrong."""
+    """The kernels run until they are aborted, and then end without an error."""
 
     def _run(self, name, options, *tensors):
         self._note(name)
@@ -467,8 +467,8 @@ def test_an_exchange_that_does_not_end_is_aborted_on_every_rank_at_the_deadline(
             end.check()
 
 
-def test_an_aborted_exchange_is_not_trusted_though_it_ends_well(stuck):
-    """Its kernel ends, its tensors hold garbage, and NCCL raises nothing."""
+def test_an_aborted_exchange_that_ends_without_an_error_is_not_used(stuck):
+    """The kernel ends, the tensors hold garbage, and NCCL raises no error."""
     ends = stuck.group()
     tensors = [stuck.tensor(end, 1.0) for end in ends]
     work = stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank]))
@@ -481,7 +481,7 @@ def test_an_aborted_exchange_is_not_trusted_though_it_ends_well(stuck):
     assert all(event.reached == event.recorded for event in stuck.fake.events)
 
 
-def test_a_device_that_never_ends_holds_nobody_for_ever(scene, monkeypatch):
+def test_a_device_that_never_completes_does_not_block_ranks_for_ever(scene, monkeypatch):
     monkeypatch.setattr(nccl_module, "ABORT_GRACE_S", 0.1)
     scene.kind = Stuck
     scene.fake.patience = None
@@ -494,7 +494,7 @@ def test_a_device_that_never_ends_holds_nobody_for_ever(scene, monkeypatch):
     assert time.monotonic() - begin < SOON_S
 
 
-def test_an_abort_waits_for_nobody_and_comes_once(scene):
+def test_an_abort_does_not_block_and_occurs_once(scene):
     released = threading.Event()
 
     class Slow(PosingBackend):
@@ -545,7 +545,7 @@ def test_an_error_that_the_backend_has_noticed_is_seen_before_the_result_is_trus
     assert any("NCCL has failed: COMM_ERROR" in str(error) for error in errors)
 
 
-def test_an_exchange_that_raises_takes_the_peers_out(stuck, monkeypatch):
+def test_an_exchange_that_raises_aborts_the_peers(stuck, monkeypatch):
     ends = stuck.group()
 
     def raising(*_):
@@ -560,8 +560,8 @@ def test_an_exchange_that_raises_takes_the_peers_out(stuck, monkeypatch):
     assert any("planted" in str(error.__cause__) for error in errors)
 
 
-def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch):
-    """As an abort of the group it would be blamed on another rank, and no rank would report it."""
+def test_a_rank_without_memory_for_an_exchange_raises_its_own_error(stuck, monkeypatch):
+    """As an abort of the group it would name another rank, and no rank would report it."""
     ends = stuck.group()
 
     def raising(*_):
@@ -576,7 +576,7 @@ def test_a_rank_without_memory_for_an_exchange_says_so_itself(stuck, monkeypatch
 
 
 def late_mean(scene, end):
-    """Starts a mean in parts that nobody waits for; gives how it ends, and its flag."""
+    """Start a mean in parts without waiting; returns its outcome and its flag."""
     abort_flag = scene.tensor(end, 7.0, 1).reshape(())
     mean = end.bucketed_mean(1.0)
     mean.add([scene.tensor(end, end.rank + 1.0)])
@@ -585,7 +585,7 @@ def late_mean(scene, end):
     return outcome, abort_flag
 
 
-def test_the_device_reads_behind_an_exchange_whether_it_can_be_used(scene):
+def test_the_device_reads_the_abort_flag_after_an_exchange(scene):
     ends = scene.group()
     found = on_ranks(ends, scene.on_stream(lambda end: late_mean(scene, end)))
     for outcome, abort_flag in found:
@@ -596,14 +596,14 @@ def test_the_device_reads_behind_an_exchange_whether_it_can_be_used(scene):
         outcome.wait()
 
 
-def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadline(
+def test_an_exchange_without_a_waiting_host_is_aborted_on_every_rank_at_the_deadline(
     stuck, monkeypatch
 ):
-    """Its time runs from when the device comes to it, which may be behind by some steps."""
+    """The timeout begins when the device reaches the exchange, which may be some steps late."""
     stuck.fake.prompt = False
     ends = stuck.group(2, timeout_s=0.3)
     is_complete, looks = stuck.fake.is_complete, []
-    looked = threading.Event()  # twice after the time was over, had it begun before
+    looked = threading.Event()  # twice after the timeout, had it begun earlier
 
     def watched(event):
         if threading.current_thread().name == "collective-probe":
@@ -632,7 +632,7 @@ def test_an_exchange_that_nobody_waits_for_is_aborted_on_every_rank_at_the_deadl
 
 
 def test_an_exchange_on_a_device_that_fails_is_aborted_on_every_rank(stuck, monkeypatch):
-    """The thread that looks at it would end, and the peers wait for ever."""
+    """The thread that inspects it would end, and the peers would wait for ever."""
     stuck.fake.prompt = False
     ends = stuck.group()
     is_complete = stuck.fake.is_complete
@@ -669,7 +669,7 @@ def test_without_the_kernel_that_sees_an_abort_the_host_waits(scene, monkeypatch
 
 
 def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
-    """The step was made with what it left: no other rank has a state to go on from."""
+    """The step used its result: no other rank has a state to continue from."""
 
     class Noticing(PosingBackend):
         def get_error(self):
@@ -683,7 +683,7 @@ def test_an_error_that_the_backend_notices_behind_the_step_ends_the_run(scene):
 
 
 def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypatch):
-    """The driver may answer no query, or only once the exchange is over."""
+    """The driver may not answer a query, or only after the exchange."""
     stuck.fake.prompt = False
     ends = stuck.group(2, timeout_s=0.3)
     is_complete, released = stuck.fake.is_complete, threading.Event()
@@ -705,7 +705,7 @@ def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypa
 
 
 def test_a_late_result_is_probed_while_another_rank_waits_on_the_host():
-    """Both threads of the group have slept before."""
+    """Both threads of the group have been idle before."""
     probed = threading.Event()
 
     class Late:
@@ -722,7 +722,7 @@ def test_a_late_result_is_probed_while_another_rank_waits_on_the_host():
     until(lambda: len(communicators._changed._waiters) == 2)
     wait = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
     communicators.expect(wait)
-    until(lambda: len(communicators._changed._waiters) == 2)  # both threads sleep again
+    until(lambda: len(communicators._changed._waiters) == 2)  # both threads are idle again
     probed.clear()
     communicators.watch(Late())
     assert probed.wait(TIMEOUT_S / 2)
@@ -749,11 +749,11 @@ def test_the_time_limit_holds_for_a_rank_whose_own_query_blocks(stuck, monkeypat
     assert set(kinds) <= {CollectiveTimeout, CollectiveAborted}
 
 
-# -- the end -----------------------------------------------------------------------
+# -- closing -----------------------------------------------------------------------
 
 
 def test_backends_are_shut_down_together_once_the_last_rank_has_left(scene):
-    """NCCL ends a communicator only together with its peers."""
+    """NCCL destroys a communicator only together with its peers."""
     meeting = threading.Barrier(3)
 
     class Meeting(PosingBackend):
@@ -782,7 +782,7 @@ def test_a_collective_names_the_rank_that_has_left(scene):
 
 
 class Lingering(PosingBackend):
-    """An abort that takes until it is released."""
+    """An abort that blocks until it is released."""
 
     released = threading.Event()
 
@@ -815,7 +815,7 @@ def test_a_group_is_made_only_when_the_communicators_of_the_last_one_have_ended(
 
 
 def test_a_group_is_refused_where_the_last_one_does_not_end(lingering, monkeypatch):
-    """As a whole: over another backend the stuck communicators would still be there."""
+    """The whole run fails: over another backend the stuck communicators would remain."""
     for end in lingering.group():
         end.abort()
     monkeypatch.setattr(nccl_module, "END_S", 0.1)

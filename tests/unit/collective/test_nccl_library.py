@@ -1,4 +1,4 @@
-"""The version of the NCCL that is loaded, and groups whose ranks share a GPU."""
+"""The version of the loaded NCCL, and groups whose ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED = ["cuda:0", "cuda:0"]
 
 
 class Library:
-    """Answers as NCCL does, with a version or an error."""
+    """A fake NCCL library that returns a version or an error."""
 
     def __init__(self, code, status=0):
         self._code, self._status = code, status
@@ -50,7 +50,7 @@ def load(monkeypatch):
         ([Library(0, status=3), Library(22809)], (2, 28, 9)),
     ],
 )
-def test_the_first_library_that_answers_gives_the_version(load, libraries, version):
+def test_the_version_is_that_of_the_first_working_library(load, libraries, version):
     load(*libraries)
     assert loaded_version() == version
 

@@ -1,4 +1,4 @@
-"""Collectives between threads whose tensors lie on GPUs: what waits for what."""
+"""Collectives between threads with tensors on GPUs: order of copies, streams and host."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group(fake):
 
 
 def in_stream(fake, work):
-    """Runs a rank's work in a stream of its own; gives the stream."""
+    """Run a rank's work on a separate stream; returns the stream."""
 
     def run(end):
         stream = fake.new_stream(GPU)
@@ -52,7 +52,7 @@ def in_stream(fake, work):
     return run
 
 
-def test_what_was_given_to_the_stream_before_is_in_the_result(fake, group):
+def test_earlier_work_of_the_stream_is_in_the_result(fake, group):
     (end,) = group(GPU)
     tensor = torch.zeros(3)
     gradient = torch.ones(3)
@@ -62,11 +62,11 @@ def test_what_was_given_to_the_stream_before_is_in_the_result(fake, group):
         end.all_reduce_(tensor)
         assert fake.done == ["backward"]
         fake.mark("optimizer")
-        assert fake.done == ["backward"]  # the host waits for nothing behind the copy
+        assert fake.done == ["backward"]  # the host does not wait for work after the copy
     assert tensor.tolist() == [1.0] * 3
 
 
-def test_the_result_is_there_for_what_follows_in_the_stream(fake, group):
+def test_later_work_of_the_stream_sees_the_result(fake, group):
     ends = group(GPU, GPU)
     tensors = [torch.ones(3), torch.full((3,), 5.0)]
     streams = on_ranks(
@@ -84,14 +84,14 @@ def test_a_call_in_another_stream_waits_for_the_result_of_the_last(fake, group, 
     first, second = torch.full((4,), 2.0), torch.full((4,), 3.0)
     with fake.stream(streams[0]):
         end.all_reduce_(first)
-    first.zero_()  # whatever is there, the result must come
+    first.zero_()  # garbage, which the result must replace
     with fake.stream(streams[1]):
         end.all_reduce_(second)
     fake.run(*(streams[i] for i in order))
     assert (first[0].item(), second[0].item()) == (2.0, 3.0)
 
 
-def test_what_peers_write_comes_only_when_the_last_result_has_left(fake, group):
+def test_peers_write_only_once_the_last_result_is_copied(fake, group):
     ends = group(GPU, CPU)
     device, host = torch.full((4,), 2.0), fake.place(torch.full((4,), 7.0), CPU)
 
@@ -131,7 +131,7 @@ def test_a_rank_may_pass_tensors_of_both_sides_at_once(fake, group):
     assert [t.tolist() for t in (*small, *large)] == [[0.5] * 2] * 2 + [[0.5] * 5] * 2
 
 
-def test_only_what_is_read_comes_and_only_what_is_written_goes_back(fake, group):
+def test_only_read_tensors_are_copied_in_and_only_written_ones_are_copied_back(fake, group):
     ends = group(GPU, GPU)
     whole, part = [torch.zeros(4) for _ in range(2)], [torch.ones(2) for _ in range(2)]
     for work, copies in (
@@ -189,7 +189,7 @@ def test_a_tensor_of_another_gpu_is_refused(fake, group):
     on_ranks(ends, in_stream(fake, work))
 
 
-def test_a_copy_that_fails_takes_the_peers_out(fake, group, monkeypatch):
+def test_a_failed_copy_aborts_the_peers(fake, group, monkeypatch):
     ends = group(GPU, CPU)
     monkeypatch.setattr(fake, "copy", lambda *_: 1 / 0)
 

@@ -1,4 +1,4 @@
-"""Subgroups of every kind of group, and what becomes of them when the group breaks."""
+"""Subgroups of every kind of group, and their state after the group breaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def closing(work):
-    """Closes what a rank has split off, in its thread."""
+    """Close the subgroups of a rank in its thread."""
 
     def run(end):
         subgroups = []
@@ -52,7 +52,7 @@ def test_ranks_of_one_color_are_a_group_in_order_of_rank(kind):
         tensor = torch.tensor([float(end.rank)])
         whole = torch.zeros(sub.world_size)
         sub.all_gather_into(whole, tensor)
-        end.all_reduce_(tensor)  # the group is what it was
+        end.all_reduce_(tensor)  # the group is unchanged
         return sub.kind, sub.rank, sub.world_size, whole.tolist(), tensor.item()
 
     with group_of(5, kind) as ends:
@@ -75,23 +75,23 @@ def test_every_operation_of_a_subgroup_is_that_of_its_ranks_alone(kind, size):
         inter.all_reduce_(averaged, ReduceOp.AVG)
         weighted = values[end.rank].clone()
         intra.weighted_mean_([weighted], end.rank)
-        told = values[end.rank].clone()
-        inter.broadcast_(told, 1)
+        received = values[end.rank].clone()
+        inter.broadcast_(received, 1)
         part = torch.zeros(size)
         intra.reduce_scatter_into(part, values[end.rank].repeat(2))
         intra.barrier()
-        return summed, averaged, weighted, told, part
+        return summed, averaged, weighted, received, part
 
     with group_of(4, kind) as ends:
         found = on_ranks(ends, closing(work))
-    for rank, (summed, averaged, weighted, told, part) in enumerate(found):
+    for rank, (summed, averaged, weighted, received, part) in enumerate(found):
         first = rank // 2 * 2
         other = values[(rank + 2) % 4]
         torch.testing.assert_close(summed, values[first] + values[first + 1])
         torch.testing.assert_close(averaged, (values[rank] + other) / 2)
         mean = values[first] * first + values[first + 1] * (first + 1)
         torch.testing.assert_close(weighted, mean / (2 * first + 1), rtol=1e-5, atol=1e-6)
-        assert told.equal(values[rank % 2 + 2])
+        assert received.equal(values[rank % 2 + 2])
         torch.testing.assert_close(part, values[first] + values[first + 1])
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_does_something_else_is_an_error_on_every_rank(kind, splitti
             end.barrier()
 
     with group_of(2, kind) as ends:
-        for _ in range(5):  # whoever comes last
+        for _ in range(5):  # whichever rank is last
             errors = errors_of(ends, work)
             assert {type(error) for error in errors} == {ValueError}
             assert all("called" in str(error) for error in errors)
@@ -163,7 +163,7 @@ def test_a_node_size_that_does_not_divide_the_world_is_an_error(size):
         split_nodes(ends[0], size)
 
 
-# --- what breaks with what -----------------------------------------------------------
+# --- failures across linked groups -----------------------------------------------------------
 
 
 def split_in_two(ends):
@@ -190,7 +190,7 @@ def make():
 
 
 @each_kind
-def test_an_abort_of_the_group_wakes_who_waits_in_a_subgroup(make, kind):
+def test_an_abort_of_the_group_wakes_ranks_that_wait_in_a_subgroup(make, kind):
     ends, subgroups = make(kind)
     (waiting,) = start_ranks(subgroups[:1], lambda sub: sub.barrier())
     begin = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_rank_that_closes_its_end_of_the_group_leaves_its_subgroups_alone(make
     assert isinstance(error, CollectiveAborted)
     assert "rank 1 has left" in str(error)
     assert time.monotonic() - begin < WAKE_S
-    # Others have nothing to do with it, and finish what they do.
+    # Other groups are not affected, and complete their exchanges.
     on_ranks(subgroups[2:], lambda sub: sub.barrier())
 
 
@@ -283,7 +283,7 @@ def test_a_barrier_that_is_linked_to_a_broken_one_breaks_at_once():
         part.wait(0, 1.0)
 
 
-def test_a_barrier_that_times_out_breaks_what_is_linked_to_it():
+def test_a_barrier_that_times_out_breaks_linked_barriers():
     whole, part = AbortableBarrier(2), AbortableBarrier(1)
     whole.link(part, [1])
     with pytest.raises(CollectiveTimeout):

@@ -1,4 +1,4 @@
-"""MKL looks its kernels up before two threads can ask it to at once."""
+"""MKL loads its kernels before two threads can call it at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 
 
 class Calls(TorchDispatchMode):
-    """The operations of this thread, with the type of what they are given."""
+    """Records the operations of this thread, with the dtypes of their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def test_the_functions_are_those_that_pytorch_hands_to_mkl():
     assert set(handed) <= set(vector_math.FUNCTIONS)
 
 
-def test_they_are_called_once_in_a_process():
+def test_the_functions_are_called_once_in_a_process():
     vector_math.prepare_threads()
     with Calls() as calls:
         vector_math.prepare_threads()
@@ -54,7 +54,7 @@ def test_they_are_called_once_in_a_process():
 
 @pytest.fixture
 def threads_then(monkeypatch):
-    """The threads that there were whenever the functions were about to be called."""
+    """Names of the threads alive at each call of the functions."""
     found = []
     before = set(threading.enumerate())
 
@@ -65,7 +65,7 @@ def threads_then(monkeypatch):
     return found
 
 
-def test_they_are_called_for_ranks_that_somebody_else_starts(threads_then):
+def test_the_functions_are_called_for_ranks_started_by_the_user(threads_then):
     for end in create_collectives(2):
         end.close()
     assert len(threads_then) == 1
@@ -79,14 +79,14 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
 
 
-def test_they_are_called_before_a_run_has_threads(threads_then):
+def test_the_functions_are_called_before_a_run_has_threads(threads_then):
     builder = Trainer.builder(lambda device: torch.nn.Linear(2, 1), sgd, loss_of)
     builder.dataset((torch.zeros(8, 2),)).batch_size(2).num_epochs(1)
     builder.devices(["cpu", "cpu"]).progress(False).run().join()
-    assert threads_then[0] <= {"run-control"}  # it computes nothing
+    assert threads_then[0] <= {"run-control"}  # nothing is computed
 
 
-def test_they_are_called_before_a_loop_has_threads(threads_then):
+def test_the_functions_are_called_before_a_loop_has_threads(threads_then):
     with Trainer.setup(torch.nn.Linear(2, 1), sgd, ["cpu", "cpu"]) as model:
         model(torch.zeros(4, 2))
     assert threads_then[0] == set()

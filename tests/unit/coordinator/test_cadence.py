@@ -128,7 +128,7 @@ def test_a_slow_first_batch_is_forgotten():
     assert cadence.seconds_per_batch == pytest.approx((0.1, 0.1))
 
 
-def test_a_round_does_not_measure_again_what_was_observed():
+def test_a_round_does_not_repeat_observed_measurements():
     cadence = ElChe(1)
     cadence.observe(0, 1.0, 10)
     cadence.observe(0, 3.0, 10)  # An outlier, reported again by the round.
@@ -163,7 +163,7 @@ def test_cheap_averaging_lowers_the_anchor_to_min_anchor():
 def test_the_anchor_is_not_lowered_where_averaging_would_become_costly():
     cadence = ElChe(2, 10, min_anchor=1, overhead_target=0.10)
     play(cadence, (0.1, 0.1), sync_s=0.032, rounds=20)
-    assert cadence.anchor == 7  # Less would cost more than half of the target, 5 %.
+    assert cadence.anchor == 7  # A smaller anchor would cost more than half of the target, 5 %.
 
 
 def test_the_anchor_at_most_doubles_in_a_round_and_stops_at_its_limit():

@@ -40,7 +40,7 @@ def test_auto_falls_back_to_thread_for_sync_and_cpu_otherwise(policy, devices, n
 
 
 @pytest.mark.parametrize("policy", ApplyPolicy)
-def test_auto_takes_nccl_for_distinct_gpus(policy):
+def test_auto_selects_nccl_for_distinct_gpus(policy):
     backend, reason = choose_backend(AUTO, policy, GPUS, nccl_available=True)
     assert backend is NCCL
     assert "2 distinct CUDA devices" in reason

@@ -122,7 +122,7 @@ def test_a_closed_epoch_never_opens_again():
 
 
 def test_max_batches_is_spent_on_the_oldest_epoch_first():
-    """Partitions of the next epoch must not eat what an open one still needs."""
+    """Partitions of the next epoch must not take batches that an open one still needs."""
     ledger = ledger_of(4, num_epochs=3, progressive=False, max_batches=5)
     assert assign(ledger, 0) == (0, (range(2),))
     assert assign(ledger, 0) == (1, (range(1),))

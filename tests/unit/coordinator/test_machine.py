@@ -439,8 +439,8 @@ def test_an_evaluation_within_an_epoch_is_published_once():
     assert not any(isinstance(c, PublishSteps) for c in run.others)
     for _ in range(2):
         run.handle(m.EvalReport(rank=0, epoch=0, eval_at=4, values=values))
-    (told,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
-    assert (told.step, told.scalars) == (4, {"eval/acc": 0.5})
+    (published,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
+    assert (published.step, published.scalars) == (4, {"eval/acc": 0.5})
     run.end_plan(0)
     assert {msg.round for msg in run.to(m.RequestParams)} == {1}
     run.end_plan(1)
@@ -624,9 +624,9 @@ def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported):
         for rank, step_s in enumerate((0.01, 0.03)):
             stats = m.ReportStats(num_batches=10, num_samples=10, compute_s=10 * step_s)
             run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
-    told = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
-    assert len(told) == num_reported
-    assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in told)
+    warnings = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
+    assert len(warnings) == num_reported
+    assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in warnings)
 
 
 def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death():
@@ -758,14 +758,14 @@ def test_max_failed_rounds_consecutive_halts_end_the_run(fault):
     assert isinstance(run.machine.outcome.failure.error, AveragingFailed)
 
 
-@pytest.mark.parametrize("told_first", [0, 1])
-def test_an_out_of_memory_halt_is_not_a_failed_reduction_in_any_order_of_reports(told_first):
+@pytest.mark.parametrize("first_rank", [0, 1])
+def test_an_out_of_memory_halt_is_not_a_failed_reduction_in_any_order_of_reports(first_rank):
     """A peer may notice the aborted collective before the rank itself reports."""
     settings = {"backend": NCCL, "max_failed_rounds": 1, "balance": True, "batch_size": 8}
     run = Run(policy=ApplyPolicy.SYNC, **settings)
-    halted = m.Halted(rank=told_first, generation=0, step=0, too_large=8 * (told_first == 1))
+    halted = m.Halted(rank=first_rank, generation=0, step=0, too_large=8 * (first_rank == 1))
     run.handle(halted)
-    run.handle(replace(halted, rank=1 - told_first, too_large=8 - halted.too_large))
+    run.handle(replace(halted, rank=1 - first_rank, too_large=8 - halted.too_large))
     assert run.machine.outcome.failure is None
     assert run.to(m.Regroup, 0)
 
@@ -932,8 +932,8 @@ def test_step_metrics_do_not_wait_for_a_dead_rank():
     stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
     for rank in (0, 2):
         run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
-    told = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
-    assert [(steps.num_batches, steps.avg_loss) for steps in told] == [(4, 2.0)]
+    published = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
+    assert [(steps.num_batches, steps.avg_loss) for steps in published] == [(4, 2.0)]
 
 
 def test_the_run_fails_if_no_backend_can_connect_the_ranks():

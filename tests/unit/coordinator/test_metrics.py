@@ -185,7 +185,7 @@ def test_closing_twice_returns_equal_metrics():
 # -- metrics of steps ------------------------------------------------------------------------
 
 
-def told(*losses, rate=0.1, samples=2, **scalars):
+def report_of(*losses, rate=0.1, samples=2, **scalars):
     """A report of batches with these losses, of weight 2 each."""
     return ReportStats(
         num_batches=len(losses),
@@ -204,14 +204,14 @@ def steps(*args, **kwargs):
 
 def test_step_metrics_are_returned_once_every_rank_has_enough_batches():
     stats = steps(4, 2, equal=True)
-    assert stats.add(0, 0, told(1, 2, 3, 4, 5), 1.0) == []
-    (first,) = stats.add(1, 0, told(10, 20, 30, rate=0.2, norm=7.0), 2.0)
+    assert stats.add(0, 0, report_of(1, 2, 3, 4, 5), 1.0) == []
+    (first,) = stats.add(1, 0, report_of(10, 20, 30, rate=0.2, norm=7.0), 2.0)
     assert (first.step, first.epoch, first.num_batches) == (4, 0, 4)
     assert first.avg_loss == (1 + 2 + 10 + 20) / 4
     assert first.scalars == {"norm": 7.0}
     assert first.learning_rate == 0.2
     assert first.throughput == (5 + 3) * 2 / 1.0
-    assert stats.add(0, 0, told(6), 3.0) == []
+    assert stats.add(0, 0, report_of(6), 3.0) == []
     (second,) = stats.flush()
     assert second.step == 8
     assert second.avg_loss == (3 + 4 + 30 + 5) / 4
@@ -220,25 +220,25 @@ def test_step_metrics_are_returned_once_every_rank_has_enough_batches():
 
 def test_a_silent_rank_is_waited_for_at_most_silent_s():
     stats = steps(2, 2, equal=False)
-    assert stats.add(0, 0, told(1, 2, 3), 1.5) == []
-    assert stats.add(0, 0, told(4), 1.0 + SILENT_S) == []
-    found = stats.add(0, 0, told(5), 1.1 + SILENT_S)
+    assert stats.add(0, 0, report_of(1, 2, 3), 1.5) == []
+    assert stats.add(0, 0, report_of(4), 1.0 + SILENT_S) == []
+    found = stats.add(0, 0, report_of(5), 1.1 + SILENT_S)
     assert [(m.step, m.avg_loss) for m in found] == [(2, 1.5), (4, 3.5)]
 
 
 def test_a_dropped_rank_is_not_waited_for():
     stats = steps(2, 2, equal=True)
-    assert stats.add(1, 0, told(5), 1.1) == []
-    assert stats.add(0, 0, told(1), 1.2)[0].avg_loss == 3
-    assert stats.add(0, 0, told(1, 2), 1.3) == []
+    assert stats.add(1, 0, report_of(5), 1.1) == []
+    assert stats.add(0, 0, report_of(1), 1.2)[0].avg_loss == 3
+    assert stats.add(0, 0, report_of(1, 2), 1.3) == []
     stats.drop(1)
-    assert [m.avg_loss for m in stats.add(0, 0, told(3), 1.4)] == [1.5]
+    assert [m.avg_loss for m in stats.add(0, 0, report_of(3), 1.4)] == [1.5]
 
 
 def test_ranks_of_unequal_speed_contribute_in_proportion():
     stats = steps(4, 2, equal=False)
-    assert stats.add(0, 0, told(*[1] * 12), 1.0) == []
-    found = stats.add(1, 0, told(*[5] * 4), 2.0)
+    assert stats.add(0, 0, report_of(*[1] * 12), 1.0) == []
+    found = stats.add(1, 0, report_of(*[5] * 4), 2.0)
     assert [m.avg_loss for m in found] == [2.0] * 4  # three of rank 0 and one of rank 1
 
 
@@ -255,8 +255,8 @@ def test_batches_without_a_loss_are_counted_with_weight_zero():
 def test_the_learning_rate_is_that_of_the_lowest_rank_and_is_restored():
     stats = EpochAccumulator(3)
     assert math.isnan(close(stats, devices=("cpu",) * 3).learning_rate)
-    stats.add(1, told(1, rate=0.3))
-    stats.add(2, told(1, rate=0.4))
+    stats.add(1, report_of(1, rate=0.3))
+    stats.add(2, report_of(1, rate=0.4))
     stats.add(0, ReportStats(learning_rate=0.9))  # nothing was trained with it
     assert close(stats, devices=("cpu",) * 3).learning_rate == 0.3
     restored = EpochAccumulator(2)
@@ -265,7 +265,7 @@ def test_the_learning_rate_is_that_of_the_lowest_rank_and_is_restored():
 
 
 def test_a_death_does_not_change_the_number_of_steps_per_metrics():
-    """Two ranks train what three did, in two slices: 3 batches for each step, as before."""
+    """Two ranks train the batches of three, in two slices: 3 batches for each step, as before."""
     stats = StepAccumulator(6, 3, equal=True)
     stats.begin(0.0)
     stats.drop(2)

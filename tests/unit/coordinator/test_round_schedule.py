@@ -121,7 +121,7 @@ def test_a_round_is_due_when_all_ranks_are_parked(policy):
     assert bench.done(1, 1).due
 
 
-# -- how far a rank may go -------------------------------------------------------------------
+# -- limits of the ranks ---------------------------------------------------------------------
 
 
 def test_cadence_alone_sets_no_limit():
@@ -148,8 +148,8 @@ def test_the_lead_counts_from_the_slowest_rank(policy, lead):
 
 def test_a_limit_is_raised_once_less_than_half_of_the_overshoot_is_left():
     schedule = Bench(ASYNC, anchor=100).schedule
-    told = [schedule.limit_is_current(0, told, 125) for told in (126, 125, 113, 112)]
-    assert told == [False, True, True, False]
+    current = [schedule.limit_is_current(0, sent, 125) for sent in (126, 125, 113, 112)]
+    assert current == [False, True, True, False]
 
 
 @pytest.mark.parametrize("settings", [{"max_batch_diff": 3}, {"max_overshoot": 5}])

@@ -51,7 +51,7 @@ def test_forward_ad_of_one_thread_waits_for_that_of_another(way):
     def holds():
         with forward_ad.dual_level():
             inside.set()
-            assert not done.wait(0.05)  # the other thread cannot be through
+            assert not done.wait(0.05)  # the other thread cannot have completed
         assert done.wait(WAIT_S)
 
     def follows():

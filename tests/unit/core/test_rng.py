@@ -194,7 +194,7 @@ def test_compiled_models_use_the_threads_generator(backend):
     torch._dynamo.reset()
 
 
-def test_none_is_the_default_generator():
+def test_generator_none_is_the_default_generator():
     with thread_generator(own()):
         with thread_generator(None):
             before = torch.default_generator.get_state()

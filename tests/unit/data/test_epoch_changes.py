@@ -34,7 +34,7 @@ WAYS = {
 
 
 class Levels(Dataset):
-    """Each sample is the level that the data set has when it is read."""
+    """Each sample is the level of the data set at the time of the read."""
 
     def __init__(self):
         self.level = -1
@@ -55,7 +55,7 @@ class Levels(Dataset):
 
 
 class Table:
-    """A table of the level, changed as ``how`` says."""
+    """A table of the level, changed according to ``how``."""
 
     def __init__(self, how):
         self.how = how
@@ -79,7 +79,7 @@ class Table:
 
 
 def levels_by_epoch(dataset, epoch_fn, *, workers=0, **way):
-    """Samples by the level that they show, of a run whose epochs have one level each."""
+    """Samples counted by level, of a run whose epochs have one level each."""
     seen, lock = Counter(), threading.Lock()
 
     def train(model, batch):
@@ -98,7 +98,7 @@ def parts(batch):
     return batch.values() if isinstance(batch, dict) else batch
 
 
-@pytest.mark.leaks_thread  # Python's own, which hands shared tensors to other processes
+@pytest.mark.leaks_thread  # Python's pickler, which passes shared tensors to other processes
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", [0, 1], ids=["threads", "processes"])
 def test_a_data_set_changed_by_epoch_fn_is_read_as_changed(workers, way):
@@ -115,10 +115,10 @@ def test_a_table_changed_by_epoch_fn_is_read_as_changed(how, way):
     assert found == ONCE
 
 
-@pytest.mark.leaks_thread  # Python's own, which hands shared tensors to other processes
+@pytest.mark.leaks_thread  # Python's pickler, which passes shared tensors to other processes
 @pytest.mark.parametrize("workers", [0, 1], ids=["threads", "processes"])
 def test_no_rank_reads_an_epoch_before_rank_0_has_changed_the_data_set(workers):
-    """Rank 0 begins each epoch after all that rank 1 could do without it."""
+    """Rank 0 begins each epoch only once rank 1 waits for it."""
     data, others = Levels(), [threading.Event() for _ in range(EPOCHS)]
 
     def begin(epoch, worker):
@@ -145,7 +145,7 @@ def test_a_resident_copy_of_a_changed_table_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("policy", [SYNC, CADENCE])
-def test_a_rank_that_dies_in_epoch_fn_holds_nobody_back(policy):
+def test_a_rank_that_dies_in_epoch_fn_blocks_no_other_rank(policy):
     def begin(epoch, worker):
         if epoch == 1 and worker.rank == 1:
             raise ValueError("planted")

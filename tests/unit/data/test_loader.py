@@ -289,7 +289,7 @@ def test_the_loader_does_not_keep_a_taken_batch_alive():
         (loaded,) = consumer.take(EpochPlan(epoch=0, batches=(range(1),)))
         reference = weakref.ref(alive.pop())
         del loaded
-        # Without the GIL the thread that made the batch frees it, when it runs again.
+        # Without the GIL the thread that created the batch frees it when it runs again.
         consumer.take(EpochPlan(epoch=1, batches=(range(1),)))
         assert reference() is None
 

@@ -99,7 +99,7 @@ def test_no_loader_process_outlives_its_run(where, signum, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loader_process_that_is_told_to_end_ends_and_fails_its_run(tmp_path):
+def test_a_loader_process_ends_on_sigterm_and_fails_its_run(tmp_path):
     status, text = run_and_signal(tmp_path, "join", signal.SIGTERM, to_loader=True)
     assert status == 1
     assert "a loader process of rank" in text

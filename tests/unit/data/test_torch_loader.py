@@ -267,6 +267,6 @@ class Local(Numbers):
     ],
     ids=["lambda", "gradients", "local exception"],
 )
-def test_what_cannot_be_sent_from_a_process_is_an_error_of_its_batch(arguments, match):
+def test_a_batch_that_cannot_be_sent_from_a_process_raises(arguments, match):
     with pytest.raises(WorkerFailed, match=f"(?s){match}"):
         trained(DataLoader(batch_size=4, num_workers=1, **arguments))

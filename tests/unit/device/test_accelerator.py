@@ -1,4 +1,4 @@
-"""Devices of other kinds than CUDA: told apart, refused by name, and trained on through
+"""Devices of other kinds than CUDA: detected, refused by name, and used for training through
 ``torch.accelerator`` alone.
 """
 
@@ -57,7 +57,7 @@ def accelerator():
 
 @pytest.fixture
 def here(monkeypatch):
-    """Lets PyTorch name a kind as the accelerator of this machine."""
+    """Make PyTorch report a kind as the accelerator of this machine."""
 
     def name(kind, count=1):
         found = None if kind is None else torch.device(kind)
@@ -83,7 +83,7 @@ def test_rocm_lacks_the_kernel_that_reads_host_memory_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("device", [XPU, MPS])
-def test_other_accelerators_lack_what_the_seam_to_cuda_requires(device):
+def test_other_accelerators_lack_features_that_the_cuda_api_requires(device):
     found = DeviceCapabilities.of(device)
     assert found.kind == device.type.upper()
     assert found.missing(cuda_api.REQUIRED) == ("streams", "events", "memory")
@@ -106,7 +106,7 @@ def test_an_absent_device_and_a_missing_capability_have_different_errors(here, k
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_several_workers_are_refused_with_what_is_missing(here, kind):
+def test_several_workers_are_refused_and_the_missing_features_named(here, kind):
     here(kind, count=2)
     for devices in ([kind, kind], [kind, "cpu"]):
         with pytest.raises(ValueError, match=f"streams, events, collectives.* {kind.upper()}"):
@@ -131,7 +131,7 @@ def test_groups_graphs_and_loader_processes_are_refused_by_name(here):
 # -- training ------------------------------------------------------------------------
 
 
-def test_a_device_waits_where_the_runtime_reads_what_it_computes(accelerator):
+def test_a_device_is_synchronised_before_the_runtime_reads_its_results(accelerator):
     device = AcceleratorDevice(CPU, accelerator)
     with device.activate():
         assert accelerator.calls == [("enter", 0), ("synchronize", CPU)]
@@ -144,7 +144,7 @@ def test_a_device_waits_where_the_runtime_reads_what_it_computes(accelerator):
     assert (device.memory().free_bytes, device.memory().total_bytes) == (3, 7)
 
 
-def test_memory_is_the_hosts_where_a_kind_does_not_report_its_own(accelerator, monkeypatch):
+def test_memory_is_that_of_the_host_for_kinds_that_report_none(accelerator, monkeypatch):
     def refuse(device):
         raise RuntimeError("getMemoryInfo is not supported on MPS yet")
 
@@ -179,7 +179,7 @@ def test_a_run_of_one_worker_trains_as_on_the_cpu(accelerator, monkeypatch):
 
 
 def test_an_own_loop_on_one_device_calls_pytorch_alone(monkeypatch):
-    """On the meta device every operator of PyTorch runs, and nothing else would."""
+    """The meta device runs every operator of PyTorch without an accelerator."""
     meta = torch.device("meta")  # its tensors have no index, unlike those of an accelerator
     monkeypatch.setattr(loop_setup, "check_devices", lambda devices: (meta,))
     model = Trainer.setup(

@@ -1,4 +1,4 @@
-"""Pinning of a worker's thread to the NUMA node of its GPU, over a sysfs of the test's own."""
+"""Pinning of a worker's thread to the NUMA node of its GPU, with a fake sysfs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def sysfs(tmp_path, monkeypatch):
-    """Writes a machine: cores of each node, and the node of the GPU."""
+    """Write the files of a machine: cores of each node, and the node of the GPU."""
 
     def write(nodes, gpu_node, address=ADDRESS):
         node_root = tmp_path / "devices/system/node"
@@ -45,7 +45,7 @@ def sysfs(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mask(monkeypatch):
-    """The affinity of the threads, which the test keeps by itself; starts as cores 0 to 7."""
+    """The simulated affinity of the threads; starts as cores 0 to 7."""
     masks = {}
 
     def get(pid):
@@ -116,7 +116,7 @@ def test_a_refusal_of_the_system_is_no_error(sysfs, mask, monkeypatch):
 
 
 def test_only_the_calling_thread_is_pinned():
-    """On the real system: ``sched_setaffinity(0, ...)`` is of a thread on Linux."""
+    """On the real system: ``sched_setaffinity(0, ...)`` applies to the calling thread on Linux."""
     everywhere = os.sched_getaffinity(0)
     seen = []
 

@@ -41,7 +41,7 @@ def capture(gate):
 
 
 def is_taken(gate):
-    """Wait until a capture has its turn, of which the gate notifies nobody."""
+    """Poll until a capture is next in turn, for which the gate has no notification."""
     deadline = time.monotonic() + WAIT_S
     while not gate._is_taken and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -83,7 +83,7 @@ def test_a_capture_waits_until_data_sets_have_been_read(gate, pool, monkeypatch)
     captured = pool.submit(capture, gate)
     assert is_taken(gate)
     late.leave.set()
-    waiting = start_reading(pool, late)  # or readers in turn would keep captures out for ever
+    waiting = start_reading(pool, late)  # or readers in turn would block captures for ever
     assert not late.entered.wait(HELD_UP_S)
     assert not captured.done()
     data.leave.set()
@@ -107,7 +107,7 @@ def test_a_stuck_reader_costs_a_capture_and_no_more():
     gate = CaptureGate(capture_wait_s=0.01, read_wait_s=WAIT_S)
     with gate.reading():
         assert not capture(gate)
-        with gate.reading():  # nobody wants to capture any more
+        with gate.reading():  # no capture is pending any more
             pass
     assert capture(gate)
 
@@ -126,7 +126,7 @@ def test_a_capture_that_fails_lets_the_next_one_in(gate):
     assert capture(gate)
 
 
-def test_captures_come_one_after_the_other(gate, pool):
+def test_captures_run_one_at_a_time(gate, pool):
     inside, most, lock = 0, 0, threading.Lock()
     all_there = threading.Barrier(4)
 
@@ -147,7 +147,7 @@ def test_captures_come_one_after_the_other(gate, pool):
     assert most == 1
 
 
-def test_a_device_is_shared_while_another_worker_is_on_it(gate):
+def test_a_device_is_shared_while_another_worker_uses_it(gate):
     def device(index):
         return CudaDevice(torch.device("cuda", index), api=FakeCuda(), gate=gate)
 
@@ -158,7 +158,7 @@ def test_a_device_is_shared_while_another_worker_is_on_it(gate):
         assert not mine.is_shared
         with neighbour.activate():
             assert (mine.is_shared, neighbour.is_shared, far.is_shared) == (True, True, False)
-            neighbour.abandon()  # a thread that is stuck when its run is over
+            neighbour.abandon()  # a thread that is stuck after the end of its run
             neighbour.abandon()
             assert not mine.is_shared
         with pytest.raises(KeyError), neighbour.activate():
@@ -176,7 +176,7 @@ def test_a_worker_joins_behind_a_capture(gate, pool):
 
 
 def test_issued_work_is_complete_before_a_worker_waits_to_capture(gate, pool):
-    """A collective in it may be what another rank waits for, which holds the gate."""
+    """Another rank, which holds the gate, may wait for a collective in it."""
     fake = FakeCuda()
     device = CudaDevice(GPU, api=fake, gate=gate)
 
@@ -246,7 +246,7 @@ def test_a_peer_that_captures_past_the_time_limit_is_waited_for(gate, monkeypatc
         assert list(two.map(work, ends)) == [[2.0] * 3] * 2
 
 
-def test_a_peer_that_does_not_come_is_missed_though_graphs_were_captured_before(gate, monkeypatch):
+def test_a_missing_peer_times_out_although_graphs_were_captured_before(gate, monkeypatch):
     monkeypatch.setattr(capture_gate, "GATE", gate)
     assert capture(gate)
     ends = create_collectives(2, timeout_s=0.05)

@@ -89,7 +89,7 @@ def probes(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "uniform_", uniform_)
 
 
-def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
+def test_a_capture_is_thread_local_and_registers_the_generators(log):
     own = Generator(log, "own")
     api = CudaApi()
     graph = api.capture(lambda: log.append("work"), pool="pool", generators=[own])
@@ -99,8 +99,8 @@ def test_a_capture_is_of_one_thread_and_knows_the_generators(log):
     ]
 
 
-def test_generators_are_not_registered_where_pytorch_registers_them(log, monkeypatch):
-    """From 2.14 on it warns of every call."""
+def test_generators_are_not_registered_if_pytorch_registers_them(log, monkeypatch):
+    """PyTorch 2.14 and later warn about every call."""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     CudaApi().capture(lambda: None, pool="pool", generators=[Generator(log, "own")])
     assert log == ["begin in pool, thread_local", "end"]
@@ -136,11 +136,11 @@ def test_a_broken_graph_outlives_the_filter_of_the_pinned_allocator(log):
     log.graph.broken = True
     begin("invalidated")
     graphs = [graph for graph in gc.get_objects() if isinstance(graph, log.graph)]
-    assert len(graphs) == 2  # that of the generators, too
+    assert len(graphs) == 2  # also that of the generators
 
 
-def test_a_pool_is_given_back_once_where_the_function_raised_and_the_capture_ended(log):
-    """``reset`` gives it back; a second time would take it from the graphs that share it."""
+def test_a_pool_is_released_once_if_the_function_raises_and_the_capture_ends(log):
+    """``reset`` releases the pool; a second release would take it from graphs that share it."""
 
     def work():
         raise ValueError("a mistake of the user's")
@@ -151,7 +151,7 @@ def test_a_pool_is_given_back_once_where_the_function_raised_and_the_capture_end
     assert "release pool" not in log
 
 
-def test_a_pool_is_given_back_once_where_the_graph_cannot_be_instantiated(log):
+def test_a_pool_is_released_once_if_the_graph_cannot_be_instantiated(log):
     log.graph.invalid = True
     begin("cannot be instantiated")
     assert "reset" in log
@@ -168,7 +168,9 @@ def test_a_pool_is_given_back_once_where_the_graph_cannot_be_instantiated(log):
         ("2.11.0+rocm7.2", "7.2", False),
     ],
 )
-def test_a_pool_is_given_back_only_where_reset_does_not(version, hip, gives_back, log, monkeypatch):
+def test_a_pool_is_released_only_if_reset_does_not_release_it(
+    version, hip, gives_back, log, monkeypatch
+):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.version, "hip", hip)
     log.graph.broken = True

@@ -1,4 +1,4 @@
-"""The calls that carry batches to a CUDA device, and the memory that is asked about."""
+"""Copies of batches to a CUDA device, and queries of its memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FakeMemory(CudaMemory):
 
 
 class PosingDevice(CudaDevice):
-    """Host memory in place of the device's, filled late."""
+    """Host memory that simulates device memory, filled late."""
 
     def empty(self, shape, dtype):
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -70,7 +70,7 @@ class PosingDevice(CudaDevice):
         assert self.api.is_pinned(tensor), "the host waits for a copy from pageable memory"
         target = torch.zeros_like(tensor)
         self.api.copy(target, tensor)
-        self.api.run(self.api.current)  # what reads it is not queued behind it
+        self.api.run(self.api.current)  # the reader is not queued behind it
         return target
 
 
@@ -140,8 +140,8 @@ def test_batches_read_in_the_step_go_from_pinned_memory_and_the_host_does_not_wa
     sources = [source for source, _ in moved]
     assert [how for _, how in moved] == [{"non_blocking": True}] * 9
     assert all(fake.is_pinned(source) for source in sources)
-    # None is written to again: each has a block of its own, which PyTorch keeps until its copy
-    # is over.
+    # None is reused: each has its own block, which PyTorch keeps until its copy
+    # has ended.
     assert len({source.data_ptr() for source in sources}) == len(fake.calls("pin")) == 9
     assert not fake.calls("wait_host")
 
@@ -151,7 +151,7 @@ def test_a_new_epochs_order_goes_from_pinned_memory_and_the_host_does_not_wait(m
     context = CudaDevice(torch.device("meta"), api=fake, memory=FakeMemory())
     columns = (torch.arange(41),)
     reader = ResidentReader(ResidentData(adapt_dataset(columns)), EpochIndex(41, 2, 0), context)
-    fake.log.clear()  # bringing the data is waited for, once
+    fake.log.clear()  # one wait for the copy of the data
     for epoch in range(3):
         for batch in range(4):
             assert reader.read(Position(epoch, batch)).data[0].shape == (2,)
@@ -173,7 +173,7 @@ class Reads(Dataset):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Runs whose device is a stand-in; gives it and its memory."""
+    """Runs on a fake device; yields it and its memory."""
     fake, memory = FakeCuda(patience=None), FakeMemory()
     monkeypatch.setattr(run_module, "open_device", lambda *_: PosingDevice(GPU, api=fake))
     monkeypatch.setattr(data_path, "MEMORY", memory)
@@ -184,7 +184,7 @@ def late(monkeypatch):
 
 
 class Seen:
-    """A ``train_fn`` that looks at a batch when the compute stream has come to it."""
+    """A ``train_fn`` that reads each batch when the compute stream reaches it."""
 
     def __init__(self, fake):
         self._fake = fake
@@ -227,7 +227,7 @@ def test_a_run_trains_every_sample_once_whatever_the_data_path(late, change, ran
     [({}, False, True), ({}, True, False), ({"resident": False}, False, False)],
     ids=["tensors", "mapped", "refused"],
 )
-def test_only_tensors_in_memory_are_made_resident_unasked(
+def test_only_tensors_in_memory_are_made_resident_by_default(
     late, settings, is_mapped, may_reside, tmp_path
 ):
     fake, _ = late

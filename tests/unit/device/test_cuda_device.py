@@ -1,4 +1,4 @@
-"""The CUDA side of a worker's device, over a stand-in: order, pinned copies, run-ahead."""
+"""A worker's CUDA device on a fake API: stream order, pinned copies, run-ahead."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def device(fake):
 
 @any_order
 def test_the_comm_stream_is_ordered_both_ways_whichever_stream_runs_first(fake, device, order):
-    """S4, S5: the optimizer's step, then what moves state, then the next forward."""
+    """S4, S5: the optimizer's step, then copies of state, then the next forward."""
     for step in range(3):
         fake.mark(f"step {step}")
         with device.comm():
@@ -164,7 +164,7 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
         (model.early.sum() + 0 * model.early.sum()).backward()
         fake.mark("rest of the backward pass")
         model.late.sum().backward()
-        if step:  # nothing that comes later waits for the first bucket
+        if step:  # no later work waits for the first bucket
             fake.run(device.compute)
             assert fake.done == ["rest of the backward pass"]
         reducer.disarm()
@@ -181,14 +181,14 @@ def test_buckets_travel_beside_the_backward_pass_and_before_the_optimizer(fake, 
 
 @any_order
 def test_a_snapshot_holds_the_state_of_its_step_and_completes_later(fake, order):
-    """S6: it is behind the step before it, and training continues before it has arrived."""
+    """S6: it follows the step before it, and training continues before it is complete."""
     model = Model()
     averager = averager_on(fake, model)
     device = averager._device
     with device.activate():
         fake.mark("step")
         payload, arrival, squares = averager.start_snapshot()
-        assert squares is None  # nothing waits for the device
+        assert squares is None  # no wait for the device
         fake.mark("forward")
         with torch.no_grad():
             model.w.add_(1)
@@ -211,7 +211,7 @@ def test_a_synchronous_snapshot_is_complete_when_it_is_returned(fake, take):
     with averager._device.activate():
         if take == "last":
             payload = averager.last_snapshot()
-            assert averager._base is None  # no more memory of the device
+            assert averager._base is None  # no more device memory
         else:
             payload = averager.snapshot(reuse=take == "snapshot")
         assert bool((payload.params[0][:5] == 3.0).all())
@@ -234,7 +234,7 @@ def test_an_update_keeps_the_training_since_the_snapshot(fake, meanwhile):
         )
         arrival = averager.apply(average, look)
         for tensor in (*average.params, *average.buffers, *average.other_buffers):
-            tensor.fill_(77)  # the coordinator may use it again
+            tensor.fill_(77)  # the coordinator may reuse it
         assert not arrival.done
         fake.run_all()
         assert arrival.done
@@ -277,14 +277,14 @@ def test_no_more_than_three_steps_are_outstanding(fake, device):
     for step in range(10):
         timer.start()
         finished = [name for name in fake.done if name.startswith("step")]
-        assert len(finished) == max(0, step - 2)  # it waits for the step 3 back, and no other
+        assert len(finished) == max(0, step - 2)  # it waits for the third step back only
         fake.mark(f"step {step}")
         timer.stop(1)
     assert timer.take(wait=False) == (pytest.approx(0.007), 7)
     assert timer.take(wait=True) == (pytest.approx(0.003), 3)
 
 
-def test_times_come_late_from_events_used_again(fake, device):
+def test_times_are_read_late_from_reused_events(fake, device):
     timer = device.new_timer()
     for _ in range(50):
         timer.start()
@@ -331,7 +331,7 @@ def test_a_run_ahead_can_be_chosen(fake):
             timer.stop(1)
 
 
-# -- the thread's life -------------------------------------------------------------------
+# -- the worker's thread -------------------------------------------------------------------
 
 
 def test_activate_makes_the_compute_stream_current_and_runs_backward_in_its_thread(fake, device):
@@ -389,9 +389,9 @@ def test_a_cuda_device_opens_without_cuda():
 
 
 def test_a_device_with_streams_overrides_every_method_of_the_cpu_that_differs():
-    """Inherited methods do nothing, which on a GPU would be a missing wait."""
+    """The base class's methods do nothing; an inherited one would be a missing wait."""
     methods = {name for name, value in vars(Device).items() if callable(value)} - {"now"}
-    inherited = methods - {"__init__", "empty"}  # which asks self.device
+    inherited = methods - {"__init__", "empty"}  # which reads self.device
     assert inherited <= set(vars(CudaDevice))
     carrying = set(vars(DelayedCopies)) & methods
     assert carrying >= {"copying", "new_event", "record", "wait_event", "wait_host", "is_complete"}

@@ -1,4 +1,4 @@
-"""Losses and scalars of a CUDA device: kept on it, sent in one go, read late."""
+"""Losses and scalars of a CUDA device: kept on it, copied in one transfer, read late."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_harvest_of_many_is_one_copy(fake, log):
     assert log.harvest() == (200.0, 200, (("norm", 600.0, 200),))
 
 
-def test_the_log_of_a_gpu_gives_the_values_of_a_cpu_log(log):
+def test_the_log_of_a_gpu_returns_the_values_of_a_cpu_log(log):
     generator = torch.Generator().manual_seed(0)
     logs = (log, ValueLog())
     for step in range(50):
@@ -81,7 +81,7 @@ def test_the_log_of_a_gpu_gives_the_values_of_a_cpu_log(log):
 @pytest.mark.parametrize("late", [0, 1])
 def test_weights_on_the_device_are_copied_with_their_losses(log, late):
     logs = (log, ValueLog())
-    for step in range(1500):  # more than one buffer holds
+    for step in range(1500):  # more than the capacity of a buffer
         for each in logs:
             each.push_scalar("norm", tensor(3.0), 1)
             each.weigh_scalars(each.num_scalars - 1, tensor(0.5 * step, torch.float64))

@@ -1,4 +1,4 @@
-"""Queries of events, which must not keep other threads from running."""
+"""Queries of events, which must not block other threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 30.0
 
 
 class Event:
-    """An event of PyTorch, whose own query must not be used."""
+    """An event of PyTorch whose ``query`` must not be called."""
 
     def __init__(self, handle):
         self.cuda_event = handle
@@ -35,7 +35,7 @@ def driver(monkeypatch):
 
 
 def test_a_query_that_blocks_in_the_driver_lets_other_threads_run(driver, monkeypatch):
-    """``sem_wait`` stands for a query that waits for a lock; only another thread can end it."""
+    """``sem_wait`` simulates a query that waits for a lock; only another thread can end it."""
     libc = ctypes.PyDLL(None)
     semaphore = ctypes.create_string_buffer(64)
     libc.sem_init(semaphore, 0, 0)
@@ -57,7 +57,7 @@ def test_a_query_that_blocks_in_the_driver_lets_other_threads_run(driver, monkey
 
 
 class Query:
-    """Stands for ``cuEventQuery``."""
+    """A fake ``cuEventQuery``."""
 
     def __init__(self, result):
         self.result = result

@@ -1,4 +1,4 @@
-"""Work on a GPU that is not the worker's own: the caller's, a data set's, another device's."""
+"""Work on a GPU outside of the worker: the caller's, a data set's, another device's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.worker.test_cuda_worker import pose
 OTHER = torch.device("cuda", 1)
 
 
-# -- what the caller has put on the device -------------------------------------------------
+# -- pending work of the caller ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("index", range(3), ids=["compute", "comm", "copy"])
@@ -36,7 +36,7 @@ def test_every_stream_is_ordered_behind_earlier_work_of_the_thread(index):
     assert fake.done == ["data", "use"]
 
 
-def test_a_run_comes_behind_the_stream_of_the_thread_that_starts_it(monkeypatch):
+def test_a_run_waits_for_the_stream_of_the_thread_that_starts_it(monkeypatch):
     fake = FakeCuda(patience=2)
     pose(monkeypatch, lambda: fake)
     seen = []
@@ -83,8 +83,8 @@ def test_streams_of_a_worker_that_died_are_left_alone():
 # -- the current device ------------------------------------------------------------------------
 
 
-class DeviceTold(FakeCuda):
-    """Notes under which device a thread looks at events."""
+class DeviceRecorder(FakeCuda):
+    """Records the current device of each query of an event and each wait for one."""
 
     def __init__(self):
         super().__init__()
@@ -100,8 +100,8 @@ class DeviceTold(FakeCuda):
 
 
 def test_a_loaders_thread_queries_events_under_its_own_device():
-    """Under the first one, which it finds, the call would make a context there."""
-    fake = DeviceTold()
+    """On the thread's default device the call would create a CUDA context."""
+    fake = DeviceRecorder()
     copies = CudaDevice(OTHER, api=fake)
     event = copies.new_event()
     copies.wait_host(event)
@@ -144,11 +144,11 @@ def test_seeding_rank_0_leaves_the_generators_of_other_devices_alone(monkeypatch
     assert seeded == []
 
 
-# -- data sets that lie on the device ------------------------------------------------------------
+# -- data sets on the device ---------------------------------------------------------------------
 
 
 class Foreign(Dataset):
-    """Gives tensors that are not the CPU's, and notes the stream in which it made them."""
+    """Yields tensors of another device, and records the stream on which each was made."""
 
     def __init__(self, copies):
         self._copies = copies
@@ -165,7 +165,7 @@ class Foreign(Dataset):
 
 
 class ForeignCopies(DelayedCopies):
-    """Notes what had been made when a batch was brought."""
+    """Records if a batch existed before it was copied to the device."""
 
     def __init__(self):
         super().__init__()
@@ -193,8 +193,8 @@ def test_tensors_that_a_data_set_makes_on_the_device_are_complete_when_they_are_
     assert copies.brought == [True] * len(dataset.streams)
 
 
-def test_a_tensor_that_lies_on_the_device_is_lent_to_the_stream_that_uses_it():
-    """Its memory is another stream's, which would use it again as soon as it is freed."""
+def test_a_tensor_on_the_device_is_recorded_on_the_stream_that_uses_it():
+    """The memory belongs to another stream, which would reuse it as soon as it is freed."""
     meta, lent = torch.device("meta"), []
 
     class Lends(FakeCuda):

@@ -1,4 +1,4 @@
-"""The kernel that reads pinned memory when it runs, as far as it goes without a GPU."""
+"""The kernel that reads pinned memory, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 

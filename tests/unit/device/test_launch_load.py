@@ -1,4 +1,4 @@
-"""The warning of a run whose GPUs wait for one interpreter, over stand-ins."""
+"""The warning of a run whose GPUs wait for one interpreter, on fake devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_WINDOWS = 2 * STEPS_OF_A_WINDOW + SAMPLE_STEPS * SKIPPED_SAMPLES + 8
 
 
 class Clocks:
-    """Wall and CPU time that a test moves on; counts how often they are read."""
+    """Wall and CPU time advanced by the test; counts the reads."""
 
     def __init__(self):
         self.wall_s = self.cpu_s = 0.0
@@ -41,7 +41,7 @@ class Clocks:
 
 
 class Workers:
-    """Two workers that make their steps in turn; a step takes one tick on the device."""
+    """Two workers that step in turn; a step takes one tick on the device."""
 
     def __init__(self):
         self.clocks = Clocks()

@@ -1,4 +1,4 @@
-"""Streams of workers and ranks, beside PyTorch's pool of 32 that come up again."""
+"""Streams of workers and ranks, which differ from the reused streams of PyTorch's pool of 32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 32
 
 
 class PooledStream:
-    """As ``torch.cuda.Stream``: the next handle of the pool, in use or not."""
+    """Like ``torch.cuda.Stream``: the next handle of the pool, in use or not."""
 
     numbers = itertools.count()
 
@@ -43,7 +43,7 @@ def test_streams_of_another_device_do_not_count(take):
     assert take(1).cuda_stream == first.cuda_stream
 
 
-def test_a_stream_that_is_let_go_comes_up_again_and_the_last_resort_is_a_shared_one(take):
+def test_a_released_stream_is_reused_and_an_exhausted_pool_yields_a_shared_one(take):
     held = [take() for _ in range(SIZE)]
     assert len({stream.cuda_stream for stream in held}) == SIZE
     assert take().cuda_stream in {stream.cuda_stream for stream in held}

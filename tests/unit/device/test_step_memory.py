@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class WrittenMemory(CudaMemory):
-    """Devices of ``total`` MiB, of which the run may use a part; a step of n samples peaks at
+    """Devices of ``total`` MiB; the run may use a part of it; a step of n samples peaks at
     ``100 + each * n`` MiB, of which 100 are held between steps; no graph frees anything.
     """
 
@@ -74,7 +74,7 @@ def follow(memory, sizes, num_workers=1):
 # The budget is 1000 less a margin of 64 MiB.
 
 
-def test_nothing_is_said_before_a_step():
+def test_there_is_no_warning_before_the_first_step():
     assert follow(WrittenMemory(), []).most is None
 
 
@@ -93,7 +93,7 @@ def test_two_sizes_tell_the_fixed_part_apart(written):
 
 
 def test_a_size_that_was_seen_once_is_no_point_of_the_line(written):
-    """Its peak may lack what the first step allocates at its end."""
+    """Its peak may miss memory that the first step allocates at its end."""
     found = StepMemory(written, GPU, lambda: 1)
     written.peaks[GPU] = 200 * MIB
     found.stepped(20)
@@ -125,7 +125,7 @@ def test_a_graph_needs_the_memory_of_a_step_beside_all_that_is_reserved(written)
     assert found.most == 30 + (936 - 300 - 400) // 10, "what graphs keep is no step's"
 
 
-# -- in runs: devices of their own, for two ranks ------------------------------------------------
+# -- runs of two ranks, each on its own device ------------------------------------------------
 
 
 def peaking(memory, pieces):
@@ -189,10 +189,10 @@ def test_a_size_without_room_for_a_graph_is_trained_eagerly_and_reported_once(
     )
     state = train(b.balance(True).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [64] * 5
-    told = [text for text in warnings_of(caplog) if "lacks memory for a graph" in text]
-    assert len(told) == 1
-    assert "rank 0" in told[0]
-    assert "5 samples" in told[0]
+    warnings = [text for text in warnings_of(caplog) if "lacks memory for a graph" in text]
+    assert len(warnings) == 1
+    assert "rank 0" in warnings[0]
+    assert "5 samples" in warnings[0]
     assert len(pieces[0]) == 40, "each step is made eagerly"
     assert len(pieces[1]) < 40, "3 samples have room"
     assert torch.isfinite(torch.cat([p.flatten() for p in state.params.values()])).all()

@@ -167,7 +167,7 @@ def test_a_shard_moved_on_one_rank_aborts_the_others(strategy, call):
             shard = dict(fsdp.named_parameters())["module.hidden.weight"]
             shard.data = shard.data.clone()
         call(fsdp)
-        if call is not FSDP.unwrap:  # of which the other node may have made its own
+        if call is not FSDP.unwrap:  # the other node may have completed its own
             fsdp.sync_buffers()  # forward alone gathers nothing for SHARD_GRAD_OP
 
     one_fails(work, RuntimeError, "moved to other memory")

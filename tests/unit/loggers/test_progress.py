@@ -179,7 +179,7 @@ def test_nothing_is_displayed_with_progress_off():
     assert make_display(False, machine().statistics, 10, 1) is None
 
 
-def test_lines_that_no_handler_takes_are_not_made(monkeypatch):
+def test_lines_without_a_handler_are_not_formatted(monkeypatch):
     monkeypatch.setattr(progress, "is_announced", lambda log: False)
     assert make_display(True, machine().statistics, 10, 1) is None
 

@@ -90,7 +90,9 @@ def test_metrics_every_without_a_receiver_logs_a_warning(caplog):
     assert "metrics_every(n) has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("num_batches", [10, 0])  # 0: the first step metrics are an evaluation's
+@pytest.mark.parametrize(
+    "num_batches", [10, 0]
+)  # 0: the first step metrics belong to an evaluation
 @pytest.mark.parametrize("done", [0, 40])
 def test_a_logger_of_a_resumed_run_hides_only_metrics_after_its_checkpoint(
     tmp_path, done, num_batches

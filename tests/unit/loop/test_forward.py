@@ -486,7 +486,7 @@ def contrast(model, x):
 def test_outputs_that_relate_samples_to_each_other_are_refused(num_devices, hint, make):
     with on_cpus(Echo(make), num_devices, config=DdpConfig(speed_hint=hint)) as model:
         if hint is None:
-            model(numbers(6))  # with equal shards it might be a coincidence
+            model(numbers(6))  # with equal shards the result could agree by chance
         way = r"relate them .* in the loop.* gpuworker\.all_gather\(z\)"
         with pytest.raises(ValueError, match=way):
             model(numbers(6))

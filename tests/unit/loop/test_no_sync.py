@@ -46,7 +46,7 @@ def count_reductions(model, timeline):
     return timeline.summary().num_averagings
 
 
-def test_passes_within_it_are_reduced_once_with_the_next_pass_outside(pair):
+def test_passes_within_no_sync_are_reduced_once_with_the_next_pass_outside(pair):
     model, alone, timeline = pair
     batches = [make_batch(size) for size in (8, 6, 4, 1)]
     for i, batch in enumerate(batches):
@@ -60,7 +60,7 @@ def test_passes_within_it_are_reduced_once_with_the_next_pass_outside(pair):
     assert count_reductions(model, timeline) == 1
 
 
-def test_gradients_within_it_are_those_of_the_first_device(pair):
+def test_gradients_within_no_sync_are_those_of_the_first_device(pair):
     model, alone, _ = pair
     x, y = make_batch(8)
     with model.no_sync():
@@ -116,7 +116,7 @@ def test_cleared_gradients_do_not_reach_a_later_step(pair, clear):
     assert_close(gradients(model), gradients(alone.model))
 
 
-def test_gradients_that_are_asked_for_within_it_are_of_the_whole_batch(pair):
+def test_gradients_requested_within_no_sync_are_of_the_whole_batch(pair):
     model, alone, _ = pair
     x, y = make_batch(8)
     with model.no_sync():
@@ -126,7 +126,7 @@ def test_gradients_that_are_asked_for_within_it_are_of_the_whole_batch(pair):
     assert_close(found, expected)
 
 
-def test_it_nests_and_ends_on_an_exception(pair):
+def test_no_sync_nests_and_ends_on_an_exception(pair):
     model, alone, timeline = pair
     batch = make_batch(8)
     with pytest.raises(KeyError), model.no_sync(), model.no_sync():
@@ -142,7 +142,7 @@ def test_it_nests_and_ends_on_an_exception(pair):
     assert count_reductions(model, timeline) == 1
 
 
-def test_on_one_device_it_has_no_effect():
+def test_no_sync_has_no_effect_on_one_device():
     net = make_net()
     alone, batch = OneDevice(net), make_batch(8)
     with on_cpus(net, 1) as model:

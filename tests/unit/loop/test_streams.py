@@ -96,7 +96,7 @@ class PosingSync(StreamSync):
 
 
 class Marking(nn.Module):
-    """A net that marks its stream in forward and in backward."""
+    """A net that records its stream in forward and in backward."""
 
     fake = None  # not an attribute of the net, which is copied
 

@@ -135,7 +135,7 @@ def test_two_threads_that_attach_the_same_monitor_attach_it_once(monitor, monkey
 
     def meanwhile():
         other.start()
-        other.join(0.1)  # it waits until this one is through
+        other.join(0.1)  # it waits until this one has ended
 
     calls = between(monkeypatch, before=meanwhile)
     try:
@@ -244,7 +244,7 @@ def test_the_page_shows_the_death_of_a_rank_while_the_others_continue(monitor, r
     b = builder(train=fit, ranks=3).on_worker_failure("continue")
     handle = (b.timeline(Timeline()) if recorded else b).run().attach(monitor)
     with open_page(monitor) as stream:
-        # The first look comes before the death, or has it in its counters.
+        # The first snapshot precedes the death, or has it in its counters.
         stream.until(lambda w: w["now"] is not None and not w["now"]["ranks"][1]["alive"])
     gate.opened.set()
     handle.join(WAIT_S)
@@ -495,7 +495,7 @@ def test_the_saved_page_of_an_ended_run_shows_its_end(closed, tmp_path):
         assert busy.wait(WAIT_S)
         running.opened.set()
         handle.join(WAIT_S)
-        threading.Timer(0.1, gate.set).start()  # what is saved before that lacks the end
+        threading.Timer(0.1, gate.set).start()  # a page saved earlier lacks the end
         if closed:
             monitor.close()
         monitor.save_html(tmp_path / "run.html")

@@ -248,7 +248,7 @@ def test_pages_follow_the_run_and_survive_a_reload(browser):
             ends.append((value(browser, "step"), values(browser, "#events li", "data-kind")))
         assert ends[0] == ends[1]
         assert ends[0][0] == 60
-        # Another run takes the place of the first, and the end of the server is shown.
+        # Another run replaces the first, and the end of the server is shown.
         builder(epochs=7).run().attach(monitor).join(WAIT_S)
         wait(browser, "return document.querySelector('[data-name=epoch]').dataset.value === '7'")
         monitor.close()
@@ -291,7 +291,7 @@ def test_hostile_names_are_shown_as_text(browser, tmp_path):
 
 
 def check_hostile(browser):
-    # The state is shown before the rest that came with it.
+    # The state is shown before the other data of its message.
     for shown in ("#events .failure", f"#scalar-{len(HOSTILE)} h2"):
         wait(browser, f"return document.querySelector('{shown}') !== null")
     scripts, images, polluted, fits = browser.execute_script(

@@ -40,7 +40,7 @@ def servers():
     return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
-# -- what it answers -----------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------
 
 
 def test_the_page_and_its_parts_are_served(open_monitor):
@@ -197,7 +197,7 @@ def test_a_closed_page_frees_its_place(monkeypatch):
                 time.sleep(0.01)
 
 
-# -- where it listens -----------------------------------------------------------------------
+# -- addresses ---------------------------------------------------------------------------
 
 
 def test_port_0_picks_a_free_port():
@@ -311,7 +311,7 @@ def test_a_new_connection_is_closed_with_the_server():
     for _ in range(6):
         with Monitor() as monitor:
             socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S).close()
-        gc.collect()  # what is left open is an error here
+        gc.collect()  # an open descriptor is an error here
 
 
 def test_a_garbage_collected_monitor_ends_its_thread():
@@ -339,7 +339,7 @@ def test_a_page_that_reads_nothing_delays_the_shutdown_by_a_second_at_most():
 def test_a_process_with_an_open_monitor_ends(tmp_path):
     code = (
         "import faulthandler\n"
-        "faulthandler.dump_traceback_later(90, exit=True)\n"  # says where it hangs, if it does
+        "faulthandler.dump_traceback_later(90, exit=True)\n"  # prints the stacks if it hangs
         "from runtime import Monitor\n"
         "from tests.support.running import builder\n"
         "handle = builder(epochs=2).progress(False).run().attach(Monitor())\n"

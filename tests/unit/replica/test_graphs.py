@@ -1,4 +1,4 @@
-"""Steps as graphs, on a stand-in that records PyTorch's operations and repeats them."""
+"""Steps as graphs, on a fake that records PyTorch's operations and repeats them."""
 
 from __future__ import annotations
 
