@@ -1,7 +1,7 @@
-"""The shape of the source tree: its import graph, its floors, and the figures of its size.
+"""Structure of the source tree: its import graph, its layers, and statistics of its size.
 
-``python -m tests.house [TREE ...]`` prints the figures of trees side by side, this one where
-none is named. ``tests/unit/test_imports.py`` holds this tree to the rules.
+``python -m tests.house [TREE ...]`` prints the statistics of trees in columns, of this one if
+none is named. ``tests/unit/test_imports.py`` checks this tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("coordinator", "gpuworker", "runtime")
 
-FLOORS = (
+LAYERS = (
     ("coordinator",),
     ("runtime/core",),
     ("runtime/device", "runtime/timeline"),
@@ -32,7 +32,7 @@ FLOORS = (
     ("runtime",),
     ("gpuworker",),
 )
-"""Folders from the ground up. Imports go down, or stay in their folder."""
+"""Folders from the bottom up. Imports go down, or stay in their folder."""
 
 MAX_TOP_MODULES = 10
 MAX_DEPTHS = {"coordinator": 7, "runtime": 19}
@@ -59,7 +59,7 @@ OPENINGS = {
 
 
 def relative(path, root=ROOT):
-    """A path as it is called in messages."""
+    """A path relative to the root, as in messages."""
     return path.relative_to(root).as_posix()
 
 
@@ -74,7 +74,7 @@ def parse(path):
 
 
 def called(node):
-    """Dotted name of what a call calls, as far as it is made of names."""
+    """Dotted name of the called function, as far as it consists of names."""
     parts, target = [], node.func
     while isinstance(target, ast.Attribute):
         parts.append(target.attr)
@@ -134,12 +134,12 @@ class House:
         return graph
 
     def _file_of(self, name):
-        """The file of a module, of a package its ``__init__``; ``None``: it is none of ours."""
+        """The file of a module or package; ``None`` for modules of other projects."""
         stem = name.replace(".", "/")
         return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in self.files), None)
 
     def below(self, *entries, without=()):
-        """Files of the runtime that some import, directly or not, and these.
+        """These files, and the files of the runtime that they import, directly or not.
 
         Args:
             entries: These files.
@@ -150,25 +150,25 @@ class House:
             file = todo.pop()
             if file not in (*found, *without) and not file.startswith("coordinator/"):
                 found.add(file)
-                todo += self.graph[file]  # an entry that is gone is an error
+                todo += self.graph[file]  # a missing entry is an error
         return sorted(found)
 
-    # -- faults, each in a line ---------------------------------------------------------
+    # -- violations, one line each ---------------------------------------------------------
 
     def wrong_ways(self):
         """Imports that do not go down and do not stay in their folder."""
         for file, targets in sorted(self.graph.items()):
             for target in sorted(targets):
                 here, there = _folder(file), _folder(target)
-                if here != there and _floor(there) >= _floor(here):
-                    way = "up" if _floor(there) > _floor(here) else "across"
+                if here != there and _layer(there) >= _layer(here):
+                    way = "up" if _layer(there) > _layer(here) else "across"
                     yield f"{file} imports {way}: {target}"
 
-    def homeless(self):
-        """Folders that stand on no floor."""
-        known = {folder for floor in FLOORS for folder in floor}
+    def without_layer(self):
+        """Folders without a layer."""
+        known = {folder for layer in LAYERS for folder in layer}
         yield from sorted(
-            f"{folder} has no floor" for folder in {_folder(f) for f in self.files} - known
+            f"{folder} has no layer" for folder in {_folder(f) for f in self.files} - known
         )
 
     def circles(self):
@@ -177,7 +177,7 @@ class House:
             yield "a circle of imports: " + ", ".join(sorted(ring))
 
     def chain(self, package):
-        """A longest chain of imports inside a package, from the top; its face is none of it."""
+        """A longest chain of imports inside a package, from the top, without its ``__init__``."""
         files = {
             f for f in self.files if f.startswith(f"{package}/") and f != f"{package}/__init__.py"
         }
@@ -223,7 +223,7 @@ class House:
                 yield f"{len(chain)} deep: " + " > ".join(f.split("/")[-1] for f in chain)
 
     def top_modules(self):
-        """The modules right in ``runtime/``."""
+        """The modules at the top of ``runtime/``."""
         return [f for f in self.files if _folder(f) == "runtime"]
 
     def crowded(self):
@@ -236,7 +236,7 @@ class House:
         """A module and a folder beside it, two files, or two public classes, with one name."""
         folders = {f.rsplit("/", 1)[0] for f in self.files}
         yield from (
-            f"{f} stands beside a folder of its name"
+            f"{f} has the name of a folder beside it"
             for f in self.files
             if f.removesuffix(".py") in folders
         )
@@ -244,7 +244,7 @@ class House:
         for file in self.files:
             names[file.rsplit("/", 1)[1]].append(file)
         yield from (
-            f"the name of {' and '.join(files)} stands for two things"
+            f"the name of {' and '.join(files)} is defined twice"
             for name, files in sorted(names.items())
             if len(files) > 1 and name not in FILE_NAMES
         )
@@ -260,7 +260,7 @@ class House:
         )
 
     def doubles(self):
-        """Module-level names (classes, constants, aliases) that a package has twice."""
+        """Module-level names (classes, constants, aliases) that a package defines twice."""
         names = defaultdict(list)
         for file, tree in self.files.items():
             for node in () if file.endswith("/__init__.py") else tree.body:
@@ -293,7 +293,7 @@ class House:
                         yield f"{file}: {node.name} has {lines} lines"
 
     def foreign(self):
-        """Imports of the runtime in the coordinator, whether there is such a module or not."""
+        """Imports of the runtime in the coordinator, existing modules or not."""
         for file in self.files:
             if _folder(file) == "coordinator":
                 tree = self.files[file]
@@ -303,7 +303,7 @@ class House:
 
     RULES = (
         wrong_ways,
-        homeless,
+        without_layer,
         foreign,
         circles,
         package_circles,
@@ -316,13 +316,13 @@ class House:
     )
 
     def faults(self):
-        """All of them."""
+        """All violations."""
         return [fault for rule in self.RULES for fault in rule(self)]
 
-    # -- figures --------------------------------------------------------------------------
+    # -- statistics --------------------------------------------------------------------------
 
     def figures(self):
-        """Figures on the size and structure of the tree, by name."""
+        """Statistics of the size and structure of the tree, by name."""
         own = [f for f in self.files if f.startswith("runtime/")]
         coordinator = [f for f in self.files if f.startswith("coordinator/")]
         names = Counter(f.split("/")[-1] for f in self.files if not f.endswith("/__init__.py"))
@@ -355,7 +355,7 @@ def _length(path):
 
 
 def _folder(file):
-    """The folder that a file counts for; all of the coordinator is one."""
+    """The folder of a file for the layers; the coordinator counts as one."""
     folder = file.rsplit("/", 1)[0]
     return "coordinator" if folder.startswith("coordinator/") else folder
 
@@ -388,13 +388,13 @@ def _is_named(node, file):
     return any(name.startswith(s) or name.endswith(s) for s in stems)
 
 
-def _floor(folder):
-    """The number of a folder's floor; one that is unknown is on the ground."""
-    return next((i for i, floor in enumerate(FLOORS) if folder in floor), 0)
+def _layer(folder):
+    """The number of a folder's layer; 0 for an unknown folder."""
+    return next((i for i, layer in enumerate(LAYERS) if folder in layer), 0)
 
 
 def _rings(graph):
-    """Sets of files each of which reaches all others, of two files or more."""
+    """Strongly connected components of two files or more."""
 
     def reached(file):
         found, todo = set(), [file]
@@ -410,7 +410,7 @@ def _rings(graph):
 
 
 def main(arguments):
-    """Print the figures of trees, and the faults of the last."""
+    """Print the statistics of trees, and the violations of the last."""
     houses = [House(Path(a).resolve()) for a in arguments or ["."]]
     columns = [house.figures() for house in houses]
     width = max(map(len, columns[0]))

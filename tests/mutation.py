@@ -1,12 +1,12 @@
-"""Which faults do the tests not see? ``python -m tests.mutation --sample 100 --seed 1``.
+"""Mutation testing of the packages: ``python -m tests.mutation --sample 100 --seed 1``.
 
 Changes one operator, constant or statement at a time in a copy of the tree, runs the tests
-of its module until one fails, and tells which changes no test noticed. It is far too slow for
+of its module until one fails, and reports the changes that no test detects. It is far too slow for
 every commit: one change costs as long as its module's tests take.
 
-Docstrings, texts, annotations, assertions, decorators, log lines and the arguments of
-exceptions stay as they are. A test that fails is run again before the change counts as seen,
-so that a busy machine finds nothing.
+Docstrings, strings, annotations, assertions, decorators, log lines and the arguments of
+exceptions stay as they are. A failing test is repeated before the change counts as detected,
+so timeouts on a busy machine do not count.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 TEST_TIMEOUT_S = 25
-"""A test that takes longer has been stopped by the change."""
+"""Time limit of a test; a longer test counts as stopped by the change."""
 
 SWAPS = {
     "<": ("<=",), "<=": ("<",), ">": (">=",), ">=": (">",), "==": ("!=",), "!=": ("==",),
@@ -212,7 +212,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Tells it from all others of the same source."""
+        """Key that identifies the change among all changes of the same source."""
         return f"{self.module}:{self.start}:{self.before}:{self.after}"
 
     def __str__(self) -> str:
@@ -382,7 +382,7 @@ class Tests:
             if status is None:
                 time.sleep(0.05)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what the tests started dies, too
+            os.killpg(pid, signal.SIGKILL)  # processes started by the tests end as well
         if status is None:
             os.waitpid(pid, 0)
         with os.fdopen(reading) as pipe:
@@ -403,13 +403,13 @@ class Tests:
         os.environ["PYTHONPATH"] = str(self._copy)
         sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, self._copy)]
         sys.path.insert(0, str(self._copy))
-        # What spawns processes must not find this module as the main one.
+        # Spawned processes must not import this module as the main module.
         sys.modules["__main__"] = ModuleType("__main__")
         for name in list(sys.modules):
             if name.split(".")[0] in ("tests", "runtime", "coordinator"):
                 del sys.modules[name]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_TIMEOUT_S}"]
-        for test in tests:  # one at a time: what a failure spares is not even collected
+        for test in tests:  # one file at a time: files after a failure are not collected
             file, *wanted = test.split(" -k ")
             chosen = [file, *(f"-k{expression}" for expression in wanted)]
             code = int(pytest.main([*options, *chosen], plugins=[Twice(writing)]))
@@ -419,7 +419,7 @@ class Tests:
 
 
 class Twice:
-    """A plugin: a test that fails is run once more, and its second result counts."""
+    """Plugin that repeats a failing test; its second result counts."""
 
     def __init__(self, writing: int) -> None:
         self._writing = writing
@@ -442,7 +442,7 @@ class Twice:
 
 
 class Run:
-    """Tries changes and tells of them, in lines of JSON that another run goes on from."""
+    """Tests changes and records the results as lines of JSON, from which a later run continues."""
 
     def __init__(self, copy: Path, output: Path, slack: float, limit_s: float) -> None:
         self._copy = copy
@@ -470,14 +470,14 @@ class Run:
             start = time.monotonic()
             verdict, seen = self._tests.run(tests, 1800.0)
             took_s = time.monotonic() - start
-            told = "pass" if verdict == "passed" else f"are useless: {seen} is red"
-            print(f"{len(tests)} test files {told} in {took_s:.0f} s without a change", flush=True)
+            state = "pass" if verdict == "passed" else f"are useless: {seen} is red"
+            print(f"{len(tests)} test files {state} in {took_s:.0f} s without a change", flush=True)
             useful = verdict == "passed"
             self._limits_s[tests] = 2 * TEST_TIMEOUT_S + self._slack * took_s if useful else 0.0
         return self._limits_s[tests]
 
     def _write(self, target: Path, source: bytes) -> None:
-        """With a time of its own, which is what tells compiled code that it is stale."""
+        """Write a file with a new modification time, which makes compiled code stale."""
         target.write_bytes(source)
         self._stamp += 1
         os.utime(target, (self._stamp, self._stamp))

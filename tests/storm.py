@@ -153,7 +153,7 @@ class Storm:
         ]
 
     def _watch(self):
-        """Apply what is due, and read the machines' output."""
+        """Apply due events, and read the machines' output."""
         now = time.monotonic()
         if self._server_back_at is not None and now >= self._server_back_at:
             self._server.close()
@@ -193,7 +193,7 @@ class Storm:
             machine.signal(signal.SIGCONT)
             machine.signal(signal.SIGUSR2)
         for machine in self._machines.values():
-            machine.poll(1.0)  # it prints its stacks
+            machine.poll(1.0)  # the machine prints its stacks
 
     def _end(self):
         """Resume all machines, and end the run on all of them."""

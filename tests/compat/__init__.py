@@ -1,1 +1,1 @@
-"""Models and recipes of others against each way into the runtime: ``python -m tests.compat``."""
+"""Models and recipes of other projects with each API of the runtime: ``python -m tests.compat``."""

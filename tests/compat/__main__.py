@@ -1,7 +1,7 @@
-"""Train models and recipes of others through each way into the runtime, and tell what came of it.
+"""Train models and recipes of other projects through each API, and report the results.
 
-Usage: ``python -m tests.compat [--groups timm ...] [--names TEXT] [--write]``. A row whose packages
-are not installed is left out. ``--write`` puts the table into ``docs/compatibility.md``.
+Usage: ``python -m tests.compat [--groups timm ...] [--names TEXT] [--write]``. Rows without
+installed packages are omitted. ``--write`` puts the table into ``docs/compatibility.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.compat.doors import ABSENT, DOORS, EQUAL, FAILED, REFUSED, TITLES, TRAINS, Judge
+from tests.compat.apis import ABSENT, APIS, EQUAL, FAILED, REFUSED, TITLES, TRAINS, Judge
 from tests.compat.matrix import PACKAGES, all_cases, reason_to_skip
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -22,10 +22,10 @@ BEGIN, END = "<!-- table: python -m tests.compat --write -->", "<!-- end of the 
 
 
 def row(name: str, cells: Sequence[tuple[str, str]], notes: dict[str, int]) -> str:
-    """A row of the table; what there is to say becomes a numbered note."""
+    """A row of the table; remarks become numbered notes."""
     shown = []
-    for verdict, said in cells:
-        number = f" ({notes.setdefault(said, len(notes) + 1)})" if said else ""
+    for verdict, remark in cells:
+        number = f" ({notes.setdefault(remark, len(notes) + 1)})" if remark else ""
         shown.append(verdict + number)
     return f"| {name} | " + " | ".join(shown) + " |"
 
@@ -37,7 +37,7 @@ def versions(groups: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train all, print the table; 1 if a cell failed."""
+    """Train all cases and print the table; returns 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", nargs="+", choices=PACKAGES, default=list(PACKAGES))
     parser.add_argument("--names", default="", help="rows whose name holds this")
@@ -54,18 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     for group in groups:
         lines += ["", f"**{group}**", "", "| | " + " | ".join(TITLES.values()) + " |"]
-        lines.append("| --- " * (1 + len(DOORS)) + "|")
+        lines.append("| --- " * (1 + len(APIS)) + "|")
         print(*lines[-5:], sep="\n")
         for case in (c for c in all_cases() if c.group == group and args.names in c.name):
             judge = Judge(case)
-            cells = [judge.judge(door) for door in DOORS]
+            cells = [judge.judge(api) for api in APIS]
             for verdict, _ in cells:
                 counts[verdict] += 1
             lines.append(row(case.name, cells, notes))
             print(lines[-1], flush=True)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    lines += ["", *(f"{number}. {said}" for said, number in notes.items())]
-    lines += ["", f"With {versions(groups)}: {told}."]
+    totals = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    lines += ["", *(f"{number}. {remark}" for remark, number in notes.items())]
+    lines += ["", f"With {versions(groups)}: {totals}."]
     print(*lines[-3 - len(notes) :], f"{time.perf_counter() - start:.0f} s", sep="\n")
     if args.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

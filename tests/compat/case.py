@@ -29,7 +29,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model or recipe, written as its users write it.
+    """One model or recipe, as written by its users.
 
     Attributes:
         name: Name of the row.
@@ -102,7 +102,7 @@ class Case:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a case's ``loss`` returned."""
+    """The loss within the return value of a case's ``loss``."""
     if isinstance(result, Tensor):
         return result
     found: Tensor = result["loss"]
@@ -123,7 +123,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Listed(Dataset[Any]):
-    """A data set of any samples, in a list."""
+    """A data set over a list of samples."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
         self._samples = samples
@@ -158,7 +158,7 @@ def labels_that_count(batch: Any) -> Tensor:
 
 
 def labels_after_the_first(batch: Any) -> Tensor:
-    """Likewise for a causal language model, which does not predict the first token."""
+    """The same for a causal language model, which does not predict the first token."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 

@@ -74,7 +74,7 @@ def classify_graphs(model: nn.Module, batch: Any) -> Tensor:
 
 
 def follow_accuracy(bare: nn.Module) -> Any:
-    """An accuracy of torchmetrics, of the model as it is after each step."""
+    """An accuracy of torchmetrics, of the model after each step."""
     from torchmetrics.classification import MulticlassAccuracy
 
     metric = MulticlassAccuracy(NUM_CLASSES)

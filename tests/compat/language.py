@@ -29,7 +29,7 @@ GROUP = "Transformers"
 VOCABULARY, LENGTH = 32, 8
 SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FLOAT32_INSIDE = 1e-3
-"""Tolerance of models that compute parts in float32 whatever they are given."""
+"""Tolerance for models that compute parts in float32 for any input."""
 
 
 def causal_texts() -> Rows:
@@ -234,7 +234,7 @@ def adapted(base: nn.Module, **options: Any) -> nn.Module:
 
 
 def hub_data() -> Any:
-    """A data set of Hugging Face, made in memory."""
+    """An in-memory data set of Hugging Face."""
     from datasets import Dataset
 
     rows = causal_texts()
@@ -243,12 +243,12 @@ def hub_data() -> Any:
 
 
 def unequal_texts() -> Listed:
-    """Rows of tokens of unequal length, for a collator that pads."""
+    """Rows of tokens of unequal length, for a padding collator."""
     return Listed([{"input_ids": list(range(3, 7 + i % 5))} for i in range(NUM_SAMPLES)])
 
 
 def tokenizer() -> Any:
-    """A tokenizer of numbers, made in memory."""
+    """An in-memory tokenizer of numbers."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -265,10 +265,10 @@ def padding() -> Any:
 
 
 class Lazy:
-    """A collate function that is made at its first call, so that importing this file needs nothing.
+    """A collate function created at its first call, so importing this file needs no package.
 
     Args:
-        make: Makes it.
+        make: Creates it.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -283,7 +283,7 @@ class Lazy:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """As every model of Transformers is trained."""
+    """The loss returned by a model of Transformers."""
     return model(**batch)
 
 
@@ -293,7 +293,7 @@ def contrast(model: nn.Module, batch: Any) -> Any:
 
 
 class Features(nn.Module):
-    """CLIP without what relates samples to each other."""
+    """CLIP without the part that relates samples to each other."""
 
     def __init__(self) -> None:
         super().__init__()

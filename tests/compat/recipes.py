@@ -1,4 +1,4 @@
-"""Recipes that need PyTorch alone."""
+"""Recipes that need PyTorch only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def classify(model: nn.Module, batch: Any) -> Tensor:
 
 
 def follow_ema(bare: nn.Module) -> Watch:
-    """An exponential moving average, as ``torch.optim.swa_utils`` keeps one."""
+    """An exponential moving average by ``torch.optim.swa_utils``."""
     average = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     first = copy.deepcopy(average.module.state_dict())
 
@@ -128,13 +128,13 @@ class Language(nn.Module):
 
 
 def texts() -> TensorDataset:
-    """Rows of tokens, which are their own labels."""
+    """Rows of tokens, which are also the labels."""
     tokens = classes(VOCABULARY, 8)
     return TensorDataset(tokens, cut_labels(tokens))
 
 
 def predict_tokens(model: nn.Module, batch: Any) -> Any:
-    """The mean loss of the labels that count, and how many these are."""
+    """The mean loss of the labels that are not ignored, and their number."""
     tokens, labels = batch
     loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
     return {"loss": loss, "loss_weight": (labels != -100).sum()}
@@ -163,7 +163,7 @@ def mixed_dtypes() -> nn.Module:
 
 
 def mix_up(model: nn.Module, batch: Any) -> Tensor:
-    """Mixes each sample with its neighbour; the draw is fixed, so that it is the same anywhere."""
+    """Mix each sample with its neighbour; the draw is fixed, and equal in every API."""
     inputs, labels = batch
     share = torch.linspace(0.5, 1.0, len(inputs), dtype=inputs.dtype)
     targets = F.one_hot(labels, NUM_CLASSES).to(inputs.dtype)
@@ -194,14 +194,14 @@ def sequences() -> Listed:
 
 
 def pad(samples: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """A collate function of one's own: pads to the longest sequence of the batch."""
+    """A custom collate function: pads to the longest sequence of the batch."""
     rows, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in rows])
     return pad_sequence(list(rows), batch_first=True), lengths, torch.stack(labels)
 
 
 class Pooled(nn.Module):
-    """The mean over the steps of each sequence that are none of its padding."""
+    """The mean over the steps of each sequence without its padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ def recipe(name: str, make: Any = network, data: Any = vectors, **rest: Any) -> 
 
 
 def weighted() -> WeightedRandomSampler:
-    """Draws samples with weights, the same ones in every run of an epoch."""
+    """Draws samples with weights; every run of an epoch draws the same."""
     return WeightedRandomSampler(torch.arange(1.0, NUM_SAMPLES + 1), NUM_SAMPLES)
 
 
 def weighted_classes(model: nn.Module, batch: Any) -> Any:
-    """A loss that is a mean over the weights of the samples' classes."""
+    """A loss averaged by the weights of the samples' classes."""
     inputs, labels = batch
     weights = torch.tensor([1.0, 2.0, 5.0], dtype=inputs.dtype)
     loss = F.cross_entropy(model(inputs), labels, weight=weights, label_smoothing=0.1)

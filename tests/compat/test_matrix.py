@@ -9,25 +9,26 @@ import pytest
 
 from tests.compat import __main__ as command
 from tests.compat import recipes
-from tests.compat.doors import DOORS, EQUAL, FAILED, TRAINS, Judge
+from tests.compat.apis import APIS, EQUAL, FAILED, TRAINS, Judge
 from tests.compat.matrix import PACKAGES, all_cases, reason_to_skip
 
 CASES = all_cases()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.group}: {case.name}")
-def test_a_model_trains_through_each_door(case):
+def test_a_model_trains_through_each_api(case):
     with warnings.catch_warnings():
         if PACKAGES[case.group]:
             warnings.simplefilter("ignore")  # theirs
         if reason := reason_to_skip(case.group):
             pytest.skip(reason)
         judge = Judge(case)
-        cells = {door: judge.judge(door) for door in DOORS}
-    assert {door: said for door, (verdict, said) in cells.items() if verdict == FAILED} == {}
+        cells = {api: judge.judge(api) for api in APIS}
+    failed = {api: message for api, (verdict, message) in cells.items() if verdict == FAILED}
+    assert failed == {}
 
 
-def test_there_are_rows_enough_with_names_of_their_own():
+def test_there_are_enough_rows_with_unique_names():
     assert len({(case.group, case.name) for case in CASES}) == len(CASES) >= 30
     assert {case.group for case in CASES} == set(PACKAGES)
 
@@ -41,7 +42,7 @@ def test_the_page_shows_every_row_and_no_failure():
 
 
 class Untrained:
-    """Hands out weights as a door does."""
+    """Returns weights like an API."""
 
     def __init__(self, change):
         self._change = change
@@ -52,22 +53,22 @@ class Untrained:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda state: state, "the loss went from"),
         (lambda state: {f"module.{k}": v for k, v in state.items()}, "Missing key"),
     ],
 )
-def test_weights_that_did_not_train_or_have_other_keys_fail(change, said, monkeypatch):
-    monkeypatch.setitem(DOORS, "setup", Untrained(change))
+def test_weights_that_did_not_train_or_have_other_keys_fail(change, message, monkeypatch):
+    monkeypatch.setitem(APIS, "setup", Untrained(change))
     verdict, why = Judge(recipes.recipe("plain")).judge("setup")
     assert verdict == FAILED
-    assert said in why
+    assert message in why
 
 
-def test_a_door_that_differs_from_one_device_fails(monkeypatch):
+def test_an_api_that_differs_from_one_device_fails(monkeypatch):
     case = recipes.recipe("plain")
-    monkeypatch.setitem(DOORS, "setup", DOORS["CADENCE"])
+    monkeypatch.setitem(APIS, "setup", APIS["CADENCE"])
     verdict, why = Judge(case).judge("setup")
     assert verdict == FAILED
     assert "differs from one device" in why

@@ -1,4 +1,4 @@
-"""Let torchvision be imported where its operators cannot be loaded."""
+"""Make torchvision importable if its operators cannot be loaded."""
 
 from __future__ import annotations
 

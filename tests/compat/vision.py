@@ -83,7 +83,7 @@ def soft_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def transformed() -> Listed:
-    """Images that ``torchvision.transforms.v2`` makes anew at each look."""
+    """Images transformed by ``torchvision.transforms.v2`` at each access."""
     from torchvision.transforms import v2
 
     change = v2.Compose([v2.RandomHorizontalFlip(), v2.Normalize([0.5] * 3, [0.5] * 3)])
@@ -98,7 +98,7 @@ def transformed() -> Listed:
 
 
 def boxed() -> Listed:
-    """Images with a box or two, as detection models of torchvision take them."""
+    """Images with one or two boxes, in the format of torchvision's detection models."""
     samples = []
     for index in range(NUM_SAMPLES):
         corners = torch.rand(1 + index % 2, 2) * 16

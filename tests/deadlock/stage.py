@@ -44,15 +44,15 @@ def running(*workers: Alone) -> Iterator[None]:
 class Stage:
     """A run of two ranks: rank 0 is a worker, rank 1 is scripted.
 
-    Use it in a ``with`` block, which leaves no thread behind: a run that is not over then
-    ends by the death of the played rank.
+    Use it in a ``with`` block, which leaves no thread behind: an unfinished run then
+    ends by the death of the scripted rank.
 
     Args:
         train: The worker's ``train_fn``.
         num_batches: Batches of one sample each.
         policy: The policy of averaging.
-        backend: Over what.
-        settings: More for the coordinator.
+        backend: The transport of the averages.
+        settings: Further settings of the coordinator.
 
     Attributes:
         collectives: The ends of both ranks.

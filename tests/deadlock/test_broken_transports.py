@@ -93,11 +93,13 @@ def test_auto_falls_back_to_the_cpu(policy, how, faults, monkeypatch, caplog):
         state = handle.join(BOUND_S)
     check_books(state, [], epochs=EPOCHS)
     assert wire.num_cut or wire.num_refused
-    told = [r.getMessage() for r in caplog.records if "the run continues over" in r.getMessage()]
-    if how != "broken at random":  # which may never fail three times in a row
+    fallbacks = [
+        r.getMessage() for r in caplog.records if "the run continues over" in r.getMessage()
+    ]
+    if how != "broken at random":  # random faults may never occur three times in a row
         assert handle.backend is OVER_CPU
         assert "THREAD failed" in handle.backend_reason
-        assert len(told) == 1
+        assert len(fallbacks) == 1
         (event,) = [e for e in timeline.events() if e.kind.value == "transport"]
         assert (event.args["backend"], event.args["before"]) == ("CPU", "CPU")
         assert timeline.summary().facts.backend_reason == handle.backend_reason
@@ -137,7 +139,7 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     if how != "broken at random":
         assert handle.backend is THREAD
         assert "NCCL failed" in handle.backend_reason
-    # Whenever it broke, each step counts once, as without a fault.
+    # Each step counts once, as without a fault.
     with monkeypatch.context() as patch:
         patch.setattr(runtime.run, "create_collectives", create_collectives)
         patch.setattr(runtime.run, "choose_backend", lambda *_, **__: (THREAD, "plain"))

@@ -104,7 +104,7 @@ def test_an_abandoned_epoch_leaves_no_loader_blocked_on_a_full_queue(way, faults
 
 
 def test_the_epoch_after_an_abandoned_one_starts_clean():
-    """D31: the queue is full when the plan is cancelled; nothing of it comes up later."""
+    """D31: the queue is full when the plan is cancelled; none of its batches is used later."""
     with Consumer(ThreadLoader, Noisy()) as consumer:
         for taken in (0, 1, 3):
             consumer.loader.submit(ALL)
@@ -136,7 +136,7 @@ class Meeting(Dataset):
 
 @local_ways
 def test_a_data_set_is_read_by_all_ranks_at_once(way):
-    """D8: no lock around the data set that one stalled rank would hold."""
+    """D8: no lock around the data set, which a stalled rank could hold."""
     b = builder(dataset=Meeting(3), batch_size=2, ranks=3, way=way)
     with within(5):
         state = b.partition_ratios([1, 1, 1]).run().join(BOUND_S)

@@ -57,7 +57,7 @@ def test_a_short_last_batch_is_trained_and_the_epoch_closes(way, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @every_way
 def test_a_data_set_smaller_than_a_batch_is_trained_as_one_short_batch(way, ranks):
-    """S3: it neither waits for more nor ends with nothing."""
+    """S3: it neither waits for more batches nor ends without a batch."""
     trace = Trace()
     b = builder(train=trace, dataset=3, batch_size=10, epochs=2, ranks=ranks, way=way)
     with within(5):
@@ -98,7 +98,7 @@ def test_epochs_close_in_order_while_a_fast_rank_has_trained_the_last(policy, fa
 
 @local_ways
 def test_a_closed_epoch_is_never_assigned_again(way, tap):
-    """D24: not by the rank that is ahead, and not for the last of the others."""
+    """D24: neither by the leading rank nor for the last of the others."""
     state = builder(dataset=22, batch_size=2, epochs=5, ranks=3, way=way).run().join(BOUND_S)
     assert [e.num_samples for e in state.metrics] == [22] * 5
     closed = -1
@@ -112,7 +112,7 @@ def test_a_closed_epoch_is_never_assigned_again(way, tap):
 
 @local_ways
 def test_epoch_fn_is_called_once_for_each_rank_and_epoch(way, tap):
-    """D33: however many chunks an epoch comes in, and also for a rank without a batch."""
+    """D33: for any number of chunks in an epoch, and also for a rank without a batch."""
     calls = []
     b = builder(dataset=60, batch_size=2, epochs=3, ranks=3, way=way).anchor(2)
     b.epoch_fn(lambda epoch, worker: calls.append((worker.rank, epoch))).run().join(BOUND_S)
@@ -167,7 +167,7 @@ class _Means:
 def test_gradients_are_averaged_once_in_every_global_step(
     way, num_samples, ranks, accumulate, monkeypatch
 ):
-    """S13: no step without, none with two, whatever the remainders."""
+    """S13: exactly one average in each step, with any remainders."""
     means = _Means(monkeypatch)
     b = builder(dataset=num_samples, batch_size=1, epochs=2, ranks=ranks, way=way)
     state = b.accumulate(accumulate).run().join(BOUND_S)

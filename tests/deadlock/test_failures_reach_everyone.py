@@ -48,7 +48,7 @@ def run_with(planted, way):
 @pytest.mark.parametrize("rank", range(RANKS))
 @every_way
 def test_join_raises_an_exception_of_any_step(way, rank, faults):
-    """S2, D1, D23: whatever the others wait for at that time."""
+    """S2, D1, D23: in any wait of the others."""
     for step in range(STEPS):
         error = Planted(f"rank {rank}, step {step}")
         handle = run_with(faults().fail_at(rank=rank, step=step, error=error), way)
@@ -241,20 +241,20 @@ def test_the_death_of_the_coordinator_wakes_every_worker_and_waiter(way, num_eve
 
     monkeypatch.setattr(Coordinator, "handle", breaking)
     handle = builder(dataset=4000, batch_size=1, ranks=RANKS, way=way).anchor(1).run()
-    told = queue.SimpleQueue()
+    raised = queue.SimpleQueue()
 
     def wait(how):
         try:
             how()
         except BaseException as error:
-            told.put(error)
+            raised.put(error)
 
     ways_to_wait = (handle.join, handle.next_metrics, lambda: list(handle.metrics()))
     waiters = [threading.Thread(target=wait, args=(how,)) for how in ways_to_wait]
     with within(FAST_S):
         for waiter in waiters:
             waiter.start()
-        errors = [told.get(timeout=BOUND_S) for _ in waiters]
+        errors = [raised.get(timeout=BOUND_S) for _ in waiters]
         for waiter in waiters:
             waiter.join(BOUND_S)
     assert [type(error) for error in errors] == [_Broken] * 3

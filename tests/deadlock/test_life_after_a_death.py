@@ -49,7 +49,7 @@ def check_books(state, dead, *, epochs=1):
 @pytest.mark.parametrize("rank", range(RANKS))
 @most_ways
 def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
-    """S2: whatever the others wait for at that time, none hangs and no sample is lost."""
+    """S2: in any wait of the others, none hangs and no sample is lost."""
     for step in range(STEPS):
         planted = getattr(faults(train_samples, effects), how)(rank=rank, step=step)
         handle = run_with(planted, way, epochs=2)
@@ -64,7 +64,7 @@ def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
 @pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
 @pytest.mark.parametrize("dying", range(RANKS))
 def test_a_round_with_a_dead_rank_excludes_its_training(backend, dying, monkeypatch):
-    """S8: the others have the average with what died, which is trained again: it goes out."""
+    """S8: the average contains training of the dead rank, which is repeated, and is undone."""
     real, undo = ReplicaAverager.all_reduce, ReplicaAverager.undo_all_reduce
     own = [torch.zeros(NUM_SAMPLES, dtype=torch.float64) for _ in range(RANKS)]
     checked: list[int] = []
@@ -203,7 +203,7 @@ def test_training_of_a_rank_that_dies_during_its_average_is_repeated(
     tap.await_sent(m.RequestParams, 1)
     for rank in {*range(ranks)} - {1}:
         tap.await_came(m.ParamSnapshot, rank)
-    gone.set()  # it answers after this step, as the last one, and dies in the next
+    gone.set()  # it answers last, after this step, and dies in the next one
     held.await_start()
     tap.await_came(m.Failed, 1)
     if ranks == 3:  # the others are at the same point of the next round
@@ -214,7 +214,7 @@ def test_training_of_a_rank_that_dies_during_its_average_is_repeated(
     check_books(state, [1])
     assert tap.averages[0].weights[1] == state.metrics[0].num_retrained == 3
     assert tap.averages[0].round not in [update.round for update in tap.sent(m.Update)]
-    if ranks == 2:  # rank 0 was alone from then on, and trained every sample itself
+    if ranks == 2:  # from then on rank 0 trained every sample alone
         assert state.params["w"].tolist() == [1.0] * NUM_SAMPLES
 
 

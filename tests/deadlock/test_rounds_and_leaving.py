@@ -177,7 +177,7 @@ def test_shutdown_behind_a_round_loses_neither(way, faults, tap):
     assert len(tap.sent(m.Shutdown)) == 2
 
 
-# -- who joins ------------------------------------------------------------------------
+# -- participants ------------------------------------------------------------------------
 
 
 def test_an_idle_rank_still_joins_a_round(ends):
@@ -204,9 +204,9 @@ def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
     state = b.partition_ratios([1, 0]).run().join(BOUND_S)
     kind = m.RequestParams if way[1] is OVER_CPU else m.SyncNow
     asked = [[msg.round for msg in tap.sent(kind, rank)] for rank in (0, 1)]
-    told = [[ack.round for ack in tap.came(m.SyncAck, rank)] for rank in (0, 1)]
+    acknowledged = [[ack.round for ack in tap.came(m.SyncAck, rank)] for rank in (0, 1)]
     assert len(asked[0]) >= 2
-    assert asked[0] == asked[1] == told[0] == told[1]
+    assert asked[0] == asked[1] == acknowledged[0] == acknowledged[1]
     assert sum(r.stats.num_batches for r in tap.came(m.EpochReport, 1)) == 0
     assert state.params["w"].item() == 40.0
 
@@ -239,7 +239,7 @@ def test_a_rank_before_its_first_batch_does_not_block_the_others(faults, tap):
 
 @pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
 def test_reports_during_a_round_start_no_second_round(policy, tap):
-    """D6: rank 0 trains and reports on while rank 1 has not answered."""
+    """D6: rank 0 continues to train and report while rank 1 has not answered."""
     with Stage(policy=policy, anchor=1, max_overshoot=50) as stage:
         stage.train()
         first = stage.expect(m.RequestParams)
@@ -257,7 +257,7 @@ def test_reports_during_a_round_start_no_second_round(policy, tap):
 
 
 def test_a_batch_report_is_not_an_acknowledgement(tap):
-    """S12: after its peer's acknowledgement rank 1 reports batches, and nothing moves on."""
+    """S12: after its peer's acknowledgement rank 1 reports batches, and the round stays open."""
     with Stage(backend=THREAD, anchor=1) as stage:
         stage.train()
         call = stage.join_round()
@@ -275,7 +275,7 @@ def test_a_batch_report_is_not_an_acknowledgement(tap):
 
 
 def test_a_snapshot_of_an_abandoned_round_is_not_averaged_into_the_next(tap):
-    """D15: it comes late, while the next round collects."""
+    """D15: the snapshot arrives late, while the next round collects."""
     with Stage(num_batches=60, anchor=1, snapshot_timeout_s=0.05, max_failed_rounds=1000) as stage:
         stage.train()
         old = stage.expect(m.RequestParams).round

@@ -162,8 +162,8 @@ def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(
         state = b.max_batch_diff(max_batch_diff).run().join(BOUND_S)
     assert [e.num_samples for e in state.metrics] == [120, 120]
     if (anchor, max_batch_diff) == (10, 0):
-        # Whoever is first waits for the last after each of the 10 batches between two
-        # rounds. Which rank that is, the operating system decides.
+        # The first rank waits for the last after each of the 10 batches between two
+        # rounds. The operating system decides the order.
         assert sum(r.num_throttles for r in tap.machine.statistics().ranks) > 10
 
 

@@ -29,7 +29,7 @@ local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 
 @local_ways
 def test_a_blocking_metrics_function_does_not_stop_dispatch(way):
-    """S23: it is in its first call while all epochs are trained and read by others."""
+    """S23: it blocks in its first call while all epochs are trained and read by others."""
     called, opened = threading.Event(), threading.Event()
 
     def block(metrics):
@@ -67,7 +67,7 @@ def recording(model, batch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_single_device_reports_like_several_and_keeps_no_references(ranks, tap):
-    """S24: the same metrics by the same path, and no report, batch or tensor left over."""
+    """S24: the same metrics by the same path, and no remaining report, batch or tensor."""
     b = builder(train=recording, dataset=45, batch_size=2, epochs=3, ranks=ranks)
     state = b.backend(OVER_CPU).run().join(BOUND_S)
     for epoch in state.metrics:

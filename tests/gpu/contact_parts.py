@@ -187,7 +187,7 @@ def _plain_threads(placement: Placement) -> Figures:
         thread.start()
     for thread in threads:
         thread.join(50)
-    if errors:  # the first is the cause: the others' meetings were broken
+    if errors:  # the first error is the cause; the other ranks were aborted
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank does not return"
     return {"all-reduce of 256 KiB, us": round(1e6 * statistics.median(seconds), 1)}
@@ -300,7 +300,7 @@ def _exhaust(devices: list[torch.device], way: Any) -> None:
 
 
 def _abort(placement: Placement) -> Figures:
-    """Every rank raises, soon, and the next group works."""
+    """Every rank raises soon, and the next group works."""
     world_size = len(placement.devices)
     arrived = threading.Barrier(world_size + 1)
     ends = create_collectives(world_size, placement.kind, placement.devices, 30.0)
@@ -355,7 +355,7 @@ def speed(setting: Setting) -> dict[str, Case]:
 
 
 class _Launches:
-    """A process group that notes when its all-reductions are issued."""
+    """A process group that records when its all-reductions are issued."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -414,7 +414,7 @@ def _beside_ddp(name: str, setting: Setting) -> Figures:
 
 
 def _own_rate(name: str, num_steps: int, placement: Placement) -> float:
-    """Samples/s of a ``SYNC`` run, its first epoch left out."""
+    """Samples/s of a ``SYNC`` run without its first epoch."""
     workload = workload_of(name, dry=not placement.is_cuda)
     world_size = len(placement.devices)
     per_epoch = max(1, num_steps // 4)
@@ -438,7 +438,7 @@ def _own_rate(name: str, num_steps: int, placement: Placement) -> float:
 
 
 def _ddp_rate(name: str, num_steps: int, placement: Placement, limit_s: float) -> dict[str, float]:
-    """Of ranks that are processes, in the environment of ``torchrun``."""
+    """Samples/s of ranks in processes, in the environment of ``torchrun``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

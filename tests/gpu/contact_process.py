@@ -22,7 +22,7 @@ _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, -1
 
 
 def _allow_debuggers() -> None:
-    """Let a debugger that is no ancestor of this process attach, where Yama forbids it."""
+    """Allow any debugger to attach, where Yama restricts it to ancestors."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANY_PROCESS), 0, 0, 0)
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     status = run_part(options, Record(options.out))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a thread that hangs would hold the process
+    os._exit(status)  # a hanging thread would keep the process alive
 
 
 if __name__ == "__main__":

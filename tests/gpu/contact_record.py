@@ -17,7 +17,7 @@ BAD = ("failed", "hung", "died")
 
 
 class NotHere(Exception):
-    """A check cannot be made on this machine."""
+    """A check is not possible on this machine."""
 
 
 class Record:
@@ -31,7 +31,7 @@ class Record:
         self.path = folder / NAME
 
     def clear(self) -> None:
-        """Begin anew; an older record gets the suffix ``.before``."""
+        """Start a new record; an older one is renamed with the suffix ``.before``."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self.path.replace(self.path.with_suffix(".jsonl.before"))
@@ -41,7 +41,7 @@ class Record:
         self._write(part=part, event="plan", cases=list(cases))
 
     def begin(self, part: str, case: str) -> None:
-        """A case begins."""
+        """Record the start of a case."""
         self._write(part=part, event="begin", case=case)
 
     def end(
@@ -54,7 +54,7 @@ class Record:
         note: str = "",
         figures: Mapping[str, Any] | None = None,
     ) -> None:
-        """A case is over: passed, failed, hung, died or not run."""
+        """Record the end of a case: passed, failed, hung, died or not run."""
         fields = {"note": note, "figures": dict(figures or {})}
         filled = {key: value for key, value in fields.items() if value}
         self._write(

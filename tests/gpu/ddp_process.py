@@ -63,7 +63,7 @@ def main() -> None:
         rate = num_steps * workload.batch_size * world_size / seconds
         print(json.dumps({"samples_per_s": rate}), flush=True)
     dist.barrier()
-    os._exit(0)  # a rank that ends later may find the store of the first one gone, and abort
+    os._exit(0)  # a rank that ends later may lose the first one's store, and abort
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Shows what works on a machine with GPUs that nobody has used yet: ``make first-contact``.
+"""First tests on a new machine with GPUs: ``make first-contact``.
 
 Parts run in order, each in a process of its own with a limit: facts, PyTorch alone, the default
 run, driver calls beside exchanges, failures, speed, and the tests of this folder. A case that
 hangs is ended with its native and Python stacks in the log, and the part continues behind it.
-Results are written as they come. On one GPU two ranks share it, over NCCL 2.30 or later; without
-a GPU the parts run on the CPU and over stand-ins.
+Results are written at once. Two ranks share a single GPU, over NCCL 2.30 or later; without
+a GPU the parts run on the CPU and on fakes.
 
-Exit status: 0 if nothing failed, hung or died, else 1. What could not run is named at the end.
+Exit status: 0 if nothing failed, hung or died, else 1. The summary
+names the parts that did not run.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ CASE_S = 45.0
 LONG_CASES_S = {"speed": 100.0, "rest": 600.0}
 """Seconds for one case of parts that have long ones."""
 START_S = 60.0
-"""Seconds until a process comes to its first case, and for the count of GPUs."""
+"""Seconds until a process reaches its first case, and for the count of GPUs."""
 TOTAL_S = 480.0
 RESERVE_S = 35.0
-"""Of the whole time, for the stacks of the last process and the summary."""
+"""Seconds reserved for the stacks of the last process and the summary."""
 LOOK_S = 0.1
 NUM_FACTS = 400
 
@@ -65,7 +66,7 @@ class Run:
         self._record = Record(options.out)
         self._num_shown = 0
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Write a line to the log and to the terminal."""
         self._log.write(f"{line}\n".encode())
         print(line, flush=True)
@@ -73,7 +74,7 @@ class Run:
     def part(self, part: str, limit_s: float) -> None:
         """Run a part, in as many processes as it takes."""
         end = min(time.monotonic() + limit_s, self._deadline)
-        self.say(f"== {part}, at most {max(0.0, end - time.monotonic()):.0f} s")
+        self.write_line(f"== {part}, at most {max(0.0, end - time.monotonic()):.0f} s")
         while time.monotonic() < end and self._process(part, end):
             pass
         self._show()
@@ -92,7 +93,7 @@ class Run:
         command += ["--limit", f"{end - time.monotonic():.0f}"]
         command += ["--parts-from", options.parts_from]
         environment = self._environment
-        if part == "plain":  # NCCL then says what it found, and why it refuses
+        if part == "plain":  # NCCL then logs its configuration and the reasons for refusals
             environment = {"NCCL_DEBUG": "INFO", **environment}
         process = processes.start(command, self._log, {"NCCL_DEBUG": "WARN", **environment})
         begun = len(self._record.begun(part))
@@ -109,7 +110,7 @@ class Run:
             how = processes.outcome_of(status)
             self._record.end(part, case or "*", "died", note=f"the process {how}")
         self._show()
-        # A process that does not come to a case would not come to it again.
+        # A process that does not reach a case would not reach it in a second attempt.
         return status != 0 and len(self._record.begun(part)) > begun
 
     def _watch(
@@ -128,43 +129,45 @@ class Run:
                 case, since = current, now
                 self._show()
             if now >= end or now - since >= (case_s if case else START_S):
-                self.say(f"   {case or 'the start'} is ended after {now - since:.0f} s")
+                self.write_line(f"   {case or 'the start'} is ended after {now - since:.0f} s")
                 processes.end(process, self._log)
                 return None, case
 
     def _show(self) -> None:
-        """Show the results that are new."""
+        """Print new results."""
         lines = self._record.lines()
         for line in lines[self._num_shown :]:
             if line["event"] == "end":
                 words = f"   {line['result']:8}{line['seconds']:7.1f} s  {line['case']}"
                 more = str(line.get("note", "") or line.get("figures", ""))
-                self.say(words + (f"  {more[:NUM_FACTS]}" if more else ""))
+                self.write_line(words + (f"  {more[:NUM_FACTS]}" if more else ""))
         self._num_shown = len(lines)
 
     def summary(self) -> int:
-        """Show how all ended; the exit status."""
-        self.say("\n== Summary")
+        """Print the summary; returns the exit status."""
+        self.write_line("\n== Summary")
         ends = [line for line in self._record.lines() if line["event"] == "end"]
         for part in self._options.parts:
             counts = Counter(line["result"] for line in ends if line["part"] == part)
             words = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
-            self.say(f"{part}: {words or 'not run'}")
+            self.write_line(f"{part}: {words or 'not run'}")
         reasons: dict[str, list[str]] = {}
         for line in ends:
             if line["result"] == "not run":
                 reasons.setdefault(line["note"], []).append(f"{line['part']}/{line['case']}")
         for reason, cases in reasons.items():
-            self.say(f"not run, {reason}: {', '.join(cases)}")
+            self.write_line(f"not run, {reason}: {', '.join(cases)}")
         bad = [line for line in ends if line["result"] in BAD]
         for line in bad:
-            self.say(f"{line['result']}: {line['part']}/{line['case']}: {line.get('note', '')}")
-        self.say(f"The record is {self._record.path.resolve()}")
+            self.write_line(
+                f"{line['result']}: {line['part']}/{line['case']}: {line.get('note', '')}"
+            )
+        self.write_line(f"The record is {self._record.path.resolve()}")
         return 1 if bad else 0
 
 
 def environment(log: IO[bytes]) -> dict[str, str]:
-    """Of every process; what the user has set stands."""
+    """Environment of every process; the user's variables are kept."""
     found = {"OMP_WAIT_POLICY": "PASSIVE"}
     if processes.count_gpus(START_S, log) == 1:
         found.update(processes.SHARED_GPU)

@@ -1,4 +1,4 @@
-"""Checks of PrefetchLoader on a device: every batch holds the right samples."""
+"""Checks of PrefetchLoader on a device: every batch contains the right samples."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def distinct_gpus(at_most: int = 8) -> tuple[torch.device, ...]:
 
 
 def nccl_devices(world_size: int) -> list[torch.device] | None:
-    """A GPU for each rank over NCCL, shared where there is one only; ``None``: there are none."""
+    """A GPU for each rank over NCCL, shared if there is only one; ``None`` without GPUs."""
     gpus = list(distinct_gpus())
     if len(gpus) == 1 and world_size > 1 and shared_gpu_fault() is None:
         return gpus * world_size
@@ -82,7 +82,7 @@ def on_ranks(kind: str, devices, work, timeout_s: float = 60.0):
 
 
 def run_ends(ends, devices, work):
-    """As :func:`on_ranks`, for a group that is there."""
+    """Like :func:`on_ranks`, for an existing group."""
 
     def run(end):
         device = devices[end.rank]
@@ -103,6 +103,6 @@ def run_ends(ends, devices, work):
     with ThreadPoolExecutor(len(ends), thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, end) for end in ends]
         errors = [error for f in futures if (error := f.exception(WAIT_S)) is not None]
-    if errors:  # a rank that was aborted by another one's error is no cause
+    if errors:  # errors of aborted ranks are not the cause
         raise min(errors, key=lambda error: isinstance(error, CollectiveAborted))
     return [future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""Driver calls that wait for the device, fired on purpose while ranks exchange tensors.
+"""Driver calls that wait for the device, made on purpose while ranks exchange tensors.
 
 A call may wait for the kernel of an exchange; if a peer's launch in turn waits for that call, the
 ranks hang. Each probe is fired by a thread of its own and by the ranks' own threads, in forward
@@ -109,7 +109,7 @@ class Driver:
 
 @contextmanager
 def cuda_call(kind: str, device: torch.device) -> Iterator[Callable[[], object]]:
-    """A call of the kind, for this thread and its current stream."""
+    """A call of this kind, for this thread and its current stream."""
     driver = Driver(device)
     if kind == "free":
         for _ in range(8):
@@ -190,7 +190,7 @@ def cpu_call(kind: str) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def stand_in_call(kind: str, fake: FakeCuda) -> Iterator[Callable[[], object]]:
-    """A call of the runtime's seam to CUDA, on the stand-in for it."""
+    """A call of the runtime's CUDA API, on its fake."""
     fake.make_context_current(GPU)
     calls = {
         "pinned": lambda: fake.empty_pinned((16,), torch.float32),
@@ -223,7 +223,9 @@ class Probe:
         self.num_fired = 0
 
     def __enter__(self) -> Probe:
-        with self._make_call(self._device):  # raises here what cannot be made on this machine
+        with self._make_call(
+            self._device
+        ):  # raises here if the call is not possible on this machine
             pass
         self._thread.start()
         return self
@@ -252,7 +254,7 @@ class Probe:
             self._error = error
 
     def passing(self, tensor: torch.Tensor) -> None:
-        """A rank is about to exchange, or in the middle of a pass; in its thread."""
+        """Called in a rank's thread before an exchange, or in the middle of a pass."""
         number = next(self._passes)
         if number % 3 == 0:
             delay(tensor.device, LONG // 5)  # its peers' kernels wait on the device
@@ -284,7 +286,7 @@ def active(probe: Probe) -> Iterator[Probe]:
 
 
 class Probed(nn.Module):
-    """Passes the probe in the middle of forward and of backward."""
+    """Calls the probe in the middle of forward and of backward."""
 
     WIDTH = 32
 
@@ -337,7 +339,7 @@ def _exchanging(world_size: int, times: int):
 
 
 def set_up(placement: Placement, times: int) -> None:
-    """A loop of one's own over replicas."""
+    """A custom loop over replicas."""
     resolve = mock.patch(
         "runtime.loop.loop_setup.resolve_backend", return_value=(placement.backend, "a check")
     )
@@ -377,7 +379,7 @@ def sharded(placement: Placement, times: int) -> None:
 
 
 def trained(placement: Placement, times: int, policy: ApplyPolicy, **settings) -> None:
-    """A run of that many steps of each rank."""
+    """A run with this number of steps for each rank."""
     norm = settings.get("sync_batchnorm", False)
     world_size, size = len(placement.devices), 8
     builder = (
@@ -419,7 +421,7 @@ EXCHANGES = {
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every mode with every kind, in an order in which both come up soon."""
+    """Every mode with every kind, in an order in which each occurs early."""
     modes = list(EXCHANGES)
     return [
         (mode, KINDS[(index + shift) % len(KINDS)])
@@ -429,10 +431,10 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def probe(placement: Placement, mode: str, kind: str, times: int) -> dict[str, object]:
-    """Fire a kind of call while ranks exchange in a mode, that many times at least.
+    """Make a kind of call at least this many times while ranks exchange in a mode.
 
     Raises:
-        NotHere: The call cannot be made on this machine.
+        NotHere: The call is not possible on this machine.
     """
     device = placement.devices[0]
     if placement.is_cuda:
@@ -445,7 +447,7 @@ def probe(placement: Placement, mode: str, kind: str, times: int) -> dict[str, o
 
 
 def probe_stand_in(kind: str, times: int) -> dict[str, object]:
-    """The transport of NCCL over stand-ins for the device and for its backend."""
+    """The transport of NCCL over fakes of the device and its backend."""
     fake = FakeCuda(patience=1, allow_default=True, prompt=True)
     devices = (torch.device("cpu"),) * 2
     with posing_group(2, "nccl", LIMIT_S, fake=fake) as ends:

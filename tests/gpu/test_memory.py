@@ -103,8 +103,8 @@ def test_every_sample_is_trained_once_through_slots():
 def test_repeated_runs_use_no_more_memory(way):
     """Caches and workspaces belong to streams, which later runs reuse.
 
-    With new ones each time 20 of cuBLAS's workspaces, of 32 MiB, would come in ten runs. What
-    may come is a workspace for a thread that meets another stream than before.
+    New streams in each run would add 20 of cuBLAS's workspaces of 32 MiB in ten runs. A
+    thread that uses another stream than before may allocate one workspace.
     """
     taken = []
     for _ in range(15):

@@ -317,7 +317,7 @@ def detached_on_rank_1(model, batch):
 
 
 def in_another_micro_batch_on_rank_1(model, batch):
-    """As often as the others in a step, but in another micro-batch."""
+    """Call it as often as the others in a step, but in another micro-batch."""
     worker = current_worker()
     is_first = not getattr(model, "was_first", False)
     model.was_first = is_first

@@ -463,7 +463,7 @@ def test_a_step_without_memory_for_a_piece_is_repeated(caplog, failure, backend,
     assert max(own) <= 4
     before, after = trace.draws[: trace.num_draws_before], trace.draws[trace.num_draws_before :]
     if after and after[0][0] == before[-1][0]:
-        assert after[0] in before, "a generator went on in the step made again"
+        assert after[0] in before, "a generator advanced in the repeated step"
 
 
 def test_a_global_batch_too_large_for_all_ranks_ends_the_run():

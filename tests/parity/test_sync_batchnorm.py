@@ -219,7 +219,7 @@ def test_a_training_forward_outside_of_a_step_uses_the_ranks_own_statistics():
     seen = {}
 
     def epoch_fn(epoch, worker):
-        if worker.rank == 1:  # no other rank meets it
+        if worker.rank == 1:  # no other rank joins it
             worker.model.train()
             seen[epoch] = worker.model(X[:8]).detach()
 

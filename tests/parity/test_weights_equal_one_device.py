@@ -200,7 +200,7 @@ class Fields:
     weight: torch.Tensor
 
 
-class Door(torch.nn.Module):
+class OutputForm(torch.nn.Module):
     """The model with its loss, in one of the forms that models return."""
 
     def __init__(self, form, class_weights=None):
@@ -280,11 +280,11 @@ def on_devices(model, world_size, loss_weight=None):
 def test_trainer_setup_averages_by_weight(world_size, way):
     form, class_weights, loss_weight = way
     ids, labels = make_tokens(BATCH, blank=4)
-    door = Door(form, class_weights)
-    with on_devices(door, world_size, loss_weight) as model:
+    wrapper = OutputForm(form, class_weights)
+    with on_devices(wrapper, world_size, loss_weight) as model:
         for step in range(2):
             output = model(ids, labels) if step else model(input_ids=ids, labels=labels)
-            loss = door.loss_of(output)
+            loss = wrapper.loss_of(output)
             if form == "field":
                 assert output.weight.item() == pytest.approx(
                     token_weight(labels, class_weights).item(), rel=1e-12
@@ -306,8 +306,8 @@ def test_trainer_setup_averages_by_weight(world_size, way):
 def test_accumulation_in_trainer_setup_averages_by_weight(world_size, class_weights):
     batches = [make_tokens(BATCH, blank=4), make_tokens(5, seed=7, blank=1)]
     loss_weight = by_token if class_weights is None else by_class
-    door = Door("dict", class_weights)
-    with on_devices(door, world_size, loss_weight) as model:
+    wrapper = OutputForm("dict", class_weights)
+    with on_devices(wrapper, world_size, loss_weight) as model:
         for _ in range(2):
             weights = [token_weight(labels, class_weights) for _, labels in batches]
             for (ids, labels), weight in zip(batches, weights, strict=True):
@@ -342,7 +342,7 @@ def test_whole_batches_in_trainer_setup_are_averaged_by_weight(world_size, class
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_batch_of_weight_0_does_not_step_trainer_setup(world_size):
     ids, labels = make_tokens(6, blank=6)
-    with on_devices(Door("dict"), world_size) as model:
+    with on_devices(OutputForm("dict"), world_size) as model:
         loss = model(input_ids=ids, labels=labels)["loss"]
         assert loss.item() == 0
         loss.backward()
@@ -353,7 +353,7 @@ def test_a_batch_of_weight_0_does_not_step_trainer_setup(world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_of_weight_0_changes_nothing(world_size):
     ids, labels = make_tokens(6)
-    with on_devices(Door("dict"), world_size) as model:
+    with on_devices(OutputForm("dict"), world_size) as model:
         model(input_ids=ids, labels=labels)["loss"].backward()
         model.step(weight=0)
         assert_same(model.module.model, TinyGpt(), 1e-300)
@@ -361,7 +361,7 @@ def test_a_step_of_weight_0_changes_nothing(world_size):
 
 
 def test_a_loss_without_a_weight_warns_once(caplog):
-    class Plain(Door):
+    class Plain(OutputForm):
         def forward(self, ids, targets):
             return super().forward(ids, targets)
 
@@ -374,7 +374,7 @@ def test_a_loss_without_a_weight_warns_once(caplog):
 
 def test_wrong_weights_in_trainer_setup_are_refused():
     ids, labels = make_tokens(6)
-    with on_devices(Door("dict"), 2, lambda inputs, output: torch.ones(2)) as model:
+    with on_devices(OutputForm("dict"), 2, lambda inputs, output: torch.ones(2)) as model:
         with pytest.raises(RuntimeError, match=r"loss_weight\(inputs, output\)"):
             model(input_ids=ids, labels=labels)
         for wrong in (-1, math.nan, torch.ones(2)):

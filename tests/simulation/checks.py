@@ -1,4 +1,4 @@
-"""The invariants that a simulated run must hold after every event."""
+"""Invariants of a simulated run, checked after every event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """Watches one run; every method raises :class:`Violation`.
+    """Checks one run; every method raises :class:`Violation`.
 
     Attributes:
         longest_answer_s: Longest time between a request of a round and its answer.
@@ -47,7 +47,7 @@ class Checks:
         self._failed_before = 0
         self._dismissed: set[int] = set()
         self._sizes: dict[int, int] = {}  # of the plan being dealt
-        self._needed = (0, 0)  # no batch before it may be dealt again
+        self._needed = (0, 0)  # no earlier batch may be dealt again
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
         self.saves = SaveChecks(sim)
@@ -79,9 +79,9 @@ class Checks:
             case Average():
                 if self._sim.average_pending and not self._sim.dead:  # otherwise that round is void
                     raise Violation("two averages are computed at a time")
-                told = tuple(map(squares_of, command.payloads)) if command.round >= 0 else ()
-                if command.squares != told:
-                    raise Violation(f"norms of other snapshots: {command.squares}, not {told}")
+                squares = tuple(map(squares_of, command.payloads)) if command.round >= 0 else ()
+                if command.squares != squares:
+                    raise Violation(f"norms of other snapshots: {command.squares}, not {squares}")
             case PublishEpoch():
                 self._on_publish(command)
             case PublishSteps(metrics=metrics) if metrics.num_batches == 0:
@@ -102,7 +102,7 @@ class Checks:
         if isinstance(message, m.StartEpoch):
             first = min((b for span in message.plan.batches for b in span), default=None)
             if first is not None and (message.plan.epoch, first) < self._needed:
-                raise Violation(f"{message} after all before {self._needed} was let go")
+                raise Violation(f"{message} after all before {self._needed} was released")
         if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
@@ -190,7 +190,7 @@ class Checks:
         samples = sum(map(self._sim.samples_of, self._batches_of(metrics.epoch)))
         by_rank = sum(r.num_samples for r in metrics.per_rank)
         if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
-            raise Violation(f"{samples} samples are trained in an epoch, told: {metrics}")
+            raise Violation(f"{samples} samples are trained in an epoch, published: {metrics}")
         if not self._sim.num_live:
             return  # no rank was left to evaluate it
         self._must_hold(metrics.epoch, self._sim.settled(), "closed")
@@ -203,7 +203,9 @@ class Checks:
     def _must_be_validated(self, scalars: Mapping[str, float]) -> None:
         """Check that the means are over all batches of the validation set, each of them once."""
         if scalars.get("val/at") != (self._config.val_batches - 1) / 2:
-            raise Violation(f"{self._config.val_batches} batches are validated, told: {scalars}")
+            raise Violation(
+                f"{self._config.val_batches} batches are validated, published: {scalars}"
+            )
 
     def on_validated(self, rank: int, task: m.ValidationTask, held: frozenset[Batch]) -> None:
         """Check that all ranks validate one average."""
@@ -239,7 +241,9 @@ class Checks:
     def on_lockstep_plan(self, rank: int, plan: m.EpochPlan, num_held: int) -> None:
         """The rank begins a plan of ``SYNC``."""
         if plan.first_step != num_held:
-            raise Violation(f"rank {rank} holds {num_held} batches, told: {plan.first_step}")
+            raise Violation(
+                f"rank {rank} holds {num_held} batches, the plan begins at {plan.first_step}"
+            )
         batches = [(plan.epoch, b) for span in plan.batches for b in span]
         pieces = plan.pieces or [self._bounds(batch) for batch in batches]
         self._pieces[rank] = dict(zip(batches, pieces, strict=True))
@@ -305,7 +309,9 @@ class Checks:
         following = [*(start for start, _ in plan.pieces[1:]), None]
         for (start, stop), after in zip(plan.pieces, following, strict=True):
             if stop - start > sizes[rank] or (stop - start < sizes[rank] and stop == after):
-                raise Violation(f"rank {rank} has batches of {sizes[rank]} samples, told: {plan}")
+                raise Violation(
+                    f"rank {rank} has batches of {sizes[rank]} samples, the plan is {plan}"
+                )
         self._pieces[rank] = dict(zip(numbers, plan.pieces, strict=True))
 
     def on_trained_own(self, rank: int, number: Batch, size: int) -> list[Batch]:
@@ -371,7 +377,7 @@ class Checks:
             self._must_have_failed(outcome.failure)
             return
         if {f.rank for f in outcome.failures} != self._sim.dead:
-            raise Violation(f"{sorted(self._sim.dead)} died, told: {outcome.failures}")
+            raise Violation(f"{sorted(self._sim.dead)} died, reported: {outcome.failures}")
         payload = outcome.payload
         if not isinstance(payload, Traced):
             assert payload is None
@@ -407,20 +413,22 @@ class Checks:
             return
         if 0 in sim.dead and not sim.workers[0].was_built:
             return
-        raise Violation("the run failed although it could go on") from failure.error
+        raise Violation("the run failed although it could continue") from failure.error
 
     def _cut_epochs(self, effects: frozenset[Batch]) -> None:
         """Check that metrics of partial epochs agree with the result."""
-        told = {metrics.epoch: metrics.num_samples for metrics in self._partial}
-        if len(told) != len(self._partial) or (told and self._config.max_steps is None):
-            raise Violation(f"told of epochs that were cut: {self._partial}")
+        reported = {metrics.epoch: metrics.num_samples for metrics in self._partial}
+        if len(reported) != len(self._partial) or (reported and self._config.max_steps is None):
+            raise Violation(f"partial epochs in the result: {self._partial}")
         held: Counter[int] = Counter()
         for batch in effects:
             held[batch[0]] += self._sim.samples_of(batch)
         wanted = {epoch: num for epoch, num in held.items() if epoch not in self._closed}
         limited = self._config.max_steps is not None
-        if limited and not self._sim.machine.outcome.stopped and told != wanted:
-            raise Violation(f"{wanted} samples are in the result of epochs that were cut: {told}")
+        if limited and not self._sim.machine.outcome.stopped and reported != wanted:
+            raise Violation(
+                f"{wanted} samples are in the result of epochs that were cut: {reported}"
+            )
 
     def _all_was_done(self, num_effects: int, stopped: bool) -> None:
         c = self._config

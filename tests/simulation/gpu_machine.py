@@ -1,4 +1,4 @@
-"""A model of GPUs, of what calls to their driver wait for, and of NCCL on top.
+"""A model of GPUs, of the waits of calls to their driver, and of NCCL on top.
 
 A kernel of a collective occupies its stream until the kernels of all ranks run. A call to the
 driver waits for nothing but locks, for a stream, for its device, or for all devices; one that
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Op:
-    """Work of a stream: what it is, how long it takes, and what it does at its end."""
+    """Work of a stream: its name, duration and effect."""
 
     def __init__(self, what, run=None, duration_s=0.0, is_ready=None):
         self.what = what
@@ -76,7 +76,7 @@ class Machine:
 
     Args:
         scheduler: Runs it.
-        devices: Which there are.
+        devices: The devices.
 
     Attributes:
         violations: Violated invariants.
@@ -97,7 +97,7 @@ class Machine:
         self._places = {}
         scheduler.machine = self
 
-    # -- the devices at work ------------------------------------------------------------
+    # -- execution on the devices ------------------------------------------------------------
 
     def streams(self):
         return [stream for gpu in self.gpus.values() for stream in gpu.streams]
@@ -142,7 +142,7 @@ class Machine:
         """A call to the driver in the current thread.
 
         Args:
-            gpu: Of whose context.
+            gpu: The device of the context.
             what: The call.
             waits: ``"nothing"`` but locks, the ``"device"``, or ``"all"`` devices.
         """
@@ -188,7 +188,7 @@ class Machine:
         self.give(stream, Op(name, run, duration_s))
 
     def allocate(self, gpu):
-        """Memory of a device, mostly from the allocator's cache."""
+        """Allocate memory of a device, mostly from the allocator's cache."""
         drawn = self.random.random()
         if drawn < 0.15:
             self.call(gpu, "an allocation", waits="device")
@@ -196,7 +196,7 @@ class Machine:
             self.call(gpu, "an allocation after freeing the cache", waits="all")
 
     def synchronize(self, stream):
-        """Wait for all that a stream was given."""
+        """Wait for all work enqueued on a stream."""
         given = stream.given
         self.scheduler.block(lambda: stream.done >= given, None, f"{stream.name}, synchronized")
 
@@ -244,7 +244,7 @@ class Machine:
 
 
 class Operations(TorchDispatchMode):
-    """Gives operations on tensors of a GPU to the current stream of the thread."""
+    """Enqueues operations on tensors of a GPU on the current stream of the thread."""
 
     def __init__(self, machine):
         super().__init__()
@@ -282,7 +282,7 @@ class Operations(TorchDispatchMode):
 
 
 class ModelCuda(CudaApi):
-    """The way to the model's driver."""
+    """The API of the model's driver."""
 
     def __init__(self, machine):
         self.machine = machine
@@ -293,7 +293,7 @@ class ModelCuda(CudaApi):
         slots = self.machine.slots
         before = slots.get("device", 0)
         if device.index != before:
-            slots["context"] = True  # CUDA is called for a change alone
+            slots["context"] = True  # CUDA is called only for a change
         slots["device"] = device.index
         try:
             yield
@@ -415,14 +415,14 @@ class Kernel(Op):
         if self.result is not None or self.is_garbage:
             return True
         if self.comm.aborting:
-            # One that is aborted signals its peers that data has come.
+            # An aborted kernel signals its peers that data has arrived.
             self.is_garbage = True
             return True
         peers = self._peers()
         if any(peer is None or peer.stream.queue[0] is not peer for peer in peers):
             return False
         if len({peer.kind for peer in peers}) > 1:
-            return False  # they wait for data that never comes
+            return False  # they wait for data that never arrives
         machine = self.comm.machine
         machine.is_running = True
         try:

@@ -1,6 +1,6 @@
 """The simulator: the real coordinator and real worker protocols under a virtual clock.
 
-Everything happens in one thread, in an order that the schedule's seed decides: there is
+Everything happens in one thread, in an order determined by the schedule's seed: there is
 one heap of events, and nothing reads a real clock. A run either ends, with every
 invariant of :mod:`tests.simulation.checks` held, or raises :class:`SimulationFailed`
 with its history.
@@ -103,7 +103,7 @@ class Simulation:
         per_global: Batches in a global batch of ``SYNC``.
         result: The last average.
         average_pending: True while an average is computed.
-        origin: The checkpoint that the run goes on from, if any.
+        origin: The checkpoint from which the run continues, if any.
         saved: The checkpoints that it has made.
         choices: The transports that were chosen.
         num_faults: Collectives that failed.

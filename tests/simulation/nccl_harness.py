@@ -1,4 +1,4 @@
-"""The NCCL transport on the model of GPUs: schedules drawn by seed, and what must hold in each."""
+"""The NCCL transport on the model of GPUs: schedules drawn by seed, and their invariants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("mean", "parts", "parts", "late", "sum", "max", "gather", "scatter", "c
 
 
 class ScheduleFailed(AssertionError):
-    """Something went wrong in a schedule; replay it by its seed."""
+    """A schedule violated an invariant; replay it by its seed."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class NcclRun:
                 end.close()
 
     def _second_group(self):
-        """The ranks go on in a new group, or are told that they cannot."""
+        """Create a second group, or check that the refusal is justified."""
         try:
             ends = nccl.create_nccl_groups(self.devices[: self.plan.world_size], TIMEOUT_S)
         except (CollectiveAborted, CollectiveTimeout) as error:
@@ -299,7 +299,7 @@ class NcclRun:
 
     def _abort(self, ends):
         scheduler, machine = self.scheduler, self.machine
-        number = scheduler.random.randint(1, 8)  # of a launch, in the midst of which it comes
+        number = scheduler.random.randint(1, 8)  # of a launch that it interrupts
         scheduler.block(lambda: machine.num_launches >= number, 0.1, "its time to abort")
         for _ in range(scheduler.random.choice((0, 1, 3, 30))):
             scheduler.step("its time to abort")

@@ -5,7 +5,7 @@ buffers that do the same. What the numbers must be is known without tensors: a b
 where it was trained, and, once a round has taken it, its rank's share in that round, once.
 
 Only the meeting of a collective is a double: the ranks of a simulation are no threads, so that
-each computes by itself, as it leaves, what all have brought.
+each computes the result of all contributions itself when it leaves.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Contribution:
     """A rank's contribution to a collective."""
 
     reals: tuple[Tensor, ...]
@@ -107,12 +107,12 @@ class Meeting(ThreadCollective):
     def __init__(
         self,
         rank: int,
-        brought: Sequence[Brought],
+        brought: Sequence[Contribution],
         error: BaseException | None = None,
         torn: bool = False,
     ) -> None:
         super().__init__(rank, len(brought), Rendezvous(len(brought), 1.0))
-        self._brought = brought
+        self._contributions = brought
         self._error = error
         self._torn = torn
         self._num_broadcasts = 0
@@ -120,7 +120,7 @@ class Meeting(ThreadCollective):
     def _run(self, request: Request) -> float:
         if self._error is not None:
             raise self._error
-        requests = [self._of_peer(peer, request) for peer in self._brought]
+        requests = [self._of_peer(peer, request) for peer in self._contributions]
         requests[self.rank] = request
         self._num_broadcasts += request.name == "broadcast_"
         plan = self._plan(requests)  # the rank that makes the plan reduces tensors this small
@@ -130,7 +130,7 @@ class Meeting(ThreadCollective):
         self._tallies = plan.tallies
         return plan.total
 
-    def _of_peer(self, peer: Brought, mine: Request) -> Request:
+    def _of_peer(self, peer: Contribution, mine: Request) -> Request:
         """The matching request of a peer."""
         match mine.name:
             case "barrier":
@@ -231,12 +231,12 @@ class Replica:
 
     # -- over a collective ---------------------------------------------------------------
 
-    def bring(self, weight: float) -> Brought:
+    def bring(self, weight: float) -> Contribution:
         """The rank's present contribution to a round."""
         floats, others = self._state.buffers.empty()
         self._state.buffers.read_into(floats, others)
         reals = [*self._state.params.flats, *floats]
-        return Brought(tuple(t.detach().clone() for t in reals), others, weight)
+        return Contribution(tuple(t.detach().clone() for t in reals), others, weight)
 
     def meet(self, meeting: Meeting, weight: float) -> None:
         """Join a round; raises like a real one if it fails."""

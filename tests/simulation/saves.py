@@ -69,37 +69,37 @@ class Origin:
 
 
 class SaveChecks:
-    """Watches the checkpoints of one run."""
+    """Checks the checkpoints of one run."""
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._answered: list[int] = []
 
     def on_save(self, command: SaveCheckpoint) -> None:
-        """A checkpoint was made."""
+        """Check a completed checkpoint."""
         c = self._sim.schedule.config
         per_epoch = c.batches_per_epoch
         held, run = held_by(command), command.run
         if isinstance(command.payload, Traced) and command.payload.held is not None:
             expect_payload(command.payload, "saved")
-        said = consumed_by(run, per_epoch)
-        if said != held:
-            missing, extra = sorted(held - said), sorted(said - held)
-            raise Violation(f"in the checkpoint and not told: {missing}; told, not in it: {extra}")
+        recorded = consumed_by(run, per_epoch)
+        if recorded != held:
+            missing, extra = sorted(held - recorded), sorted(recorded - held)
+            raise Violation(f"trained, not recorded: {missing}; recorded, not trained: {extra}")
         if not command.global_step == run["global_step"] == len(held):
-            raise Violation(f"a checkpoint of {len(held)} batches says {command.global_step}")
+            raise Violation(f"a checkpoint of {len(held)} batches records {command.global_step}")
         for epoch in run["epochs"]:
             mine = [batch for batch in held if batch[0] == epoch["epoch"]]
             samples = sum(map(self._sim.samples_of, mine))
-            told = sum(rank["num_samples"] for rank in epoch["tally"]["ranks"])
-            if not epoch["num_samples"] == told - epoch["num_retrained"] == samples:
+            total = sum(rank["num_samples"] for rank in epoch["tally"]["ranks"])
+            if not epoch["num_samples"] == total - epoch["num_retrained"] == samples:
                 raise Violation(f"{samples} samples of an epoch are in the checkpoint: {epoch}")
         if c.policy is ApplyPolicy.SYNC:
             steps = {rank["step"] for rank in command.ranks} | {run["num_windows"]}
             if len(steps) != 1:
                 raise Violation(f"the ranks of a checkpoint have made {steps} steps")
             if run["per_global"] != self._sim.per_global:
-                raise Violation(f"a checkpoint says {run['per_global']} batches a global batch")
+                raise Violation(f"a checkpoint records {run['per_global']} batches a global batch")
         if [r["rank"] for r in command.ranks] != sorted({r["rank"] for r in command.ranks}):
             raise Violation(f"the ranks of a checkpoint are {command.ranks}")
         again = set(command.tickets) & set(self._answered)

@@ -41,7 +41,7 @@ class Schedule:
         delay_s: Longest time that a message travels, in either direction.
         late_chance: Chance that an answer to the coordinator takes ``late_s`` more.
         load_chance: Chance that a batch is loaded only ``load_s`` after it is asked for.
-        wake_s: Longest time until a thread that waits for a message goes on.
+        wake_s: Longest time until a thread that waits for a message continues.
         average_s: Longest time that an average takes to compute.
         sync_s: Longest time that a collective takes after the last rank joined.
         evaluate_s: Time of an evaluation.
@@ -54,11 +54,11 @@ class Schedule:
         deaths: Workers that die.
         torn_chance: Chance that a rank loses the result of a collective which breaks
             after all have joined.
-        linger_s: Longest time until a rank gets to run after a collective.
+        linger_s: Longest time until a rank runs again after a collective.
         collective_timeout_s: Limit of a rank's wait for its peers; 0: none.
         saves_at_s: Times of calls of ``save()``.
         memory: Samples of the largest piece that each rank has memory for; empty: of any.
-        busy_s: Longest time until the coordinator's thread takes what has come.
+        busy_s: Longest time until the coordinator's thread handles arrived messages.
         fault_chance: Chance that a collective over the first transport that has ranks meet
             fails when all have joined.
         unconnected_chance: Chance that a new group over it cannot be connected.

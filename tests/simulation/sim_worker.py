@@ -24,7 +24,7 @@ from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import WAKE, Wake, WorkerConfig
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of
-from tests.simulation.replicas import Brought, Meeting
+from tests.simulation.replicas import Contribution, Meeting
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -55,7 +55,7 @@ class Join:
     weight: float
     generation: int
     loads: tuple[Batch, ...] = ()
-    brought: Brought | None = None
+    brought: Contribution | None = None
 
 
 class Torn(CollectiveAborted):

@@ -17,7 +17,7 @@ MAX_STEPS = 50_000
 
 
 class Killed(BaseException):
-    """Ends a thread of a finished schedule."""
+    """Raised to end a thread of a finished schedule."""
 
 
 class Carrier:
@@ -66,7 +66,7 @@ class Scheduler:
 
     Args:
         seed: Chooses the order.
-        machine: ``steps()`` gives what it can do now, ``next_time()`` when there is more.
+        machine: ``steps()`` returns the possible steps, ``next_time()`` the next time.
 
     Attributes:
         now: The time, in seconds.

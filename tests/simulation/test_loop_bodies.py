@@ -15,7 +15,7 @@ NUM_BODIES = 20 if SCALE == 1 else 200
 TIMEOUT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""
 LATE = ("no progress", "in time", "no step within")
-"""Texts of errors that stand for a rank that waited in vain."""
+"""Texts of the errors of a rank that waited in vain."""
 WAYS = (
     "skip",
     "break",
@@ -28,7 +28,7 @@ WAYS = (
     "evaluate",
     "fail",
 )
-"""What a body may do instead of one step for each batch."""
+"""Actions of a body instead of one step for each batch."""
 
 
 def evaluate(worker, fails=None):
@@ -43,7 +43,7 @@ def evaluate(worker, fails=None):
 
 
 def make_loop(ways, seed, policy, *, alike, calls):
-    """A loop whose bodies do something else on some batches; ``alike``: the same on all ranks."""
+    """A loop whose bodies act differently on some batches; ``alike``: the same on all ranks."""
 
     def loop(worker):
         calls.append(worker.rank)

@@ -373,12 +373,12 @@ def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
 def test_a_rank_that_begins_a_plan_after_the_stop_is_found(monkeypatch):
     """It left the plan in which all stop, and starts the next one in its queue."""
     monkeypatch.setattr(WorkerProtocol, "drop_plans", lambda self: None)
-    assert_is_found("told", late_stops(monkeypatch))
+    assert_is_found("the plan begins at", late_stops(monkeypatch))
 
 
 def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
     monkeypatch.setattr(LockstepPlan, "num_batches", 0)
-    assert_is_found("told", drawn(shares))
+    assert_is_found("the plan begins at", drawn(shares))
 
 
 def test_dropped_steps_that_are_counted_again_are_found(monkeypatch):

@@ -61,7 +61,7 @@ def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatc
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
     monkeypatch.setattr(coordinator_checkpoint, "_reported_later", lambda run, cuts: {})
-    with pytest.raises(SimulationFailed, match=r"told, not in it: \[\("):
+    with pytest.raises(SimulationFailed, match=r"recorded, not trained: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
 
@@ -78,7 +78,7 @@ def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
         return state
 
     monkeypatch.setattr(coordinator_checkpoint, "_epoch_state", forgetful)
-    assert_is_found("told, not in it: [(")
+    assert_is_found("recorded, not trained: [(")
 
 
 def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
@@ -106,7 +106,7 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
     monkeypatch.setattr(
         BatchLedger, "settle", lambda self, rank: 0 if ending else settle(self, rank)
     )
-    assert_is_found("in the checkpoint and not told: [(")
+    assert_is_found("trained, not recorded: [(")
 
 
 def test_consumed_batches_assigned_again_are_found(monkeypatch):

@@ -75,14 +75,14 @@ def test_means_of_one_rank_are_found(monkeypatch):
         return weighted_means([self.results[0]])
 
     monkeypatch.setattr(Validation, "means", property(first))
-    assert_is_found("batches are validated, told", VALIDATES)
+    assert_is_found("batches are validated, published", VALIDATES)
 
 
 def test_an_epoch_published_before_its_validation_is_found(monkeypatch):
     monkeypatch.setattr(
         EpochScheduler, "_is_done", lambda self, epoch: self.pending_work(epoch) == (None, None)
     )
-    assert_is_found("batches are validated, told", VALIDATES)
+    assert_is_found("batches are validated, published", VALIDATES)
 
 
 def test_steps_that_end_with_an_epoch_are_validated_with_it(monkeypatch):

@@ -58,7 +58,7 @@ def test_every_run_with_a_choice_ends_with_every_sample_in_the_result_once(late)
     assert seen["switched" if late else ("fell back", True)] >= 2
 
 
-# -- what is chosen ----------------------------------------------------------------------
+# -- choice of the backend ----------------------------------------------------------------------
 
 
 def steady(**settings):
@@ -118,9 +118,9 @@ def test_training_during_an_average_is_charged_at_the_overhead_target(monkeypatc
     schedule = steady(average_s=average_s, sync_s=0.0, jitter=0.0, delay_s=0.0)
     config = replace(schedule.config, overhead_target=target)
     Simulation(replace(schedule, config=config)).run()
-    told = [cost for cost in costs[CPU][1:] if cost is not None]
-    assert len(told) >= 2
-    for cost in told:  # from the request, after at most a batch, to the average
+    measured = [cost for cost in costs[CPU][1:] if cost is not None]
+    assert len(measured) >= 2
+    for cost in measured:  # from the request, after at most a batch, to the average
         assert average_s <= cost.stale_s / (2 * target) <= average_s + 0.011
         assert cost.total_s == cost.ranks_s + cost.own_s + cost.stale_s
     assert len(costs[THREAD]) >= 3

@@ -91,7 +91,7 @@ class FakeCuda(CudaApi):
         self._local = threading.local()
         self._lock = threading.RLock()
 
-    # -- what the runtime calls ------------------------------------------------------
+    # -- interface of the runtime ------------------------------------------------------
 
     @contextmanager
     def on_device(self, device):
@@ -258,7 +258,7 @@ class FakeCuda(CudaApi):
         place = self._places.get(tensor.untyped_storage().data_ptr())
         return place[1] if place else getattr(self._local, "device", GPU)
 
-    # -- what a test calls --------------------------------------------------------------
+    # -- interface of tests --------------------------------------------------------------
 
     @property
     def current(self):

@@ -42,7 +42,7 @@ class Report:
     """Result of a run of tests.
 
     Attributes:
-        code: The exit status of pytest; ``None``: it took too long.
+        code: The exit status of pytest; ``None``: the time limit was exceeded.
         is_lock_off: True if the global lock was off after all tests.
         output: Output of the run, both streams.
     """
@@ -60,8 +60,8 @@ def is_free_threaded() -> bool:
 def find() -> tuple[str | None, str]:
     """The path of an interpreter that can run the tests, or ``None`` and the reason.
 
-    The one that the variable names is taken alone; without it, the first on ``PATH`` that
-    will do.
+    Only the interpreter in the variable is considered, or without it the first suitable one
+    on ``PATH``.
     """
     named = os.environ.get(VARIABLE)
     if named is not None:

@@ -63,7 +63,7 @@ def on_ranks(
             stack.callback(end.close)
         outcomes = outcomes_of(ends, work)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    # Errors of aborted peers say less.
+    # Errors of aborted peers are less specific.
     for error in sorted(errors, key=lambda error: isinstance(error, CollectiveAborted)):
         raise error
     return outcomes

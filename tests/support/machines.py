@@ -76,7 +76,7 @@ class _Process:
         return self._process.pid
 
     def is_silent(self, seconds):
-        """True if it prints nothing within this time."""
+        """True if it prints no line within this time."""
         ready, _, _ = select.select([self._stdout], [], [], seconds)
         return not (ready or self._rest)
 
@@ -236,7 +236,7 @@ def together(machines, name, *args, **kwargs):
 
 
 def make_round(machines, report="", seed=0, value=None):
-    """Make a round, which must succeed; returns the quorums."""
+    """Complete a round, which must succeed; returns the quorums."""
     quorums = together(machines, "quorum")
     for found in (
         quorums,

@@ -19,7 +19,7 @@ class Namespaces:
     """A namespace with a bridge, and others connected to it.
 
     Raises:
-        OSError: None can be made here; says which command failed, and how.
+        OSError: No namespace can be created; names the failed command and its error.
     """
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Namespaces:
             raise
 
     def join(self, number):
-        """A namespace with the address ``10.77.29.number``; gives the process that holds it."""
+        """A namespace with the address ``10.77.29.number``; returns the process that keeps it."""
         pid = self._namespace()
         self._ip(self.hub, f"link add to{number} type veth peer name eth0 netns {pid}")
         self._ip(self.hub, f"link set to{number} master hub up")
@@ -44,15 +44,15 @@ class Namespaces:
         return pid
 
     def cut(self, number):
-        """Whatever this namespace sends and is sent is lost from now on."""
+        """Drop all traffic to and from this namespace."""
         self._ip(self.hub, f"link set to{number} down")
 
     def mend(self, number):
-        """The opposite of :meth:`cut`."""
+        """Undo :meth:`cut`."""
         self._ip(self.hub, f"link set to{number} up")
 
     def close(self):
-        """All are gone once their programs are."""
+        """End the processes, and with them the namespaces."""
         for process in self._processes:
             process.kill()
             process.communicate()

@@ -1,7 +1,7 @@
 """Program that uses the packages without the parts of Python that another system lacks.
 
 ``python -m tests.support.other_system windows DIRECTORY``. The libraries are imported first, since
-they choose their own code by system. Prints what works and the refusals, one to a line.
+they choose their own code by system. Prints working features and refusals, one to a line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SYSTEMS = {
 def hide(system):
     """Remove what the system lacks."""
     name_of_system, modules, names = SYSTEMS[system]
-    sysconfig.get_config_vars()  # by the name of the system, and then kept
+    sysconfig.get_config_vars()  # by the name of the system, once
     pair, family = socket.socketpair, socket.AF_UNIX
     vars(socket)["socketpair"] = lambda *_: pair(family)  # of another family on Windows
     for name in modules:
@@ -106,7 +106,7 @@ def train(directory):
             progress=False,
         )
     state.save(directory / "weights.safetensors")
-    state.save(directory / "weights.safetensors")  # over the file
+    state.save(directory / "weights.safetensors")  # replaces the file
     net.load_state_dict(safetensors.torch.load_file(directory / "weights.safetensors"))
     with gpuworker.Trainer.setup(net, torch.optim.AdamW, ["cpu", "cpu"]) as model:
         model(x).sum().backward()
@@ -117,7 +117,7 @@ def train(directory):
 
 
 def refusals(net, x, directory):
-    """The messages of what needs more."""
+    """Messages of the refused features."""
     import gpuworker
     from runtime.__main__ import main
 
@@ -145,7 +145,7 @@ def refusals(net, x, directory):
 
 
 def run(system, directory):
-    """Print what works on a system."""
+    """Print the working features and the refusals."""
     hide(system)
     sys.stdout.write(f"imported {import_all()} modules\n")
     net, x = train(directory)

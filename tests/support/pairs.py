@@ -20,8 +20,8 @@ def pairwise(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest
     greedily and deterministically.
 
     Args:
-        indirect: Those that are fixtures' parameters.
-        values: Of each parameter.
+        indirect: Names of the parameters of fixtures.
+        values: Values of each parameter.
     """
     cases = list(product(*(range(len(v)) for v in values.values())))
     if SCALE == 1:

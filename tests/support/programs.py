@@ -65,7 +65,7 @@ class Popen(subprocess.Popen):
     """``subprocess.Popen`` of ``[sys.executable, SCRIPT | -c CODE | -m MODULE, ...]``, forked.
 
     In front there may be ``-W ACTION``, which holds from the first line of the program.
-    Understands ``stdin``, ``stdout``, ``stderr``, ``text``, ``cwd``, ``env`` and
+    Accepts ``stdin``, ``stdout``, ``stderr``, ``text``, ``cwd``, ``env`` and
     ``start_new_session``.
     """
 

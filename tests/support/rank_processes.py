@@ -22,7 +22,7 @@ class RankProcesses:
     """Gloo processes of a script, one group per world size.
 
     Args:
-        script: Takes ``RANK WORLD_SIZE STORE_FILE``, says ``ready``, and for each path on stdin
+        script: Takes ``RANK WORLD_SIZE STORE_FILE``, prints ``ready``, and for each path on stdin
             ``done``; rank 0 has then written the result beside it.
         directory: For jobs, results and stores.
     """

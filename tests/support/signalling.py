@@ -50,7 +50,7 @@ class Waits:
 
     Attributes:
         actions: For each wait to come, functions to call.
-        entered: Set once somebody waits.
+        entered: Set once a thread waits.
         seen: The thread of each wait, and the handlers during it.
     """
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs: records the operations of PyTorch and runs them again.
+"""A fake of CUDA graphs: records PyTorch's operations and runs them again.
 
 Like a graph, it does not run the operations that it records, keeps the memory of every tensor,
 reads no values for Python, and does not record what Python does.

@@ -46,7 +46,7 @@ class Stream:
         return None
 
     def until(self, ready):
-        """Everything that came, put together, once ``ready`` of it is true."""
+        """All messages so far, merged, once ``ready`` is true for them."""
         while (message := self.next()) is not None:
             kind, content = message
             if kind == "history":

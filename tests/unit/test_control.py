@@ -245,7 +245,7 @@ def test_the_commands_reach_a_run_of_another_process(tmp_path, capsys):
         main(["status", "--json"])
         (record,) = json.loads(capsys.readouterr().out)
         main(["stop", str(process.pid)])
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         out, _ = process.communicate(timeout=WAIT_S)
     assert table[0].split() == [
         "PID",
@@ -260,7 +260,7 @@ def test_the_commands_reach_a_run_of_another_process(tmp_path, capsys):
     assert table[1].split()[:3] == [str(process.pid), "train_me.py", "1/1"]
     assert table[1].endswith("none yet")
     assert (record["pid"], record["responds"]) == (process.pid, True)
-    assert f"stops at its next step boundary and writes a checkpoint to {saved}" in said
+    assert f"stops at its next step boundary and writes a checkpoint to {saved}" in output
     assert out == b"stopped\n"
     main(["status"])
     assert capsys.readouterr().out == "no active run of this user on this machine\n"

@@ -75,7 +75,9 @@ def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": path.stem}
     for block in filter(runs, blocks_of(path)):
-        assert block.language == "python", f"{path.name}:{block.line}: say why it is not run"
+        assert block.language == "python", (
+            f"{path.name}:{block.line}: state the reason for not running it"
+        )
         code = compile("\n" * block.line + block.code, str(path), "exec")
         exec(code, namespace)
 

@@ -106,9 +106,9 @@ def test_a_change_on_one_rank_is_named_at_the_end_of_its_epoch(change, name, bac
 def test_repair_takes_the_state_of_rank_0(change, name, caplog):
     expected = run(lambda worker: None, epochs=4)
     once = run(change, epochs=4, configure=lambda b: b.on_drift("repair"))
-    said = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
-    assert len(said) == 1
-    assert "all ranks take the state of rank 0" in said[0]
+    warnings = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "all ranks take the state of rank 0" in warnings[0]
     assert once.params.keys() == expected.params.keys()
     assert all(torch.isfinite(p).all() for p in once.params.values())
 
@@ -130,9 +130,9 @@ def test_frozen_parameters_of_a_teacher_become_those_of_rank_0_with_a_warning(ca
     )
     trained = b.run().join(WAIT_S).params["teacher.weight"]
     torch.testing.assert_close(trained, Net().teacher.weight + 6, check_stride=False)
-    said = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
-    assert len(said) == 3
-    assert "frozen parameter 'teacher.weight' of rank 1" in said[0]
+    warnings = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
+    assert len(warnings) == 3
+    assert "frozen parameter 'teacher.weight' of rank 1" in warnings[0]
 
 
 def test_a_change_of_frozen_parameters_on_one_rank_is_repaired(caplog):

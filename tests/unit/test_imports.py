@@ -29,7 +29,7 @@ STILL: tuple[str, ...] = ()
 
 
 def test_imports_go_down_and_names_are_unique():
-    """Floors, circles, depth, modules at the top, names: see :class:`tests.house.House`."""
+    """Layers, circles, depth, modules at the top, names: see :class:`tests.house.House`."""
     faults = House().faults()
     assert [fault for fault in faults if not fault.startswith(STILL)] == []
     assert [known for known in STILL if not any(f.startswith(known) for f in faults)] == []
@@ -101,7 +101,7 @@ PLANTED = {
     ),
     "coordinator": ({"coordinator/messages.py": "import runtime.core.errors"}, "imports up"),
     "coordinator, of nothing": ({"coordinator/messages.py": "import runtime.gone"}, "runtime.gone"),
-    "a new folder": ({"runtime/cellar/__init__.py": ""}, "runtime/cellar has no floor"),
+    "a new folder": ({"runtime/cellar/__init__.py": ""}, "runtime/cellar has no layer"),
     "a circle": (
         {"runtime/worker/worker.py": "import runtime.worker.step\nclass Worker: ..."},
         "circle",
@@ -110,7 +110,7 @@ PLANTED = {
     "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
     "two files": (
         {"runtime/loop/messages.py": "", "coordinator/messages.py": ""},
-        "the name of coordinator/messages.py and runtime/loop/messages.py stands for two things",
+        "the name of coordinator/messages.py and runtime/loop/messages.py is defined twice",
     ),
     "a long function": (
         {"runtime/worker/step.py": "def f():\n" + "    1\n" * 80},
@@ -137,7 +137,7 @@ PLANTED = {
         {"runtime/worker/worker.py": "class Helper: ...\nclass Worker: ..."},
         "worker.py opens with Helper and not with Worker",
     ),
-    "two modules": ({"runtime/device.py": ""}, "stands beside a folder of its name"),
+    "two modules": ({"runtime/device.py": ""}, "has the name of a folder beside it"),
 }
 
 

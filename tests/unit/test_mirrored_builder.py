@@ -343,9 +343,9 @@ def test_parameters_outside_the_model_are_named_once(policy, kind, caplog):
         return nn.functional.mse_loss(out, batch[1])
 
     run(train=train, policy=policy)
-    said = [r.getMessage() for r in caplog.records if "outside the model" in r.getMessage()]
-    assert len(said) == 1
-    assert "model.criterion = criterion" in said[0]
+    warnings = [r.getMessage() for r in caplog.records if "outside the model" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "model.criterion = criterion" in warnings[0]
 
 
 def test_inputs_and_parts_of_the_model_that_require_gradients_are_not_named(caplog):

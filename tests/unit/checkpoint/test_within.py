@@ -183,7 +183,7 @@ def test_a_killed_run_of_one_epoch_loses_at_most_two_seconds(tmp_path, policy):
     killed_at, reached = float(printed[-1][0]), int(printed[-1][1])
     # The progress of two seconds before the kill is in the checkpoint.
     before = [int(step) for at, step in printed if float(at) <= killed_at - 2.0]
-    assert before, "it was killed too early to say anything"
+    assert before, "the process was killed before its first checkpoint"
     assert before[-1] <= data.global_step <= reached + 1000
     held = marked(data.weights)
     assert held == consumed(data, 4000, 4)

@@ -38,7 +38,7 @@ def end():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "arguments", "error", "says"),
+    ("world_size", "arguments", "error", "message"),
     [
         (4, {"strategy": HYBRID}, ValueError, "needs intra_node_size"),
         (4, {"strategy": HYBRID, "intra_node_size": 3}, ValueError, "does not divide"),
@@ -55,11 +55,11 @@ def end():
         (1, {"collective": "thread"}, TypeError, "create_collectives"),
     ],
 )
-def test_invalid_arguments_raise_before_any_exchange(world_size, arguments, error, says):
+def test_invalid_arguments_raise_before_any_exchange(world_size, arguments, error, message):
     # Rank 0 is alone: an exchange would time out.
     ends = create_collectives(world_size, timeout_s=1.0)
     try:
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             FSDP(**{"module": nn.Linear(2, 2), "collective": ends[0], **arguments})
         ends[0].check()
     finally:
@@ -126,7 +126,7 @@ def test_lists_of_parameters_and_other_optimizers_are_not_affected(end):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda rank: nn.Linear(3, 2 + rank), r"rank 1 .* shape \(3, 3\).* rank 0 .*\(2, 3\)"),
         (lambda rank: nn.Linear(3, 2, bias=rank == 0), r"rank 1 .* nothing, rank 0 .*'bias'"),
@@ -135,9 +135,9 @@ def test_lists_of_parameters_and_other_optimizers_are_not_affected(end):
         (lambda rank: [nn.LayerNorm(2), nn.BatchNorm1d(2)][rank], "running_mean"),
     ],
 )
-def test_modules_that_differ_are_an_error_on_every_rank(make, says):
+def test_modules_that_differ_are_an_error_on_every_rank(make, message):
     def work(end):
-        with pytest.raises(ReplicaMismatch, match=says):
+        with pytest.raises(ReplicaMismatch, match=message):
             FSDP(make(end.rank), end)
 
     on_ranks(2, work)

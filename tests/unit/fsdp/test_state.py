@@ -132,7 +132,7 @@ def test_the_full_state_is_available_between_forward_and_sync(strategy):
 
 @each_strategy
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda s: s.pop("norm.bias"), r"missing \['norm.bias'\]"),
         (lambda s: s.update(extra=torch.ones(1)), r"unexpected \['extra'\]"),
@@ -141,13 +141,13 @@ def test_the_full_state_is_available_between_forward_and_sync(strategy):
         (lambda s: s.update(scale=1.0), "'scale' is a float"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(strategy, change, says):
+def test_a_state_that_does_not_fit_changes_nothing(strategy, change, message):
     state = state_of(5)
     change(state)
 
     def work(end):
         fsdp = wrap(end, strategy)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             fsdp.load_full_state_dict(state)
         return fsdp.full_state_dict()
 

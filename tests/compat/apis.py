@@ -1,4 +1,4 @@
-"""Train a case through each way into the runtime, and judge what came out."""
+"""Train a case through each API of the runtime, and compare the results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _builder(case: Case, policy: ApplyPolicy) -> State:
         .policy(policy)
         .progress(False)
     )
-    failures: list[Exception] = []  # what a callback raises is logged and does not end a run
+    failures: list[Exception] = []  # errors of callbacks are logged and do not end a run
     if case.watch is not None:
         watch = case.watch(case.model())
 
@@ -164,11 +164,11 @@ def coordinator(case: Case) -> State:
             replicas.train_batch(samples)
             if watch is not None:
                 watch(replicas.primary)
-        # The primary is what the factory made: of a compiled one, the module inside.
+        # The primary is the factory's module; for a compiled one, the module inside.
         return getattr(replicas.primary, "_orig_mod", replicas.primary).state_dict()
 
 
-DOORS: dict[str, Callable[[Case], State]] = {
+APIS: dict[str, Callable[[Case], State]] = {
     "SYNC": sync,
     "CADENCE": cadence,
     "setup": setup,
@@ -188,7 +188,7 @@ EQUAL, TRAINS, ABSENT, REFUSED, FAILED = "=", "ok", "n/a", "refused", "FAILED"
 
 
 class Judge:
-    """Looks at what the doors made of one case.
+    """Compares the results of one case.
 
     Args:
         case: The case.
@@ -199,34 +199,34 @@ class Judge:
         self._start = case.model().state_dict()
         self._wanted: State | None = None
 
-    def judge(self, door: str) -> tuple[str, str]:
-        """Train through a door.
+    def judge(self, api: str) -> tuple[str, str]:
+        """Train through one API.
 
         Returns:
-            The verdict and what there is to say of it.
+            The verdict and remarks.
         """
         case = self._case
-        if door in case.absent:
-            return ABSENT, case.absent[door]
+        if api in case.absent:
+            return ABSENT, case.absent[api]
         try:
-            found = DOORS[door](case)
-            if door in case.refused:
-                return FAILED, f"it was to be refused: {case.refused[door]}"
-            return self._look(door, found)
+            found = APIS[api](case)
+            if api in case.refused:
+                return FAILED, f"not refused: {case.refused[api]}"
+            return self._compare(api, found)
         except Exception as error:
-            said = " ".join(str(error).split())
-            if door in case.refused and case.refused[door] in said:
-                return REFUSED, case.refused[door]
-            return FAILED, f"{type(error).__name__}: {said[:200]}"
+            remark = " ".join(str(error).split())
+            if api in case.refused and case.refused[api] in remark:
+                return REFUSED, case.refused[api]
+            return FAILED, f"{type(error).__name__}: {remark[:200]}"
 
-    def _look(self, door: str, found: State) -> tuple[str, str]:
+    def _compare(self, api: str, found: State) -> tuple[str, str]:
         case = self._case
         before, after = self._mean_loss(case.model()), self._mean_loss(case.load(found))
         assert after < before, f"the loss went from {before:.4g} to {after:.4g}"
-        if door == "CADENCE":
+        if api == "CADENCE":
             return TRAINS, ""
-        if case.differs or door in case.unlike:
-            return TRAINS, case.differs or case.unlike[door]
+        if case.differs or api in case.unlike:
+            return TRAINS, case.differs or case.unlike[api]
         if self._wanted is None:
             self._wanted = one_device(case)
         difference = self._difference(found, self._wanted)
@@ -234,16 +234,16 @@ class Judge:
         return EQUAL, ""
 
     def _difference(self, found: State, wanted: State) -> float:
-        """Of the parameters' change, relative to the change on one device."""
+        """Difference of the parameters' change from that on one device, relative to it."""
         names = [plain_key(name) for name, _ in self._case.model().named_parameters()]
-        start, got, want = (
+        start, actual, expected = (
             torch.cat([named[name].to(torch.float64).flatten() for name in names])
             for named in (
                 {plain_key(key): value for key, value in state.items()}
                 for state in (self._start, found, wanted)
             )
         )
-        return float((got - want).norm() / (want - start).norm())
+        return float((actual - expected).norm() / (expected - start).norm())
 
     @torch.no_grad()
     def _mean_loss(self, model: nn.Module) -> float:
