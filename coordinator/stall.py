@@ -246,6 +246,10 @@ def thread_stacks() -> str:
     return "\n".join(sorted(parts))
 
 
+_STOPPED = re.compile(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)\b.*\n((?:  .*\n?)*)")
+_CALL = re.compile(r'(?m)^  File "(.*)", line (\d+) in (.*)$')
+
+
 def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
     """:func:`thread_stacks` without the GIL, where frames of running threads must not be read."""
     try:
@@ -256,8 +260,12 @@ def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
     except OSError as error:
         return f"no stacks, since no temporary file could be created: {error}"
 
-    def named(head: re.Match[str]) -> str:
-        ident = int(head[1], 16)
-        return f"thread {names.get(ident, f'unknown to Python, {ident}')}, the latest call first:"
-
-    return re.sub(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)\b.*$", named, text)
+    parts = []
+    for ident, calls in _STOPPED.findall(text):
+        frames = [
+            traceback.FrameSummary(path, int(line), function)
+            for path, line, function in reversed(_CALL.findall(calls))
+        ]
+        name = names.get(int(ident, 16), f"unknown to Python, {int(ident, 16)}")
+        parts.append(f"thread {name}:\n{''.join(traceback.format_list(frames))}")
+    return "\n".join(sorted(parts))

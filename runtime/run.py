@@ -451,8 +451,9 @@ class Run:
             while not isinstance(self._outboxes[rank].get(), m.Shutdown):
                 pass
             self._inbox.put(m.Exiting(rank=rank))
-        except _Reported:
-            pass
+        except _Reported as reported:
+            # The frames of the user's error lead to that of _run_worker, which holds the worker.
+            traceback.clear_frames(reported.__traceback__)
         except BaseException as error:
             frames = error.__traceback__
             self._report(rank, worker, error)

@@ -16,16 +16,19 @@ import signal
 import socket
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp  # noqa: F401
 import numpy  # noqa: F401
 import psutil  # noqa: F401
-import safetensors.torch
 import torch
 import tqdm  # noqa: F401
 from torch._functorch import eager_transforms  # noqa: F401
 from torch.utils.data import DataLoader  # noqa: F401
+
+with suppress(ImportError):  # it has no wheel without the GIL
+    import safetensors.torch  # noqa: F401
 
 SYSTEMS = {
     "windows": (
@@ -89,6 +92,7 @@ def import_all():
 def train(directory):
     """Train with the parts that need no locks of directories; return the state."""
     import gpuworker
+    from runtime.checkpoint.tensor_file import load_file
 
     net = torch.nn.Linear(4, 2)
     x = torch.randn(64, 4)
@@ -107,7 +111,7 @@ def train(directory):
         )
     state.save(directory / "weights.safetensors")
     state.save(directory / "weights.safetensors")  # replaces the file
-    net.load_state_dict(safetensors.torch.load_file(directory / "weights.safetensors"))
+    net.load_state_dict(load_file(directory / "weights.safetensors"))
     with gpuworker.Trainer.setup(net, torch.optim.AdamW, ["cpu", "cpu"]) as model:
         model(x).sum().backward()
         model.step()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections import Counter as Count
 
 import torch
@@ -33,12 +31,10 @@ class MarkingRun:
         self.trained = Count()
         self._ranks, self._way = ranks, way
         self.on_step = lambda worker: None
-        self._permits = None
 
     def train(self, model, batch):
         worker = current_worker()
         self.on_step(worker)
-        assert self._permits is None or self._permits.acquire(timeout=WAIT_S)
         self.trained.update((worker.current_epoch, i) for i in batch[0].tolist())
         return -model.w[worker.current_epoch, batch[0]].sum()
 
@@ -54,16 +50,6 @@ class MarkingRun:
             way=self._way,
         )
         return made.seed(SEED).anchor(3).tune_allocator(False)
-
-    def capture_often(self):
-        """Run, and take the state as :func:`capture_often` does, at least three times.
-
-        Each request lets a third of the batches be trained, which suffices to answer it.
-        """
-        self._permits = threading.Semaphore(0)
-        num_batches = self.epochs * self.n // self.batch_size
-        permit = functools.partial(self._permits.release, num_batches // 3 - 1)
-        return capture_often(self.builder().run(), permit=permit)
 
     def all_samples(self):
         return {(epoch, i) for epoch in range(self.epochs) for i in range(self.n)}
@@ -85,19 +71,22 @@ def consumed(data, n, batch_size):
     return found
 
 
-def capture_often(handle, most=40, permit=lambda: None):
-    """Take the state repeatedly, as ``handle.save`` does; returns the states, oldest first.
-
-    Calls ``permit`` before each request, and before the run is joined.
-    """
+def capture_often(handle, most=40):
+    """Take the state repeatedly, as ``handle.save`` does; returns the states, oldest first."""
     taken = []
     while handle.state is None and len(taken) < most:
-        permit()
         try:
             taken.append(handle._run.save(WAIT_S))
         except CheckpointError:
             break
-    for _ in range(most):
-        permit()
     handle.join(WAIT_S)
     return taken
+
+
+def captured_run(n, **settings):
+    """A run and at least three of its states; has more samples where it would end before."""
+    saved = []
+    while len(saved) < 3:
+        run = MarkingRun(n=n, **settings)
+        saved, n = capture_often(run.builder().run()), 2 * n
+    return run, saved

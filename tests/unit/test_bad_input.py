@@ -95,7 +95,7 @@ WRONG = [
     ("devices", (2.0,), TypeError, r"\['cpu', 'cpu'\]"),
     ("devices", (0,), ValueError, "at least 1"),
     ("devices", (True,), TypeError, "list"),
-    ("devices", ("gpu",), ValueError, "CPU build of PyTorch"),
+    ("devices", ("gpu",), ValueError, "CPU build of PyTorch|0 CUDA devices are visible"),
     ("devices", (-2,), ValueError, "at least 1"),
     ("devices", ([],), ValueError, "at least one"),
     ("devices", ([0],), TypeError, "names such as"),

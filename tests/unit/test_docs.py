@@ -70,8 +70,10 @@ def runs(block):
 
 @pytest.mark.parametrize("path", pages_with(runs), ids=lambda path: path.name)
 def test_the_blocks_of_a_page_run_one_after_the_other(path, tmp_path, monkeypatch):
-    if path.name == "watching.md":
-        pytest.importorskip("aiohttp")
+    for module in {"watching.md": ["aiohttp"], "checkpoints.md": ["safetensors"]}.get(
+        path.name, []
+    ):
+        pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": path.stem}
     for block in filter(runs, blocks_of(path)):
