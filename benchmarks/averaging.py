@@ -1,7 +1,7 @@
-"""The averaging on the CPU path: its arithmetic against the memory's speed, and whole rounds.
+"""Averaging on the CPU path: its arithmetic relative to memory bandwidth, and whole rounds.
 
 Usage: ``python benchmarks/averaging.py [--parameters 1e6 1e7 1e8] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from runtime.replica.non_finite import all_finite
 TARGET = 1.5
 """Bound of the arithmetic over the time of reading both and writing one, at 2 ranks in float32."""
 TARGET_PARAMETERS = 10**8
-"""Size that the target speaks of."""
+"""Size to which the target applies."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WORLDS = (2, 3, 4)
 NUM_SLICE = 1024
-"""Parameters that the whole round's model computes with; all of them are stepped."""
+"""Parameters used by the forward pass of the whole round's model; the optimizer steps all."""
 NUM_BATCHES, ANCHOR = 24, 2
 JOIN_S = 170.0
 OURS, NO_NORMS = "this runtime", "the same, without norms"
 """Ranks on CPUs report the norms of their snapshots; ``NO_NORMS`` omits them."""
 SNAPSHOT, UPDATE = "snapshot: this runtime", "update: this runtime"
 ALLOCATING = "stack, then mean (unweighted)"
-"""The way that takes and gives back memory of the models' size, which slows those after it."""
+"""The variant that allocates and frees memory of the models' size, which slows later ones."""
 # Copies are made with several intra-op threads.
 ENVIRONMENT = {k: v for k, v in ONE_THREAD.items() if k != "OMP_NUM_THREADS"}
 
@@ -67,7 +67,7 @@ def payload(tensor: Tensor) -> Payload:
 
 
 def naive(out: Tensor, sources: Sequence[Tensor], weights: Sequence[int]) -> dict[str, Work]:
-    """Other ways to the weighted mean, without a norm; the last allocates its result."""
+    """Other implementations of the weighted mean, without a norm; the last allocates its result."""
     first, *others = sources
     parts = [weight / sum(weights) for weight in weights]
 
@@ -102,7 +102,7 @@ def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
 
 
 def time_of(work: Work) -> float:
-    """Seconds that a piece of work takes."""
+    """Duration of a call, in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -111,7 +111,7 @@ def time_of(work: Work) -> float:
 def measure_arithmetic(
     num_parameters: int, num_threads: int, dtype: torch.dtype, repeat: int
 ) -> list[dict[str, Any]]:
-    """One row for each number of ranks and way; all ways in turn, ``repeat`` times.
+    """One row for each number of ranks and variant; all variants in turn, ``repeat`` times.
 
     The copy that a ratio refers to is measured in the same turns with the same threads, and
     all memory was written to before. The allocating variant is measured afterwards.
@@ -136,7 +136,7 @@ def measure_arithmetic(
         for way, work in naive(out, sources[:world], weights[:world]).items():
             works[world, way] = work
     for work in works.values():
-        work()  # two results are used in turn: both are warm now
+        work()  # two results are used in turn: both have been written to
     times: dict[tuple[int, str], list[float]] = {key: [] for key in works}
     load = MachineLoad()
     calm = [key for key in works if key[1] != ALLOCATING]
@@ -168,12 +168,12 @@ def measure_arithmetic(
 
 
 def num_passes(world: int, way: str) -> int:
-    """Memory that an implementation reads and writes, in replicas."""
+    """Memory traffic of an implementation, in replicas."""
     return 4 if way.startswith("update") else world + 1
 
 
 class Flat(nn.Module):
-    """As many parameters as wanted, and a step that costs little beside the optimizer's."""
+    """A model with the given number of parameters, and a step cheaper than the optimizer's."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def measure_round(num_parameters: int) -> dict[str, Any]:
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """The target for each number of threads, at the size that it speaks of, if measured."""
+    """The target for each number of threads, at its size, if measured."""
     return [
         Check(
             what=f"2 ranks, float32, {row['parameters']:.0e} parameters, {row['threads']} "
@@ -266,8 +266,8 @@ def parse_args() -> argparse.Namespace:
     cores = os.cpu_count() or 1
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, cores}))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--repeat", type=int, default=7, help="turns of all ways")
-    parser.add_argument("--no-round", action="store_true", help="the arithmetic alone")
+    parser.add_argument("--repeat", type=int, default=7, help="repetitions of all variants")
+    parser.add_argument("--no-round", action="store_true", help="measure the arithmetic only")
     args = parser.parse_args()
     if args.repeat < 1 or min(args.parameters) < 1 or min(args.threads) < 1:
         parser.error("--repeat, --parameters and --threads must be at least 1")

@@ -1,8 +1,8 @@
-"""Checkpoints: what they cost a run, and what is left of a run that is killed again and again.
+"""Checkpoints: their cost in a run, and the state of a run that is killed repeatedly.
 
 Usage: ``python benchmarks/checkpoint.py cost [--quick] [--repeat 3] [--json FILE]`` and
 ``python benchmarks/checkpoint.py kills [--count 100] [--policy sync] [--seed 0] [--json FILE]``.
-What is measured and checked and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements and checks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def state_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """The time between two calls of ``train_fn`` of a rank, and what happened in it.
+    """The time between two calls of ``train_fn`` of a rank.
 
     Attributes:
         rank: The rank.
@@ -87,7 +87,7 @@ class Gap:
 
 
 class Clock:
-    """A ``train_fn`` that notes the gaps between its calls, for each rank."""
+    """A ``train_fn`` that records the gaps between its calls, for each rank."""
 
     def __init__(self) -> None:
         self.gaps: list[Gap] = []
@@ -217,9 +217,9 @@ class Pause:
     """The pause of one rank for one checkpoint, against the copy in the same condition.
 
     Attributes:
-        wall_s: The longest gap while the state is taken, less what gaps are otherwise.
-        cpu_s: Likewise, what the thread computed.
-        fresh: Share of the page faults of a copy into fresh memory that were in it.
+        wall_s: The longest gap while the state is captured, less the usual gap.
+        cpu_s: The same of the thread's CPU time.
+        fresh: Its page faults as a share of those of a copy into fresh memory.
         copy_wall_s: Time of a copy, by that share between fresh and warm memory.
         copy_cpu_s: Likewise.
     """
@@ -232,7 +232,7 @@ class Pause:
 
 
 def pauses(system: str, num_bytes: int, repeat: int) -> list[Pause]:
-    """Save now and then in a run, one after the other, beside a measurement of the copy."""
+    """Save sequentially at intervals in a run, beside a measurement of the copy."""
     found: list[Pause] = []
     for _ in range(repeat):
         fresh, warm = copies(num_bytes, SYSTEMS[system][0])
@@ -266,7 +266,7 @@ def _judge(
     for window in windows:
         for rank in sorted({g.rank for g in gaps}):
             inside = [g for g in gaps if g.rank == rank and g.overlaps(window)]
-            # The state is taken in the gap of most work; any may wait for the others.
+            # The state is captured in the gap with most work.
             gap = max(inside, key=lambda g: g.cpu_s)
             share = (gap.num_faults - usual_faults) / max(1, fresh.num_faults)
             share = min(1.0, max(0.0, share))
@@ -349,13 +349,13 @@ def cost(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- kills: lives that end by SIGKILL ----------------------------------------------------
+# -- kills: processes ended by SIGKILL --------------------------------------------------
 
 
 POLICIES = [policy.value for policy in ApplyPolicy]
 NUM_SAMPLES, SMALL_BATCH, UNITS = 480, 4, 256
 LONGER = 1.3
-"""Factor on the lifetime of a process after one without progress, as on a busy machine."""
+"""Factor on the lifetime of the process after one without progress, as on a busy machine."""
 LEFTOVER = ".unfinished-*"
 
 
@@ -431,9 +431,9 @@ def save_now_and_then(handle: TrainerHandle, directory: Path) -> None:
 
 
 def warm_up() -> None:
-    """Make PyTorch import now what it imports with the first step: each life would do so anew.
+    """Trigger the imports of PyTorch's first step once, instead of in each process.
 
-    No matrix is multiplied: the libraries for that are not made for a fork after their use.
+    No matrix is multiplied: the libraries for that do not support a fork after their use.
     """
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
@@ -441,7 +441,7 @@ def warm_up() -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run this in a child process, which has no threads yet; gives its id."""
+    """Fork a process that runs this function; returns its id. This process has no threads yet."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -462,11 +462,11 @@ class Record:
 
     Attributes:
         num_kills: Processes killed.
-        num_while_writing: Kills that left an unfinished checkpoint behind.
+        num_while_writing: Kills that left an unfinished checkpoint.
         num_mid_epoch: Kills after which training resumed within an epoch.
         num_before_first: Kills before there was any checkpoint.
         lost_s: For each kill, the age of the checkpoint that was resumed.
-        num_finished: Lives that came to their end before the kill.
+        num_finished: Processes that finished before the kill.
         faults: Violations.
     """
 
@@ -480,14 +480,14 @@ class Record:
 
 
 class Killer:
-    """Lets a run live again and again, and ends each life at a random moment.
+    """Starts a run repeatedly, and kills each process at a random moment.
 
     Args:
         place: A directory of its own.
         policy: The run's policy.
         count: Number of kills after the first checkpoint.
-        seed: Decides the moments.
-        longest_s: The longest life, at first.
+        seed: Seed of the moments.
+        longest_s: The initial upper bound of a lifetime.
     """
 
     def __init__(self, place: Path, policy: str, count: int, seed: int, longest_s: float) -> None:
@@ -514,7 +514,7 @@ class Killer:
         """Kill ``count`` times behind the first checkpoint, then let it finish; gives the epochs
         that it trained.
         """
-        many = 1_000_000  # more than it can train; raised and lowered between lives
+        many = 1_000_000  # more than it can train; adjusted between processes
         while self.record.num_kills - self.record.num_before_first < self._count:
             pid = self._life(many)
             self._wait_for_moment(pid)
@@ -534,7 +534,7 @@ class Killer:
         return num_epochs
 
     def _wait_for_moment(self, pid: int) -> None:
-        """Sleep for a random time; in every other life then until a checkpoint is begun."""
+        """Sleep for a random time; in every other process also until a checkpoint begins."""
         time.sleep(self._random.uniform(0.02, self._longest_s))
         if self._random.random() < 0.5:
             return
@@ -547,8 +547,8 @@ class Killer:
         return load_newest(self._checkpoints, missing_ok=True)
 
     def _after_kill(self, killed_at: float) -> None:
-        """The newest checkpoint is whole, is the last one that was written or a later one,
-        and no older than the one before.
+        """Check that the newest checkpoint is complete, is the last one written or a later one,
+        and no older than the previous one.
         """
         record = self.record
         record.num_kills += 1
@@ -611,7 +611,7 @@ def summary(record: Record, policy: str, num_epochs: int) -> str:
     return (
         f"{policy}: {record.num_kills} kills over {num_epochs} epochs, "
         f"{record.num_while_writing} while a checkpoint was written, "
-        f"{record.num_before_first} before the first, {record.num_mid_epoch} went on within an "
+        f"{record.num_before_first} before the first, {record.num_mid_epoch} resumed within an "
         f"epoch; age of the resumed checkpoint: "
         f"median {lost[len(lost) // 2]:.2f} s, at most {lost[-1]:.2f} s; {verdict}"
     )
@@ -649,8 +649,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = commands["kills"].add_argument
     add("--count", type=int, default=100, help="kills")
     add("--policy", choices=POLICIES, default="sync")
-    add("--seed", type=int, default=0, help="of the moments")
-    add("--longest", type=float, default=1.0, help="longest life in seconds")
+    add("--seed", type=int, default=0, help="seed of the moments")
+    add("--longest", type=float, default=1.0, help="initial upper bound of a lifetime, in seconds")
     args = parser.parse_args(argv)
     if args.section == "cost":
         args.mb = args.mb or (40 if args.quick else 400)

@@ -1,7 +1,7 @@
-"""Clusters: unequal machines, what a round costs, others on the same model, grants for many.
+"""Clusters: unequal machines, cost of a round, other systems on the same model, many grants.
 
 Usage: ``python benchmarks/cluster.py [--sections speeds cost peers rounds grants] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from runtime.cluster.torchft_engine import TorchftEngine
 from runtime.timeline.events import Cause
 
 SLOWED = (1.0, 2.5, 5.0)
-"""By how much longer a machine takes for a batch: speeds of 5 : 2 : 1."""
+"""Factors on the batch time of the machines: speeds of 5 : 2 : 1."""
 SPEED_TARGET = 0.90
-"""Bound of what unequal machines train together over the sum of their own rates."""
+"""Bound of the joint rate of unequal machines over the sum of their solo rates."""
 SPEED_PERIOD_S = 5.0
 COST_TARGET_S, COST_TARGET_SHARE = 0.015, 0.01
-"""Bounds of what a round takes from the training of a machine, and of its part of a period."""
+"""Bounds of the training time lost to a round on a machine, and of its share of a period."""
 COST_PERIOD_S, DEFAULT_PERIOD_S = 1.0, 30.0
 AROUND_S = 0.25
 """Time before and after a round that counts as part of it."""
@@ -85,7 +85,7 @@ def make_million() -> nn.Module:
 
 
 def make_data(num_samples: int) -> Batch:
-    """Synthetic samples; what they hold does not matter here."""
+    """Synthetic samples of arbitrary content."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1024, 512, generator=generator)
     labels = torch.randint(500, (num_samples,), generator=generator)
@@ -105,11 +105,11 @@ MILLION = Workload(
 
 
 PAUSES = (Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.AVERAGING, Cause.CALLBACKS)
-"""Causes that a single worker has only because of rounds between machines."""
+"""Causes of time that a single worker has only in rounds between machines."""
 
 
 class Clocked(Mean):
-    """Notes when a round's result is there, and how long the worker has paused until then."""
+    """Records the time of each round's result, and the worker's pauses until then."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.times: list[float] = []
@@ -188,13 +188,13 @@ def train(
 def serve_machine() -> None:
     """Run one machine, which trains on request."""
     torch.set_num_threads(1)
-    step_seconds()  # PyTorch imports and prepares much at the first step
+    step_seconds()  # PyTorch imports and initialises modules in the first step
     serve(train)
 
 
 @contextmanager
 def machines(num: int) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Processes that stay for several measurements; gives what has them all train at once."""
+    """Processes for several measurements; yields a function that makes all train at once."""
     env = environment(**ENVIRONMENT)
     code = "from benchmarks.cluster import serve_machine; serve_machine()"
     with ExitStack() as stack:
@@ -246,7 +246,7 @@ def cluster_rate(
     """Samples/s of machines in a cluster, from the second round to the end of the last.
 
     Args:
-        ask: Has the machines train.
+        ask: Makes the machines train.
         pauses_s: Sleep of each in a step.
         num_samples: Samples in the data set.
         period_s: Between two rounds.
@@ -277,7 +277,7 @@ def cluster_rate(
 
 
 def step_seconds() -> float:
-    """Of a bare loop."""
+    """Samples/s of a bare loop."""
     model = make_million()
     optimizer = MILLION.make_optimizer(model.parameters())
     order = batches(make_data(MILLION.batch_size * 100), MILLION.batch_size, seed=0)
@@ -293,7 +293,7 @@ def step_seconds() -> float:
 
 
 def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """Machines of unequal speed: what they train together over the sum of their own rates."""
+    """Machines of unequal speed: their joint rate over the sum of their solo rates."""
     step_s = step_seconds()
     pauses_s = [(slowed - 1) * step_s for slowed in SLOWED]
     rows = []
@@ -330,8 +330,8 @@ def speeds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
 
 
 def round_cpu_s(found: dict[str, Any]) -> list[float]:
-    """CPU time of a machine's whole process that each round takes: what the steps around it take
-    more than those between rounds.
+    """CPU time of a machine's process for each round: the excess of the steps around it over
+    those between rounds.
     """
     rounds = [at for at in found["rounds"][2:-1] if at < found["steps"][-1] - 2 * AROUND_S]
 
@@ -360,7 +360,7 @@ def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
         own = sum(own_rates(ask, [0.0] * NUM_MACHINES))
         num_samples = epoch_samples(own, CLUSTER_S / 2)
         found = cluster_rate(ask, [0.0] * NUM_MACHINES, num_samples, COST_PERIOD_S)
-    # From the second round, as the first waits for the other machine to have begun.
+    # From the second round on: the first one waits for the start of the other machine.
     pauses = [
         (one["pauses_s"][-1] - one["pauses_s"][1]) / (len(one["rounds"]) - 2)
         for one in found["machines"]
@@ -393,7 +393,7 @@ def cost(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
 
 @contextmanager
 def bare(pause_s: float) -> Iterator[Step]:
-    """A loop that exchanges nothing."""
+    """A loop without exchanges."""
     model = make_million()
     optimizer = MILLION.make_optimizer(model.parameters())
     yield lambda batch: train_step(MILLION, model, optimizer, batch, pause_s)
@@ -417,7 +417,7 @@ def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
         state_dict=dict,
         min_replica_size=dist.get_world_size(),
         use_async_quorum=False,
-        init_sync=False,  # all begin with the same weights
+        init_sync=False,  # all start with the same weights
         rank=0,
         world_size=1,
         store_addr="127.0.0.1",
@@ -429,7 +429,7 @@ def diloco(pause_s: float, period: int, address: str) -> Iterator[Step]:
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with DiLoCo(manager, [model], optimizer, outer, sync_every=period):
         yield lambda batch: train_step(MILLION, model, optimizer, batch, pause_s)
-    dist.barrier()  # who leaves first fails the other's round
+    dist.barrier()  # the first to leave would fail the other's round
     assert manager.current_step() > 0, "no round of DiLoCo was committed"
     manager.shutdown(wait=False)
 
@@ -569,7 +569,7 @@ def measure_peers(
 
 
 def peers(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """Two machines against what trains two processes otherwise, with equal and unequal ones."""
+    """Two machines against other systems for two processes, equal and unequal."""
     step_s = step_seconds()
     missing = {
         name: f"{NEEDS[system]} is not installed"
@@ -682,7 +682,7 @@ def rounds_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def judge_rounds(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """The verdict on the size that the target speaks of."""
+    """The verdict on the size to which the target applies."""
     return [
         Check(
             what=f"a round of {NUM_MACHINES} machines, 1e6 parameters, in seconds",
@@ -696,7 +696,7 @@ def judge_rounds(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def rounds(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """The calls of a round, without a training beside them."""
+    """The calls of a round, without concurrent training."""
     rows = [measure_rounds(size, kind) for size in SIZES for kind in COMPRESSIONS]
     print(f"Rounds of {NUM_MACHINES} machines on this host, medians of {NUM_ROUNDS}:\n")
     print(rounds_table(rows), end="\n\n", flush=True)
@@ -736,7 +736,7 @@ def reports_of(
 
 
 def grants(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
-    """CPU time of what every machine computes in a round of many: the grants, and the whole."""
+    """CPU time of every machine's computation in a round of many machines: grants, and total."""
     rng = random.Random(0)
     seconds = [rng.uniform(0.05, 0.5) for _ in range(NUM_GRANTED)]
     ledger = ClusterLedger(
@@ -781,7 +781,7 @@ def main() -> None:
         type=float,
         nargs="+",
         default=[1.0, 2.0],
-        help="of the second machine, in peers",
+        help="factors on the second machine's step time, in peers",
     )
     args = parser.parse_args()
     if args.repeat < 1:

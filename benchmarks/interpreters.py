@@ -1,7 +1,7 @@
 """Workers in one process against as many processes, with the GIL and without it.
 
 Usage: ``python -m benchmarks.interpreters [--python PATH] [--gil-python PATH] [--pairs 5]``.
-What is measured stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Step:
     Attributes:
         model: Name of the workload.
         batch_size: Samples of the step.
-        pause_s: Sleep within the step, in seconds, as a device would compute.
+        pause_s: Sleep within the step, in seconds, as if a device computed.
     """
 
     model: str
@@ -76,7 +76,7 @@ class Step:
         return replace(workload_of(self.model), batch_size=self.batch_size)
 
     def __str__(self) -> str:
-        """For the table."""
+        """Cell of the table."""
         slept = f", {milliseconds(self.pause_s)} ms asleep" if self.pause_s else ""
         return f"{self.model}, batch {self.batch_size}{slept}"
 
@@ -93,7 +93,7 @@ ROWS = {
     (LAUNCHES, 8): ("cadence",),
     (DEVICE, 8): ("cadence", "sync"),
 }
-"""Policies that are measured for a step and a number of workers."""
+"""Policies measured for a step and a number of workers."""
 WANTED = {
     (SHORT, 2, "sync"): 0.8,
     (Step(model="mlp", batch_size=64), 2, "sync"): 0.9,
@@ -166,7 +166,7 @@ class Interpreter:
         ]
 
     def key(self, step: Step, num_workers: int, policy: str = "") -> str:
-        """Of a cell."""
+        """First guess of a cell's rate."""
         return f"{self.name}: {step}, {num_workers} {policy or 'processes'}"
 
 
@@ -212,7 +212,7 @@ def report(measured: Measured, names: Sequence[str], found: Sequence[Interpreter
 
 
 def targets(measured: Measured, one: Interpreter) -> list[Check]:
-    """Of the interpreter without the GIL."""
+    """Targets of the interpreter without the GIL."""
     return [
         Check(
             what=f"{step}, {num_workers} workers, {policy.upper()}: {one.name} over processes",
@@ -248,7 +248,9 @@ def guesses(steps: Sequence[Step], sizes: Mapping[Step, int]) -> dict[Step, floa
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--python", default=sys.executable, help="an interpreter without the GIL")
-    parser.add_argument("--gil-python", help="one that is built with it, for a further column")
+    parser.add_argument(
+        "--gil-python", help="an interpreter built with the GIL, for a further column"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="repetitions of each cell")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of one measurement")
     add_retry(parser)

@@ -3,7 +3,7 @@
 The job: train, validate after each epoch, a cosine schedule, the best weights in a file, resume.
 
 Usage: ``python benchmarks/libraries.py [--repeat N] [--json FILE] [--show SYSTEM]``, with
-``accelerate`` and ``lightning`` installed. What is measured stands in ``benchmarks/README.md``.
+``accelerate`` and ``lightning`` installed. ``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make() -> nn.Module:
 
 
 def load(num_samples: int, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Data in memory, shuffled if they are to be trained."""
+    """Data in memory, shuffled for training."""
     x = torch.randn(num_samples, 128, generator=torch.Generator().manual_seed(num_samples))
     data = TensorDataset(x, x[:, :10].argmax(1))
     return DataLoader(data, batch_size=batch_size, shuffle=num_samples > NUM_VALIDATED)
@@ -243,7 +243,7 @@ TITLES = {
 
 
 def num_lines(system: str) -> int:
-    """Lines of code of a system's job, without what only measures, nor blank ones."""
+    """Lines of code of a system's job, without blank lines and measurement code."""
     job = ours if system in ("sync", "cadence") else SYSTEMS[system]
     lines = inspect.getsource(job).splitlines()[1:]
     return sum(bool(line.strip()) and "mark(" not in line for line in lines)
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=5, help="runs of each system")
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
-    parser.add_argument("--show", choices=SYSTEMS, help="print what a user of this system sees")
+    parser.add_argument("--show", choices=SYSTEMS, help="print the output of this system")
     args = parser.parse_args(argv)
     if args.child:
         SYSTEMS[args.child]()

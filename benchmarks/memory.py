@@ -1,7 +1,7 @@
 """Memory use of averaging on the CPU path, in units of the model's size.
 
 Usage: ``python benchmarks/memory.py [--epochs 12]``. Needs Linux with glibc 2.33 or later.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def mapped_bytes_reader() -> Callable[[], int]:
-    """A function that gives the bytes of all blocks that glibc has mapped by themselves."""
+    """A function that returns the bytes of all blocks that glibc has mapped separately."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):
@@ -53,7 +53,7 @@ def mapped_bytes_reader() -> Callable[[], int]:
 
 
 class Census(threading.Thread):
-    """Samples the model-sized blocks that are alive, and keeps the peak of each phase.
+    """Samples the live model-sized blocks, and records the peak of each phase.
 
     Attributes:
         phase: ``"start"`` until every rank trains, ``"training"`` until the last epoch

@@ -3,7 +3,7 @@
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
 ``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``,
 ``loaders``, ``parts``, ``meetings`` and ``comparisons``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ JOIN_S = 600.0
 # -- step: blocks of a bare loop and of the worker's own steps in turn --------------------
 
 BLOCK_S = 0.1
-"""Length of a block: longer than what a scheduler's turn takes, shorter than a machine's moods."""
+"""Length of a block: longer than a scheduler's time slice, shorter than load changes."""
 NEVER = 10**6
-"""Batches between two rounds, so that none is made."""
+"""Batches between two rounds, more than a run has."""
 SKIPPED = 3
-"""Pairs at the start, in which the caches and the allocator warm up."""
+"""Pairs at the start, during which the caches and the allocator warm up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Pair:
 
 @dataclass
 class Turns(threading.local):
-    """One thread's bare loop, and where its block began. Each worker's thread has its own."""
+    """The bare loop of one worker's thread, and the start of its block."""
 
     num_steps: int = 0
     begun: tuple[float, float] | None = None
@@ -128,7 +128,9 @@ def step_pairs(workload: Workload, num_workers: int, seconds: float) -> list[Pai
             order = batches(data, workload.batch_size, seed=current_worker().rank)
             turns.bare = model, workload.make_optimizer(model.parameters()), order
         model, optimizer, order = turns.bare
-        train_step(workload, model, optimizer, next(order))  # finds the caches as the others do
+        train_step(
+            workload, model, optimizer, next(order)
+        )  # starts with warm caches like the others
         start = clocks()
         for _ in range(length):
             train_step(workload, model, optimizer, next(order))
@@ -250,13 +252,13 @@ def loading_rate(
 def measure_prefetch(
     workload: Workload, repeat: int, seconds: float, num_retries: int
 ) -> tuple[dict[str, Any], list[bool]]:
-    """Every depth in turn; the pause is measured anew in each repetition, to stay a step long."""
+    """Every depth in turn; each repetition sets the pause to the time of a step."""
     probe = workload.make_data(24 * workload.batch_size)
     steps_s: list[float] = []
     jobs: list[tuple[Batch, float]] = []
 
     def prepare() -> None:
-        # A step as it is in the runtime, loading left out but for the gather.
+        # A step as in the runtime, without loading except for the gather.
         rates = [loading_rate(workload, probe, 0.0, 0, 3) for _ in range(3)]
         steps_s.append(workload.batch_size / max(rates))
         num_batches = max(8, round(seconds / 4 / (2 * steps_s[-1])))
@@ -345,7 +347,7 @@ def of_width(width: int) -> Workload:
 
 
 def shortest_step(workload: Workload) -> float:
-    """The time of a bare step, the shortest of some."""
+    """The shortest time of some bare steps."""
     model = workload.make_model()
     optimizer = workload.make_optimizer(model.parameters())
     batch = workload.make_data(workload.batch_size)
@@ -368,7 +370,7 @@ def fitting_width(step_s: float = STEP_S) -> int:
 def builder_of(
     way: str, width: int, num_batches: int, loss: Callable[..., Tensor] = classification_loss
 ) -> TrainerBuilder:
-    """The run that is measured: three epochs, the first of which warms up."""
+    """The measured run: three epochs, of which the first is warm-up."""
     num_workers, policy, backend = WAYS[way]
     workload = replace(of_width(width), loss=loss)
     return (
@@ -389,8 +391,8 @@ def timed(handle: TrainerHandle) -> Rates:
     """From the close of the first epoch to the end of the run.
 
     Returns:
-        Batches for each second, and for each second of the process's CPU time, which says
-        what the recording itself costs where others keep the machine busy.
+        Batches for each second, and for each second of the process's CPU time, which
+        shows the cost of the recording on a machine that other processes use.
     """
     handle.next_metrics(JOIN_S)
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -401,17 +403,17 @@ def timed(handle: TrainerHandle) -> Rates:
     return trained / elapsed_s, trained / cpu_s
 
 
-def recorded_rates(way: str, width: int, num_batches: int, judged: bool) -> Rates:
+def recorded_rates(way: str, width: int, num_batches: int, enabled: bool) -> Rates:
     """With a timeline, or without."""
     builder = builder_of(way, width, num_batches)
-    if judged:
+    if enabled:
         builder.timeline(Timeline())
     return timed(builder.run())
 
 
 @contextmanager
 def viewer(url: str) -> Iterator[None]:
-    """A page that reads everything sent, in a separate process like a browser."""
+    """A client that reads all data, in a separate process like a browser."""
     process = subprocess.Popen([sys.executable, "-c", VIEWER, url], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -424,7 +426,7 @@ def viewer(url: str) -> Iterator[None]:
 
 @contextmanager
 def half_sent(port: int) -> Iterator[None]:
-    """So many half-sent requests at a port, from a process of their own."""
+    """This many half-sent requests at a port, from a separate process."""
     process = subprocess.Popen(
         [sys.executable, str(HALF_SENT), str(port), str(NUM_HALF_SENT)],
         stdin=subprocess.PIPE,
@@ -439,18 +441,18 @@ def half_sent(port: int) -> Iterator[None]:
         process.communicate()
 
 
-def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: bool) -> Rates:
+def watched_rates(way: str, setting: str, width: int, num_batches: int, enabled: bool) -> Rates:
     """With a monitor and an open page, or without; the page's own CPU time is left out.
 
     Args:
         way: Of :data:`WAYS`.
         setting: ``both`` or ``plain`` of :data:`SETTINGS`: with a timeline as well, or without.
         width: Of the model.
-        num_batches: In an epoch.
-        judged: True if it is watched.
+        num_batches: Batches in an epoch.
+        enabled: True if it is watched.
     """
     builder = builder_of(way, width, num_batches)
-    if not judged:
+    if not enabled:
         return timed(builder.run())
     if setting == "both":
         builder.timeline(Timeline())
@@ -461,35 +463,35 @@ def watched_rates(way: str, setting: str, width: int, num_batches: int, judged: 
 
 
 Measured = Callable[[bool], Rates]
-"""Gives the rates without and with what is judged."""
+"""Returns the rates without and with the tested feature."""
 
 
 @contextmanager
 def in_runs(rates: Callable[[int, int, bool], Rates], width: int, count: int) -> Iterator[Measured]:
-    """A run for each measurement, of so many batches in an epoch."""
+    """A run for each measurement, of this many batches in an epoch."""
     yield partial(rates, width, count)
 
 
 def stretches(
     handle: TrainerHandle,
     stretch_s: float,
-    judge: Callable[[], AbstractContextManager[None]],
+    feature: Callable[[], AbstractContextManager[None]],
     settle_s: float = SETTLE_S,
 ) -> Measured:
-    """Stretches of one run, with what is judged in some of them.
+    """Intervals of one run, with the tested feature in some of them.
 
-    Runs of the same program differ by more than a tenth in how their memory lies; stretches of one
+    Runs of the same program differ by more than a tenth in their memory layout; stretches of one
     run do not.
 
     Args:
         handle: The run.
         stretch_s: Length of a stretch.
-        judge: Context of every other stretch.
+        feature: Context of every other stretch.
         settle_s: Rest between two stretches.
     """
 
-    def stretch(judged: bool) -> Rates:
-        with judge() if judged else nullcontext():
+    def stretch(enabled: bool) -> Rates:
+        with feature() if enabled else nullcontext():
             start, cpu_start = time.perf_counter(), time.process_time()
             before = sum(rank.num_batches for rank in handle.statistics().ranks)
             time.sleep(stretch_s)
@@ -556,12 +558,12 @@ def switched_metrics(way: str, width: int, count: int) -> Iterator[Measured]:
 
 
 def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]:
-    """Pairs of runs without and with what is judged, every other pair in reverse order."""
+    """Pairs of runs without and with the tested feature, every other pair in reverse order."""
     ratios, cpu_ratios, loads = [], [], []
     for pair in range(num_pairs):
         load = MachineLoad()
         order = (False, True) if pair % 2 == 0 else (True, False)
-        rates = {judged: measured(judged) for judged in order}
+        rates = {enabled: measured(enabled) for enabled in order}
         loads.append(load.others())
         ratios.append(rates[True][0] / rates[False][0])
         cpu_ratios.append(rates[True][1] / rates[False][1])
@@ -582,7 +584,7 @@ def judge_pairs(
     cases: Cases,
     targets: Mapping[tuple[str, ...], float],
 ) -> None:
-    """Measure all cases and print a row for each, as it is there.
+    """Measure all cases and print a row for each as it completes.
 
     Args:
         args: Has ``pairs``, ``seconds`` and ``json``.
@@ -650,13 +652,13 @@ def monitor(args: argparse.Namespace) -> None:
     judge_pairs(args, cases, targets)
 
 
-# -- buckets: what an exchange beside the backward pass gains where it shares the cores -----
+# -- buckets: gain of an exchange beside the backward pass on shared cores -----
 
 BUCKETS_TARGET = 1.02
-"""Below it, buckets are not the default of a transport."""
+"""Gain below which buckets are not the default of a transport."""
 
 
-def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, judged: bool) -> Rates:
+def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, enabled: bool) -> Rates:
     """In buckets, or all at once after the backward pass."""
     builder = runtime_builder(
         workload,
@@ -666,7 +668,7 @@ def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, judged: 
         policy=ApplyPolicy.SYNC,
         backend=AverageBackend.GLOO,
     )
-    return timed(builder.bucket_cap_mb(cap_mb if judged else None).run())
+    return timed(builder.bucket_cap_mb(cap_mb if enabled else None).run())
 
 
 def buckets(args: argparse.Namespace) -> None:
@@ -691,7 +693,7 @@ def buckets(args: argparse.Namespace) -> None:
             save(args.json, result)
 
 
-# -- draws: what kernels that draw from a worker's generator cost ----------------------------
+# -- draws: cost of kernels that draw from a worker's generator ----------------------------
 
 DRAWS_TARGET = 1.01
 DRAWING = {
@@ -700,7 +702,7 @@ DRAWING = {
 }
 DRAWS_BLOCK_S = 0.2
 DRAWS_WARM = 10
-"""Steps before each block: the first ones after kernels were exchanged take longer."""
+"""Warm-up steps before each block, since the first ones after a change of kernels are slower."""
 
 
 def draws(args: argparse.Namespace) -> None:
@@ -843,7 +845,7 @@ def loaders(args: argparse.Namespace) -> None:
     save(args.json, result)
 
 
-# -- parts: what a timeline adds to a step, to a message, and what a reading takes --------
+# -- parts: cost of a timeline in a step and a message, and of a reading --------
 
 PARTS_TARGET_NS = 10_000
 MEETING_STEP_US = 5_000.0
@@ -851,13 +853,13 @@ MEETING_STEP_US = 5_000.0
 PARTS_ROUNDS = 3
 PARTS_EPOCHS = 3
 BLOCK = 50
-"""Steps between two looks at the clock."""
+"""Steps between two reads of the clock."""
 READING_S = 0.1
 POLL_THREAD = "timeline-poll"
 
 
 class Blocks:
-    """Notes a worker's CPU time every some steps.
+    """Records a worker's CPU time at intervals of some steps.
 
     Attributes:
         marks: CPU time of each rank's thread, in seconds.
@@ -869,7 +871,7 @@ class Blocks:
         self.marks: list[list[float]] = [[] for _ in range(num_workers)]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The workload's."""
+        """Loss of the workload."""
         rank = current_worker().rank
         self._counts[rank] += 1
         if self._counts[rank] % BLOCK == 0:
@@ -939,7 +941,7 @@ def readings_us(num_readings: int) -> list[float]:
     finally:
         handle.stop()
         handle.join(JOIN_S)
-    # What the thread's start takes is in the first one.
+    # The first one includes the start of the thread.
     return [(later - earlier) * 1e6 for earlier, later in pairwise(seen[1:])]
 
 
@@ -962,7 +964,7 @@ def parts(args: argparse.Namespace) -> None:
 
 
 def meeting_us(num_ranks: int, count: int) -> float:
-    """Median time of one meeting of threads that have nothing else to do, in microseconds."""
+    """Median time of one meeting of otherwise idle threads, in microseconds."""
     barrier = AbortableBarrier(num_ranks)
     times: list[float] = []
 
@@ -1068,7 +1070,7 @@ def own_loop_share(width: int, num_batches: int) -> float:
 
 
 def comparisons(args: argparse.Namespace) -> None:
-    """Cost of noticing replicas that differ, and changes of an own loop's model."""
+    """Cost of detecting replicas that differ, and changes of an own loop's model."""
     begin()
     shares = {"SYNC, 2 workers": lockstep_share, "Trainer.setup, 2 devices": own_loop_share}
     rows = []
@@ -1106,7 +1108,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = adds["step"]
     add("--models", nargs="+", choices=WORKLOADS, default=["mlp", "lenet"])
     add("--workers", nargs="+", type=int, default=[1, 2])
-    add("--seconds", type=float, default=40.0, help="about, for each row")
+    add("--seconds", type=float, default=40.0, help="approximate time of each row")
     add = adds["prefetch"]
     add("--models", nargs="+", choices=WORKLOADS, default=["lenet"])
     add("--repeat", type=int, default=3, help="repetitions of each cell")

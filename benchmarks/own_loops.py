@@ -1,7 +1,7 @@
 """``Trainer.loop`` against ``train_fn``; ``Trainer.setup`` and ``FSDP`` against PyTorch's own.
 
 Usage: ``python benchmarks/own_loops.py loop|setup|fsdp [--json FILE] ...``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from runtime import (
 WORLD_SIZE = 2
 WAIT_S = 180.0
 TARGET = 1.0
-"""Of the rate of PyTorch's own, for steps of one worker's batch from this length on:"""
+"""Least ratio to the rate of PyTorch's own, by the shortest step of one worker's batch:"""
 LONG_STEP_S = 5e-3
 
 
@@ -288,7 +288,7 @@ def threads_rate(workload: Workload, num_steps: int, *, prefetches: bool) -> flo
 def memory_of(
     workload: Workload, strategy: ShardingStrategy, world_size: int
 ) -> tuple[int, int, int]:
-    """Bytes of rank 0: outside of steps, all that it ever held, and activations among it."""
+    """Bytes of rank 0: outside of steps, at the peak, and of activations in the peak."""
 
     def work(end: Collective) -> tuple[int, int]:
         data = workload.make_data(workload.batch_size)
@@ -297,7 +297,7 @@ def memory_of(
             optimizer = workload.make_optimizer(fsdp.parameters())
             for step in range(3):
                 optimizer.zero_grad()
-                if step == 2:  # wrapping needs more, once
+                if step == 2:  # wrapping temporarily needs more
                     meter.peak_bytes = meter.now_bytes
                 workload.loss(fsdp, data).backward()
                 fsdp.sync_gradients()
@@ -320,7 +320,7 @@ def memory_of(
 
 
 class StorageMeter(TorchDispatchMode):
-    """Follows what operators of the thread that is inside it give, forward and backward.
+    """Tracks the outputs of the calling thread's operators, forward and backward.
 
     Temporaries within a kernel are not seen, nor is what existed before.
 
@@ -368,7 +368,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def memory(name: str) -> None:
-    """Print what a rank holds under every strategy, in units of the model's size."""
+    """Print the memory of a rank under every strategy, in units of the model's size."""
     workload = TRANSFORMERS[name]
     unit = reachable_bytes(workload.make_model())
     replicated = memory_of(workload, ShardingStrategy.NO_SHARD, 1)[0]
@@ -390,7 +390,7 @@ def memory(name: str) -> None:
 
 
 def fsdp(args: argparse.Namespace) -> None:
-    """``FSDP`` against ``fully_shard``, and what a rank holds under every strategy."""
+    """``FSDP`` against ``fully_shard``, and the memory of a rank under every strategy."""
     result: dict[str, Any] = {**begin(), "repeat": args.repeat, "seconds": args.seconds}
     result["models"] = {}
     no_pauses = (0.0,) * WORLD_SIZE
@@ -436,7 +436,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if models is not None:
             add("--models", nargs="+", choices=models, default=list(models))
         add("--repeat", type=int, default=repeat, help=f"repetitions of each cell ({repeat})")
-        add("--seconds", type=float, default=seconds, help=f"of a measurement ({seconds:g})")
+        add("--seconds", type=float, default=seconds, help=f"length of a measurement ({seconds:g})")
     args = parser.parse_args(argv)
     if args.repeat < 1:
         parser.error("--repeat must be at least 1")

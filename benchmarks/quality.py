@@ -5,7 +5,7 @@ takes, then ``--report TABLE.md`` with the same ``--out``; with the same argumen
 ``python -m benchmarks.quality sync`` compares ``SYNC`` with shares with ``CADENCE``, by loss and by
 the time to a loss, and ``python -m benchmarks.quality machines`` two machines with one; and
 ``python -m benchmarks.quality drift --data FOLDER [--every 2 3 6] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations

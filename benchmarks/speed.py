@@ -1,8 +1,8 @@
-"""Throughput: against what people would use instead, against another checkout, and as things grow.
+"""Throughput: against other systems, against another checkout, and by size.
 
 Usage: ``python benchmarks/speed.py [--sections peers world] [--quick] [--json FILE]``, or
 ``python benchmarks/speed.py --against WORKTREE [--pairs 10] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ LONGER = 6.0
 """Times a measurement, in ``efficiency`` and ``coordinator``: with epochs of about 2 seconds their
 ends, where plans are short, count as in short training, and no more."""
 FOLLOW_AT, FOLLOW_STEPS, FOLLOW_STEADY = 60, 140, 20
-"""Steps before rank 1 changes its speed, in all, and the number before it that is evaluated."""
+"""Steps before rank 1 changes its speed, in total, and evaluated before the change."""
 FOLLOW_BATCH, FOLLOW_SAMPLE_S = 64, 3e-4
-"""Samples of a rank, and the time that it sleeps for each."""
+"""Samples of a rank, and its sleep for each."""
 NEAR = 0.05
-"""Steps are near the shortest ones if they take this part more."""
+"""Relative excess up to which a step counts as near the shortest one."""
 MIN_STEPS = 40
-"""Of each worker in a measurement, however long they take."""
+"""Least number of batches of each worker in a measurement."""
 
 
 # == tables and targets: pure functions of the rates ======================================
@@ -102,7 +102,7 @@ EFFICIENCY = 0.95
 MIN_STEP_S = 0.0009
 """From "1 ms steps" on the share is wanted; a calibrated step may come out a little shorter."""
 MAX_COORDINATOR = 0.02
-"""Of a core at 1,000 batches/s in all."""
+"""Share of a core at 1,000 batches/s in total."""
 
 
 def cell(system: str, at: float) -> str:
@@ -114,7 +114,7 @@ def cell(system: str, at: float) -> str:
 
 
 def sum_of_solos(rates: Rates, slowdown: float) -> float:
-    """Rate of both ranks if each had the machine for itself."""
+    """Rate of both ranks if each had the machine to itself."""
     return rates[cell("solo", 1)] + rates[cell("solo", slowdown)]
 
 
@@ -125,7 +125,7 @@ def best_peer(rates: Rates, slowdown: float) -> tuple[str, float] | None:
 
 
 def against_peers(rates: Rates, system: str, slowdown: float) -> str:
-    """The ratio to the fastest peer, and whether the system is at least as fast."""
+    """The ratio to the fastest peer, and True if the system is at least as fast."""
     best = best_peer(rates, slowdown)
     if best is None:
         return "no peer"
@@ -258,7 +258,7 @@ def shares_table(measured: Measured, slowdowns: Sequence[float]) -> str:
 
 
 def shares_checks(model: str, measured: Measured, slowdowns: Sequence[float]) -> list[Check]:
-    """The targets for one model: less is wanted of the MLP, whose step is short."""
+    """The targets for one model: lower for the MLP, whose step is short."""
     small, checks = model == "mlp", []
 
     def add(what: str, over: str, under: str, wanted: float) -> None:
@@ -299,7 +299,7 @@ def transports_table(measured: Measured) -> str:
 
 
 def transports_check(model: str, measured: Measured) -> Check:
-    """AUTO costs little beside the better one of the fixed choices."""
+    """Cost of AUTO relative to the better of the fixed choices."""
     best = max(("cpu", "thread"), key=lambda name: median(measured.rates[name]))
     ratio = median(measured.ratios("auto", best))
     what = f"{model}: AUTO / {TRANSPORTS[best][0]}, the better one"
@@ -375,7 +375,7 @@ def lockstep_table(rates: Rates, sizes: Sequence[int], batch_size: int) -> str:
 
 
 def step_table(rates: Rates, steps: Sequence[tuple[str, float]], batch_size: int) -> str:
-    """Table of the fraction of the bare rates that is left as the step shrinks.
+    """Table of the fraction of the bare rates by step length.
 
     Args:
         rates: Samples/s at ``SYSTEM@STEP_MS/KIND`` (see :func:`step_cell`).
@@ -432,7 +432,7 @@ def coordinator_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def coordinator_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """At most so much of a core."""
+    """Target for the share of a core."""
     return [
         Check(
             what=f"coordinator's CPU time at 1,000 batches/s, {row['workers']} workers, "
@@ -470,7 +470,7 @@ class Options:
     slowdowns: tuple[float, ...]
 
     def interleaved(self, cells: Sequence[Cell]) -> Measured:
-        """Measure these in turn."""
+        """Measure these cells in turn."""
         return interleaved(cells, self.repeat, self.num_retries)
 
 
@@ -482,7 +482,7 @@ class Section:
         markdown: Its tables.
         record: For the JSON file.
         checks: Its targets.
-        disturbed: For each measurement, whether others used the machine.
+        disturbed: For each measurement, True if others used the machine.
     """
 
     markdown: list[str] = field(default_factory=list)
@@ -491,14 +491,14 @@ class Section:
     disturbed: list[bool] = field(default_factory=list)
 
     def add(self, measured: Measured, cells: Cells | None = None) -> dict[str, Any]:
-        """Note how measurements went; their record."""
+        """Add the disturbances of measurements; returns their record."""
         self.disturbed += measured.disturbed()
         details = {} if cells is None else {"details": cells.details()}
         return {**measured.record(), **details}
 
 
 def missing_peers() -> dict[str, str]:
-    """Peers that cannot be measured here, and why."""
+    """Peers that cannot be measured here, with the reasons."""
     if importlib.util.find_spec("accelerate") is None:
         return {"local_sgd": "accelerate is not installed"}
     return {}
@@ -573,7 +573,7 @@ def efficiency(options: Options) -> Section:
 
 
 def shares(options: Options) -> Section:
-    """``SYNC`` with shares by measured speed, beside all that does without."""
+    """``SYNC`` with shares by measured speed, beside the policies without them."""
     section = Section()
     with GlooGroup(2) as group:
         for model in options.models:
@@ -629,9 +629,9 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
     """One run of two workers that sleep for each sample, of which rank 1 changes its speed.
 
     Args:
-        before: Times that rank 1 sleeps at first, of what rank 0 does.
+        before: Initial sleep of rank 1 as a multiple of rank 0's.
         after: Likewise from its step ``change_at`` on.
-        change_at: A step, so late that shares are steady.
+        change_at: A step at which shares are steady.
 
     Returns:
         Steps from the change until all that follow are near the shortest that shares could make
@@ -675,7 +675,7 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
 
 
 def transports(options: Options) -> Section:
-    """``backend(AUTO)`` beside each transport that it may choose, two workers."""
+    """``backend(AUTO)`` beside each transport that it may select, two workers."""
     section = Section()
     for model in options.models:
         workload = WORKLOADS[model]
@@ -799,7 +799,7 @@ def step(options: Options) -> Section:
 
 
 def coordinator(options: Options) -> Section:
-    """CPU time of the coordinator's thread at about 1,000 batches/s in all."""
+    """CPU time of the coordinator's thread at about 1,000 batches/s in total."""
     section, rows = Section(), []
     for num_workers, step_s in COORDINATED:
         cells = Cells(tiny(), 0.0, LONGER * options.seconds)
@@ -841,7 +841,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
 AGAINST_WANTED = 0.98
 OVERHEAD_WANTED = 1.0
 OVERHEAD_S = 4.0
-"""Of one measurement of the step overhead."""
+"""Length of one measurement of the step overhead."""
 TREES = ("after", "before")
 """This checkout, and the other one."""
 BOOT = """
@@ -860,7 +860,7 @@ def tree_child(name: str, tree: Path) -> Iterator[Child]:
     """A process of these benchmarks over the packages of a checkout.
 
     Raises:
-        RuntimeError: It has imported other ones.
+        RuntimeError: It has imported other packages.
     """
     env = {**os.environ, "PYTHONPATH": str(tree)}
     # -P: else the current folder would be searched before PYTHONPATH.
@@ -902,7 +902,7 @@ def serve_tree() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """One thing that is measured over both checkouts.
+    """One measurement over both checkouts.
 
     Attributes:
         title: For the table.
@@ -1006,7 +1006,7 @@ def contest_check(contest: Contest, ratios: Sequence[float]) -> Check:
 
 
 def contest_table(wanted: Sequence[Contest], found: Sequence[Measured]) -> str:
-    """A row for each: ratios alone."""
+    """A row of ratios for each measurement."""
     rows = []
     for contest, measured in zip(wanted, found, strict=True):
         ratios = measured.ratios(*TREES)
@@ -1099,7 +1099,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--slowdowns",
         nargs="+",
         type=float,
-        help="how often rank 1's step takes a bare one's there (1 2 3 5; --against: 1)",
+        help="factors on rank 1's step time there (1 2 3 5; --against: 1)",
     )
     add("--repeat", type=int, default=3, help="repetitions of each cell")
     add("--seconds", type=float, help="length of one measurement (1.5; --against: 1)")
@@ -1109,7 +1109,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     other("--against", type=Path, metavar="WORKTREE", help="measure both, side by side")
     other("--pairs", type=int, default=10, help="pairs of each measurement (10)")
     other("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="policies and transports")
-    other("--no-overhead", action="store_true", help="the throughput alone")
+    other("--no-overhead", action="store_true", help="measure the throughput only")
     other(
         "--overhead-seconds",
         type=float,

@@ -1,7 +1,7 @@
 """Speed-up of each tuning on this machine: blocks with and without it, in turn.
 
 Usage: ``python benchmarks/tunings.py [--names NAME ...] [--json FILE]``.
-What is measured and how stands in ``benchmarks/README.md``.
+``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from runtime.collective import thread
 from runtime.replica import flat
 
 TARGET = 1.02
-"""A tuning that gains less is not kept."""
+"""Least gain of a tuning."""
 JOIN_S = 600.0
 WHOLE = 1 << 62
 """Bytes of a block that holds any tensor."""
 
 Measure = Callable[[], float]
-"""Measures once: work for each second."""
+"""Function that measures work per second, once."""
 
 
 @contextmanager
 def replaced(owner: Any, **others: Any) -> Iterator[None]:
-    """Attributes of a module have other values meanwhile."""
+    """Replace attributes of a module within the block."""
     usual = {name: getattr(owner, name) for name in others}
     try:
         for name, other in others.items():
@@ -65,16 +65,16 @@ def replaced(owner: Any, **others: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run with two workers, whose batches are counted in stretches of it.
+    """A run with two workers, whose batches are counted in intervals.
 
-    Runs of the same program differ by more than a tenth in how their memory lies; stretches of
+    Runs of the same program differ by more than a tenth in their memory layout; stretches of
     one run do not.
 
     Attributes:
         model: Its name.
         policy: The policy.
         backend: The transport.
-        adapt_s: Seconds that a run takes to follow a change.
+        adapt_s: Seconds until a run has adapted to a change.
     """
 
     model: str
@@ -131,7 +131,7 @@ class Arithmetic:
 
     @contextmanager
     def __call__(self, seconds: float) -> Iterator[Measure]:
-        """Holds the tensors."""
+        """Allocate the tensors."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         kept = None if self.fresh else self._make()
@@ -223,7 +223,7 @@ TUNINGS = {
 def ratios_of(
     tuning: Tuning, measured: AbstractContextManager[Measure], num_pairs: int
 ) -> list[float]:
-    """With the tuning over without it, every other pair in reverse order."""
+    """Ratio with the tuning to without it, every other pair in reverse order."""
     ratios = []
     with measured as measure:
         for pair in range(num_pairs):

@@ -1,1 +1,1 @@
-"""Everything that must be shown on a GPU: ``python -m benchmarks.gpu``."""
+"""All checks and measurements on a GPU: ``python -m benchmarks.gpu``."""

@@ -1,4 +1,4 @@
-"""Everything that must be shown on a GPU, checked and measured in one run.
+"""All checks and measurements on a GPU, in one run.
 
 Usage: ``python -m benchmarks.gpu [--minutes 8] [--out DIR] [--sections NAME ...]``, from the
 root of the repository. What is measured and how stands in ``benchmarks/README.md``.
@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="when all is over (8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of the run (8)")
     parser.add_argument("--out", type=Path, help="folder for the results (benchmarks/results)")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Output:
-    """Prints and writes what is new.
+    """Prints and writes new results.
 
     Args:
         report: The results so far.
@@ -60,7 +60,7 @@ class Output:
         self.path: Path | None = None
 
     def changed(self, section: SectionResult | None) -> None:
-        """Write all there is, and print a section that is over."""
+        """Write all results, and print a completed section."""
         self._report.seconds = time.monotonic() - self._begin
         if self._folder is not None:
             self.path = self._report.write(self._folder)
@@ -73,7 +73,7 @@ def _end(signum: int, frame: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; 0 if all was measured and every target met, 1 if not, 2 without a CUDA device."""
+    """Return 0 if all was measured and every target met, 1 if not, 2 without a CUDA device."""
     begin = time.monotonic()
     args = parse_args(argv)
     import torch
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         run_here(sections, report, seconds=seconds, changed=output.changed)
     else:
-        before = signal.signal(signal.SIGTERM, _end)  # the process of the sections ends, too
+        before = signal.signal(signal.SIGTERM, _end)  # the process of the sections ends as well
         try:
             Supervisor(
                 sections,

@@ -39,11 +39,11 @@ from benchmarks.harness import environment
 
 
 BAD = ("failed", "timed out", "died", "not run")
-"""States of a section that did not come to its end."""
+"""Final states of incomplete sections."""
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it: numbers that are not finite become ``None``."""
+    """A value for JSON: numbers that are not finite become ``None``."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -81,7 +81,7 @@ class Row:
         return self.figure <= self.target if self.at_most else self.figure >= self.target
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file."""
+        """Fields for the JSON file."""
         return {
             "name": self.name,
             "figure": self.figure,
@@ -106,7 +106,7 @@ class SectionResult:
         budget_s: Its time budget.
         rows: Figures, in order.
         raw: Every measurement behind them, by system and unit.
-        notes: Remarks, and what the packages logged as warnings.
+        notes: Remarks, and warnings logged by the packages.
         traceback: Of the error that ended it, or the stacks of a section that hung.
     """
 
@@ -122,7 +122,7 @@ class SectionResult:
     traceback: str = ""
 
     def apply(self, message: Mapping[str, Any]) -> bool:
-        """Take a message of the section in; whether it was the last one."""
+        """Apply a message of the section; returns True for the last one."""
         match message["type"]:
             case "row":
                 self.rows.append(Row(**message["row"]))
@@ -138,7 +138,7 @@ class SectionResult:
         return False
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file."""
+        """Fields for the JSON file."""
         return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
 
 
@@ -173,7 +173,7 @@ class Report:
         return not any(row.met is False for section in self.sections for row in section.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the file."""
+        """Fields for the JSON file."""
         return {**vars(self), "sections": [section.as_dict() for section in self.sections]}
 
     def file_name(self) -> str:
@@ -183,7 +183,7 @@ class Report:
         return f"{slug}-{self.date}.json"
 
     def write(self, folder: Path) -> Path:
-        """Write the file, whole or not at all; overwrites that of the same day."""
+        """Write the file atomically; overwrites that of the same day."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.file_name()
         text = json.dumps(plain(self.as_dict()), indent=2, allow_nan=False)
@@ -236,7 +236,7 @@ def section_table(section: SectionResult) -> str:
 
 
 def summary(report: Report) -> str:
-    """The machine, every target with its verdict, and what did not come to its end."""
+    """The machine, every target with its verdict, and incomplete sections."""
     facts = ", ".join(f"{key} {value}" for key, value in report.facts.items())
     lines = [f"machine: {facts or 'unknown'}", ""]
     lines += ["| section | what | figure | target | |", "| --- | --- | ---: | ---: | --- |"]
@@ -307,13 +307,13 @@ class Bench:
         target: float | None = None,
         at_most: bool = False,
     ) -> None:
-        """Tell a figure; see :class:`Row`. A dry run judges checks alone."""
+        """Report a figure; see :class:`Row`. A dry run judges checks alone."""
         wanted = None if self.dry and unit != "yes" else target
         row = Row(name=name, figure=plain(figure), unit=unit, target=wanted, at_most=at_most)
         self._emit({"type": "row", "row": vars(row)})
 
     def check(self, name: str, ok: bool) -> None:
-        """Tell whether something that must hold does."""
+        """Report the result of a check."""
         self.row(name, float(ok), unit="yes", target=1.0)
 
     def raw(self, name: str, values: Any) -> None:
@@ -321,13 +321,13 @@ class Bench:
         self._emit({"type": "raw", "name": name, "values": plain(values)})
 
     def note(self, text: str) -> None:
-        """Tell something in words."""
+        """Report a remark."""
         self._emit({"type": "note", "text": text})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the benchmark that stands and falls alone.
+    """An independent part of the benchmark.
 
     Attributes:
         name: As given to ``--sections``.
@@ -345,7 +345,7 @@ class Section:
 
 
 class _Notes(logging.Handler):
-    """Turns what the packages warn of into notes."""
+    """Turns warnings of the packages into notes."""
 
     def __init__(self, emit: Emit) -> None:
         super().__init__(logging.WARNING)
@@ -356,7 +356,7 @@ class _Notes(logging.Handler):
 
 
 def run_section(section: Section, *, dry: bool, seconds: float, emit: Emit) -> bool:
-    """Run a section guarded, and free what it held; whether it came to its end."""
+    """Run a section, report its errors and free its memory; returns True if it completed."""
     begin = time.monotonic()
     status, reason, text = "done", "", ""
     loggers = [logging.getLogger(name) for name in ("runtime", "coordinator")]
@@ -368,7 +368,7 @@ def run_section(section: Section, *, dry: bool, seconds: float, emit: Emit) -> b
             status, reason = "skipped", NEEDS_CUDA
         else:
             section.run(Bench(dry=dry, seconds=seconds, emit=emit))
-    except Exception as error:  # the others still run
+    except Exception as error:  # the other systems still run
         status, reason = "failed", f"{type(error).__name__}: {error}".split("\n")[0][:300]
         # The text alone: the traceback's frames hold device memory.
         text = "".join(traceback.format_exception(error))
@@ -393,7 +393,7 @@ def tidy() -> None:
         gc.collect()
         torch.cuda.synchronize()
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:  # those of cuBLAS, one for each stream that used it
+        if clear_workspaces is not None:  # workspaces of cuBLAS, one for each stream that used it
             clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -439,12 +439,12 @@ def interleaved(
 ) -> Rates:
     """Measure all systems in turn, every other round in reverse order.
 
-    A system that fails is left out from there on. A round begins only if the budget has room
-    for it, but for the first one.
+    A failed system is omitted from then on. A round begins only if the budget has room
+    for it, except for the first one.
 
     Args:
         bench: Takes the raw values.
-        systems: Each gives a rate.
+        systems: Each returns a rate.
         rounds: Maximum number of rounds.
         unit: Of the rates.
     """
@@ -474,11 +474,11 @@ def interleaved(
 
 
 RESERVE_S = 5.0
-"""Kept back of the whole time, to write and print the results."""
+"""Time reserved to write and print the results."""
 GRACE_S = 10.0
 """Time by which a section may exceed 1.5 times its budget before it is terminated."""
 LEAST_S = 3.0
-"""A section that would get less is not run."""
+"""Least time for which a section is run."""
 START_S = 120.0
 STACKS_S = 2.0
 TAIL_BYTES = 20_000
@@ -504,8 +504,8 @@ class Trouble(Exception):
 def budgets(sections: Sequence[Section], left_s: float) -> tuple[float, float]:
     """Budget of the first of these sections, and the time after which it is terminated.
 
-    The time left is shared out in proportion to what each takes by plan, of which none gets
-    more than half as much again.
+    The time left is divided in proportion to the planned times; no section gets more than
+    1.5 times its own.
     """
     planned_s = sum(section.seconds for section in sections)
     share_s = left_s * sections[0].seconds / planned_s
@@ -578,7 +578,7 @@ class Child:
                 waited_s = time.monotonic() - begin
                 raise Trouble("timed out", f"no end after {waited_s:.0f} s", self.stacks())
             readable, _, _ = select.select([self._answers], [], [], min(left_s, _POLL_S))
-            # Asked before the last look: what it wrote until then is there.
+            # Polled before the last read, which then returns everything written.
             ended = self._process.poll() is not None
             if not readable:
                 readable, _, _ = select.select([self._answers], [], [], 0.0)
@@ -603,7 +603,7 @@ class Child:
         return os.fstat(self._errors).st_size
 
     def _tail(self) -> str:
-        # Without a seek, which would move the place where the process writes.
+        # Without a seek, which would move the process's write position.
         start = max(0, self._size() - TAIL_BYTES)
         return os.pread(self._errors, TAIL_BYTES, start).decode(errors="replace")
 
@@ -612,20 +612,20 @@ class Child:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # in the driver's hands
+            with suppress(subprocess.TimeoutExpired):  # blocked in the driver
                 self._process.wait(STACKS_S)
         while self._open:
             os.close(self._open.pop())
 
 
 class Supervisor:
-    """Runs all sections and keeps what came of them.
+    """Runs all sections and collects the results.
 
     Args:
         sections: The sections, in order.
         report: Gets the results.
         table: Name of the module that holds the sections.
-        deadline: Monotonic time by which all is over.
+        deadline: Monotonic time of the deadline.
         changed: Called when there is something new, with the section it is about, if that
             is over.
     """
@@ -649,7 +649,7 @@ class Supervisor:
         report.sections.extend(self._results)
 
     def run(self) -> None:
-        """Run all sections; returns at the deadline at the latest, but for seconds."""
+        """Run all sections; returns within seconds of the deadline."""
         try:
             for index, result in enumerate(self._results):
                 try:
@@ -695,7 +695,7 @@ class Supervisor:
 def run_here(
     sections: Sequence[Section], report: Report, *, seconds: float, changed: Callable[..., None]
 ) -> None:
-    """A dry run: all sections in this process, with nothing to protect them from each other."""
+    """A dry run: all sections in this process, without isolation."""
     deadline = time.monotonic() + seconds
     for section in sections:
         result = SectionResult(name=section.name, title=section.title)
@@ -709,7 +709,7 @@ def run_here(
         changed(result)
 
 
-# -- ... and from inside -----------------------------------------------------------------
+# -- the process of the sections, from inside --------------------------------------------
 
 
 class Answers:
@@ -747,7 +747,7 @@ def serve() -> None:
     two pipes. Every line is a JSON object.
     """
     table, command_pipe, answer_pipe = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    # The stacks of all threads, when the parent has waited long enough.
+    # Prints the stacks of all threads once the parent gives up waiting.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     answers = Answers(answer_pipe)
     commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

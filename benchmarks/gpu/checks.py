@@ -45,7 +45,7 @@ from runtime.replica.flat import FlatState
 
 BATCH, WIDTH, NUM_CLASSES = 64, 64, 10
 NEVER = 100_000
-"""An anchor that no epoch reaches: the average comes when it closes."""
+"""An anchor that no epoch reaches: averages take place at the end of epochs."""
 
 
 class Mlp(nn.Sequential):
@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def waits(model: nn.Module, batch: Any) -> Tensor:
-    """The fault itself: a step that reads its loss."""
+    """The planted fault: a step that reads its loss."""
     loss = loss_of(model, batch)
     return loss if loss.item() > -1.0 else -loss
 
@@ -78,10 +78,10 @@ def set_mode(bench: Bench, mode: str) -> None:
 
 
 class Watch:
-    """Makes every wait an error, from a step that all ranks have reached on, for some steps.
+    """Makes every wait an error for some steps, after all ranks have reached a step.
 
     Args:
-        bench: Says where.
+        bench: Gives the device.
         num_ranks: Ranks of the run.
         warm: Steps of each rank before.
         wanted: Steps of each rank under the watch.
@@ -100,7 +100,7 @@ class Watch:
         self.watched = 0
 
     def step(self, rank: int) -> None:
-        """A rank begins a step."""
+        """Called when a rank begins a step."""
         with self._lock:
             if self._over:
                 return
@@ -126,7 +126,7 @@ def watched_run(
     anchor: int = NEVER,
     train_fn: Callable[[nn.Module, Any], Tensor] = loss_of,
 ) -> tuple[int, int, str]:
-    """Steps under watch, how many were wanted, and the text of the error if there was one."""
+    """Number of watched steps, their wanted number, and the text of the error, if any."""
     warm, wanted = bench.pick((40, 250), (4, 6))
     watch = Watch(bench, num_ranks, warm, wanted)
 
@@ -217,7 +217,7 @@ def lone_steps(bench: Bench) -> tuple[int, str]:
 
 
 def step_loop(bench: Bench) -> None:
-    """Whole runs with the mode on, but for start, end and rounds."""
+    """Whole runs with the mode on, except for start, end and rounds."""
     sync, cadence = ApplyPolicy.SYNC, ApplyPolicy.CADENCE
     ways: list[tuple[str, bool, Callable[[], tuple[int, int, str]]]] = [
         ("SYNC, 1 rank, streamed", True, lambda: watched_run(bench, sync, 1)),
@@ -263,7 +263,7 @@ CHECK_EVERY = 50
 
 
 class DelayedApi(CudaApi):
-    """Holds the current stream up before every copy."""
+    """Delays the current stream before every copy."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         torch.cuda._sleep(DELAY_CYCLES)
@@ -271,10 +271,10 @@ class DelayedApi(CudaApi):
 
 
 class UnorderedApi(DelayedApi):
-    """The fault itself: no stream waits for another."""
+    """The planted fault: no stream waits for another."""
 
     def wait_event(self, event: Any, stream: Any = None) -> None:
-        """Order nothing."""
+        """Omit the ordering."""
 
 
 class Counter(nn.Module):
@@ -300,9 +300,9 @@ class Replica:
     """A replica in a separate thread, and the value that it must have. A context manager.
 
     Args:
-        bench: Says where, and how long to wait.
+        bench: Gives the device and the timeouts.
         rank: Its steps add ``rank + 1``.
-        api: Speaks to CUDA.
+        api: The CUDA API.
         delay_cycles: Delay of a step's writes.
     """
 
@@ -327,7 +327,7 @@ class Replica:
             self._pool.shutdown(wait=False)
 
     def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Do work in the rank's thread."""
+        """Run work in the rank's thread."""
         return self._pool.submit(work, *args).result(self._bench.patience_s())
 
     def _build(self) -> None:
@@ -336,13 +336,13 @@ class Replica:
         self._averager = ReplicaAverager(FlatState(self._model), self._context, None)
 
     def train(self, num_steps: int) -> None:
-        """Give steps to the device."""
+        """Launch steps."""
         for _ in range(num_steps):
             self._model.step(self._rank + 1)
             self.expected += self._rank + 1
 
     def snapshot(self) -> Payload:
-        """A snapshot; a step is made while its copy is on its way."""
+        """Take a snapshot; a step is made during its copy."""
         payload, arrival, _ = self._averager.start_snapshot()
         self.base = self.expected
         self.train(1)
@@ -351,7 +351,7 @@ class Replica:
         return payload
 
     def take(self, average: Payload, value: float) -> PendingCopy | None:
-        """Take an average between two steps."""
+        """Apply an average between two steps."""
         self.train(1)
         arrival = self._averager.apply(average)
         self.expected += value - self.base
@@ -367,7 +367,7 @@ class Replica:
 def rounds_until_wrong(
     bench: Bench, api: CudaApi, delay_cycles: int, num_rounds: int
 ) -> tuple[int, bool]:
-    """Averagings made by two ranks, and whether all were exact; stops at the first that is not."""
+    """Number of averages of two ranks, and True if all were exact; stops at an inexact one."""
     averager = Averager()
     exact = True
     done = 0
@@ -393,7 +393,7 @@ def rounds_until_wrong(
 
 
 def averagings(bench: Bench) -> None:
-    """Two workers on one device; every number is small enough to be exact."""
+    """Two workers on one device; every value is small enough to be exact."""
     wanted = bench.pick(NUM_ROUNDS, 4)
     IntraOpThreads.acquire()
     try:
@@ -407,15 +407,15 @@ def averagings(bench: Bench) -> None:
         IntraOpThreads.release()
 
 
-# -- memory within its budget, and what follows where it is not enough -------------------
+# -- memory within its budget, and errors beyond it -------------------
 
 
 GIB = 2**30
 BUDGETS_GIB = (2, 8, 32)
 SHARES = 32
-"""A batch is this part of the budget."""
+"""Size of a batch as a part of the budget."""
 ACTIVATIONS = 18
-"""Activations of a batch's size that a step keeps: with the rest, three quarters of the budget."""
+"""Activations of a batch's size kept by a step: with the rest, three quarters of the budget."""
 ROW = 4096
 NUM_BATCHES, NUM_EPOCHS = 36, 2
 OUT_OF_MEMORY_S = 30.0
@@ -436,7 +436,7 @@ class ClusterCheckpointer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.table[0]
         for gain in self.gains:
-            x = torch.tanh(x * gain)  # of which only the result is kept for backward
+            x = torch.tanh(x * gain)  # only the result is kept for backward
         return x
 
 
@@ -455,7 +455,7 @@ class Depths(logging.Handler):
 def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None) -> None:
     """Train a :class:`ClusterCheckpointer` within a part of the device's memory, streamed."""
     rows = batch_bytes // (4 * ROW)
-    # One row many times over: a data set larger than the budget that takes no memory.
+    # One row, repeated: a data set larger than the budget that uses no memory.
     x = torch.randn(1, ROW).expand(rows * NUM_BATCHES, -1)
 
     def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -484,7 +484,7 @@ def train(bench: Bench, fraction: float, batch_bytes: int, train_fn: Any = None)
 
 
 def budgets(bench: Bench) -> None:
-    """The peak of what is reserved, the model included, under budgets from small to large."""
+    """Peak of the reserved memory, including the model, under budgets from small to large."""
     total = torch.cuda.get_device_properties(bench.device).total_memory
     logger, depths = logging.getLogger("runtime"), Depths()
     level = logger.level
@@ -528,7 +528,7 @@ def _one_budget(bench: Bench, gib: int, total: int, depths: Depths) -> None:
 
 
 def _out_of_memory(bench: Bench, total: int) -> None:
-    """A step that allocates too much, after some that did not."""
+    """A step that allocates too much, after some that do not."""
     steps = 0
 
     def greedy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -555,7 +555,7 @@ def _out_of_memory(bench: Bench, total: int) -> None:
     )
 
 
-# -- NCCL with one rank: born, used, ended, born again, aborted, and born a third time ---
+# -- NCCL with one rank: created, used, closed, created again, aborted, created a third time ---
 
 
 MIB = 2**20
@@ -582,7 +582,7 @@ class LoneRank:
         self.close()
 
     def start(self, work: Callable[[Collective], T]) -> Any:
-        """Begin work in the rank's thread; a future."""
+        """Start work in the rank's thread; returns a future."""
 
         def run() -> T:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -593,12 +593,12 @@ class LoneRank:
         return self._pool.submit(run)
 
     def run(self, work: Callable[[Collective], T]) -> T:
-        """Do work in the rank's thread."""
+        """Run work in the rank's thread."""
         result: T = self.start(work).result(self._patience_s)
         return result
 
     def close(self) -> float:
-        """Leave the group; seconds that took."""
+        """Leave the group; returns the duration in seconds."""
         begin = time.perf_counter()
         self.end.close()
         self._pool.shutdown(wait=False)
@@ -606,7 +606,7 @@ class LoneRank:
 
 
 def all_reduces(num_bytes: int, count: int) -> Callable[[Collective], float]:
-    """Work that reduces a tensor so often; seconds for each, or NaN if the sum is wrong."""
+    """Work that reduces a tensor this often; seconds for each, or NaN if the sum is wrong."""
 
     def work(end: Collective) -> float:
         tensor = torch.arange(num_bytes // 4, dtype=torch.float32, device="cuda")
@@ -643,7 +643,7 @@ def aborted_behind_a_kernel(bench: Bench, rank: LoneRank) -> float:
 
 
 def world_of_one(bench: Bench) -> None:
-    """Three incarnations, with the times of their parts."""
+    """Three groups, with the times of their parts."""
     small, large = all_reduces(4096, 50), all_reduces(256 * MIB, 5)
     exact = True
     births, ends = [], []

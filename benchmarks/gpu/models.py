@@ -1,7 +1,7 @@
 """Models of the GPU benchmark, reference loops, and training with the runtime.
 
-Loops give samples/s. All begin with new weights and leave their first steps out of the clock; what
-keeps the device busy behind the host is waited for at both ends of it.
+Loops return samples/s. All start with new weights; the first steps are not timed, and the device
+is synchronised at both ends of the timed part.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ResNet(nn.Module):
 
 
 class FirstColumns(nn.Module):
-    """Looks at little of its input, so that nothing hides the copy."""
+    """Reads little of its input, so that no computation hides the copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def _adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def _labelled(shape: tuple[int, ...]) -> Callable[[int], Batch]:
-    """Samples of that shape with labels. Every 64 rows are alike: to draw them takes long."""
+    """Samples of this shape with labels. Every 64 rows are equal, as drawing them is slow."""
 
     def make(num_samples: int) -> Batch:
         generator = torch.Generator().manual_seed(0)
@@ -218,7 +218,7 @@ def small_mlp(*, dry: bool) -> GpuWorkload:
 
 
 def copy_bound(*, dry: bool) -> GpuWorkload:
-    """Rows of 1 MiB in batches of 64 MiB, of which the model looks at 4 KiB."""
+    """Rows of 1 MiB in batches of 64 MiB, of which the model reads 4 KiB."""
     row, batch = (32, 4) if dry else (2**18, 64)
     return GpuWorkload(
         name="copy",
@@ -236,7 +236,7 @@ def copy_bound(*, dry: bool) -> GpuWorkload:
 
 
 WARM_STEPS = 12
-"""More than a step needs to settle: the copies of a ``DataLoader`` are under way by then."""
+"""Warm-up steps, by which the copies of a ``DataLoader`` are in progress."""
 LOADER_PROCESSES = 8
 LOADER_TIMEOUT_S = 60.0
 STALL_S = 60.0
@@ -246,20 +246,20 @@ TrainFn = Callable[[nn.Module, Any], Tensor]
 
 
 def wait_for(device: torch.device) -> None:
-    """Block until the device has done all it was given."""
+    """Block until the device has completed all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def autocast_of(workload: GpuWorkload, device: torch.device) -> AbstractContextManager[Any]:
-    """The autocast that ``precision`` stands for."""
+    """The autocast of a ``precision``."""
     if workload.precision == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 
 class BareStep:
-    """Zero, forward, backward, step, as one writes it by hand.
+    """A hand-written step: zero, forward, backward, step.
 
     Args:
         workload: The workload.
@@ -287,7 +287,7 @@ class BareStep:
 
 
 def orders(num_samples: int, batch_size: int, device: torch.device) -> Iterator[Tensor]:
-    """Indices of whole batches, in a new order each epoch, brought there without a wait."""
+    """Indices of whole batches, in a new order each epoch, copied to the device without a wait."""
     while True:
         drawn = torch.randperm(num_samples, pin_memory=device.type == "cuda")
         order = drawn.to(device, non_blocking=True)
@@ -308,7 +308,7 @@ def timed(device: torch.device, steps: Iterator[int], num_steps: int) -> float:
 def bare_rate(
     workload: GpuWorkload, columns: Sequence[Tensor], device: torch.device, num_steps: int
 ) -> float:
-    """A hand-written loop over data that lies on the device."""
+    """A hand-written loop over data on the device."""
 
     def steps() -> Iterator[int]:
         step = BareStep(workload, device)
@@ -349,7 +349,7 @@ def graph_rate(
 
 
 class Gathered(Dataset[Any]):
-    """Tensors that give a whole batch at once, which is the fast way for a ``DataLoader``."""
+    """Tensors with whole batches as items, the fastest form for a ``DataLoader``."""
 
     def __init__(self, columns: Sequence[Tensor]) -> None:
         self._columns = tuple(columns)
@@ -363,7 +363,7 @@ class Gathered(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """A batch is collated already."""
+    """Batches are already collated."""
     return batch
 
 
@@ -443,12 +443,12 @@ def ended(bench: Bench, handle: TrainerHandle) -> TrainedState:
 
 
 def epochs_for(bench: Bench, seconds: float, epoch_s: float) -> int:
-    """Epochs of a run: the first is warm-up, the others take so long together."""
+    """Number of epochs of a run: the first is warm-up, the others take this long together."""
     return bench.pick(1 + max(2, round(seconds / epoch_s)), 3)
 
 
 class StepClock:
-    """A ``train_fn`` that notes when each step is given to the device, epoch by epoch.
+    """A ``train_fn`` that records when each step is launched, by epoch.
 
     An epoch's interior begins behind its first steps, in which the host gives the device what
     the end of the epoch before has let run empty. From there on the host is held back: by the
@@ -466,7 +466,7 @@ class StepClock:
         self.epochs: list[list[float]] = []
 
     def begin(self, epoch: int, worker: Any) -> None:
-        """An ``epoch_fn``: the steps from here on are of a new epoch."""
+        """An ``epoch_fn`` that starts a new epoch's list of steps."""
         self._stamps = []
         self.epochs.append(self._stamps)
 
@@ -475,7 +475,7 @@ class StepClock:
         return self._loss(model, batch)
 
     def step_s(self) -> float:
-        """Seconds of a step between the first and the last of an interior, but for epoch 0.
+        """Seconds of a step between the first and the last of an interior, without epoch 0.
 
         Raises:
             ValueError: The epochs are too short to have an interior.
@@ -512,7 +512,7 @@ def interior_rate(
         data: Its samples, whole batches.
         num_epochs: The first of which is warm-up.
         configure: Changes the run.
-        ends_s: Gets what the ends of epochs took beyond their steps.
+        ends_s: Receives the time of the ends of epochs beyond their steps.
     """
     clock = StepClock(workload.loss, bench.pick(WARM_STEPS, 2))
     builder = builder_of(bench, workload, data, num_epochs=num_epochs, train_fn=clock)
@@ -570,5 +570,5 @@ def crowd_rate(
         raise
     (begin, before), (end, after) = marks[0], marks[-1]
     ended(bench, handle)
-    # In a dry run the last batch may be given out before the first news is read.
+    # In a dry run the last batch may be assigned before the first metrics are read.
     return max(1, after - before) * workload.batch_size / (end - begin)

@@ -98,7 +98,7 @@ def _compare(bench: Bench, workload: GpuWorkload) -> None:
 
 
 def tell_ends(bench: Bench, what: str, ends_s: Sequence[float]) -> None:
-    """Tell what the end of an epoch takes, which the rates of its steps leave out."""
+    """Report the time of the end of an epoch, which the rates of its steps exclude."""
     bench.raw(f"{what}, end of an epoch, s", list(ends_s))
     figure = 1e3 * statistics.median(ends_s) if ends_s else None
     bench.row(f"{what}: end of an epoch, beyond its steps", figure, unit="ms")
@@ -148,7 +148,7 @@ def crowd(bench: Bench) -> None:
         rates.require([one, two])
 
 
-# -- how fast batches come to the device: streamed, resident, by DataLoader --------------
+# -- rate of batches on the device: streamed, resident, by DataLoader --------------
 
 
 LOADER = f"DataLoader(pin_memory=True, num_workers={LOADER_PROCESSES}), non-blocking copies"
@@ -162,7 +162,7 @@ PINNED_BUFFERS = 4
 
 
 def require_shared_memory(num_bytes: int) -> None:
-    """Raise if the processes of a ``DataLoader`` have no room for batches under way.
+    """Raise if shared memory is too small for the batches in transit of a ``DataLoader``.
 
     Raises:
         RuntimeError: With both figures.
@@ -177,14 +177,14 @@ def require_shared_memory(num_bytes: int) -> None:
 def loader(
     bench: Bench, workload: GpuWorkload, data: Sequence[Tensor], device: torch.device, steps: int
 ) -> float:
-    """The rate of a ``DataLoader``, where it can run."""
+    """The rate of a ``DataLoader``, if it can run."""
     if not bench.dry:
         require_shared_memory(workload.batch_size * workload.sample_bytes)
     return loader_rate(workload, data, device, steps)
 
 
 def streaming(bench: Bench) -> None:
-    """A ResNet in bf16: data on the host against data that lies on the device."""
+    """A ResNet in bf16: data on the host against data on the device."""
     workload, device = resnet50(dry=bench.dry), bench.device
     num_batches = bench.pick(36, 6)
     data = workload.make_data(num_batches * workload.batch_size)
@@ -260,7 +260,7 @@ def gather_limit(
     """Bytes/s of a bare loop: random rows are gathered into pinned memory, and copied.
 
     In one thread of its own, with PyTorch's intra-op threads, as the prefetcher of a worker does
-    it. A buffer is written to again once the copy out of it is over.
+    it. A buffer is reused once the copy out of it has completed.
     """
     rows, pin = data[0], device.type == "cuda"
     shape = (batch_size, *rows.shape[1:])
@@ -270,7 +270,7 @@ def gather_limit(
     order = torch.randperm(len(rows))
     batches = torch.split(order[: len(rows) - len(rows) % batch_size], batch_size)
 
-    def bring(index: int) -> None:
+    def copy_batch(index: int) -> None:
         slot = index % PINNED_BUFFERS
         if pin:
             copied[slot].synchronize()
@@ -281,11 +281,11 @@ def gather_limit(
 
     def loop() -> float:
         for index in range(2 * PINNED_BUFFERS):
-            bring(index)
+            copy_batch(index)
         wait_for(device)
         count, begin = 0, time.perf_counter()
         while time.perf_counter() - begin < seconds or count < 2:
-            bring(count)
+            copy_batch(count)
             count += 1
         wait_for(device)
         return count * hosts[0].nbytes / (time.perf_counter() - begin)
@@ -295,16 +295,16 @@ def gather_limit(
 
 
 def smaller_of(rates: Rates, first: str, second: str) -> list[float]:
-    """Of each round, the smaller of two systems' rates."""
+    """The smaller of two systems' rates in each round."""
     pairs = zip(rates.values.get(first, []), rates.values.get(second, []), strict=False)
     return [min(pair) for pair in pairs]
 
 
 def copying(bench: Bench) -> None:
-    """A model too small to hide the copy: the prefetcher against what the machine can do.
+    """A model too small to hide the copy: the prefetcher against the machine's limit.
 
-    That is the smaller of the copies alone and of a bare loop that also gathers the rows, which
-    the memory of the host may bound.
+    The limit is the smaller rate of copies alone and of a bare loop that also gathers the
+    rows, which host memory may bound.
     """
     workload, device = copy_bound(dry=bench.dry), bench.device
     data = workload.make_data(bench.pick(96, 8) * workload.batch_size)
@@ -433,7 +433,7 @@ def driver_version() -> str:
 
 
 def nccl_version() -> str:
-    """Of the NCCL in this build of PyTorch."""
+    """Version of NCCL in this build of PyTorch."""
     if not torch.distributed.is_nccl_available():
         return "none"
     version = torch.cuda.nccl.version()

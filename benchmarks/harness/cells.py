@@ -1,6 +1,6 @@
 """The runtime as the speed benchmarks run it, and cells of it, of bare loops and of peers.
 
-Uses what ``runtime`` exports and no more, so that it runs over another checkout's as well.
+Uses only public names of ``runtime``, so that it runs with another checkout as well.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def runtime_builder(
     train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
     own_loop: bool = False,
 ) -> TrainerBuilder:
-    """CPU workers with one intra-op thread each; all that is not named has the defaults.
+    """CPU workers with one intra-op thread each; all other settings have their defaults.
 
     Args:
         workload: Model, optimizer and loss.
@@ -125,10 +125,10 @@ def runtime_builder(
         .tune_allocator(False)
         .progress(False)
     )
-    return builder.balance(True) if balance else builder  # another checkout may not have it
+    return builder.balance(True) if balance else builder  # absent in some other checkouts
 
 
-# -- one run, and what is read off it ----------------------------------------------------
+# -- one run and its measurements ----------------------------------------------------
 
 
 JOIN_S = 180.0
@@ -174,12 +174,12 @@ class Outcome:
         steady_rate: The same to the close of the last epoch.
         tail_s: Time between the two ends.
         averagings: Rounds in the steady part; under SYNC the global steps.
-        pause_s: Time that such a round cost the rank that it cost most; ``nan`` without one.
+        pause_s: Largest time that a rank lost in such a round; ``nan`` without one.
         round_s: Whole time of each round, from the requests to the last acknowledgement.
         average_s: Time of each averaging's arithmetic, in its own thread.
         coordinator_s: CPU time of the coordinator's thread for a batch; averages are
             computed in another thread and are not in it.
-        batches_per_s: Batches/s of all ranks, while that was measured.
+        batches_per_s: Batches/s of all ranks during the measurement of ``coordinator_s``.
         details: For the record.
     """
 
@@ -205,7 +205,7 @@ class Moment:
         self.cpu_s = {name: read_clock(clock) for name, clock in clocks.items()}
 
     def cpu_since(self, earlier: Moment, prefix: str) -> float:
-        """CPU time of the threads whose names begin so; ``nan`` if there are none."""
+        """CPU time of the threads with this prefix; ``nan`` without any."""
         found = [s - earlier.cpu_s[name] for name, s in self.cpu_s.items() if prefix in name]
         return sum(found) if found else math.nan
 
@@ -274,7 +274,7 @@ def _outcome(
 
 
 def _rounds(timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Times of whole rounds, and of their arithmetic; the first round warms memory."""
+    """Times of whole rounds, and of their arithmetic, without the first round."""
     events = [e for e in timeline.events() if e.rank is None]
     whole = [e.duration_s for e in events if e.kind.value == "averaging"]
     phases = [e for e in events if e.kind.value == "phase" and e.args.get("phase") == "computed"]
@@ -302,12 +302,12 @@ def read_clock(clock: int) -> float:
 
 
 NUM_EPOCHS = 5
-"""Of which the first warms up."""
+"""Number of epochs; the first is warm-up."""
 MIN_BATCHES = 12
-"""Of each rank in an epoch: at least one averaging by default."""
+"""Least number of batches of a rank in an epoch: at least one average by default."""
 LOCKSTEP = 0.8
 FREE = 0.85
-"""First guesses of a system's share of what its ranks could reach."""
+"""First guesses of a system's share of the sum of its ranks' solo rates."""
 
 
 class Cells:
@@ -443,13 +443,13 @@ class Cells:
         return Cell(key=key, guess=self._expect(True, pauses_s), run=run)
 
     def way(self, key: str, name: str, slowdown: float = 1.0) -> Cell:
-        """One of :data:`WAYS`, the step of rank 1 so many times as long."""
+        """One of :data:`WAYS`, with rank 1 slowed by this factor."""
         num_workers, policy, backend = WAYS[name]
         pauses = (0.0, (slowdown - 1.0) * self._step_s)[:num_workers]
         return self.runtime(key, policy, pauses, backend=backend)
 
     def details(self) -> dict[str, list[dict[str, Any]]]:
-        """Of every repetition of the runtime's cells, for the record."""
+        """Details of every repetition of the runtime's cells, for the record."""
         return {key: [o.details for o in found] for key, found in self.outcomes.items()}
 
     def _rate(self, pause_s: float) -> float:
@@ -463,7 +463,7 @@ class Cells:
         return max(1, round(rate * self._seconds / self._workload.batch_size))
 
     def _at_most(self, num_batches: int) -> Batch:
-        """A data set of that many batches, or as many as may be held."""
+        """A data set of this many batches, up to the largest permitted size."""
         num_samples = self._workload.batch_size * min(num_batches, self._workload.max_batches)
         if self._data is None or len(self._data[0]) < num_samples:
             self._data = self._workload.make_data(num_samples)

@@ -1,4 +1,4 @@
-"""Measuring: the machine, cells in turn, medians and intervals, bounds, tables."""
+"""Measurement tools: the machine, cells in turn, medians and intervals, bounds, tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-# -- the machine and who else uses it ----------------------------------------------------
+# -- the machine and its other processes ----------------------------------------------------
 
 
 # The same for every system and process: glibc reads them only at start-up.
@@ -52,7 +52,7 @@ def describe() -> dict[str, Any]:
 
 
 class MachineLoad:
-    """CPU use by other processes, which would distort the ratios."""
+    """CPU use by other processes, which distorts ratios."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -60,7 +60,7 @@ class MachineLoad:
     def others(self) -> float:
         """Fraction of all cores that other processes used since construction.
 
-        Children count as this process's own, those too that ended and were waited for.
+        Children count as this process's own, including ended ones that were waited for.
         """
         wall, busy, own = (b - a for a, b in zip(self._start, self._read(), strict=True))
         return max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
@@ -80,7 +80,7 @@ class MachineLoad:
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A parser that is described by the first line of a text, with ``--json FILE``."""
+    """A parser described by the first line of a text, with ``--json FILE``."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all results to this file")
     return parser
@@ -106,7 +106,7 @@ def parser_of_sections(
 
 
 def save(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Write the results so far, if a file was requested; an interrupted run keeps them."""
+    """Write the results so far, if a file was requested, in case the run is interrupted."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -119,7 +119,7 @@ def begin(environment: Mapping[str, str] = ENVIRONMENT) -> dict[str, Any]:
 
 
 def add_retry(parser: argparse.ArgumentParser) -> None:
-    """Add ``--retry N``, which :func:`undisturbed` takes."""
+    """Add ``--retry N``, an argument of :func:`undisturbed`."""
     parser.add_argument(
         "--retry",
         type=int,
@@ -130,14 +130,14 @@ def add_retry(parser: argparse.ArgumentParser) -> None:
 
 
 def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[float, float]:
-    """Measure until others leave the machine alone.
+    """Measure until other processes do not disturb a measurement.
 
     Args:
         num_retries: Maximum number of repetitions of a disturbed measurement.
-        measure_once: Measures, and gives a number.
+        measure_once: Measures, and returns a number.
 
     Returns:
-        Share of the cores that others used, and the number, of the least disturbed attempt.
+        Share of the cores used by others, and the number, of the least disturbed attempt.
     """
     attempts: list[tuple[float, float]] = []
     while len(attempts) <= num_retries:
@@ -154,12 +154,12 @@ def undisturbed(num_retries: int, measure_once: Callable[[], float]) -> tuple[fl
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
         key: Its name.
         guess: First guess of its rate, which only sizes the first repetition.
-        run: Given the expected rate, measures and gives the rate, in samples/s.
+        run: Given the expected rate, measures and returns the rate, in samples/s.
     """
 
     key: str
@@ -183,7 +183,7 @@ class Measured:
         """The median of each cell's undisturbed repetitions.
 
         Of all repetitions, unless every cell has an undisturbed one: ratios of both kinds
-        would say nothing.
+        are meaningless.
         """
         quiet = {
             key: [rate for rate, load in zip(runs, self.loads[key], strict=True) if load <= QUIET]
@@ -207,11 +207,11 @@ class Measured:
         return [ratio for ratio, quiet in pairs if quiet] or [ratio for ratio, _ in pairs]
 
     def disturbed(self) -> list[bool]:
-        """For each measurement, whether others used too much of the machine."""
+        """For each measurement, True if others used too much of the machine."""
         return [load > QUIET for runs in self.loads.values() for load in runs]
 
     def record(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """Fields for the JSON file."""
         return {
             "median_rates": self.medians(),
             "rates": dict(self.rates),
@@ -256,7 +256,7 @@ def _measure(cell: Cell, found: Measured, num_retries: int) -> None:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, ``nan`` of nothing."""
+    """The median; ``nan`` without values."""
     return statistics.median(values) if values else math.nan
 
 
@@ -298,16 +298,16 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """The verdict as a word."""
         return "met" if self.met else "MISSED"
 
     def __str__(self) -> str:
-        """The whole in a sentence."""
+        """The number, its bound and the verdict in a sentence."""
         bound = f"at {'most' if self.at_most else 'least'} {self.wanted:g}"
         return f"{self.what}: {self.measured:.3f}, wanted {bound}: {self.verdict}"
 
     def record(self) -> dict[str, Any]:
-        """For the JSON file."""
+        """Fields for the JSON file."""
         return {**asdict(self), "met": self.met}
 
 
@@ -321,7 +321,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
 
 
 def checks_table(checks: Sequence[Check]) -> str:
-    """All targets."""
+    """A table of all targets."""
     rows = [
         [
             check.what,
@@ -335,7 +335,7 @@ def checks_table(checks: Sequence[Check]) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time for a table; nothing for one that is missing."""
+    """A time for a table; empty if missing."""
     if seconds is None or math.isnan(seconds):
         return ""
     return f"{seconds * 1e3:,.{3 if seconds < 0.001 else 2 if seconds < 0.1 else 0}f}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# -- the workloads of all ----------------------------------------------------------------
+# -- workloads ----------------------------------------------------------------
 
 
 Batch = tuple[Tensor, Tensor]
@@ -200,7 +200,7 @@ TRANSFORMERS = {
         make_model=lambda: CharTransformer(width=384, depth=4),
     ),
 }
-"""Transformers of three sizes, for what is sharded."""
+"""Transformers of three sizes, for sharded training."""
 
 
 # -- loops without any runtime -----------------------------------------------------------
@@ -225,7 +225,7 @@ def train_step(
     batch: Batch,
     pause_s: float = 0.0,
 ) -> None:
-    """One step; a slowed rank pauses before its backward, as it does in every system.
+    """One step; a slowed rank pauses before its backward, as in every system.
 
     Args:
         workload: The workload.
@@ -263,7 +263,7 @@ def solo_rate(
         seed: Of the order of the samples.
         pause_s: Sleep within a step of the workload's batch size.
         num_threads: Intra-op threads; there is one again afterwards.
-        batch_size: Samples a step, if not as the workload says.
+        batch_size: Samples a step, if not that of the workload.
     """
     torch.set_num_threads(num_threads)
     model = workload.make_model()
@@ -311,7 +311,7 @@ def threads_rate(
         warmup_s: Seconds before the clock starts.
         measure_s: Seconds that are timed.
         pauses_s: Sleep of each loop within a step of the workload's batch size.
-        sizes: Samples in a step of each loop, if not as the workload says.
+        sizes: Samples in a step of each loop, if not that of the workload.
 
     Returns:
         The sum of the loops' rates. With ``sizes``, what loops would reach together if each
@@ -347,7 +347,7 @@ def threads_rate(
     return sum(rates)
 
 
-# -- workloads that are asleep, busy or large --------------------------------------------
+# -- workloads that sleep, compute or are large --------------------------------------------
 
 
 NUM_FEATURES = 16
@@ -386,7 +386,7 @@ def _workload(
 
 
 def tiny() -> Workload:
-    """A step of almost nothing: its time is that of the sleep that is added."""
+    """A step of almost no work: its time is that of the added sleep."""
     return _workload("tiny", "linear 16-10", lambda: nn.Linear(NUM_FEATURES, NUM_CLASSES))
 
 
@@ -414,10 +414,10 @@ def _busy_of(num_rows: int) -> Workload:
 
 
 def busy(step_s: float) -> Workload:
-    """A step that takes ``step_s`` in a bare loop, or as little as a step can."""
+    """A step that takes ``step_s`` in a bare loop, or the shortest possible time."""
     data = _tiny_data(100 * BATCH_SIZE)
     num_rows = 0
-    for _ in range(3):  # the time of a row is not quite the same at all lengths
+    for _ in range(3):  # the time of a row depends slightly on the length
         trial = _busy_of(num_rows)
         rate = max(solo_rate(trial, data, warmup_s=0.03, measure_s=0.1) for _ in range(3))
         missing_s = step_s - BATCH_SIZE / rate
@@ -436,7 +436,7 @@ def _row_seconds(num_rows: int) -> float:
 
 
 class Large(nn.Module):
-    """A linear layer, and ``num_params`` parameters more."""
+    """A linear layer, and ``num_params`` further parameters."""
 
     def __init__(self, num_params: int) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def _dense_loss(model: nn.Module, batch: Batch) -> Tensor:
 def sparse(num_params: int) -> Workload:
     """All parameters are averaged, but only the linear layer has a gradient.
 
-    So the step takes the same time at every size, and what grows is the averaging alone.
+    So the step takes the same time at every size, and only the averaging grows.
     """
     what = f"{num_params:,} parameters, few with a gradient"
     return _workload(f"sparse:{num_params}", what, lambda: Large(num_params))

@@ -72,17 +72,17 @@ class Child:
         self.close()
 
     def put(self, request: dict[str, Any]) -> None:
-        """Send a request. If the process has ended, :meth:`answer` says so."""
+        """Send a request. If the process has ended, :meth:`answer` raises."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
     def answer(self, timeout_s: float = MEASURE_S) -> Any:
-        """The next answer; the first one says that the process is ready.
+        """The next answer; the first one signals that the process is ready.
 
         Raises:
-            RuntimeError: None came in time, or the process has ended.
+            RuntimeError: No answer arrived in time, or the process has ended.
         """
         stdout = self._process.stdout
         assert stdout is not None
@@ -93,14 +93,14 @@ class Child:
         return json.loads(line)["answer"]
 
     def ask(self, timeout_s: float = MEASURE_S, **request: Any) -> Any:
-        """Send a request; its answer."""
+        """Send a request and return its answer."""
         self.put(request)
         return self.answer(timeout_s)
 
     def end_input(self) -> None:
-        """Tell it that no request follows."""
+        """Close the pipe of requests."""
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # what a dead process did not take
+            with suppress(BrokenPipeError):  # requests that a dead process did not read
                 self._process.stdin.close()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class GlooGroup:
     ) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="gloo-")
         env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-        # Accelerate learns from these, and takes the process group that is there.
+        # Accelerate reads these, and uses the existing process group.
         env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         code = "from benchmarks.harness.processes import serve_rank; serve_rank()"
         self._ranks = [
@@ -185,7 +185,7 @@ class GlooGroup:
 
 
 def serve_rank() -> None:
-    """Be a rank: join the group, which waits for all, serve, leave. One intra-op thread."""
+    """Run a rank: join the group, serve requests, leave. One intra-op thread."""
     work, store = sys.argv[1:]
     module, _, function = work.partition(":")
     torch.set_num_threads(1)
@@ -222,7 +222,7 @@ def ddp(workload: Workload, pause_s: float) -> Iterator[Step]:
 @contextmanager
 def local_sgd(workload: Workload, pause_s: float) -> Iterator[Step]:
     """Hugging Face Accelerate's ``LocalSGD``."""
-    from accelerate import Accelerator  # not everyone has it
+    from accelerate import Accelerator  # optional
     from accelerate.local_sgd import LocalSGD
 
     accelerator = Accelerator(cpu=True)
@@ -261,7 +261,7 @@ def averager(workload: Workload, pause_s: float) -> Iterator[Step]:
 
 @contextmanager
 def sharded(workload: Workload, pause_s: float, *, by_block: bool = False) -> Iterator[Step]:
-    """``fully_shard`` of the whole model, or of each block and what is left."""
+    """``fully_shard`` of the whole model, or of each block and the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -289,7 +289,7 @@ PEERS: dict[str, Peer] = {
     "sharded_blocks": sharded_blocks,
 }
 _data: dict[str, Batch] = {}
-"""Of the last workload, in a rank."""
+"""Setup of the last workload in a rank."""
 
 
 def peer_rate(

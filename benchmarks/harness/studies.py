@@ -39,7 +39,7 @@ MULTIPLE = 64
 
 
 class DataMissing(Exception):
-    """A file is not there, or not what it should be; the message says how to give it."""
+    """A file is missing or invalid; the message names the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Data:
         return len(self.train[0])
 
     def first(self, part: float) -> Data:
-        """This part of the training samples, and all that are held out."""
+        """This part of the training samples, and all held-out samples."""
         num_train = max(MULTIPLE, int(self.num_samples * part) // MULTIPLE * MULTIPLE)
         return replace(self, train=tuple(c[:num_train] for c in self.train))
 
@@ -73,7 +73,7 @@ def default_folder() -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Names of the files that are not in the folder."""
+    """Names of the files missing from the folder."""
     return [name for name in (IMAGES, LABELS, TEXT) if not (folder / name).is_file()]
 
 
@@ -122,7 +122,7 @@ def text(folder: Path) -> Data:
 
 
 def synthetic_digits() -> Data:
-    """Few images that ten noisy patterns make: enough to run every line, no more."""
+    """A few images of ten noisy patterns, to run every line."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(10, 1, 28, 28, generator=generator)
     labels = torch.arange(384 + 64) % 10
@@ -131,7 +131,7 @@ def synthetic_digits() -> Data:
 
 
 def synthetic_text() -> Data:
-    """A few sentences again and again."""
+    """A few sentences, repeated."""
     return _windows("all the world is a stage, and all are merely players. " * 200)
 
 
@@ -157,7 +157,7 @@ def _split(columns: Columns, num_train: int, num_symbols: int) -> Data:
     )
 
 
-# -- models and how they are trained -----------------------------------------------------
+# -- models and their training -----------------------------------------------------
 
 
 WARM_UP = 0.05
@@ -168,7 +168,7 @@ EVALUATED_AT_ONCE = 250
 
 
 def lr_factor(progress: float) -> float:
-    """The learning rate as a part of its value: a linear rise, then a cosine down.
+    """Factor on the learning rate: a linear rise, then a cosine decay.
 
     Args:
         progress: Part of the samples of the whole training seen so far, 0 to 1.
@@ -219,7 +219,7 @@ class CharRnn(nn.Module):
 
 
 def make_autoencoder() -> nn.Module:
-    """Two strided convolutions down and two up."""
+    """An autoencoder of two strided convolutions and two transposed ones."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()),
         *(nn.ConvTranspose2d(32, 16, 3, 2, 1, 1), nn.ReLU()),
@@ -252,14 +252,14 @@ def _rmsprop(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A model and how it is trained, the same for all modes.
+    """A model and its training, the same for all modes.
 
     Attributes:
         name: As given to ``--models``.
         what: Model and optimizer in words.
         make_model: Builds the model for an alphabet of that size, with fresh weights.
         make_optimizer: Builds its optimizer from parameters and learning rate.
-        loss: Mean loss of a batch; of the held-out samples it is what is judged.
+        loss: Mean loss of a batch; the held-out loss is the quality measure.
         lr: Learning rate, tuned for one process at the global batch.
         num_epochs: Epochs.
         batch_size: Samples in a batch of one worker; the global batch is two of them.
