@@ -75,6 +75,8 @@ class CoordinatorConfig:
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
             ``None``: a quarter of the count, at least 2.
+        auto_lr: Under ``CADENCE`` and ``ASYNC``, decide the factor of the learning rate; see
+            :class:`~coordinator.lr_factor.LrFactor`.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
         partition_ratios: Fixed share of each rank.
         balance: Under ``SYNC``, split each global batch by measured speed.
@@ -131,6 +133,7 @@ class CoordinatorConfig:
     speed_hint: tuple[int, float] | None = None
     max_batch_diff: int | None = None
     max_overshoot: int | None = None
+    auto_lr: bool = False
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
     balance: bool = False

@@ -111,6 +111,7 @@ def capture_run(
         "elapsed_s": elapsed_s,
         "elche": run.elche.state_dict(),
         "guard": run.guard.state_dict(),
+        "lr_factor": run.lr_factor.state_dict(),
         "transport": run.backend_choice.state_dict(),
         "ranks": totals,
         "epochs": epochs,
@@ -264,6 +265,12 @@ def check_run(
         "seconds": items(number(0.0), world),
         "suspects": items(integer(-1), world),
     }
+    lr_factor = {
+        "shares": mapping(integer(high=world - 1), number(0.0)),
+        "fixed": of_type(bool),
+        "dense": of_type(bool),
+        "num_windows": integer(),
+    }
     record(
         {
             "global_step": integer(),
@@ -282,6 +289,7 @@ def check_run(
             "per_global": integer(1, _MOST_RANKS),
             "saved_ranks": items(integer(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
+            "lr_factor": record(lr_factor),
         },
     )(state, "run")
     if not 1 <= num_rank_states <= world:
@@ -320,6 +328,7 @@ def _metrics_check(num_samples: int) -> Check:
         "divergence": number(),
         "param_norm": number(),
         "learning_rate": number(),
+        "lr_factor": number(0.0),
         "machines": items(_MACHINE_METRICS),
         "partial": of_type(bool),
     }
@@ -397,6 +406,8 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
     run.guard.load_state_dict(state["guard"])
     if "transport" in state and state["world_size"] == len(run.ranks):
         run.backend_choice.load_state_dict(state["transport"])
+    if "lr_factor" in state and state["world_size"] == len(run.ranks):
+        run.lr_factor.load_state_dict(state["lr_factor"])
     for rank, totals in enumerate(state["ranks"]):
         info = run.ranks[rank % len(run.ranks)]
         for name in _TOTALS:

@@ -622,6 +622,7 @@ class EpochScheduler:
             devices=self._run.config.devices,
             divergence=epoch.divergence,
             param_norm=epoch.norm,
+            lr_factor=self._run.lr_factor.value,
             machine=self._run.config.machine,
             others=epoch.others,
             extra_scalars={

@@ -73,7 +73,9 @@ class FailureRecovery:
         run.global_step += run.ledger.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
-        run.send(last.rank, m.Resume(budget=BatchBudget(), alone=True))
+        run.update_lr_factor()
+        budget = BatchBudget(lr_factor=run.lr_factor.current)
+        run.send(last.rank, m.Resume(budget=budget, alone=True))
 
     def regroup(self) -> None:
         """Abort the collective and connect the surviving ranks in a new one."""

@@ -213,6 +213,7 @@ class Coordinator:
         if rank.state is not RankState.BUILDING:
             return
         rank.move(RankState.LIVE)
+        self._run.lr_factor.enable(event.scale_invariant)
 
     def _begin(self, now: float) -> None:
         if not any(r.state is RankState.BUILDING for r in self._run.ranks):

@@ -109,16 +109,18 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchBudget:
-    """Limits of a worker after an averaging round, in batches since the round.
+    """Limits of a worker after an averaging round, in batches since the round, and its factor.
 
     Attributes:
         limit: The worker parks after this many batches; ``None``: no limit.
         report_after: The worker reports after at most this many batches; ``None``: only at the end
             of a plan and after ``report_interval_s``.
+        lr_factor: Factor of the learning rate of scale-invariant optimizers; ``None``: unchanged.
     """
 
     limit: int | None = None
     report_after: int | None = None
+    lr_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,9 +550,15 @@ reports contain."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The replica is built and holds rank 0's weights."""
+    """The replica is built and holds rank 0's weights.
+
+    Attributes:
+        rank: The sender.
+        scale_invariant: Names of the optimizers whose steps ignore the scale of the gradient.
+    """
 
     rank: int
+    scale_invariant: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,9 @@ class EpochMetrics:
         param_norm: Norm of the parameters after the epoch's last averaging; under ``SYNC`` and
             with one rank, at the epoch's end. NaN if it was not measured.
         learning_rate: Learning rate of the optimizer's first group, as last reported in the
-            epoch by the lowest rank that trained; NaN if unknown.
+            epoch by the lowest rank that trained, without ``lr_factor``; NaN if unknown.
+        lr_factor: Factor by which ``lr_scale_ratio("auto")`` multiplies the learning rate at the
+            epoch's end, of optimizers whose steps ignore the scale of the gradient.
         partial: True if ``max_steps`` ended the run within the epoch: all values then cover the
             trained part, without evaluation.
     """
@@ -61,6 +63,7 @@ class EpochMetrics:
     divergence: float = math.nan
     param_norm: float = math.nan
     learning_rate: float = math.nan
+    lr_factor: float = 1.0
     machines: tuple[MachineMetrics, ...] = ()
     partial: bool = False
 
@@ -248,6 +251,7 @@ class EpochAccumulator:
         extra_scalars: Mapping[str, float] | None = None,
         divergence: float | None = None,
         param_norm: float | None = None,
+        lr_factor: float = 1.0,
         machine: str = "",
         others: Sequence[MachineStats] = (),
         partial: bool = False,
@@ -264,6 +268,7 @@ class EpochAccumulator:
             extra_scalars: Additional scalars, such as those of the evaluation.
             divergence: Largest divergence in its rounds; ``None``: not measured.
             param_norm: Norm of the parameters at its end; ``None``: not measured.
+            lr_factor: The automatic factor of the learning rate.
             machine: The name of this machine in a cluster.
             others: Sums of the other machines, included in all values except those of ranks.
             partial: The run ends within the epoch.
@@ -298,6 +303,7 @@ class EpochAccumulator:
             divergence=_or_nan(divergence),
             param_norm=_or_nan(param_norm),
             learning_rate=_or_nan(whole.learning_rate),
+            lr_factor=lr_factor,
             machines=_machines(every) if machine else (),
             partial=partial,
         )

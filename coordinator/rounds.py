@@ -93,6 +93,7 @@ class RoundRunner:
             idle=frozenset(rank for rank in ranks if not by_rank[rank].assigned),
         )
         self._run.round_schedule.new_round()
+        self._run.update_lr_factor()
         self.transport.request(now)
 
     @property
@@ -155,6 +156,8 @@ class RoundRunner:
             info = self._run.ranks[rank]
             if self._run.is_live(rank):
                 times[rank] = (info.round_compute_s, info.round_batches)
+        live = [rank for rank in rnd.ranks if self._run.is_live(rank)]
+        self._run.lr_factor.record_round({rank: times[rank][1] for rank in live})
         length = max(self._run.ranks[rank].round_length for rank in rnd.ranks)
         verdict = self._run.guard.report(list(rnd.divergences.values()), length)
         self._run.elche.hold_growth(verdict is not CadenceAction.STABLE)
@@ -236,6 +239,7 @@ class LimitSender:
         """Send every rank its first budget."""
         if self._run.alone or self._run.lockstep:
             return
+        self._run.update_lr_factor()
         for rank in self._run.live:
             budget = self._run.initial_budget(rank.rank)
             rank.set_limit(budget.limit)

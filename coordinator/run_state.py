@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.ledger import BatchLedger, LockstepPlan
+from coordinator.lr_factor import LrFactor
 from coordinator.messages import (
     ApplyDelta,
     BackendChosen,
@@ -38,6 +39,7 @@ class RunState:
         ledger: The batches of the epochs and of each rank.
         elche: Batch counts of the ranks between two rounds.
         guard: Divergence guard of the cadence.
+        lr_factor: The automatic factor of the learning rate.
         round_schedule: Decides when a round is due, and each rank's limit.
         backend_choice: Choice of the averaging backend.
         ranks: One record for each rank.
@@ -107,6 +109,7 @@ class RunState:
         self.guard = ConvergenceGuard(
             config.divergence_threshold or 0.05, enabled=config.divergence_threshold is not None
         )
+        self.lr_factor = LrFactor(config)
         self.round_schedule = RoundSchedule(config, self.elche, self._has_work)
         self.backend_choice = BackendChoice(
             config.backends, measures=not self.lockstep, reason=config.backend_reason
@@ -174,7 +177,12 @@ class RunState:
 
     def initial_budget(self, rank: int) -> BatchBudget:
         """The budget that a rank receives at the start and with each round."""
-        return self.budget(rank, self.round_schedule.initial_limit(rank))
+        budget = self.budget(rank, self.round_schedule.initial_limit(rank))
+        return replace(budget, lr_factor=self.lr_factor.current)
+
+    def update_lr_factor(self) -> None:
+        """Decide the factor of the learning rate that follows the next round."""
+        self.lr_factor.update([r.rank for r in self.live], self.elche.batch_counts)
 
     def budget(self, rank: int, limit: int | None) -> BatchBudget:
         """A budget with this limit."""
@@ -307,6 +315,7 @@ class RunState:
             batch_counts=self.elche.batch_counts,
             divergence=self.divergence,
             param_norm=self.param_norm,
+            lr_factor=self.lr_factor.value,
             backend=self.backend_choice.chosen,
             backend_reason=self.backend_choice.reason,
             loss_sum=self.loss_sum,
@@ -499,6 +508,7 @@ class Statistics:
         backend_reason: Reason for it, in a sentence.
         ranks: One record for each rank.
         machine_round: In a cluster, the last round between machines; ``None``: none yet.
+        lr_factor: The automatic factor of the learning rate.
         loss_sum: Sum of the finite losses reported in this process, each times its weight.
         loss_weight: Sum of these weights.
     """
@@ -516,6 +526,7 @@ class Statistics:
     backend_reason: str
     ranks: tuple[RankStatistics, ...]
     machine_round: MachineRound | None = None
+    lr_factor: float = 1.0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
 

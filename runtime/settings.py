@@ -118,7 +118,7 @@ class RunSettings:
     anchor: int | None = None
     min_anchor: int | None = None
     progressive_dispatch: bool | None = None
-    lr_scale_ratio: float = 0.0
+    lr_scale_ratio: float | None = None
     scheduler_interval: str = "step"
     metrics_fn: Callable[[Any], object] | None = None
     callbacks: tuple[Callback, ...] = ()
@@ -277,6 +277,8 @@ class RunSettings:
             others = []  # shards would be missing in another group
         balance = self.resolved_balance(devices)
         sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
+        averages = c.policy is not ApplyPolicy.SYNC and len(devices) > 1 and self.cluster is None
+        auto_lr = averages and self.lr_scale_ratio is None
         coordinator = replace(
             c,
             balance=balance,
@@ -296,6 +298,7 @@ class RunSettings:
             evaluate=self.functions.eval_fn is not None,
             own_loop=self.functions.loop is not None,
             grace_s=grace_s,
+            auto_lr=auto_lr,
         )
         every = int(coordinator.steps_per_epoch) if self.scheduler_interval == "epoch" else 1
         is_split = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
@@ -308,7 +311,8 @@ class RunSettings:
             world_size=len(devices),
             num_samples=num_samples,
             falls_back=bool(others),
-            lr_scale=1.0 + (len(devices) - 1) * self.lr_scale_ratio,
+            lr_scale=1.0 + (len(devices) - 1) * (self.lr_scale_ratio or 0.0),
+            auto_lr=auto_lr,
             total_steps=coordinator.total_steps,
             step_count=coordinator.step_count,
             schedule_every=0 if c.scheduler_metric is not None else every,

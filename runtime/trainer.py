@@ -5,7 +5,17 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, SupportsFloat, TypedDict, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Self,
+    SupportsFloat,
+    TypedDict,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import nn
@@ -360,7 +370,7 @@ class FitSettings(TypedDict, total=False):
     on_non_finite: str
     on_drift: str
     scheduler: SchedulerFactories
-    lr_scale_ratio: float
+    lr_scale_ratio: float | Literal["auto"]
     ema: float
     param_groups: Callable[[Any], list[dict[str, Any]]]
     max_steps: int
@@ -916,11 +926,21 @@ class TrainerBuilder(Generic[ModelT_co]):
             raise TypeError(f"scheduler(metric={metric!r:.40}): pass a name, such as 'eval/loss'")
         return self._set(scheduler=f, scheduler_interval=interval, scheduler_metric=metric)
 
-    def lr_scale_ratio(self, f: float) -> Self:
+    def lr_scale_ratio(self, f: float | Literal["auto"]) -> Self:
         """Multiply the learning rate by ``1 + (world_size - 1) * f`` (Goyal et al., 2017:
-        1.0 is the linear scaling rule; default 0.0).
+        1.0 is the linear scaling rule).
+
+        By default ``"auto"``: no factor under ``SYNC``. Under ``CADENCE`` and ``ASYNC``, optimizers
+        whose steps ignore the scale of the gradient, such as Adam and RMSprop, have one of
+        ``sqrt(K) * K_eff / K``, where ``K`` ranks train ``n`` batches each between two averagings
+        and ``K_eff = sum(n)**2 / sum(n**2)``: ``sqrt(K)`` for equal speeds. It multiplies the rate
+        during steps, whatever set it; rates that are read, set, reported or saved are without it.
+        It is fixed once speeds are stable, until a rank dies, and 1 while ranks train more than 10
+        batches between two averagings. Between machines there is none.
         """
-        return self._set(lr_scale_ratio=check_float("lr_scale_ratio", f, 0.0))
+        automatic = isinstance(f, str) and f == "auto"
+        number = None if automatic else check_float("lr_scale_ratio", f, 0.0)
+        return self._set(lr_scale_ratio=number)
 
     def ema(self, decay: float) -> Self:
         """Keep an exponential moving average of the parameters, ``ema = decay * ema + (1 - decay) *

@@ -20,6 +20,7 @@ from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
 from runtime.replica.flat import FlatState, collapsed, is_expanded
 from runtime.replica.optimizers import Optimizers
+from runtime.replica.scaled_rates import ScaledRates
 from runtime.replica.schedule import Schedule, SchedulerFactories
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,15 @@ def build_replica(
     schedule_every: int = 1,
     scheduler_steps: int | None = None,
     by_model: bool = False,
+    auto_lr: bool = False,
     finish: Callable[[], None] = lambda: None,
     load: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
     Parameters are moved into flat tensors before the optimizer is built, so that its state refers
-    to them. With ``by_model`` ``optim_factory`` receives the model. ``finish`` waits for the
+    to them. With ``by_model`` ``optim_factory`` receives the model. With ``auto_lr`` the optimizer
+    is probed for :class:`ScaledRates`. ``finish`` waits for the
     device: other ranks copy rank 0's weights on their own streams, and rank 0 starts training once
     they are ready. ``load`` loads a checkpoint's weights into rank 0's model.
     """
@@ -89,6 +92,7 @@ def build_replica(
             else:
                 params = state.params.params
                 optimizer = build_optimizer(optim_factory, model, params, param_groups)
+            rates = ScaledRates(optimizer, warns=rank == 0) if auto_lr else None
             schedule = Schedule(optimizer, scheduler, total_steps, schedule_every, scheduler_steps)
             finish()
         if rank == 0:
@@ -97,7 +101,7 @@ def build_replica(
         if rank == 0:
             order.fail()
         raise
-    return Replica(model, state, optimizer, schedule)
+    return Replica(model, state, optimizer, schedule, rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Replica:
     state: FlatState
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    rates: ScaledRates | None = None
 
 
 class BuildOrder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,17 @@ class CapturableOptimizer:
     Args:
         optimizer: Not stepped yet. ``capturable`` is set in it where it exists.
         device: The device of its parameters.
+        factor_of: Returns the present factor of a group's learning rate, by its index.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        factor_of: Callable[[int], float] = lambda index: 1.0,
+    ) -> None:
         self._optimizer = optimizer
+        self._factor_of = factor_of
         self._device = device
         if "capturable" in optimizer.defaults:
             for settings in (optimizer.defaults, *optimizer.param_groups):
@@ -54,7 +61,10 @@ class CapturableOptimizer:
         if len(groups) > len(self._tensors):
             self._add_groups()
         for i, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
-            if tensor is not None and (rate := float(group["lr"])) != self._written[i]:
+            if tensor is None:
+                continue
+            rate = float(group["lr"]) * self._factor_of(i)
+            if rate != self._written[i]:
                 self._written[i] = rate
                 tensor.fill_(rate)
 
@@ -63,9 +73,11 @@ class CapturableOptimizer:
         """Make the learning rates tensors, with the values of the last :meth:`refresh`."""
         groups = self._optimizer.param_groups
         plain = [group["lr"] for group in groups]
-        for group, tensor in zip(groups, self._tensors, strict=True):
+        for i, (group, tensor) in enumerate(zip(groups, self._tensors, strict=True)):
             if tensor is not None:
                 group["lr"] = tensor
+            elif (factor := self._factor_of(i)) != 1.0:
+                group["lr"] = group["lr"] * factor
         try:
             yield
         finally:
@@ -77,13 +89,18 @@ class CapturableOptimizer:
         return tuple(
             (
                 len(group["params"]),
-                tuple(
-                    (name, _plain(value))
-                    for name, value in group.items()
-                    if name not in ("params", "initial_lr") and (name != "lr" or tensor is None)
+                (
+                    ("lr_factor", self._factor_of(i) if tensor is None else 1.0),
+                    *(
+                        (name, _plain(value))
+                        for name, value in group.items()
+                        if name not in ("params", "initial_lr") and (name != "lr" or tensor is None)
+                    ),
                 ),
             )
-            for group, tensor in zip(self._optimizer.param_groups, self._tensors, strict=True)
+            for i, (group, tensor) in enumerate(
+                zip(self._optimizer.param_groups, self._tensors, strict=True)
+            )
         )
 
     def changed_settings(self, before: Hashable) -> str:

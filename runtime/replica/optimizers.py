@@ -143,6 +143,12 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(f"{name}: {type(o).__name__}" for name, o in optimizer.members.items())
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that change the result of its steps."""
+    others = ("params", "initial_lr", *_IMPLEMENTATION_SETTINGS)
+    return {name: value for name, value in group.items() if name not in others}
+
+
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """As ``optimizer.load_state_dict(state)``, except for settings of the implementation.
 
@@ -261,13 +267,8 @@ def _example_state(kind: type[Any], group: dict[str, Any], num_dims: int) -> Map
     """The state that such an optimizer creates in a step; empty if its step fails."""
     p = torch.nn.Parameter(torch.ones([1] * num_dims))
     p.grad = torch.ones_like(p)
-    settings = {
-        k: v
-        for k, v in group.items()
-        if k not in ("params", "initial_lr", *_IMPLEMENTATION_SETTINGS)
-    }
     try:
-        probe = kind([{**settings, "params": [p]}])
+        probe = kind([{**settings_of(group), "params": [p]}])
         probe.step()
     except Exception:  # it requires a closure or sparse gradients, for instance
         return {}

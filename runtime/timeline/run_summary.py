@@ -66,7 +66,8 @@ class RunSummary:
         lost: Share of the training time by cause of loss; empty: not measured.
         num_rounds: Averaging rounds; under ``SYNC`` global steps.
         num_failed_rounds: Rounds that failed.
-        lr_factor: Factor of the learning rate by the number of devices.
+        lr_factor: Factor of the learning rate by ``lr_scale_ratio``; of optimizers whose steps
+            ignore the scale of the gradient, if it is automatic.
         gains: Estimated gain of other settings, as a fraction of ``samples_per_s``, by their
             calls; empty unless lockstep costs more than a tenth or ranks are unequal.
         ranks: The throughput of each rank.
@@ -256,7 +257,12 @@ def summarize(
     train_s = max((max(r.train_s, r.compute_s) for r in ranks), default=0.0)
     found = RunSummary(
         state=state,
-        facts=replace(facts, backend=now.backend.name, backend_reason=now.backend_reason),
+        facts=replace(
+            facts,
+            backend=now.backend.name,
+            backend_reason=now.backend_reason,
+            lr_factor=facts.lr_factor * now.lr_factor,
+        ),
         num_epochs=num_epochs,
         num_samples=num_samples,
         train_s=train_s,
@@ -264,7 +270,7 @@ def summarize(
         callbacks_s=max((r.callbacks_s for r in ranks), default=0.0),
         num_rounds=now.num_averagings - before.num_averagings,
         num_failed_rounds=now.num_failed_rounds - before.num_failed_rounds,
-        lr_factor=facts.lr_factor,
+        lr_factor=facts.lr_factor * now.lr_factor,
     )
     if not (num_samples and train_s > 0):
         return found

@@ -143,7 +143,7 @@ class RunFacts:
         each = "" if self.global_batch else " on each worker"
         epochs = f"{self.num_epochs:,} epoch{'s' if self.num_epochs != 1 else ''}"
         steps = f"{self.steps_per_epoch:,} steps an epoch{each}, {epochs}"
-        return f"{self.batch_text}; {steps}; learning rate x {self.lr_factor:g}"
+        return f"{self.batch_text}; {steps}; learning rate x {self.lr_factor:.4g}"
 
 
 MIN_SHOWN = 0.001

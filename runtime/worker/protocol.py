@@ -46,12 +46,13 @@ class IllegalTransition(AssertionError):
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts at a snapshot, which an update subtracts."""
+    """Counts at a snapshot, which an update subtracts, and the factor at that time."""
 
     round: int
     batches: int
     samples: int
     weight: float
+    lr_factor: float
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class WorkerProtocol:
         global_step: Batches of all ranks up to the last round.
         generation: Generation of the group of ranks in collectives.
         alone: No other rank is left, and no round follows.
+        lr_factor: Factor of the learning rate of scale-invariant optimizers.
         shutdown: The ``Shutdown`` message, once received.
     """
 
@@ -85,6 +87,7 @@ class WorkerProtocol:
     global_step: int = 0
     generation: int = 0
     alone: bool = False
+    lr_factor: float = 1.0
     shutdown: m.Shutdown | None = None
     _budget: m.BatchBudget = field(default_factory=m.BatchBudget)
     _reported_at: int = 0
@@ -171,7 +174,7 @@ class WorkerProtocol:
                     limit=message.limit, report_after=self._budget.report_after
                 )
             case m.Resume():
-                self._budget = message.budget
+                self._set_budget(message.budget)
                 self.alone = self.alone or message.alone
             case m.SetGlobalStep():
                 self.global_step = message.step
@@ -267,9 +270,12 @@ class WorkerProtocol:
         self.unreported = 0
         self._reported_at = self.batches
 
+    def _counts(self, round_id: int) -> _Counts:
+        return _Counts(round_id, self.batches, self.samples, self.weight, self.lr_factor)
+
     def on_snapshot_taken(self, round_id: int) -> None:
         """Mark the counts of a snapshot for a round."""
-        self._mark = _Counts(round_id, self.batches, self.samples, self.weight)
+        self._mark = self._counts(round_id)
         self._weight_since = 0
 
     @property
@@ -307,7 +313,7 @@ class WorkerProtocol:
         """End the collective of a round; if it failed, the counts stay."""
         self._last_sync = None
         if ok:
-            self._last_sync = _Counts(message.round, self.batches, self.samples, self.weight)
+            self._last_sync = self._counts(message.round)
             self.batches = self.samples = 0
             self.weight = self._weight_since = 0
             self._mark = None  # this average contains the earlier snapshot
@@ -317,9 +323,14 @@ class WorkerProtocol:
         self._update_state()
 
     def _new_round(self, budget: m.BatchBudget) -> None:
-        self._budget = budget
+        self._set_budget(budget)
         self._reported_at = self.batches - self.unreported
         self._update_state()
+
+    def _set_budget(self, budget: m.BatchBudget) -> None:
+        self._budget = budget
+        if budget.lr_factor is not None:
+            self.lr_factor = budget.lr_factor
 
     def on_rolled_back(self, round_id: int) -> bool:
         """Undo a round over a collective: its counts become part of the next round.
@@ -333,6 +344,7 @@ class WorkerProtocol:
         self.batches += mark.batches
         self.samples += mark.samples
         self.weight += mark.weight
+        self.lr_factor = mark.lr_factor
         self._reported_at += mark.batches
         self._update_state()
         return True

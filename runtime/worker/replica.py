@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class WorkerReplica:
         optimizer: Its optimizer.
         state: The averaged parameters and buffers, in flat tensors.
         schedule: The learning rates.
+        rates: Scales learning rates during steps; ``None``: they are not scaled.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         ema: Moving average of the parameters; ``None``: there is none.
         stepper: Makes the steps.
@@ -134,6 +135,7 @@ class WorkerReplica:
             schedule_every=config.schedule_every,
             scheduler_steps=config.scheduler_steps,
             by_model=functions.loop is not None,
+            auto_lr=config.auto_lr,
             finish=context.finish,
             load=None if resume is None else resume.load_weights,
         )
@@ -141,6 +143,7 @@ class WorkerReplica:
         self.optimizer = replica.optimizer
         self.state = replica.state
         self.schedule = replica.schedule
+        self.rates = replica.rates
         self.is_sharded = config.sharding is not None and collective is not None
         if config.sharding is not None and collective is not None:
             config.sharding.shard(self.model, self.state, self.optimizer, collective)
@@ -153,7 +156,8 @@ class WorkerReplica:
         context.pin_accumulators(params.params)
         self.capturable: CapturableOptimizer | None = None
         if config.cuda_graphs and context.has_graphs:
-            self.capturable = CapturableOptimizer(self.optimizer, config.device)
+            factors = () if self.rates is None else (self.rates.of_group,)
+            self.capturable = CapturableOptimizer(self.optimizer, config.device, *factors)
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
         self.global_batch = self._join_global_batch(config, collective, timer)
@@ -298,7 +302,7 @@ class WorkerReplica:
             reducer=None if parts or not self._reducers else self._reducers[0],
             finite_check=finite_check,
             timer=timer,
-            rates=None if self.capturable is None else self.capturable.rates,
+            rates=self._step_rates(),
             is_prompt=self.context.is_prompt,
             log=log,
             global_batch=self.global_batch,
@@ -307,6 +311,12 @@ class WorkerReplica:
             sum_scale=config.sum_scale,
             ema=self._ema_of_steps,
         )
+
+    def _step_rates(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Context of each optimizer step that sets its learning rates; ``None``: as they are."""
+        if self.capturable is not None:
+            return self.capturable.rates
+        return None if self.rates is None or not self.rates.names else self.rates.during_step
 
     def _params_of(self, name: str, optimizer: torch.optim.Optimizer) -> ParamSubset:
         """The trainable parameters of a submodule; in an own loop, of its optimizer."""

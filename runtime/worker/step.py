@@ -221,6 +221,8 @@ class WorkerSteps:
         return self._await_batch(answer=answer)
 
     def _follow_schedule(self, position: int | None) -> None:
+        if self.replica.rates is not None:
+            self.replica.rates.factor = self._protocol.lr_factor
         if self._schedule.scheduler is not None or self._capturable is not None:
             if self._marks_schedule:
                 self._schedule_before = self._schedule.mark()

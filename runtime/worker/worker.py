@@ -784,7 +784,9 @@ class GpuWorker:
 
     def _run(self) -> Generator[Any, None, None]:
         """The control flow of the worker, which yields each batch to the body of an own loop."""
-        self._reporter.send(m.Ready(rank=self.rank))
+        rates = self.replica.rates
+        names = () if rates is None else rates.names
+        self._reporter.send(m.Ready(rank=self.rank, scale_invariant=names))
         while True:
             try:
                 yield from self._train_plans()

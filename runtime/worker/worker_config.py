@@ -46,6 +46,7 @@ class WorkerConfig:
         sharding: Shards gradients and optimizer state over the ranks; ``None``: each rank has all.
         ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
+        auto_lr: True if the coordinator decides a factor of the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
         scheduler_steps: Steps of the scheduler in the run; ``None``: unknown.
@@ -85,6 +86,7 @@ class WorkerConfig:
     sharding: Sharding | None = None
     ema: float | None = None
     lr_scale: float = 1.0
+    auto_lr: bool = False
     total_steps: int | None = None
     schedule_every: int = 1
     scheduler_steps: int | None = None

@@ -57,6 +57,8 @@ class Checks:
         self._validated_batches: set[tuple[int, int]] = set()
         self._validated_at: int | None = None
         self._partial: list[EpochMetrics] = []
+        self._round_ranks: Counter[int] = Counter()
+        self._lr_factors: dict[int, float] = {}
         self._resumed: frozenset[Batch] = frozenset()
         if sim.origin is not None:
             self._resumed = sim.origin.held
@@ -106,6 +108,7 @@ class Checks:
         if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
             self._asked_at[rank] = self._sim.now
         if isinstance(message, m.SyncNow | m.RequestParams):
+            self._round_ranks[message.round] += 1
             self._on_request(rank, message.round)
         elif (
             isinstance(message, m.SetGlobalStep)
@@ -233,6 +236,16 @@ class Checks:
             raise Violation(f"epoch {epoch} is {what} without the effect of {missing}")
 
     # -- the workers ---------------------------------------------------------------------
+
+    def on_lr_factor(self, rank: int, number: int, factor: float) -> None:
+        """Check the factor of the learning rate after a round: the same on all its ranks, and no
+        larger than for equal shares of as many.
+        """
+        if self._lr_factors.setdefault(number, factor) != factor:
+            raise Violation(f"rank {rank} has the factor {factor}, others {self._lr_factors}")
+        world, live = self._config.world_size, self._round_ranks[number]
+        if self._config.batch_sizes is None and factor > max(1.0, live / world**0.5) + 1e-9:
+            raise Violation(f"a factor of {factor} with {live} of {world} ranks")
 
     def on_begin_epoch(self, rank: int, epoch: int) -> None:
         """The rank trains the first plan of an epoch."""

@@ -192,6 +192,7 @@ class Draw:
             max_batch_diff=rng.choice((None, None, 0, 1, 2, 5)),
             max_overshoot=rng.choice((None, None, 0, 1, 3)),
             divergence_threshold=rng.choice((None, 0.05)),
+            auto_lr=True,
             partition_ratios=tuple(ratios) if any(ratios) and self.maybe(0.2) else None,
             progressive=self.maybe(0.8),
             max_steps=rng.randint(1, 60) if self.maybe(0.15) else None,

@@ -145,7 +145,7 @@ class SimWorker:
         yield self._sim.draw(self._sim.schedule.build_s)
         self.protocol.on_built()
         self.was_built = True
-        self._reporter.send(m.Ready(rank=self.rank))
+        self._reporter.send(m.Ready(rank=self.rank, scale_invariant=("Adam",)))
         while True:
             try:
                 yield from self._train_plans()
@@ -513,6 +513,8 @@ class SimWorker:
             fault = str(error) if error.failed else None
         finally:
             self.protocol.on_synced(message, ok=ok)
+            if ok:
+                self._sim.checks.on_lr_factor(self.rank, message.round, self.protocol.lr_factor)
             divergence = self._sim.draw(self._sim.schedule.divergence) if ok else None
             self._reporter.send(
                 m.SyncAck(
@@ -592,6 +594,7 @@ class SimWorker:
     def _take_update(self, message: m.Update) -> Steps:
         if not self.protocol.on_updated(message):
             return
+        self._sim.checks.on_lr_factor(self.rank, message.round, self.protocol.lr_factor)
         average = message.average
         assert isinstance(average, Traced)
         if message.num_samples > 0:

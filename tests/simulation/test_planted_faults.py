@@ -10,8 +10,10 @@ from coordinator.cadence import RoundSchedule
 from coordinator.config import ApplyPolicy
 from coordinator.failure_recovery import FailureRecovery
 from coordinator.ledger import BatchLedger, LockstepPlan
+from coordinator.lr_factor import LrFactor
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
+from coordinator.run_state import RunState
 from coordinator.shares import Shares
 from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
@@ -252,6 +254,32 @@ def test_a_stale_share_is_found(monkeypatch):
 
     monkeypatch.setattr(BatchLedger, "split_pieces", stale)
     assert_is_found("trained others", drawn(shares))
+
+
+def averages(schedule):
+    c = schedule.config
+    return c.policy is not ApplyPolicy.SYNC and c.world_size > 1
+
+
+def test_a_factor_of_the_learning_rate_sent_to_one_rank_is_found(monkeypatch):
+    budget = RunState.initial_budget
+
+    def of_one(self, rank):
+        found = budget(self, rank)
+        return found if rank == 0 or not self.num_averagings else replace(found, lr_factor=2.0)
+
+    monkeypatch.setattr(RunState, "initial_budget", of_one)
+    assert_is_found("others", drawn(averages))
+
+
+def test_a_factor_of_the_learning_rate_that_ignores_a_death_is_found(monkeypatch):
+    update = LrFactor.update
+
+    def of_all(self, live, batch_counts):
+        update(self, range(len(batch_counts)), [max(1, count) for count in batch_counts])
+
+    monkeypatch.setattr(LrFactor, "update", of_all)
+    assert_is_found("a factor of", drawn(lambda s: averages(s) and s.deaths))
 
 
 def sized(schedule):
