@@ -54,6 +54,7 @@ from benchmarks.harness.studies import (
     Study,
     check_folder,
     default_folder,
+    lr_factor,
     scheduler,
 )
 from coordinator.messages import Payload
@@ -1234,6 +1235,8 @@ class Case:
         every: Steps between two averagings.
         late: True if a replica makes a step before it takes an average, 0 or 1.
         lr_scale: Factor on the study's learning rate.
+        ranks: Replicas, which split the global batch.
+        counts: Batches of each replica between two averagings; empty: ``every``.
         folder: Of the data; ``None``: the tiny stand-in.
     """
 
@@ -1242,6 +1245,8 @@ class Case:
     every: int = 0
     late: int = 0
     lr_scale: float = 1.0
+    ranks: int = WORLD_SIZE
+    counts: tuple[int, ...] = ()
     folder: str | None = None
 
 
@@ -1252,10 +1257,16 @@ def averaged_state(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def mean_of(models: Sequence[nn.Module]) -> list[Tensor]:
-    """The mean of the replicas' states; a new one."""
+def mean_of(models: Sequence[nn.Module], weights: Sequence[int] = ()) -> list[Tensor]:
+    """The weighted mean of the replicas' states, by default the plain one; a new one."""
     states = [averaged_state(model) for model in models]
-    return [torch.stack(parts).mean(0) for parts in zip(*states, strict=True)]
+    if len(set(weights)) < 2:
+        return [torch.stack(parts).mean(0) for parts in zip(*states, strict=True)]
+    shares = [weight / sum(weights) for weight in weights]
+    return [
+        torch.stack([share * t for share, t in zip(shares, parts, strict=True)]).sum(0)
+        for parts in zip(*states, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -1266,44 +1277,52 @@ def move(models: Sequence[nn.Module], deltas: Sequence[Sequence[Tensor]]) -> Non
             tensor.add_(change)
 
 
-def deltas_of(models: Sequence[nn.Module]) -> list[list[Tensor]]:
-    """The mean less the state of each replica."""
-    mean = mean_of(models)
+def deltas_of(models: Sequence[nn.Module], weights: Sequence[int] = ()) -> list[list[Tensor]]:
+    """The weighted mean less the state of each replica."""
+    mean = mean_of(models, weights)
     return [[m - t for m, t in zip(mean, averaged_state(r), strict=True)] for r in models]
 
 
 def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
-    """Train ``WORLD_SIZE`` replicas in turn; returns one that has their mean."""
-    models = [make_model(study, data.num_symbols, case.seed) for _ in range(WORLD_SIZE)]
+    """Train replicas in turn; returns one that has their mean.
+
+    Each trains its part of the study's global batch; with ``counts``, that many between two
+    averagings.
+    """
+    models = [make_model(study, data.num_symbols, case.seed) for _ in range(case.ranks)]
     rate = study.lr * case.lr_scale
     optimizers = [study.make_optimizer(model.parameters(), rate) for model in models]
-    num_steps = study.num_epochs * (data.num_samples // (study.batch_size * WORLD_SIZE))
-    schedules = [scheduler(optimizer, num_steps) for optimizer in optimizers]
-    since = 0
+    base = optimizers[0].param_groups[0]["lr"]
+    size = study.batch_size * WORLD_SIZE // case.ranks
+    counts = case.counts or (case.every,) * case.ranks
+    num_batches = study.num_epochs * (data.num_samples // (size * case.ranks)) * case.ranks
     under_way: list[list[Tensor]] | None = None
+    left, position = list(counts), 0
     for epoch in range(study.num_epochs):
         order = torch.from_numpy(permutation(data.num_samples, epoch, case.seed))
-        for indices in torch.split(order, study.batch_size * WORLD_SIZE):
-            parts = torch.split(indices, study.batch_size)
-            for model, optimizer, schedule, part in zip(
-                models, optimizers, schedules, parts, strict=True
-            ):
-                batch = tuple(c.index_select(0, part) for c in data.train)
-                optimizer.zero_grad()
-                study.loss(model, batch).backward()
-                optimizer.step()
-                schedule.step()
-            since += 1
-            if under_way is not None:
+        batches = torch.split(order, size)[: num_batches // study.num_epochs]
+        for indices in batches:
+            # The ranks with the largest part of their round before them are behind.
+            rank = max(range(case.ranks), key=lambda r: (left[r] / counts[r], -r))
+            progress = position // case.ranks * case.ranks / num_batches
+            optimizers[rank].param_groups[0]["lr"] = base * lr_factor(progress)
+            position += 1
+            batch = tuple(c.index_select(0, indices) for c in data.train)
+            optimizers[rank].zero_grad()
+            study.loss(models[rank], batch).backward()
+            optimizers[rank].step()
+            left[rank] -= 1
+            if under_way is not None and all(n < c for n, c in zip(left, counts, strict=True)):
                 move(models, under_way)
                 under_way = None
-            if since == case.every:
-                since = 0
-                if case.late:
-                    under_way = deltas_of(models)
-                else:
-                    move(models, deltas_of(models))
-    move(models, deltas_of(models))
+            if any(left):
+                continue
+            left = list(counts)
+            if case.late:
+                under_way = deltas_of(models, counts)
+            else:
+                move(models, deltas_of(models, counts))
+    move(models, deltas_of(models, counts))
     return models[0]
 
 
@@ -1322,11 +1341,13 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     """Every requested training."""
     folder = None if args.data is None else str(args.data)
     cases: list[Case] = []
+    counts = tuple(args.counts)
     for seed in range(args.seeds):
         common: dict[str, Any] = {"model": args.model, "seed": seed, "folder": folder}
         cases.append(Case(**common))
         cases += [
-            Case(**common, every=every, late=late, lr_scale=scale)
+            Case(**common, every=every, late=late, lr_scale=scale, ranks=ranks, counts=counts)
+            for ranks in args.ranks
             for scale in args.lr_scales
             for late in args.late
             for every in args.every
@@ -1337,26 +1358,27 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def summarize_drift(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each way to average, what part of solo's loss it adds, paired by seed."""
     solo = {row["seed"]: row["loss"] for row in rows if not row["every"]}
-    ways: dict[tuple[int, int, float], dict[int, float]] = {}
+    ways: dict[tuple[int, int, int, float], dict[int, float]] = {}
     for row in rows:
         if row["every"]:
-            way = row["every"], row["late"], row["lr_scale"]
+            way = row["ranks"], row["every"], row["late"], row["lr_scale"]
             ways.setdefault(way, {})[row["seed"]] = row["loss"] / solo[row["seed"]]
     found: list[dict[str, Any]] = []
-    for (every, late, scale), parts in sorted(ways.items()):
+    for (ranks, every, late, scale), parts in sorted(ways.items()):
         difference = compare(parts, dict.fromkeys(solo, 1.0), higher_is_better=False)
         assert difference is not None, "every seed has its solo training"
-        found.append({"every": every, "late": late, "lr_scale": scale, **asdict(difference)})
+        way = {"ranks": ranks, "every": every, "late": late, "lr_scale": scale}
+        found.append(way | asdict(difference))
     return found
 
 
 def drift_table(summary: Sequence[dict[str, Any]]) -> str:
     """The summary as a table."""
-    head = ["averaged every", "taken late by", "learning rate"]
+    head = ["replicas", "averaged every", "taken late by", "learning rate"]
     head += ["held-out loss above solo's", "", "seeds"]
     rows = [
         [
-            *(str(s["every"]), str(s["late"]), f"{s['lr_scale']:g} times"),
+            *(str(s["ranks"]), str(s["every"]), str(s["late"]), f"{s['lr_scale']:.3g} times"),
             f"{s['mean']:+.2%}" + ("" if s["se"] is None else f" ± {s['se']:.2%}"),
             *(s["verdict"], str(s["num_pairs"])),
         ]
@@ -1373,10 +1395,15 @@ def parse_drift(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 3, 6])
     parser.add_argument("--late", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--lr-scales", nargs="+", type=float, default=[1.2])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[WORLD_SIZE], help="replicas")
+    parser.add_argument("--counts", nargs="+", type=int, default=[], help="batches of each")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seeds", type=int, default=7)
     args = parser.parse_args(arguments)
     if min(args.every) < 1 or args.seeds < 1 or not all(0 <= n <= 1 for n in args.late):
         parser.error("--every and --seeds must be at least 1, --late 0 or 1")
+    if args.counts and (min(args.counts) < 1 or args.ranks != [len(args.counts)]):
+        parser.error("--counts: a number of at least 1 for each of --ranks")
     if args.tiny:
         args.data = None
     return args
@@ -1390,16 +1417,13 @@ def drift(arguments: Sequence[str] | None = None) -> None:
             check_folder(args.data)
     except DataMissing as error:
         raise SystemExit(str(error)) from None
-    cores = os.cpu_count() or 1
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, spawned, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (1,)) as pool:
         rows = list(pool.map(train_case, cases_of(args)))
     for row in rows:
         del row["folder"]
     summary = summarize_drift(rows)
-    print(
-        f"{STUDIES[args.model].definition()}; two replicas in one thread\n\n{drift_table(summary)}"
-    )
+    print(f"{STUDIES[args.model].definition()}; replicas in one thread\n\n{drift_table(summary)}")
     machine = describe()
     del machine["environment"]  # nothing is timed: it runs in the caller's
     save(args.json, {"machine": machine, "rows": rows, "summary": summary})

@@ -72,16 +72,31 @@ def test_buffers_are_averaged_too():
         assert norm.num_batches_tracked == 0
 
 
+def test_a_replica_that_trains_all_batches_of_a_round_but_one_dominates_the_mean():
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model, value in zip(models, (0.0, 4.0), strict=True):
+        torch.nn.init.constant_(model.weight, value)
+    (mean,) = quality.mean_of(models, (1, 3))
+    assert mean.item() == 3.0
+
+
+def test_replicas_with_counts_of_their_own_train_every_sample(plain):
+    solo = loss()
+    found = loss(every=1, ranks=2, counts=(1, 3))
+    assert found != pytest.approx(loss(every=1, ranks=2), rel=1e-6)
+    assert found == pytest.approx(solo, rel=0.2)
+
+
 def test_losses_are_paired_by_seed():
     rows = [
-        {"every": every, "late": 0, "lr_scale": 1.2, "seed": seed, "loss": value}
+        {"ranks": 2, "every": every, "late": 0, "lr_scale": 1.2, "seed": seed, "loss": value}
         for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
     ]
     (found,) = quality.summarize_drift(rows)
     assert (found["every"], found["num_pairs"], found["verdict"]) == (2, 2, "worse")
     assert found["mean"] == pytest.approx(0.15)
     assert found["se"] == pytest.approx(0.05)
-    assert "| 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in quality.drift_table([found])
+    assert "| 2 | 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in quality.drift_table([found])
 
 
 @pytest.mark.parametrize("wrong", [["--every", "0"], ["--late", "2"], ["--seeds", "0"]])
@@ -106,4 +121,4 @@ def test_the_whole_command_writes_its_record(tmp_path, capsys, monkeypatch):
     record = json.loads(target.read_text())
     assert len(record["rows"]) == 4
     assert record["summary"][0]["num_pairs"] == 2
-    assert "| 2 | 0 | 1.2 times |" in capsys.readouterr().out
+    assert "| 2 | 2 | 0 | 1.2 times |" in capsys.readouterr().out
