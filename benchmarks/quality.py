@@ -1367,8 +1367,8 @@ def summarize_drift(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (ranks, every, late, scale), parts in sorted(ways.items()):
         difference = compare(parts, dict.fromkeys(solo, 1.0), higher_is_better=False)
         assert difference is not None, "every seed has its solo training"
-        way = {"ranks": ranks, "every": every, "late": late, "lr_scale": scale}
-        found.append(way | asdict(difference))
+        keys = {"ranks": ranks, "every": every, "late": late, "lr_scale": scale}
+        found.append(keys | asdict(difference))
     return found
 
 

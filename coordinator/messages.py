@@ -558,7 +558,7 @@ class Ready:
     """
 
     rank: int
-    scale_invariant: tuple[str, ...] = ()
+    scale_invariant: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from runtime.replica.scaled_rates import ScaledRates
+
+
+def _unscaled(index: int) -> float:
+    del index
+    return 1.0
 
 
 class CapturableOptimizer:
@@ -23,17 +30,17 @@ class CapturableOptimizer:
     Args:
         optimizer: Not stepped yet. ``capturable`` is set in it where it exists.
         device: The device of its parameters.
-        factor_of: Returns the present factor of a group's learning rate, by its index.
+        scaled: The factors of its learning rates; ``None``: they are not scaled.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        factor_of: Callable[[int], float] = lambda index: 1.0,
+        scaled: ScaledRates | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._factor_of = factor_of
+        self._factor_of = _unscaled if scaled is None else scaled.of_group
         self._device = device
         if "capturable" in optimizer.defaults:
             for settings in (optimizer.defaults, *optimizer.param_groups):

@@ -154,10 +154,7 @@ class WorkerReplica:
         self._repairs_drift = config.on_drift == "repair"
         params = self.state.params
         context.pin_accumulators(params.params)
-        self.capturable: CapturableOptimizer | None = None
-        if config.cuda_graphs and context.has_graphs:
-            factors = () if self.rates is None else (self.rates.of_group,)
-            self.capturable = CapturableOptimizer(self.optimizer, config.device, *factors)
+        self.capturable = self._make_capturable(config)
         self._reducers: list[GradientReducer] = []
         self.part_log = ValueLog()
         self.global_batch = self._join_global_batch(config, collective, timer)
@@ -311,6 +308,11 @@ class WorkerReplica:
             sum_scale=config.sum_scale,
             ema=self._ema_of_steps,
         )
+
+    def _make_capturable(self, config: WorkerConfig) -> CapturableOptimizer | None:
+        if not (config.cuda_graphs and self.context.has_graphs):
+            return None
+        return CapturableOptimizer(self.optimizer, config.device, self.rates)
 
     def _step_rates(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Context of each optimizer step that sets its learning rates; ``None``: as they are."""

@@ -205,7 +205,8 @@ def test_the_last_messages_are_listed_by_rank_and_direction_with_their_age():
         "from rank 0:",
         "      0.500 s ago  Ready(rank=0)",
         "to rank 0:",
-        "      0.500 s ago  Resume(budget=BatchBudget(limit=None, report_after=None), alone=False)",
+        "      0.500 s ago  Resume(budget=BatchBudget(limit=None, report_after=None, "
+        "lr_factor=None), alone=False)",
         "from rank 1:",
         "      2.000 s ago  Ready(rank=1)",
         "to rank 1:",

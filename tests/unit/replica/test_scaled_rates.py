@@ -184,7 +184,7 @@ def test_steps_for_graphs_use_the_factor(capturable):
     p = parameters((2,))
     optimizer = optim.Adam(p, 0.5) if capturable else Lion(p, 0.5)
     rates = ScaledRates(optimizer)
-    captured = CapturableOptimizer(optimizer, CPU, rates.of_group)
+    captured = CapturableOptimizer(optimizer, CPU, rates)
     before = captured.settings()
     rates.factor = 2.0
     captured.refresh()
