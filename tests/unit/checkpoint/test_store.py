@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -475,3 +476,136 @@ def test_an_error_of_the_lock_itself_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", flock)
     with pytest.raises(OSError, match="Input/output"):
         files.DirectoryLock(tmp_path)
+
+
+# -- errors of the file system --------------------------------------------------------
+
+
+def fails_with(code, real, *, only=lambda *args: True):
+    """A function of the system that raises ``OSError`` with this code for some arguments."""
+
+    def call(*args, **kwargs):
+        if only(*args):
+            raise OSError(code, "planted")
+        return real(*args, **kwargs)
+
+    return call
+
+
+def test_directories_that_cannot_be_flushed_are_accepted_on_network_file_systems(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files.os, "fsync", fails_with(errno.EINVAL, os.fsync))
+    files.flush_directory(tmp_path)
+    monkeypatch.setattr(files.os, "fsync", fails_with(errno.EIO, os.fsync))
+    with pytest.raises(OSError, match="planted"):
+        files.flush_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "new/place"])
+def test_a_directory_that_cannot_be_created_raises_the_error_of_the_system(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Path, "mkdir", fails_with(errno.EROFS, Path.mkdir))
+    with pytest.raises(OSError, match="planted"):
+        files.make_directory(tmp_path / name)
+
+
+def test_a_parent_of_the_root_is_not_searched(monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", fails_with(errno.ENOENT, Path.mkdir))
+    with pytest.raises(FileNotFoundError):
+        files.make_directory(Path("/nowhere/at/all"))
+
+
+class FullFile(io.BytesIO):
+    def write(self, content):
+        raise OSError(errno.ENOSPC, "planted")
+
+
+def test_a_full_disk_is_reported_by_the_error_of_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "open", lambda path, mode: FullFile(), raising=False)
+    with pytest.raises(OSError, match="planted") as caught:
+        files.write_pickle(tmp_path / "state.pt", {"x": torch.ones(3)})
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_value_that_raises_an_os_error_when_pickled_passes_it_on(tmp_path):
+    class Lost:
+        def __reduce__(self):
+            raise ConnectionError("planted")
+
+    with pytest.raises(ConnectionError, match="planted"):
+        files.write_pickle(tmp_path / "state.pt", Lost())
+    with pytest.raises(CheckpointError, match=r"other.pt could not be written: \w+: "):
+        files.write_pickle(tmp_path / "other.pt", lambda: None)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex128)]
+)
+def test_weights_that_safetensors_does_not_support_are_named(tmp_path, weight):
+    with pytest.raises(CheckpointError, match=r"safetensors cannot hold 'w' of torch\.\w+ and"):
+        files.write_weights(tmp_path / "x.safetensors", {"w": weight})
+
+
+def test_metadata_that_safetensors_refuses_is_a_checkpoint_error(tmp_path, monkeypatch):
+    def save_file(*args, **kwargs):
+        raise tensor_file.TensorFileError("planted")
+
+    monkeypatch.setattr(files, "save_file", save_file)
+    with pytest.raises(CheckpointError, match=r"x.safetensors could not be written: planted"):
+        files.write_weights(tmp_path / "x.safetensors", {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("has_no_follow", [True, False])
+def test_a_link_in_place_of_a_file_is_not_followed(has_no_follow, tmp_path, monkeypatch):
+    (tmp_path / "target").write_bytes(b"1234")
+    (tmp_path / "link").symlink_to("target")
+    monkeypatch.setattr(files, "_NO_FOLLOW", files._NO_FOLLOW if has_no_follow else 0)
+    with pytest.raises(CheckpointError, match="a link, which is not followed"):
+        files.read_regular(tmp_path / "link")
+    assert files.read_regular(tmp_path / "target") == b"1234"
+    with pytest.raises(CheckpointError, match="4 bytes instead of at most 3"):
+        files.read_regular(tmp_path / "target", 3)
+
+
+def test_a_directory_is_used_without_a_lock_only_where_the_system_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.fcntl, "flock", fails_with(errno.ENOLCK, files.fcntl.flock))
+    files.DirectoryLock(tmp_path).release()
+    assert files._lock(0, wait=False) is False
+    monkeypatch.setattr(files.fcntl, "flock", fails_with(errno.EIO, files.fcntl.flock))
+    with pytest.raises(OSError, match="planted"):
+        files.DirectoryLock(tmp_path)
+    with pytest.raises(OSError, match="planted"):
+        files._lock(0, wait=False)
+
+
+def test_a_checkpoint_never_replaces_one_of_another_process(tmp_path, monkeypatch):
+    """Another process takes the same number before the rename."""
+    real, taken = os.rename, []
+
+    def rename(source, target):
+        if not taken:
+            taken.append(shutil.copytree(source, target))
+            raise OSError(errno.ENOTEMPTY, "planted")
+        real(source, target)
+
+    monkeypatch.setattr(store.os, "rename", rename)
+    path = write_checkpoint(tmp_path, make(1))
+    assert path != taken[0]
+    assert sorted(names(tmp_path)) == sorted([path.name, taken[0].name])
+    monkeypatch.setattr(store.os, "rename", fails_with(errno.EIO, real))
+    with pytest.raises(OSError, match="planted"):
+        write_checkpoint(tmp_path, make(2))
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_logged(tmp_path, monkeypatch, caplog):
+    def remove(directory, keep):
+        raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(store, "remove_old_checkpoints", remove)
+    writer = store.CheckpointWriter(tmp_path, keep=1)
+    writer.submit(make(1))
+    assert writer.close(WAIT_S)
+    assert f"old checkpoints in {tmp_path} could not be removed: [Errno 5] planted" in caplog.text
+    assert writer.num_written == 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset, TensorDataset
 
 from runtime.data.columns import MappedArray
+from runtime.data.data_set_state import digest_of
 from runtime.data.dataset import adapt_dataset
 
 N = 11
@@ -88,3 +91,25 @@ def test_a_copy_on_write_map_is_pickled_by_value(tmp_path):
 def test_memory_maps_with_a_collate_fn_are_fetched_by_item(mapped):
     adapter = adapt_dataset((mapped,), collate_fn=lambda s: [x.sum() for (x,) in s])
     assert [x.item() for x in adapter.load(INDICES)] == mapped[INDICES.numpy()].sum(1).tolist()
+
+
+def test_rows_of_a_subset_of_a_memory_map_are_gathered_into_tensors(mapped):
+    subset = Subset(TensorDataset(torch.arange(N), torch.arange(N) * 10), [8, 2, 5, -1])
+    adapter = adapt_dataset(subset)
+    out = [torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.int64)]
+    adapter.load_into(torch.tensor([0, 3]), out)
+    assert [column.tolist() for column in out] == [[8, 10], [80, 100]]
+    assert adapter.current_length() == 4
+
+    adapter = adapt_dataset((mapped,))
+    target = torch.empty(2, 4)
+    adapter.load_into(torch.tensor([3, 0]), [target])
+    assert target.tolist() == mapped[[3, 0]].tolist()
+
+
+def test_a_replaced_memory_map_changes_the_state_of_the_data_set(mapped, tmp_path):
+    array = np.asarray(mapped) + 1
+    np.save(tmp_path / "y.npy", array)
+    other = np.load(tmp_path / "y.npy", mmap_mode="r")
+    digests = [digest_of(SimpleNamespace(x=x))[0] for x in (mapped, mapped, other)]
+    assert digests[0] == digests[1] != digests[2]

@@ -19,6 +19,7 @@ from runtime.data.data_path import DataOptions, DataPath
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import HostStage, InlineLoader, Stage, ThreadLoader
+from runtime.data.process_loader import LoaderProcesses
 from runtime.device.base import Device
 from runtime.device.cuda import CudaDevice
 from tests.support.running import WAIT_S, Gate, Trace, builder
@@ -67,6 +68,17 @@ def test_tensors_in_memory_are_gathered_in_the_workers_thread():
     for settings in ({}, {"prefetch": 3}):
         with loader_for((torch.arange(6),), **settings) as loader:
             assert type(loader) is InlineLoader
+
+
+def test_worker_init_fn_for_tensors_in_memory_is_ignored_with_a_warning(caplog):
+    options = DataOptions(
+        batch_size=2, loader_workers=2, loader_processes=LoaderProcesses(init_fn=print)
+    )
+    adapter = adapt_dataset((torch.arange(6),))
+    path = DataPath(options, adapter, EpochIndex(6, 2, 0), [Device(1)])
+    path.start(lambda rank: lambda: None)
+    path.close()
+    assert "worker_init_fn is not called: tensors in memory are gathered" in caplog.text
 
 
 def test_other_data_sets_are_loaded_ahead_to_a_measured_or_given_depth():

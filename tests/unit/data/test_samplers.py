@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from runtime import CheckpointError, WorkerFailed
 from runtime.data.dataset import adapt_dataset
-from runtime.data.epoch_index import EpochIndex
+from runtime.data.epoch_index import EpochIndex, SampledOrder
 from tests.support.running import (
     CADENCE,
     LOCAL_WAYS,
@@ -148,6 +148,7 @@ def test_set_epoch_is_called_on_samplers_that_have_it():
         ((i for i in range(N)), TypeError, "with a length"),
         (7, TypeError, "pass a torch.utils.data.Sampler"),
         ([], ValueError, "it is empty"),
+        (type("Sized", (), {"__len__": lambda self: N})(), TypeError, "it has no __iter__"),
     ],
 )
 def test_objects_that_are_not_samplers_are_refused_when_set(sampler, error, remedy):
@@ -210,6 +211,20 @@ def test_a_resumed_order_beyond_the_data_set_is_refused(tmp_path):
     b.checkpoint_dir(tmp_path).run().join(WAIT_S)
     with pytest.raises(ValueError, match="the data set has 9 samples"):
         builder(dataset=9).sampler(own(1)).sampler([0] * N).resume(tmp_path).run()
+
+
+def test_a_past_epoch_is_drawn_again_while_the_state_of_the_generator_is_kept():
+    order = SampledOrder(own(1), seed=0)
+    assert len(order) == N
+    first, second = order.draw(0, N), order.draw(1, N)
+    assert not torch.equal(first, second)
+    assert torch.equal(order.draw(0, N), first)
+    assert torch.equal(order.draw(1, N), second)
+    order = SampledOrder(own(1), seed=0)
+    order.draw(3, N)
+    order.restore(order.state(3))
+    with pytest.raises(ValueError, match="the sampler's generator is past epoch 0"):
+        order.draw(0, N)
 
 
 # DataLoaders.

@@ -193,6 +193,30 @@ def test_wait_for_copies_waits_until_its_timeout():
     assert pool.wait_for_copies(0.01)
 
 
+class FailingCopies(DelayedCopies):
+    """Raises in the first copy to the device."""
+
+    num_copies = 0
+
+    def copy(self, target, source):
+        self.num_copies += 1
+        if self.num_copies == 1:
+            raise RuntimeError("planted")
+        super().copy(target, source)
+
+
+def test_the_slots_of_a_failed_copy_are_used_again():
+    context = FailingCopies()
+    pool = SlotPool(context, LAYOUT)
+    assert pool.grow(1, 1) == 1
+    with pytest.raises(RuntimeError, match="planted"):
+        pool.fill([SIZE, SIZE, None], writer(batch(1)))
+    slot, parts = pool.fill([SIZE, SIZE, None], writer(batch(2)))
+    pool.take(slot)
+    context.finish()
+    assert [part.tolist() for part in parts] == [part.tolist() for part in batch(2)]
+
+
 # -- layouts ---------------------------------------------------------------------
 
 

@@ -503,3 +503,24 @@ def test_a_stream_longer_than_its_length_is_logged_once(caplog):
     assert [r for r in caplog.messages if "has more items" in r] == [
         f"Short has more items than its length, {N - 1}: the rest is ignored"
     ]
+
+
+class Epochs(Sized):
+    """Shifts its items by the epoch."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def item(self, i):
+        return torch.tensor(i + 100 * self.epoch)
+
+
+def test_set_epoch_is_called_on_a_stream_before_each_epoch():
+    trace = Trace()
+    builder(train=trace, dataset=Epochs(8), epochs=2, ranks=1, way=(SYNC, THREAD)).run().join(
+        WAIT_S
+    )
+    read = [i for batch in trace.batches for i in batch[2]]
+    assert read == [*range(8), *range(100, 108)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import threading
@@ -19,7 +20,13 @@ from torch.utils.data import (
 )
 
 from runtime import WorkerFailed
-from runtime.data.torch_loader import APPLIED, IMPLIED, LOADER_ARGUMENTS, REFUSED
+from runtime.data.torch_loader import (
+    APPLIED,
+    IMPLIED,
+    LOADER_ARGUMENTS,
+    REFUSED,
+    settings_of_loader,
+)
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 
 N = 24
@@ -270,3 +277,11 @@ class Local(Numbers):
 def test_a_batch_that_cannot_be_sent_from_a_process_raises(arguments, match):
     with pytest.raises(WorkerFailed, match=f"(?s){match}"):
         trained(DataLoader(batch_size=4, num_workers=1, **arguments))
+
+
+def test_the_sampler_of_a_loader_with_a_shared_generator_can_be_copied():
+    loader = DataLoader(Numbers(), **ORDERS["both"](generator()))
+    sampler = settings_of_loader(loader)["sampler"]
+    twin = copy.deepcopy(sampler)
+    assert twin.generator is not sampler.generator
+    assert [*twin] == [*sampler]
