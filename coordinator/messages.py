@@ -493,7 +493,7 @@ class SaveCheckpoint:
         within: True if it was made within an epoch.
         tickets: The calls of ``save()`` that it completes.
         final: True if the run ends with it.
-        returned: In answer to :class:`ClusterCheckpointRequested`, the batches given back, by
+        returned: In answer to :class:`ClusterCheckpointRequested`, the returned batches, by
             epoch.
         reason: Of the final one, the reason for the end of the run; see ``Outcome.reason``.
     """

@@ -134,7 +134,7 @@ def parse_args(
         "lighthouse",
         help="serve a cluster until Ctrl-C or SIGTERM",
         description="The server through which the machines of a cluster find each other. It "
-        "authenticates nobody: bind it to a private network.",
+        "has no authentication: bind it to a private network.",
     )
     server.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 picks a free one")
     server.add_argument(

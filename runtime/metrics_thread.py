@@ -1,6 +1,6 @@
 """The thread that calls ``metrics_fn`` and shows progress.
 
-It is separate from the coordinator and the workers, so a slow or failing function blocks nobody.
+It is separate from the coordinator and the workers, so a slow or failing function blocks neither.
 """
 
 from __future__ import annotations

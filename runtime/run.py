@@ -362,7 +362,7 @@ class Run:
         """Announce an early end, the throughput and the lost time, and settings that would be
         faster.
 
-        After Ctrl-C nothing is announced: the run was not to go on.
+        After Ctrl-C nothing is announced, since the run is not to continue.
         """
         if INTERRUPTS.interrupted:
             return

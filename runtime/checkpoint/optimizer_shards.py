@@ -30,7 +30,7 @@ _SCALARS = {"step", "mu_product", "eta", "mu"}
 
 
 def missing_shards(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The shards of which no rank's state is there; empty without shards."""
+    """The shards without the state of any rank; empty without shards."""
     facts = [state["shards"] for state in ranks if "shards" in state]
     present = {each["rank"] for each in facts}
     return sorted(set(range(facts[0]["num_shards"] if facts else 0)) - present)

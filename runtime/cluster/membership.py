@@ -186,7 +186,7 @@ def read_cluster_status(address: str, token: str | None) -> ClusterStatus:
         )
     verified = [status for entry in entries if (status := _verified(entry, token)) is not None]
     num_refused = len(entries) - len(verified)
-    # In order of their numbers: somebody else may have sent a copy of an older line.
+    # In order of their numbers: another process may have sent a copy of an older line.
     found = {each.machine: each for each in sorted(verified, key=lambda each: each.number)}
     if num_refused and not found:
         raise ClusterError(

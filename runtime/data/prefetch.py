@@ -240,7 +240,7 @@ class SlotStage(Stage):
         return min(found, num_device)
 
     def _make_resident(self, reading: MemoryReading) -> bool:
-        """Copy the data set to the device if it fits; True if it is there."""
+        """Copy the data set to the device if it fits; returns True if it is resident."""
         data = self._data
         if data is None:
             return False

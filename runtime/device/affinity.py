@@ -95,7 +95,7 @@ def near(device: torch.device, topology: NumaTopology | None = None) -> Iterator
 
 
 def _pin(device: torch.device, topology: NumaTopology) -> set[int] | None:
-    """Pin the thread; its affinity of before, or ``None`` if it stays as it was."""
+    """Pin the thread; returns its previous affinity, or ``None`` if it is unchanged."""
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity") or topology.num_nodes < 2:
         return None
     address = pci_address(device)

@@ -71,7 +71,7 @@ class Device:
         return nullcontext()
 
     def follow_caller(self) -> None:
-        """Order the worker's work behind all that the calling thread has issued to the device.
+        """Order the worker's work after all work that the calling thread has issued to the device.
 
         Called before :meth:`activate`, which otherwise follows its own thread's current stream.
         """

@@ -191,7 +191,7 @@ class CaptureGate:
         changed = self._changed
         if not changed.wait_for(lambda: not self._is_taken, self._read_wait_s):
             return False
-        self._is_taken = True  # from here on nobody begins to read
+        self._is_taken = True  # from here on no read begins
         if changed.wait_for(lambda: not self._num_reading, self._capture_wait_s):
             return True
         self._give_back()

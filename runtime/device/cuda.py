@@ -292,7 +292,7 @@ class CudaDevice(Device):
         """A tensor on the device; PyTorch keeps a pinned source until the copy is complete
         (``ATen/cuda/CachingHostAllocator.h``).
 
-        One that is there already was made in another stream, and must be complete.
+        A tensor already on the device was created on another stream, and must be complete.
         """
         if tensor.device == self.device:
             self.api.lend(tensor)

@@ -317,22 +317,22 @@ def _capture(
 def _clear_up(graph: Graph, device: int, pool: Any, *, has_begun: bool) -> None:
     """Undo the effects of a broken capture on PyTorch's allocators.
 
-    ``capture_begin`` hands the device's and the pinned allocator a filter that refers to the
+    ``capture_begin`` installs in the device's and the pinned allocator a filter that refers to the
     graph, and takes a reference to the pool. In 2.11, ``capture_end`` raises for a broken
-    capture before it takes the filters out (pytorch#180395); that of the pinned allocator
-    cannot be taken out from here, so the graph has to live on. And ``reset`` gives back the pool
-    of none but a capture that has ended, up to 2.13.0 (pytorch#190348). 2.11 shows both in
+    capture before it removes the filters (pytorch#180395); that of the pinned allocator
+    cannot be removed from here, so the graph is kept alive. And ``reset`` releases only the pool
+    of a capture that has ended, up to 2.13.0 (pytorch#190348). 2.11 shows both in
     ``libtorch_cuda.so``, in the calls of ``CUDAGraph::capture_end`` and ``reset``;
-    ``torch/cuda/graphs.py`` only passes on to them. A pool given back twice is taken from the
-    graphs that share it, so where it is not known who gives it back it stays.
+    ``torch/cuda/graphs.py`` only forwards to them. A pool released twice is taken from the
+    graphs that share it, so it is kept if it may have been released.
     """
     _broken.append(graph)
     with suppress(Exception):
         torch._C._cuda_endAllocateToPool(device, pool)
-    gives_back = _resets_broken() or _has_ended(graph)
+    releases_pool = _resets_broken() or _has_ended(graph)
     with suppress(Exception):
         graph.reset()
-    if has_begun and not gives_back:
+    if has_begun and not releases_pool:
         with suppress(Exception):
             torch._C._cuda_releasePool(device, pool)
 

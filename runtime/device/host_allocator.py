@@ -72,4 +72,4 @@ def release() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError) as error:
-        logger.debug("freed memory could not be given back: %s", error)
+        logger.debug("freed memory could not be returned to the system: %s", error)

@@ -1,4 +1,4 @@
-"""OutputCollector: outputs of batches, put together in the order of the samples."""
+"""OutputCollector: outputs of batches, assembled in the order of the samples."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class OutputGather:
     def wanted_params(self, ctx: Any) -> list[bool] | None:
         """The parameters whose gradients the running backward pass computes; ``None``: all."""
         nodes = [node for node, _ in ctx.next_functions]
-        if _will_run(nodes[0]):  # the anchor, which nobody asks for
+        if _will_run(nodes[0]):  # the anchor, whose gradient is never requested
             return None
         first = len(nodes) - len(self._params)
         return [node is not None and _will_run(node) for node in nodes[first:]]

@@ -1,7 +1,7 @@
 """ControlServer: lists the runs of this process to other processes of its user, and stops them.
 
 Each process with active runs listens on a Unix socket in a directory that only its user may enter.
-A thread blocks in ``accept``: it takes no time until somebody asks.
+A thread blocks in ``accept``, and uses no CPU time until a client connects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUFFIX = ".sock"
 TIMEOUT_S = 2.0
 """Longest wait for another process, in each direction."""
 SAMPLE_S = 0.5
-"""Time over which speed and loss are measured if nobody has asked lately."""
+"""Time over which speed and loss are measured without a recent request."""
 WINDOW_S = 10.0
 """Age up to which earlier readings are used."""
 MAX_REQUEST_BYTES = 256
@@ -107,7 +107,7 @@ def control_directories() -> list[Path]:
 
 
 def require_private(directory: Path, *, create: bool = False) -> None:
-    """Check that a directory belongs to this user, and that nobody else may enter it.
+    """Check that a directory belongs to this user, and that no other user may enter it.
 
     Raises:
         OSError: It does not exist, or others could replace its files.

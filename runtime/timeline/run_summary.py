@@ -334,7 +334,7 @@ class _RankTime:
         found = dict.fromkeys(LOSSES, 0.0)
         for cause, name in _LOSS_OF.items():
             found[name] += self.causes[cause]
-        if alone:  # nobody to wait for: the time between two plans
+        if alone:  # no peer to wait for: the time between two plans
             found[OVERHEAD] += found.pop(PEERS)
             found[PEERS] = 0.0
         found[OVERHEAD if self.alive else DEAD_RANKS] += train_s - self.train_s

@@ -611,7 +611,7 @@ def test_a_callback_that_fails_is_the_cause(way, callback):
 
 @pytest.mark.parametrize("values", [None, 0.5, {"a": "b"}, {"a": torch.zeros(2)}])
 @local_ways
-def test_eval_fn_must_give_a_dict_of_floats_and_the_trained_state_is_kept(values, way):
+def test_eval_fn_must_return_a_dict_of_floats_and_the_trained_state_is_kept(values, way):
     calls = []
 
     def evaluate(model, epoch):

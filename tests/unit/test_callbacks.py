@@ -46,7 +46,7 @@ def run_with(values, *callbacks, way=(SYNC, THREAD), epochs=None, **settings):
 @each_way
 def test_a_run_ends_once_its_metric_was_no_better_for_so_many_epochs(way):
     stop = EarlyStopping("eval/score", patience=2)
-    # More epochs may close before the run has heard of it.
+    # More epochs may close before the run receives the request.
     state = run_with([5.0, 3.0, 4.0, 3.0, *[9.0] * 400], stop, way=way)
     assert (stop.best, stop.best_epoch, stop.stopped_epoch) == (3.0, 1, 3)
     assert state.stopped
@@ -576,7 +576,7 @@ def test_an_invalid_callback_is_refused(make, error, message):
         make()
 
 
-# What a schedule wants to know.
+# Properties read by schedules.
 
 
 @pytest.mark.parametrize(("max_steps", "wanted"), [(None, 36), (7, 7), (100, 36)])

@@ -104,7 +104,7 @@ def plain(batch_size, decay=D, epochs=2):
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
 @ranks
-def test_under_sync_it_is_that_of_one_device(ranks, backend):
+def test_under_sync_the_moving_average_is_that_of_one_device(ranks, backend):
     """Each step trains the whole data set."""
     b = make(loss_of, ranks, (SYNC, backend), epochs=2).batch_size(48 // ranks)
     close(b.run().join(WAIT_S).ema_state_dict(), plain(48))
@@ -172,7 +172,7 @@ def test_training_is_the_same_with_and_without():
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_round_moves_it_by_the_steps_of_a_rank(way, ranks):
+def test_each_round_moves_the_average_by_the_steps_of_a_rank(way, ranks):
     """Ranks in lockstep by a lead of 0, so that a round is due after each of their steps."""
     averages = []
 
@@ -209,7 +209,7 @@ def test_each_round_moves_it_by_the_steps_of_a_rank(way, ranks):
     close(state.ema_state_dict(), dict(zip(start.names, start.views(expected), strict=True)), 1e-9)
 
 
-def test_the_survivor_of_all_deaths_continues_it_step_by_step():
+def test_the_survivor_of_all_deaths_continues_the_average_step_by_step():
     steps, dead = Steps(), threading.Event()
 
     def train(model, batch):
@@ -227,7 +227,7 @@ def test_the_survivor_of_all_deaths_continues_it_step_by_step():
 
 
 @pytest.mark.parametrize("dies_at", [1, 4, 7])
-def test_a_death_under_sync_loses_no_step_of_it(dies_at):
+def test_a_death_under_sync_loses_no_step_of_the_average(dies_at):
     steps, num = Steps(), [0]
 
     def train(model, batch):
@@ -268,7 +268,7 @@ def test_a_replica_that_is_repaired_has_that_of_its_donor():
 
 
 @ranks
-def test_a_resumed_run_continues_it(tmp_path, ranks):
+def test_a_resumed_run_continues_the_average(tmp_path, ranks):
     whole = make(loss_of, ranks, epochs=4).run().join(WAIT_S)
     make(loss_of, ranks, epochs=2).checkpoint_dir(tmp_path).run().join(WAIT_S)
     state = make(loss_of, ranks, epochs=4).resume(tmp_path).run().join(WAIT_S)
@@ -277,7 +277,7 @@ def test_a_resumed_run_continues_it(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (CADENCE, THREAD)])
-def test_a_resumed_run_without_lockstep_continues_it(tmp_path, way):
+def test_a_resumed_run_without_lockstep_continues_the_average(tmp_path, way):
     """Parameters that do not move: the average moves towards them by the steps alone."""
 
     def still(model, batch):
@@ -306,7 +306,7 @@ def test_a_resumed_run_without_lockstep_continues_it(tmp_path, way):
     assert start["one.weight"].mean() < first.ema_state_dict()["one.weight"].mean()
 
 
-def test_a_checkpoint_without_one_starts_it_from_its_weights(tmp_path, caplog):
+def test_a_checkpoint_without_an_average_starts_it_from_its_weights(tmp_path, caplog):
     make(loss_of, 2, epochs=1)._set(ema=None).checkpoint_dir(tmp_path).run().join(WAIT_S)
     steps = Steps()
     state = make(steps, 2, epochs=2).resume(tmp_path).run().join(WAIT_S)
@@ -395,7 +395,7 @@ def test_an_undone_round_leaves_no_trace():
     assert torch.equal(ema.flats[0], before[0])
 
 
-def test_fit_takes_it():
+def test_fit_accepts_ema():
     class Loss(Net):
         def forward(self, x):
             return super().forward(x).square().mean()

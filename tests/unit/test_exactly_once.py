@@ -227,7 +227,7 @@ def test_sync_repeats_its_assignment_and_its_bits(backend, ranks):
     assert [m.avg_loss for m in state.metrics] == [m.avg_loss for m in same.metrics]
 
 
-def test_drop_last_leaves_out_one_short_batch_and_says_so():
+def test_drop_last_omits_one_short_batch_with_a_log_line():
     case = Case(103, 10, 3, drop_last=True)
     trace, state = run(case)
     assert_exactly_once(case, trace, state)

@@ -109,7 +109,7 @@ def test_digits_are_learned_in_a_few_epochs(output_of, policy, backend):
     assert 99 <= sum(shares) <= 101
 
 
-def test_digits_give_a_slow_rank_less_work(output_of):
+def test_digits_assigns_a_slow_rank_less_work(output_of):
     output = output_of("digits.py", "--policy", "cadence", "--slow", 1, 4, "--epochs", 6)
     shares = [int(share) for share in re.findall(r"(\d+)% at +[\d,]+/s", output)]
     assert shares[1] < shares[0]
@@ -229,7 +229,7 @@ theirs = pytest.mark.filterwarnings("ignore")  # warnings of libraries of others
 
 
 @theirs
-def test_finetune_learns_and_saves_what_transformers_loads(output_of, tmp_path):
+def test_finetune_learns_and_saves_a_model_that_transformers_loads(output_of, tmp_path):
     needs("Transformers")
     from transformers import AutoModelForCausalLM
 

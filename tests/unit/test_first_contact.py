@@ -88,7 +88,7 @@ def test_limits_are_arguments():
     assert options.limits["facts"] == first_contact.LIMITS_S["facts"]
 
 
-def test_every_call_is_fired_in_every_mode_and_each_comes_up_soon():
+def test_every_call_is_made_in_every_mode_and_each_occurs_early():
     order = pairs()
     assert sorted(order) == sorted((mode, kind) for mode in EXCHANGES for kind in KINDS)
     soon = order[: max(len(KINDS), len(EXCHANGES))]

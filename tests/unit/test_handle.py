@@ -66,7 +66,7 @@ def test_join_repeats_its_state_and_its_error():
     assert failing.state is None
 
 
-def test_join_from_several_threads_gives_all_the_same():
+def test_join_from_several_threads_returns_the_same_state():
     gate = Gate()
     handle = builder(train=gate).run()
     found = []
@@ -110,7 +110,7 @@ def test_ctrl_c_stops_the_run_and_keeps_its_state(monkeypatch, wait):
 
 
 @every_way
-def test_stop_in_the_middle_keeps_what_was_trained(way):
+def test_stop_in_the_middle_keeps_the_training_so_far(way):
     trace = Trace()
     handle = builder(train=trace, dataset=FOREVER, batch_size=1, way=way).run()
     trace.wait_for(lambda: min(trace.steps[0], trace.steps[1]) >= 3)
@@ -188,7 +188,7 @@ def test_metrics_are_one_queue_for_all_readers():
     assert [m.epoch for m in handle.join(WAIT_S).metrics] == [0, 1, 2, 3]
 
 
-def test_poll_metrics_gives_what_is_unread_at_once():
+def test_poll_metrics_returns_unread_metrics_at_once():
     handle = builder(epochs=3).run()
     handle.join(WAIT_S)
     assert [m.epoch for m in handle.poll_metrics()] == [0, 1, 2]
@@ -263,7 +263,7 @@ def test_leaving_the_block_on_an_exception_stops_the_run():
 
 
 @local_ways
-def test_statistics_count_what_every_rank_did(way):
+def test_statistics_count_the_work_of_every_rank(way):
     handle = builder(dataset=41, batch_size=4, epochs=2, ranks=3, way=way).run()
     handle.statistics()  # at any time
     state = handle.join(WAIT_S)

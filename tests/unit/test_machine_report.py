@@ -55,7 +55,7 @@ def test_the_command_prints_the_report():
         assert len(lines_of(done.stdout, word)) == 1, word
 
 
-def test_the_report_gives_the_reason_for_no_nccl_with_cpu_workers():
+def test_the_report_names_the_reason_for_no_nccl_with_cpu_workers():
     text = machine_report([CPU, CPU])
     assert lines_of(text, "SYNC")[0].startswith("THREAD")
     assert lines_of(text, "CADENCE")[0].startswith("CPU ")
@@ -85,7 +85,7 @@ def test_the_report_describes_equal_gpus_and_mixed_devices(gpus):
     assert twice.count("compute capability") == 1
 
 
-def test_a_build_without_nccl_says_so(gpus, monkeypatch):
+def test_a_build_without_nccl_is_reported(gpus, monkeypatch):
     gpus("One", "One")
     monkeypatch.setattr(module, "_has_nccl", lambda: False)
     text = machine_report()

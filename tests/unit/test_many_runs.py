@@ -227,7 +227,7 @@ def test_a_model_factory_may_wait_for_a_run_that_has_not_built_its_models(caplog
     assert [r for r in caplog.messages if "another run" in r]
 
 
-def test_a_run_that_is_over_does_not_wait_for_the_models_of_another():
+def test_an_ended_run_does_not_wait_for_the_models_of_another():
     order = build.BuildOrder()
     with build.BuildOrder().turn(0):
         waiting = threading.Thread(target=order.fail)

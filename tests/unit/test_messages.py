@@ -383,7 +383,7 @@ class Frame(Column):
     ],
     ids=["table", "column", "column in a tuple", "column in a dict"],
 )
-def test_a_table_is_refused_with_the_arrays_to_make_of_it(dataset, remedy):
+def test_a_table_is_refused_with_code_that_converts_it_to_arrays(dataset, remedy):
     with pytest.raises(TypeError, match=remedy):
         builder(dataset=dataset).run()
     with pytest.raises(TypeError, match=remedy):

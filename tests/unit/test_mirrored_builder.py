@@ -216,7 +216,7 @@ def test_a_group_added_with_a_scheduler_requires_a_new_scheduler():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_unfreezing_what_epoch_fn_froze_equals_one_device(policy):
+def test_unfreezing_parameters_frozen_by_epoch_fn_equals_one_device(policy):
     def epoch_fn(epoch, worker):
         worker.model.body.requires_grad_(epoch > 0)
 

@@ -76,7 +76,7 @@ def test_operators_constants_calls_and_assignments_are_changed_and_texts_are_not
         ("x = 0 < a <= b\n", "<=", "<"),
     ],
 )
-def test_a_change_is_found_where_it_stands(source, before, after):
+def test_a_change_is_found_at_its_position(source, before, after):
     encoded = source.encode()
     (mutant,) = (m for m in Finder("m.py", encoded).found if (m.before, m.after) == (before, after))
     assert encoded[mutant.start : mutant.stop].decode() == before

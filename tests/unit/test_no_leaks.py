@@ -87,7 +87,7 @@ def test_runs_leave_no_thread_and_no_file_descriptor(way, fails):
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids=lambda w: f"{w[0].name}-{w[1].name}")
-def test_a_run_that_is_over_keeps_no_model(way):
+def test_an_ended_run_keeps_no_model(way):
     models = []
 
     def model(device):

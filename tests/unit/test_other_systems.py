@@ -25,7 +25,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("system", REFUSALS)
-def test_packages_work_without_what_another_system_lacks(system, tmp_path):
+def test_packages_work_without_features_that_another_system_lacks(system, tmp_path):
     pytest.importorskip("aiohttp")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.support.other_system", system, str(tmp_path)],

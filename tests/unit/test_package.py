@@ -89,7 +89,7 @@ def test_a_missing_package_is_named(tmp_path):
     assert "'coordinator', but Python finds nothing" in done.stderr.splitlines()[-1]
 
 
-def test_the_command_serves_what_python_m_runtime_serves(capsys, monkeypatch):
+def test_the_command_has_the_subcommands_of_python_m_runtime(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpuworker", "lighthouse", "--help"])
     with pytest.raises(SystemExit) as end:
         gpuworker.__main__.main()

@@ -45,7 +45,7 @@ class Files:
             return any(isinstance(item, self._kinds) for item in value)
         inner = {Send: "message", m.StartEpoch: "plan"}.get(type(value))
         if inner is not None:
-            value = getattr(value, inner, None)  # which it has not yet while it is made
+            value = getattr(value, inner, None)  # not set yet during construction
         return isinstance(value, self._kinds)
 
     def note(self, frame) -> None:
@@ -53,7 +53,7 @@ class Files:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT):
             path = path.relative_to(ROOT)
-            # Where messages are defined they are on no way.
+            # The module that defines messages is not on their path.
             if path.parts[0] in ("runtime", "coordinator") and path.name != "messages.py":
                 self.found.add(str(path))
 
@@ -110,7 +110,7 @@ def test_a_batch_passes_twelve_files_at_most_on_its_way_to_the_report():
         builder(dataset=Read(files), train=train, way=(CADENCE, OVER_CPU)).anchor(2)
     )
     of_the_worker = {path for path in found if path.startswith("runtime/")}
-    # A report travels with an answer only where there is something to tell then.
+    # A report accompanies an answer only if there is training to report.
     assert of_the_worker | {"runtime/worker/message_handler.py"} == named("The path of a batch")
     assert len(named("The path of a batch")) <= 12
 

@@ -311,7 +311,7 @@ def test_a_module_of_another_loop_is_unwrapped(net):
         close(predict(model, X, devices=["cpu"] * 2), plain(net))
 
 
-def test_a_module_that_cannot_be_copied_asks_for_a_factory(net):
+def test_a_module_that_cannot_be_copied_requires_a_factory(net):
     class Alone(Net):
         def __deepcopy__(self, memo):
             raise RuntimeError("planted")
@@ -413,7 +413,7 @@ def test_results_that_are_no_means_are_refused(result, error):
         trained().evaluate((X, Y), lambda model, batch: result)
 
 
-def test_a_state_without_a_factory_asks_for_one():
+def test_a_state_without_a_factory_requires_one():
     loaded = pickle.loads(pickle.dumps(trained()))
     assert loaded.evaluate((X, Y), measures, model_factory=Net)["loss"] > 0
     with pytest.raises(ValueError, match="model_factory="):
@@ -450,7 +450,7 @@ def test_outputs_that_cannot_be_put_together_are_refused(net, tmp_path, fn, out,
     assert words in str(caught.value.__cause__)
 
 
-def test_a_mapping_of_another_class_gives_named_means():
+def test_a_mapping_of_another_class_returns_named_means():
     state, found = trained(), []
 
     def fn(model, batch):

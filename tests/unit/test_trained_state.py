@@ -113,7 +113,7 @@ def test_a_module_and_a_factory_are_not_mixed_up():
         state.model(lambda device: None)
 
 
-def test_copies_keep_the_factory_and_pickled_states_ask_for_one():
+def test_copies_keep_the_factory_and_pickled_states_require_one():
     state = run_net()
     assert same(copy.deepcopy(state).model(), state)
     loaded = pickle.loads(pickle.dumps(state))

@@ -190,7 +190,7 @@ def test_random_draws_of_a_validation_are_those_of_its_batches():
 
 @ways
 @ranks
-def test_it_takes_place_every_so_many_epochs(way, ranks):
+def test_validation_takes_place_every_n_epochs(way, ranks):
     state = run(way, ranks, epochs=5, every=2).run().join(WAIT_S)
     assert ["val/loss" in m.scalars for m in state.metrics] == [False, True] * 2 + [False]
 
@@ -212,7 +212,7 @@ def test_within_epochs_sync_validates_at_each_multiple(ranks):
     assert all(m.scalars.keys() == {"val/loss"} for m in watch.within)
 
 
-def test_within_an_epoch_it_is_the_average_of_that_step_that_is_validated():
+def test_within_an_epoch_the_average_of_the_step_is_validated():
     """With accumulated steps of one device, which has the same weights."""
     found = []
     for num in (1, 2):
@@ -517,7 +517,7 @@ class Stream(IterableDataset):
         ),
     ],
 )
-def test_what_cannot_be_validated_is_refused_before_the_run(change, error):
+def test_unsupported_validations_are_refused_before_the_run(change, error):
     b = builder(way=(SYNC, THREAD))
     with pytest.raises((TypeError, ValueError), match=error):
         change(b)
@@ -533,7 +533,7 @@ def test_results_that_are_no_means_end_the_run(result):
 
 
 @ways
-def test_it_is_not_counted_as_training_time(way):
+def test_validation_is_not_counted_as_training_time(way):
     def slow(model, batch):
         threading.Event().wait(0.02)
         return {"x": 1.0}

@@ -87,7 +87,7 @@ def test_parts_of_dead_ranks_are_divided_among_the_others():
     assert validation.means == {"x": 4.5}
 
 
-def test_it_is_due_every_so_many_epochs():
+def test_validation_is_due_every_n_epochs():
     assert [make(val_every=3).is_due(epoch) for epoch in range(6)] == [False, False, True] * 2
     assert not make(0).is_due(0)
 

@@ -121,7 +121,7 @@ def test_an_ignored_signal_stays_ignored(noted, waits, signum):
 
 
 @pytest.mark.parametrize("signum", [SIGINT, SIGTERM])
-def test_the_users_handler_is_called_once_the_run_is_over(noted, waits, signum):
+def test_the_users_handler_is_called_after_the_end_of_the_run(noted, waits, signum):
     signal.signal(signum, noted)
     before = dispositions()
     gate, handle = held_run()

@@ -170,7 +170,7 @@ def test_an_interrupted_wait_outlasts_its_timeout(waits):
     assert handle.state.stopped
 
 
-def test_an_interrupted_wait_for_an_epoch_lasts_until_the_run_is_over(waits):
+def test_an_interrupted_wait_for_an_epoch_lasts_until_the_end_of_the_run(waits):
     gate, handle = held_run()
     waits.actions = [[raising(SIGINT), lambda: handle.publish("an epoch")], [gate.opened.set]]
     with pytest.raises(KeyboardInterrupt):
@@ -199,7 +199,7 @@ def test_a_signal_stops_every_run_of_the_process(waits):
     assert other.join(WAIT_S).stopped
 
 
-def test_a_signal_received_when_the_run_is_over_is_not_lost(waits):
+def test_a_signal_received_after_the_end_of_the_run_is_not_lost(waits):
     handle = builder().run()
     handle.join(WAIT_S)
 

@@ -269,7 +269,7 @@ def test_invalid_settings_raise_before_anything_starts(settings, error, words):
     assert servers() == before
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch):
+def test_without_the_extra_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'gpuworker\[monitor\]'"):
         Monitor()

@@ -215,7 +215,7 @@ def test_a_module_that_cannot_be_copied_faithfully_is_refused_by_name(make, word
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(("make", "words"), REFUSED[:6])
-def test_the_builder_refuses_it_before_a_thread_starts(make, words):
+def test_the_builder_refuses_the_module_before_a_thread_starts(make, words):
     with pytest.raises(TypeError, match=words):
         builder(model=make())
 

@@ -162,7 +162,7 @@ def test_percentages_of_a_headline_sum_to_100():
     assert sum(map(int, re.findall(r"(\d+) %", found.headline))) == 100
 
 
-def test_nothing_is_claimed_before_the_first_report():
+def test_no_gain_is_estimated_before_the_first_report():
     found = summary_of((0, 0.0, {Cause.STARTUP: 1.0}), (0, 0.0, {}), state="running")
     assert found.samples_per_s is found.own_samples_per_s is found.share is None
     assert found.headline == ""

@@ -583,7 +583,7 @@ def test_a_long_evaluation_reports_progress(way, monkeypatch):
     assert set(reports) == {0, 1}
 
 
-def test_requests_of_a_round_that_is_given_up_wait_for_the_next():
+def test_requests_of_an_abandoned_round_wait_for_the_next():
     requests = RequestedEvaluations()
     requests.request(2)
     requests.request(0)

@@ -344,7 +344,7 @@ def test_weights_of_0_skip_the_step_on_the_device(over_nccl, monkeypatch):
     assert over.metrics[0].num_samples == 40
 
 
-def test_the_host_waits_for_steps_that_it_has_to_read_first(over_nccl, late_steps):
+def test_the_host_waits_for_steps_whose_values_it_reads(over_nccl, late_steps):
     """Steps that may be dropped, and those without samples on some rank."""
     counted_run(on_non_finite="skip")
     assert not late_steps
