@@ -125,6 +125,18 @@ FAULTS = {
         r"\['torch'\] is not a generator's state",
     ),
     "a rank at no position": (put([1, 2], "ranks", 1, "together"), r"\['together'\] has 2"),
+    "metrics in another order": (
+        put(1, "run", "metrics", 0, "epoch"),
+        r"\['metrics'\]\[0\]\['epoch'\] is 1",
+    ),
+    "a part with a step of 0": (
+        put({0: [[28, 30, 0]]}, "run", "epochs", 0, "parts"),
+        r"\['parts'\]\[0\] is .*, expected ranges with steps of 1 or more",
+    ),
+    "a batch in two parts": (
+        put({0: [[28, 30, 1]], 1: [[29, 30, 1]]}, "run", "epochs", 0, "parts"),
+        r"\['parts'\]\[\d\] holds batch (28|29) a second time",
+    ),
     "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
 }
 
@@ -136,6 +148,29 @@ def test_invalid_content_is_refused_with_the_fields_name(fault, written, tmp_pat
     save_once(tmp_path, altered(data, edit))
     with pytest.raises(CheckpointError, match=message):
         resumed(way, tmp_path)
+
+
+def test_lockstep_ranks_at_different_steps_are_refused(written):
+    way, _, data = written
+    ahead = [data.ranks[1]["together"][0] + 1, *data.ranks[1]["together"][1:]]
+    data = altered(data, put(ahead, "ranks", 1, "together"))
+    if way == "sync":
+        with pytest.raises(ValueError, match=r"rank 1\['together'\] is .*, as for rank 0"):
+            check_content(data)
+    else:
+        check_content(data)
+
+
+def test_a_step_that_differs_from_that_of_the_run_is_refused(written):
+    _, _, data = written
+    with pytest.raises(ValueError, match=r"its step and epoch are \d+ and 1, those of run are"):
+        check_content(replace(data, global_step=data.global_step + 1))
+
+
+def test_a_checkpoint_without_a_state_of_any_rank_is_refused(written):
+    _, _, data = written
+    with pytest.raises(ValueError, match="it holds the states of 0 ranks of 2"):
+        check_content(replace(altered(data, drop("run", "saved_ranks")), ranks=()))
 
 
 @pytest.mark.parametrize("order", [torch.zeros(60), torch.zeros(59, dtype=torch.int64)])

@@ -330,3 +330,21 @@ def test_ranks_under_a_lead_limit_always_receive_short_chunks():
         for i in range(4)
     ]
     assert sizes == [2, 2, 2, 2]
+
+
+# -- grants with fixed ratios -------------------------------------------------------------
+
+
+def test_granted_and_revoked_batches_keep_the_ratios():
+    ledger = ledger_of(40, granted=True, ratios=(0.75, 0.25))
+    shares = (0.5, 0.5)
+    ledger.grant(0, [range(8)], shares)
+    assert ledger.epochs[0].quotas == [6, 2]
+    ledger.grant(0, [range(8, 20)], shares)
+    assert ledger.epochs[0].quotas == [15, 5]
+    ((epoch, revoked),) = ledger.revoke_open(12, shares)
+    assert (epoch, sum(map(len, revoked))) == (0, 8)
+    assert ledger.epochs[0].quotas == [9, 3]
+    while chunk := assign(ledger, 0):
+        assert size(chunk) > 0
+    assert ledger.by_rank[0].num_assigned == 9

@@ -289,3 +289,14 @@ def test_a_failed_thread_start_leaves_no_thread_behind(monkeypatch):
     assert not bench.service.started
     bench.service._averager.join(WAIT_S)
     assert threads() == set()
+
+
+def test_an_average_without_memory_for_a_copy_is_not_kept(monkeypatch, caplog):
+    def fails(average):
+        raise MemoryError("planted")
+
+    payload = m.Payload(params=(torch.ones(2),), buffers=(), other_buffers=())
+    assert service_module._copy(payload).params[0].tolist() == [1, 1]
+    monkeypatch.setattr(service_module, "clone_payload", fails)
+    assert service_module._copy(payload) is None
+    assert "an average could not be copied for a checkpoint" in caplog.text

@@ -528,6 +528,7 @@ def test_an_error_that_the_body_hides_ends_the_run():
         (lambda w, loss: w.step(loss, weight=-1), ValueError, "worker.step: weight"),
         (lambda w, loss: w.step(weight=2), ValueError, "without a loss"),
         (lambda w, loss: w.step(), RuntimeError, "without a gradient"),
+        (lambda w, loss: w.step(loss, optimizer="x"), ValueError, "as there is one optimizer"),
         (lambda w, loss: w.every(0), ValueError, "at least 1"),
         (lambda w, loss: w.save(), RuntimeError, "checkpoint_dir"),
     ],
@@ -540,6 +541,46 @@ def test_invalid_calls_name_the_remedy(call, error, message):
     with pytest.raises(WorkerFailed, match=message) as caught:
         loop_builder(loop, ranks=1).run().join(WAIT_S)
     assert isinstance(caught.value.__cause__, error)
+
+
+@pytest.mark.parametrize("name", [None, "critic"])
+def test_a_step_of_an_unknown_optimizer_names_the_optimizers(name):
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(judge_loss(worker.model, batch), optimizer=name)
+
+    message = rf"optimizer={name!r}\): pass one of 'judge', 'maker'"
+    with pytest.raises(WorkerFailed, match=message):
+        run(Trainer.loop(gan, gan_optimizers, loop), ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w, loss: (w.step(loss), w.step()), "call worker.step once for each batch"),
+        (lambda w, loss: w.backward(loss), r"end each batch with worker.step\(loss\)"),
+    ],
+)
+def test_accumulated_batches_without_one_step_each_are_refused(call, message):
+    def loop(worker):
+        for batch in worker.batches():
+            call(worker, worker.model.loss(worker.epoch, batch))
+
+    with pytest.raises(WorkerFailed, match=message):
+        loop_builder(loop, ranks=1).accumulate(2).run().join(WAIT_S)
+
+
+@every_policy
+def test_a_step_with_a_skipped_batch_is_dropped_with_the_losses_of_its_other_batches(policy):
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            loss = worker.model.loss(worker.epoch, batch)
+            if number != 1:  # the second batch of the first step
+                worker.step(loss + (100.0 if number == 0 else 1.0) - loss.detach())
+
+    state = loop_builder(loop, policy=policy, ranks=1).accumulate(2).run().join(WAIT_S)
+    assert marked(state) == [NUM_SAMPLES - 4, NUM_SAMPLES]
+    assert [m.avg_loss for m in state.metrics] == [1.0, 1.0]
 
 
 def test_an_optimizer_factory_for_parameters_names_the_remedy():
