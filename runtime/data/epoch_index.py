@@ -176,9 +176,6 @@ class SampledOrder:
         self._states: dict[int, Tensor] = {}
         self._keep_state()
 
-    def __len__(self) -> int:
-        return self._length
-
     def draw(self, epoch: int, num_samples: int) -> Tensor:
         """Iterate the sampler once: the epoch's samples, int64, of shape ``(len(self),)``.
 

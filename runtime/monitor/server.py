@@ -142,11 +142,6 @@ class MonitorServer:
             self._thread.join(timeout_s)
 
     @property
-    def alive(self) -> bool:
-        """True if the server is running."""
-        return self._thread.is_alive()
-
-    @property
     def num_connections(self) -> int:
         """Number of open connections of any kind."""
         connections = self._connections

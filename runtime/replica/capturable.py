@@ -222,11 +222,6 @@ class ModuleTensors:
                         name = f"{prefix}.{key}" if prefix else key
                         self._places.append((place, key, name, value))
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All these tensors."""
-        return [value for _, _, _, value in self._places]
-
     def first_replaced(self) -> str | None:
         """Name of the first tensor that the module has replaced; ``None`` if there is none."""
         for place, key, name, value in self._places:

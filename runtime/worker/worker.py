@@ -342,14 +342,6 @@ class GpuWorker:
         with worker_context(self), thread_generator(self._cpu_generator):
             return self.steps.train_step(batch, train_fn or self._functions.train_fn)
 
-    def capture_state(self) -> m.Extra:
-        """Capture this rank's own part of a checkpoint, between two steps.
-
-        Returns:
-            A copy of the state; if it cannot be saved, the error, which does not end the training.
-        """
-        return self.replica.capture_state()
-
     def snapshot_params(self, round_id: int = 0) -> m.ParamSnapshot:
         """Copy the live state to new CPU tensors, with its weight."""
         payload = self.replica.averager.snapshot(reuse=False)
