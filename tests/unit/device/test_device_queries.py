@@ -149,9 +149,8 @@ def test_a_refused_threshold_is_logged(untuned, monkeypatch, caplog):
 
 def test_launches_and_driver_calls_wait_for_each_other_for_a_limited_time(caplog):
     gate = CaptureGate(launch_wait_s=0.01)
-    with gate.launching(), gate.launching():
-        with gate.driver_call():
-            pass
+    with gate.launching(), gate.launching(), gate.driver_call():
+        pass
     with gate.driver_call():
         with gate.driver_call():  # of the same thread
             pass

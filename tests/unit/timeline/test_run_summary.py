@@ -351,3 +351,15 @@ def test_the_batch_of_a_run_is_named_with_its_division(change, text, steps):
     facts.join(WAIT_S)
     found = facts.summary().facts
     assert (found.batch_text, found.steps_per_epoch) == (text, steps)
+
+
+def test_failed_rounds_and_callbacks_are_noted():
+    found = summary_of((100, 1.0, {}), (100, 1.0, {}))
+    assert found._notes() == ["100 global steps", "start-up 0.0 s"]
+    found = replace(found, num_failed_rounds=3, callbacks_s=1.26)
+    assert found._notes() == [
+        "100 global steps",
+        "3 failed rounds",
+        "start-up 0.0 s",
+        "evaluation, callbacks and checkpoints 1.3 s",
+    ]
