@@ -172,13 +172,9 @@ class RunFinalizer:
         for info in run.ranks:
             if not info.present:
                 continue
-            snapshot = self._collects and info.state is not RankState.BUILDING
-            if snapshot and info.state is RankState.LIVE:
+            if self._collects and info.state is RankState.LIVE:
                 info.move(RankState.LEAVING)
-            run.send(
-                info.rank,
-                m.Shutdown(snapshot=snapshot, capture=snapshot and capture, failed=True),
-            )
+            run.send(info.rank, m.Shutdown(snapshot=self._collects, capture=capture, failed=True))
 
     @property
     def _collect_s(self) -> float:

@@ -69,7 +69,10 @@ SAVES = (
 SHARES = (*unit("coordinator/shares"), f"{SIMULATION}unequal_speeds.py", *EVENTS)
 TRANSPORTS = (*unit("backend_choice"), f"{SIMULATION}transports.py", *EVENTS)
 DEATHS = (*TRANSPORTS, *unit("stall"), "tests/deadlock/test_life_after_a_death.py")
-FAILED = unit("saved_on_failure")
+FAILED = (
+    *unit("saved_on_failure", "checkpoint_service", "coordinator/machine"),
+    "tests/unit/worker/test_own_loop.py -k save",
+)
 ARITHMETIC = unit("averaging", "mixing", "host_memory")
 WORKER = (
     *unit("protocol", "protocol_survival", "undo"),

@@ -22,6 +22,7 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.run_errors import AveragingFailed
+from coordinator.run_finalizer import MAX_COLLECT_S
 from coordinator.run_state import Phase, Rank, RankState
 
 EMPTY = m.Payload(params=())
@@ -377,6 +378,37 @@ def test_a_run_ends_with_the_average_of_the_last_snapshots():
     assert run.machine.outcome.payload is final
     assert run.machine.outcome.failure is None
     assert not run.machine.outcome.stopped
+
+
+def test_a_run_ends_without_an_average_if_nothing_was_trained_since_the_last_one():
+    run = Run(num_samples=2)
+    finish_training(run)
+    payloads = [m.Payload(params=(torch.tensor([float(rank)]),)) for rank in (0, 1)]
+    for rank in (0, 1):
+        run.handle(m.FinalSnapshot(rank=rank, payload=payloads[rank], num_samples=0))
+        run.handle(m.Exiting(rank=rank))
+    assert [job.round for job in run.jobs()] == [1]
+    assert run.machine.done
+    assert run.machine.outcome.payload is payloads[0]
+
+
+def test_the_average_after_a_failure_has_a_time_limit_of_its_own():
+    run = Run(world=3, grace_s=1.0)
+    for rank in range(3):
+        run.end_plan(rank)
+    run.handle(m.Failed(rank=2, epoch=0, step=1, error=RuntimeError("planted")))
+    run.handle(m.Exiting(rank=2))
+    for rank in (0, 1):
+        run.handle(m.FinalSnapshot(rank=rank, payload=EMPTY, num_samples=1))
+        run.handle(m.Exiting(rank=rank))
+    assert run.jobs()[-1].round == FINAL_ROUND
+    run.now = 2.0  # longer than the ranks' own limit
+    run.handle(m.Tick())
+    assert not run.machine.done
+    run.now = MAX_COLLECT_S
+    run.handle(m.Tick())
+    assert run.machine.done
+    assert run.machine.outcome.payload is None
 
 
 def test_an_epoch_is_published_after_its_evaluation():
