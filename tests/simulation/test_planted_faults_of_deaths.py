@@ -251,7 +251,7 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
 def test_samples_released_while_a_step_may_be_undone_are_found(monkeypatch):
     monkeypatch.setattr(machine, "STEPS_BACK", 0)
     # One in twelve thousand has such a death.
-    assert_is_found("was let go", lambda _: draw_schedule(59591))
+    assert_is_found("was released", lambda _: draw_schedule(59591))
 
 
 def test_samples_released_after_training_are_found(monkeypatch):
@@ -267,7 +267,7 @@ def test_samples_released_after_training_are_found(monkeypatch):
         return found
 
     monkeypatch.setattr(BatchLedger, "first_unsettled", forgetful)
-    assert_is_found("was let go")
+    assert_is_found("was released")
 
 
 def lockstep(schedule):
