@@ -1,0 +1,242 @@
+"""Refused calls of loops, and the settings of one device that several devices have as well."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runtime import (
+    DataParallelCoordinator,
+    DdpConfig,
+    ReplicaMismatch,
+    Trainer,
+    Weighted,
+)
+from runtime.loop.balance import Balancer
+from runtime.loop.loop_engine import LOCAL_GRADIENTS, WEIGHTED_TWICE
+from runtime.loop.scatter import _parameter_names
+from tests.support.own_loop import (
+    OneDevice,
+    assert_close,
+    make_batch,
+    make_net,
+    on_cpus,
+    sgd,
+    train_step,
+)
+from tests.support.wrapping import fill, nets, wrap
+from tests.unit.loop.test_accumulation import loss_fn
+
+one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
+
+
+# -- Trainer.setup -------------------------------------------------------------------
+
+
+def test_the_ratios_of_one_device_are_the_whole_batch():
+    with on_cpus(make_net(), 1) as model:
+        assert model.chunk_ratios == (1.0,)
+
+
+@one_or_two
+def test_a_weight_for_accumulated_batches_is_refused(num_devices):
+    with on_cpus(make_net(), num_devices) as model:
+        model.accumulate(loss_fn, [make_batch(4)])
+        with pytest.raises(ValueError, match=re.escape(WEIGHTED_TWICE)):
+            model.step(2.0)
+        model.step()
+
+
+@one_or_two
+def test_accumulated_batches_of_weight_0_make_no_step(num_devices):
+    net = make_net()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with on_cpus(net, num_devices) as model:
+        model.accumulate(lambda m, b: (loss_fn(m, b), 0), [make_batch(4), make_batch(4)])
+        model.step()
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        train_step(model, *make_batch(4))
+        assert not all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@one_or_two
+def test_clip_grad_norm_clips_the_gradients_of_the_whole_batch(num_devices):
+    net = make_net()
+    alone = OneDevice(net)
+    x, y = make_batch(8)
+    with on_cpus(net, num_devices) as model:
+        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(alone.model(x), y).backward()
+        norm = model.clip_grad_norm_(0.01)
+        expected = nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
+        assert float(norm) == pytest.approx(float(expected))
+        model.step()
+        alone.step()
+        assert_close(model, alone.model)
+
+
+@one_or_two
+def test_max_grad_norm_applies_to_a_step_of_the_optimizer(num_devices):
+    net = make_net()
+    alone = OneDevice(net)
+    x, y = make_batch(8)
+    with on_cpus(net, num_devices, config=DdpConfig(max_grad_norm=0.01)) as model:
+        F.cross_entropy(model(x), y).backward()
+        model.optimizer.step()
+        F.cross_entropy(alone.model(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
+        alone.step()
+        assert_close(model, alone.model)
+
+
+def test_a_backward_within_accumulated_batches_is_refused():
+    with on_cpus(make_net(), 2) as model:
+        x, y = make_batch(8)
+        loss = F.cross_entropy(model(x), y)
+        model.accumulate(loss_fn, [make_batch(4)])
+        with pytest.raises(RuntimeError) as caught:
+            model.clip_grad_norm_(1.0)
+        assert str(caught.value) == LOCAL_GRADIENTS
+        model.zero_grad()
+        del loss
+
+
+def test_a_model_that_calls_itself_is_refused():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    with on_cpus(Inner(), 2) as model:
+        engine = model._engine
+        with engine._exclusive(), pytest.raises(RuntimeError, match="inside one of its own calls"):
+            model(torch.ones(8, 2))
+        assert tuple(model(torch.ones(8, 2)).shape) == (8, 2)
+
+
+@pytest.mark.parametrize("whole", ["bank", [1.5]])
+def test_inputs_that_are_kept_whole_are_given_by_name(whole):
+    with pytest.raises(TypeError, match=r'pass names of inputs, whole=\["bank"\]'):
+        DdpConfig(whole=whole)
+
+
+def test_a_scheduler_after_removed_parameter_groups_starts_from_their_rates():
+    net = make_net()
+
+    def groups(params):
+        first, *others = params
+        return torch.optim.SGD([{"params": [first]}, {"params": others}], 0.5)
+
+    with on_cpus(net, 1, optim=groups) as model:
+        model.set_lr_scale(0.5)
+        train_step(model, *make_batch(4))
+        del model.optimizer.param_groups[1]
+        with pytest.raises(RuntimeError, match="has 1 parameter groups"):
+            train_step(model, *make_batch(4))
+        model.set_scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.1))
+        model.zero_grad()
+        train_step(model, *make_batch(4))
+
+
+class Bank(nn.Module):
+    """Relates each sample to all rows of an input that belongs to no sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, bank):
+        return self.linear(x) @ bank.mean(0)
+
+
+def test_an_output_that_depends_on_the_split_of_the_batch_is_refused():
+    x, bank = torch.randn(8, 3), torch.randn(8, 3)
+    with on_cpus(Bank(), 2) as model:
+        for _ in range(2):  # not checked off by the first refusal
+            with pytest.raises(Exception, match=r"is not that for 2 and 2 of them put together"):
+                model(x, bank)
+    config = DdpConfig(whole=["bank"])
+    net = Bank()
+    with on_cpus(net, 2, config=config) as model:
+        torch.testing.assert_close(model(x, bank), net(x, bank))
+
+
+def test_names_of_inputs_are_unknown_without_a_signature():
+    model = nn.Linear(1, 1)
+    assert _parameter_names(model) == ("input",)
+    model.forward = type("Opaque", (), {"__signature__": 0, "__call__": lambda *_: None})()
+    with pytest.raises((TypeError, ValueError)):
+        inspect.signature(model.forward)
+    assert _parameter_names(model) == ()
+
+
+def test_the_kept_sizes_of_batches_are_bounded():
+    balancer = Balancer(2)
+    for num_samples in range(1, 200):
+        assert sum(balancer.sizes(num_samples)) == num_samples
+    assert len(balancer._sizes) <= 66
+
+
+def test_an_optimizer_without_hooks_is_accepted():
+    class Plain:
+        """The interface of an optimizer alone."""
+
+        def __init__(self, params):
+            self.param_groups = [{"params": list(params), "lr": 0.1}]
+            self.state, self.defaults = {}, {}
+
+        def step(self):
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p -= 0.1 * p.grad
+
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        Trainer.setup(make_net(), Plain, ["cpu"])
+
+
+# -- Ddp -----------------------------------------------------------------------------
+
+
+def test_gradients_of_another_dtype_on_one_model_are_refused():
+    models = nets(2)
+    fill(models)
+    first = next(models[1].parameters())
+    with wrap(models) as ddp:
+        first.grad = None
+        first.data = first.data.double()
+        first.grad = torch.ones_like(first)
+        with pytest.raises((ReplicaMismatch, RuntimeError)):
+            ddp.all_reduce_gradients()
+
+
+# -- DataParallelCoordinator ---------------------------------------------------------
+
+
+def coordinator(loss, model=None, **settings):
+    return DataParallelCoordinator(
+        lambda device: (model or nn.Linear(2, 1)).to(device), sgd, loss, ["cpu"] * 2, **settings
+    )
+
+
+def test_a_model_in_eval_mode_is_trained_by_a_coordinator():
+    made = coordinator(lambda m, b: m(b[0]).sum(), nn.Linear(2, 1).eval())
+    with made:
+        assert made.primary.training
+        assert made.devices == (torch.device("cpu"),) * 2
+
+
+def test_a_weight_on_some_replicas_only_is_refused():
+    def loss(model, batch):
+        value = model(batch).mean()
+        return Weighted(value, 3.0) if batch[0, 0] == 0 else value
+
+    with coordinator(loss) as made, pytest.raises(ValueError, match="on some replicas only"):
+        made.train_batch(torch.arange(4.0).repeat(2, 1).T)
