@@ -531,6 +531,22 @@ def test_a_run_that_cannot_start_leaves_no_callback_in_use(tmp_path):
     builder().callbacks(note).run().join(WAIT_S)
 
 
+class Forgetful(Callback):
+    def final_state(self, state):
+        raise ValueError("planted")
+
+
+class Renamed(Callback):
+    def final_state(self, state):
+        return dataclasses.replace(state, reason="planted")
+
+
+def test_a_callback_that_fails_at_the_end_of_the_run_is_logged_and_the_others_are_called(caplog):
+    state = builder().callbacks(Forgetful(), Renamed()).run().join(WAIT_S)
+    assert state.reason == "planted"
+    assert "failed at the end of the run" in caplog.text
+
+
 class Failing(Callback):
     """Raises in every call during the run."""
 

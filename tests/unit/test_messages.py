@@ -363,6 +363,12 @@ class Column:
         return np.array(self.values)
 
 
+class Narrow(Column):
+    """A table of a single column, which is not divided into inputs and target."""
+
+    columns = ("a",)
+
+
 class Frame(Column):
     """A table as pandas makes it: items are columns."""
 
@@ -378,10 +384,11 @@ class Frame(Column):
             r"table\['target'\].to_numpy\(\).astype\(\"float32\"\),\)\)",
         ),
         (Column([0] * N), r"dataset\(\(column.to_numpy\(\)"),
+        (Narrow([0] * N), r"dataset\(\(table\[\[...\]\]\.to_numpy.*table\[...\]\.to_numpy"),
         ((torch.zeros(N), Column([0] * N)), r"element 1 .* Column: .*to_numpy\(\)"),
         ({"x": torch.zeros(N), "y": Column([0] * N)}, r"element 'y' .*to_numpy\(\)"),
     ],
-    ids=["table", "column", "column in a tuple", "column in a dict"],
+    ids=["table", "column", "narrow table", "column in a tuple", "column in a dict"],
 )
 def test_a_table_is_refused_with_code_that_converts_it_to_arrays(dataset, remedy):
     with pytest.raises(TypeError, match=remedy):

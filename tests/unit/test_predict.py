@@ -450,6 +450,30 @@ def test_outputs_that_cannot_be_put_together_are_refused(net, tmp_path, fn, out,
     assert words in str(caught.value.__cause__)
 
 
+@pytest.mark.parametrize("out", [None, "an array"])
+def test_outputs_of_unequal_shapes_are_a_list_or_refused_for_an_array(net, out):
+    array = None if out is None else np.zeros((N, 2), np.float32)
+    loader = DataLoader(TensorDataset(X), batch_size=15)
+    fn = in_turn(logits, lambda *a: logits(*a)[:, :1])
+    if out is None:
+        found = predict(net, loader, fn, ["cpu"])
+        assert [len(row) for row in found] == [2] * 15 + [1] * 30
+    else:
+        with pytest.raises(EvaluationFailed) as caught:
+            predict(net, loader, fn, ["cpu"], out=array)
+        words = "out= holds samples of shape (2,), and an output has samples of shape (1,)"
+        assert words in str(caught.value.__cause__)
+
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_stream_without_samples_has_no_outputs(net):
+    assert predict(net, Nothing(), devices=["cpu"]) == []
+
+
 def test_a_mapping_of_another_class_returns_named_means():
     state, found = trained(), []
 

@@ -281,3 +281,12 @@ def test_the_stack_of_every_thread_is_listed_with_its_name(stuck, monkeypatch, l
     if not lock:
         monkeypatch.delattr(sys, "_current_frames")
         assert "\nthread some thread" not in thread_stacks()  # it has ended; nothing else is needed
+
+
+def test_a_stalled_run_without_a_temporary_file_says_why_it_has_no_stacks(monkeypatch):
+    def fails():
+        raise OSError("planted")
+
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    monkeypatch.setattr("coordinator.stall.tempfile.TemporaryFile", fails)
+    assert thread_stacks() == "no stacks, since no temporary file could be created: planted"

@@ -285,3 +285,11 @@ def test_a_piece_of_several_batches_is_reported_once():
     report = ReportStats(num_batches=1, num_samples=8, losses=((2.0, 8.0),))
     (found,) = stats.add(0, 0, report, 1.0, 4)
     assert (found.step, found.num_batches, found.avg_loss) == (4, 4, 2.0)
+
+
+def test_an_excluded_pause_does_not_count_for_throughput():
+    plain, paused = steps(2, 1, equal=True), steps(2, 1, equal=True)
+    paused.exclude(3.0)
+    (found,) = plain.add(0, 0, report_of(1, 2), 3.0)
+    (excluded,) = paused.add(0, 0, report_of(1, 2), 6.0)
+    assert found.throughput == excluded.throughput == 4 / 2.0

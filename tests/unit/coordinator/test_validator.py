@@ -108,3 +108,12 @@ def test_batches_of_weight_0_do_not_count_and_others_that_are_not_finite_do():
     assert math.isnan(means((math.nan, 1.0), (2.0, 1.0)))
     assert means((math.inf, 1.0), (2.0, 1.0)) == math.inf
     assert math.isnan(means((1.0, 0.0)))
+
+
+def test_a_part_without_measurable_time_does_not_change_the_rates():
+    validator = make()
+    first = validator.begin(0, None, {0: 1.0, 1: 1.0})
+    validator.on_report(report(first, 0, range(5), 0.0))
+    assert validator.on_report(report(first, 1, range(5, 10), 4.0)) is first
+    second = validator.begin(1, None, {0: 1.0, 1: 1.0})
+    assert {rank: len(task) for rank, task in second.tasks.items()} == {0: 5, 1: 5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
 from runtime.core.errors import CollectiveAborted
+from runtime.fsdp import group_closer
 from tests.support.fsdp_ranks import (
     FREEING,
     SHARDED,
@@ -27,6 +29,12 @@ FULL, GRAD_OP, NONE, HYBRID = STRATEGIES
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 each_sharded = pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s.name)
 each_freeing = pytest.mark.parametrize("strategy", FREEING, ids=lambda s: s.name)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 2).to_sparse())
 
 
 @pytest.fixture
@@ -52,6 +60,7 @@ def end():
         (1, {"module": nn.LazyLinear(3)}, ValueError, "is lazy"),
         (1, {"module": nn.Linear(2, 2, device="meta")}, ValueError, "meta device"),
         (1, {"module": nn.Linear(2, 2, dtype=torch.complex64)}, ValueError, "complex64"),
+        (1, {"module": Sparse()}, ValueError, "layout torch.sparse_coo; only dense"),
         (1, {"collective": "thread"}, TypeError, "create_collectives"),
     ],
 )
@@ -458,3 +467,28 @@ def test_backward_after_reshard_is_refused_for_nested_outputs(pack):
             last.sum().backward()
 
     on_ranks(2, work)
+
+
+def test_settings_of_a_single_group_that_differ_from_the_defaults_are_reported(end, caplog):
+    fsdp = wrap(end)
+    groups = [{"params": list(fsdp.parameters()), "weight_decay": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    loss_of(fsdp, batch(2, end.rank)).backward()
+    fsdp.sync_gradients()
+    optimizer.step()
+    words = "all parameters are in one group, whose weight_decay is not the optimizer's"
+    assert words in caplog.text
+
+
+def test_a_closed_group_that_raises_is_logged_and_the_others_are_closed(caplog):
+    def fails():
+        raise RuntimeError("planted")
+
+    closed = []
+    groups = [
+        SimpleNamespace(rank=1, close=fails),
+        SimpleNamespace(rank=2, close=lambda: closed.append(2)),
+    ]
+    group_closer._close(groups)
+    assert closed == [2]
+    assert "rank 1: a subgroup did not close" in caplog.text

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from runtime import ShardingStrategy, Trainer, Weighted, WorkerFailed, current_worker
+from runtime.checkpoint.optimizer_shards import check_shards
 from runtime.checkpoint.store import load_newest
 from tests.support.running import GLOO, SYNC, THREAD, WAIT_S
 
@@ -557,6 +558,34 @@ def test_several_optimizers_are_refused():
 def test_an_optimizer_of_whole_tensors_is_refused():
     with pytest.raises(WorkerFailed, match="Adafactor"):
         finish(builder(2, (FULL, None), optim=lambda p: torch.optim.Adafactor(p)))
+
+
+class WithModes(torch.optim.SGD):
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+def test_an_optimizer_with_modes_is_refused():
+    with pytest.raises(WorkerFailed, match=r"WithModes, which has train\(\) and eval\(\) modes"):
+        finish(builder(2, (FULL, None), optim=lambda p: WithModes(p, 0.1)))
+
+
+def rank_state(rank, num_shards=2, num_params=1, shapes=((2,),)):
+    return {
+        "optimizer": {"state": {}, "param_groups": [{"params": list(range(num_params))}]},
+        "shards": {"rank": rank, "num_shards": num_shards, "shapes": shapes, "strides": shapes},
+    }
+
+
+def test_states_that_lack_shards_or_describe_other_ones_are_refused():
+    check_shards([rank_state(0), rank_state(1)])
+    with pytest.raises(ValueError, match=r"lacks shards \[1, 2\] of the optimizer's state"):
+        check_shards([rank_state(0, num_shards=3)])
+    with pytest.raises(ValueError, match="rank 1 describes other shards than its optimizer has"):
+        check_shards([rank_state(0), rank_state(1, num_params=2)])
 
 
 def test_without_shards_any_death_may_be_survived():
