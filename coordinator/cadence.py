@@ -88,7 +88,7 @@ class ElChe:
 
     @property
     def seconds_per_batch(self) -> tuple[float, ...] | None:
-        """Estimated compute time of a batch, 0.0 for a dead rank.
+        """Estimated time of a batch, waits for peers excluded; 0.0 for a dead rank.
 
         ``None`` until every live rank is measured.
         """
@@ -113,7 +113,8 @@ class ElChe:
 
         Args:
             rank: The rank.
-            compute_s: Compute time in seconds; ignored unless finite and positive.
+            compute_s: Compute time in seconds, with the rank's own lasting waits for data; ignored
+                unless finite and positive.
             num_batches: Batches in that time; 0 keeps the estimate.
         """
         if num_batches > 0 and _is_time(compute_s):

@@ -110,6 +110,7 @@ def capture_run(
         "next_epoch": run.ledger.next_epoch,
         "elapsed_s": elapsed_s,
         "elche": run.elche.state_dict(),
+        "data_waits": run.data_waits.state_dict(),
         "guard": run.guard.state_dict(),
         "lr_factor": run.lr_factor.state_dict(),
         "transport": run.backend_choice.state_dict(),
@@ -290,6 +291,7 @@ def check_run(
             "saved_ranks": items(integer(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
             "lr_factor": record(lr_factor),
+            "data_waits": items(items(number(0.0)), world),
         },
     )(state, "run")
     if not 1 <= num_rank_states <= world:
@@ -403,6 +405,7 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
     run.num_averagings = int(state["num_averagings"])
     run.num_failed_rounds = int(state["num_failed_rounds"])
     run.elche.load_state_dict(state["elche"])
+    run.data_waits.load_state_dict(state.get("data_waits", ()))
     run.guard.load_state_dict(state["guard"])
     if "transport" in state and state["world_size"] == len(run.ranks):
         run.backend_choice.load_state_dict(state["transport"])

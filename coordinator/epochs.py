@@ -443,7 +443,9 @@ class EpochScheduler:
             return
         times = plan.take_times(rank)
         if times is not None:
-            shares.observe(rank, *times)
+            num_samples, compute_s = times
+            wait_s = self._run.data_wait_s(rank) * num_samples
+            shares.observe(rank, num_samples, compute_s + wait_s)
 
     @property
     def _shares(self) -> Shares:

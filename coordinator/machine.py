@@ -231,9 +231,12 @@ class Coordinator:
         if rank.state is RankState.DEAD:
             return
         timed = stats.num_batches if stats.num_timed is None else stats.num_timed
+        self._run.data_waits.add(event.rank, stats)
+        wait_s = self._run.data_wait_s(event.rank) * stats.num_samples
         if timed and self._run.phase is Phase.RUNNING:
-            self._run.elche.observe(event.rank, stats.compute_s, timed)
-        rank.note(stats)
+            timed_wait_s = wait_s * timed / stats.num_batches if stats.num_batches else 0.0
+            self._run.elche.observe(event.rank, stats.compute_s + timed_wait_s, timed)
+        rank.note(stats, wait_s)
         self._run.note_losses(stats)
         epoch = self._run.ledger.find(event.epoch)
         if epoch is not None:
@@ -269,7 +272,7 @@ class Coordinator:
 
     def _advise_balance(self) -> None:
         imbalance = self._imbalance.check(
-            {r.rank: (r.num_batches, r.compute_s) for r in self._run.live}
+            {r.rank: (r.num_batches, r.compute_s + r.data_wait_s) for r in self._run.live}
         )
         if imbalance is not None:
             rank, ratio, gain = imbalance

@@ -178,6 +178,9 @@ class ReportStats:
         compute_s: Time spent in training steps, waits for data and peers excluded.
         num_timed: Micro-batches covered by ``compute_s``; ``None``: all. Fewer while the times of
             the last ones have not been read from the device.
+        data_wait_s: Time that reading the data adds to the steps: all of it where batches are read
+            between steps, and what exceeds the compute time where they are read ahead. Independent
+            of other waits, which hide a part of it. ``None``: not measured.
         loss_sum: Sum over batches of mean loss times weight, in step order.
         loss_samples: Total weight in ``loss_sum``: samples, or the weights of ``train_fn``.
             Fewer than ``num_samples`` while losses have not been read from the device; these
@@ -195,6 +198,7 @@ class ReportStats:
     num_skipped: int = 0
     compute_s: float = 0.0
     num_timed: int | None = None
+    data_wait_s: float | None = None
     loss_sum: float = 0.0
     loss_samples: float = 0
     scalars: tuple[tuple[str, float, float], ...] = ()

@@ -10,6 +10,7 @@ from enum import Enum
 from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.data_waits import DataWaits
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.lr_factor import LrFactor
 from coordinator.messages import (
@@ -115,6 +116,7 @@ class RunState:
             config.backends, measures=not self.lockstep, reason=config.backend_reason
         )
         self.ranks = [Rank(rank=r) for r in range(world)]
+        self.data_waits = DataWaits(world)
         self.out: list[Command] = []
         self.outcome = Outcome()
         self.phase = Phase.STARTING
@@ -171,6 +173,10 @@ class RunState:
     def live(self) -> list[Rank]:
         """The live ranks."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
+
+    def data_wait_s(self, rank: int) -> float:
+        """Seconds that a rank waits for a sample, longer than every other live rank, lastingly."""
+        return self.data_waits.per_sample_s(rank, [r.rank for r in self.live])
 
     def _has_work(self, rank: int) -> bool:
         return bool(self.ledger.by_rank[rank].assigned)
@@ -382,7 +388,8 @@ class Rank:
     """The coordinator's record of one rank.
 
     ``since_round`` and ``compute_since_round`` cover training since the last round,
-    ``round_batches`` and ``round_compute_s`` training in the round in progress.
+    ``round_batches`` and ``round_compute_s`` training in the round in progress. These times
+    include ``data_wait_s``, the rank's own lasting waits for data; ``compute_s`` does not.
     """
 
     rank: int
@@ -397,6 +404,7 @@ class Rank:
     num_batches: int = 0
     num_samples: int = 0
     compute_s: float = 0.0
+    data_wait_s: float = 0.0
     sync_s: float = 0.0
     num_throttles: int = 0
     learning_rate: float | None = None
@@ -418,12 +426,13 @@ class Rank:
         """Batches in the round times the learning rate, which counts as 1 if it is unknown."""
         return self.round_batches * (1.0 if self.learning_rate is None else self.learning_rate)
 
-    def note(self, stats: ReportStats) -> None:
-        """Add the counts of a report."""
+    def note(self, stats: ReportStats, data_wait_s: float = 0.0) -> None:
+        """Add the counts of a report, and the waits for data that count in it."""
         if stats.learning_rate is not None:
             self.learning_rate = stats.learning_rate
         self.since_round += stats.num_batches
-        self.compute_since_round += stats.compute_s
+        self.compute_since_round += stats.compute_s + data_wait_s
+        self.data_wait_s += data_wait_s
         self.num_batches += stats.num_batches
         self.num_samples += stats.num_samples
         self.compute_s += stats.compute_s

@@ -37,7 +37,7 @@ _OUT_OF_MEMORY_FACTOR = 0.8
 class Shares:
     """Tracks the speed of each rank and sizes its piece of the global batches.
 
-    The compute time of ``n`` samples is modelled as ``a + b n``. The first measurement of a rank
+    The time of ``n`` samples is modelled as ``a + b n``. The first measurement of a rank
     is discarded; the second is of equal pieces, the third of unequal ones, and both together give
     ``a``. From then on ``b`` is a moving average of the measurements, replaced at once by the
     second of two outliers in a row. Sizes change only if that saves a few percent of the step. A
@@ -76,7 +76,8 @@ class Shares:
         Args:
             rank: The rank.
             num_samples: Mean number of samples in one of them.
-            compute_s: Mean seconds of one of them, waits for data and peers excluded.
+            compute_s: Mean seconds of one of them, with the rank's own lasting waits for data;
+                waits for peers excluded.
         """
         if num_samples > 0 and math.isfinite(compute_s) and compute_s > 0:
             self._fits[rank].add(num_samples, compute_s, anew=rank in self._idle_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -84,6 +85,11 @@ class Loader(ABC):
         """True if ``try_next`` may block in the data set."""
         return False
 
+    @property
+    def reads_ahead(self) -> bool:
+        """True if batches are read while the worker trains earlier ones."""
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """Drop all batches not yet taken. Does not wait for the data set."""
@@ -102,6 +108,7 @@ class Loader(ABC):
 
     def _read(self, position: Position) -> LoadedBatch:
         indices, num_samples = self._indices(position)
+        began = time.perf_counter()
         if self._adapter.in_memory:
             data = self._adapter.load(indices)  # no user code, so no generator is needed
         else:
@@ -113,7 +120,9 @@ class Loader(ABC):
                 position=position,
                 worker=self._worker,
             )
-        return LoadedBatch(data, num_samples, position.epoch, position.batch)
+        # All ranks wait for the one reader of a stream.
+        load_s = 0.0 if self._index.of_stream else time.perf_counter() - began
+        return LoadedBatch(data, num_samples, position.epoch, position.batch, load_s=load_s)
 
     def _drop_order(self) -> None:
         """Drop the cached permutation, which takes 8 bytes a sample."""
@@ -209,6 +218,11 @@ class ThreadLoader(Loader):
         self._depth = self._stage.depth
         self._is_waiting = False  # the worker waits for a batch
         self._closed = False
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True unless each batch is read on request."""
+        return self._stage.reads_ahead
 
     def submit(self, plan: EpochPlan) -> None:
         """Queue the batches of ``plan`` and wake the thread."""
@@ -372,6 +386,11 @@ class Stage:
         self.depth = depth
         self._sizing = sizing or SizingSchedule(0)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Worker: True unless each batch is read on request, for longer than the first steps."""
+        return self.depth > 0
+
     def submitted(self, num_batches: int) -> None:
         """Worker: a plan was queued."""
         self._sizing.submitted(num_batches)
@@ -446,6 +465,8 @@ class LoadedBatch:
         epoch: Epoch it belongs to.
         batch: Its position in the epoch's permutation.
         slot: The reusable memory that holds it, if any.
+        load_s: Seconds in which it was read, divided by the number of concurrent readers; 0.0 if
+            they serve all ranks, or if it was on the device.
     """
 
     data: Any
@@ -453,6 +474,7 @@ class LoadedBatch:
     epoch: int
     batch: int
     slot: DeviceSlot | None = None
+    load_s: float = 0.0
 
 
 class SizingSchedule:

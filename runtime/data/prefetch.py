@@ -8,6 +8,7 @@ slots are allocated, and batches are loaded ahead through them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -98,8 +99,8 @@ class PrefetchLoader(ThreadLoader):
             indices, num_samples = self._indices(position)
             gathered = self._slots.gather(adapter, indices)
             if gathered is not None:
-                data, slot = gathered
-                return LoadedBatch(data, num_samples, position.epoch, position.batch, slot)
+                data, slot, load_s = gathered
+                return LoadedBatch(data, num_samples, position.epoch, position.batch, slot, load_s)
         with self._context.copying():  # for data sets that return tensors on the device
             return super()._read(position)
 
@@ -159,6 +160,11 @@ class SlotStage(Stage):
         self._pool: SlotPool | None = None
 
     # Called by the worker's thread.
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True unless each batch is read on request, for longer than the first steps."""
+        return self.depth > 0 or not self._is_calibrated
 
     def submitted(self, num_batches: int) -> None:
         """Count the plan's batches; on the first plan, reset the peak statistics."""
@@ -257,16 +263,27 @@ class SlotStage(Stage):
 
     # Called by the loader's thread.
 
-    def gather(self, adapter: ColumnAdapter, indices: Tensor) -> tuple[Any, DeviceSlot] | None:
-        """Gather rows directly into a slot; ``None`` if there is no slot that fits."""
+    def gather(
+        self, adapter: ColumnAdapter, indices: Tensor
+    ) -> tuple[Any, DeviceSlot, float] | None:
+        """Gather rows directly into a slot, and time it without the waits for slots.
+
+        Returns:
+            The batch, its slot and the seconds; ``None`` if there is no slot that fits.
+        """
         pool = self._pool
         if pool is None or len(indices) > pool.layout.batch_size:  # a rank's share has grown
             return None
-        slot, parts = pool.fill(
-            [len(indices)] * len(pool.layout.specs),
-            lambda out: adapter.load_into(indices, out),
-        )
-        return adapter.batch_of(parts), slot
+        load_s = 0.0
+
+        def write(out: list[Tensor]) -> None:
+            nonlocal load_s
+            began = time.perf_counter()
+            adapter.load_into(indices, out)
+            load_s = time.perf_counter() - began
+
+        slot, parts = pool.fill([len(indices)] * len(pool.layout.specs), write)
+        return adapter.batch_of(parts), slot, load_s
 
     def put(self, loaded: LoadedBatch) -> None:
         """Copy a batch to a slot, or to pinned memory if no slot fits."""

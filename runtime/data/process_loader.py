@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, spawn
@@ -168,7 +169,7 @@ class ProcessLoader(ThreadLoader):
                 self._pass_generation = generation
                 # Waits for batches of a cancelled pass that processes are still loading.
                 iter(dataloader)
-            epoch, batch, num_samples, packed = next(batches)
+            epoch, batch, num_samples, packed, read_s = next(batches)
             data = pickle.loads(packed)
         except StopIteration:
             self._pass_generation = None
@@ -193,7 +194,8 @@ class ProcessLoader(ThreadLoader):
                 f"the data set's class, which has to be defined in a module. {_GUARD}"
             )
             raise RuntimeError(self._fatal_error) from error
-        return LoadedBatch(data, num_samples, epoch, batch)
+        load_s = read_s / self._num_processes
+        return LoadedBatch(data, num_samples, epoch, batch, load_s=load_s)
 
 
 _GUARD = (
@@ -312,7 +314,7 @@ class _BatchDataset(Dataset[Any]):
         except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(f"worker_init_fn raised {error!r}") from error
 
-    def __getitem__(self, request: BatchRequest) -> tuple[int, int, int, bytes]:
+    def __getitem__(self, request: BatchRequest) -> tuple[int, int, int, bytes, float]:
         try:
             return self._read(request)
         except Exception as error:
@@ -324,13 +326,14 @@ class _BatchDataset(Dataset[Any]):
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
             raise
 
-    def _read(self, request: BatchRequest) -> tuple[int, int, int, bytes]:
+    def _read(self, request: BatchRequest) -> tuple[int, int, int, bytes, float]:
         if request.version != self._version and request.adapter is not None:
             self._adapter = pickle.loads(request.adapter)
             self._version = request.version
             self.begin()
         if request.version != self._version:
             raise RuntimeError("a loader process has an older state of the data set")
+        began = time.perf_counter()
         data = read_batch(
             self._adapter,
             torch.from_numpy(request.samples),
@@ -347,7 +350,8 @@ class _BatchDataset(Dataset[Any]):
                 f"process: {error}. Return tensors without gradients and objects that can be "
                 "pickled, or use loader_workers(0)"
             ) from error
-        return request.epoch, request.batch, len(request.samples), packed
+        read_s = time.perf_counter() - began
+        return request.epoch, request.batch, len(request.samples), packed, read_s
 
 
 class _PlanSampler:

@@ -38,6 +38,7 @@ class StepMeter:
         self.num_empty = 0
         self.most_samples: int | None = None
         self.compute_s = 0.0
+        self._load_s, self._num_loads, self._reads_ahead = 0.0, 0, False
 
     def add_empty(self, num_batches: int) -> None:
         """Count batches without samples."""
@@ -52,6 +53,17 @@ class StepMeter:
         self.num_skipped += num_skipped
         self.num_samples += num_samples
         self.compute_s += compute_s
+
+    def add_load(self, seconds: float, *, ahead: bool) -> None:
+        """Count the time for which a batch was read.
+
+        Args:
+            seconds: The time, divided by the number of concurrent readers.
+            ahead: Batches are read during the steps before them.
+        """
+        self._load_s += seconds
+        self._num_loads += 1
+        self._reads_ahead = ahead
 
     def take(self, *, wait: bool = True, learning_rate: float | None = None) -> ReportStats:
         """Everything since the last call.
@@ -71,6 +83,7 @@ class StepMeter:
             num_skipped=self.num_skipped,
             compute_s=compute_s,
             num_timed=num_timed,
+            data_wait_s=self._data_wait_s(compute_s, num_timed),
             loss_sum=loss_sum,
             loss_samples=loss_samples,
             scalars=scalars,
@@ -80,7 +93,16 @@ class StepMeter:
         )
         self.num_batches = self.num_samples = self.num_skipped = self.num_empty = 0
         self.compute_s = 0.0
+        self._load_s, self._num_loads = 0.0, 0
         return tally
+
+    def _data_wait_s(self, compute_s: float, num_timed: int) -> float | None:
+        if not self._num_loads or (self._reads_ahead and not num_timed):
+            return None
+        batch_s = self._load_s / self._num_loads
+        if self._reads_ahead:
+            batch_s = max(0.0, batch_s - compute_s / num_timed)
+        return batch_s * (self.num_batches - self.num_empty)
 
     def _take_losses(self) -> tuple[tuple[float, float], ...]:
         if self.log.each is None:

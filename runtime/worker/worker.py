@@ -580,6 +580,7 @@ class GpuWorker:
         if lane is not None and lane.cause != DATA:
             if loaded is not None:
                 lane.record_interval(DATA, began, COMPUTE)
+                self._reporter.meter.add_load(loaded.load_s, ahead=self._loader.reads_ahead)
                 return loaded.data
             lane.enter(DATA, began)
         while loaded is None:
@@ -595,6 +596,7 @@ class GpuWorker:
             loaded = self._loader.try_next()
         if lane is not None:
             lane.enter(COMPUTE)
+        self._reporter.meter.add_load(loaded.load_s, ahead=self._loader.reads_ahead)
         return loaded.data
 
     def _submit_early(self, plan: m.EpochPlan) -> None:

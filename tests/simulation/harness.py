@@ -176,11 +176,12 @@ class Simulation:
             full * self.schedule.jitter
         )
 
-    def load_s(self, rank: int) -> float:
-        """Seconds until the next batch is loaded."""
+    def load_s(self, rank: int, size: int) -> float:
+        """Seconds in which a micro-batch is loaded."""
         chance, data_s = self.schedule.load_chance, self.schedule.data_s
         late_s = self.draw(self.schedule.load_s) if chance and self.rng.random() < chance else 0.0
-        return late_s + (data_s[rank] if data_s else 0.0)
+        share = size / self.schedule.config.batch_size
+        return late_s + (data_s[rank] * share if data_s else 0.0)
 
     def outbox(self, rank: int) -> _Outbox:
         """The worker's queue to the coordinator."""

@@ -88,7 +88,7 @@ class SimWorker:
         self.local: list[Batch] = []
         self.inbox: deque[Any] = deque()
         self.num_steps = 0
-        self.ready_at = 0.0
+        self.ready_at = self._taken_at = 0.0
         self.was_built = False
         self._sim = sim
         self._in_steps = c.policy is ApplyPolicy.SYNC
@@ -322,13 +322,13 @@ class SimWorker:
             self._lockstep.synced()
 
     def _run_window(self, sizes: Any, batches: deque[Batch], num_empty: int = 0) -> Steps:
-        if sizes and not (yield from self._await_batch(answer=not self.protocol.leaving)):
+        if sizes and not (yield from self._await_batch(sizes[0], answer=not self.protocol.leaving)):
             return False
         self._sim.hooks.before_step(self)
         elapsed, trained = 0.0, []
         for i, size in enumerate(sizes):
             if i:
-                yield from self._await_batch(answer=False)
+                yield from self._await_batch(size, answer=False)
             step_s = self._sim.step_s(self.rank, size)
             yield step_s
             if self._sim.schedule.memory and size > self._sim.schedule.memory[self.rank]:
@@ -385,10 +385,12 @@ class SimWorker:
         self._calls &= not is_answered
         self._reporter.send(m.EvaluationsDone(rank=self.rank, answered=is_answered))
 
-    def _await_batch(self, *, answer: bool) -> Steps:
-        load_s = self._sim.load_s(self.rank)
-        if load_s:
-            self.ready_at = ready = self._sim.now + load_s
+    def _await_batch(self, size: int, *, answer: bool) -> Steps:
+        load_s, ahead = self._sim.load_s(self.rank, size), self._sim.schedule.reads_ahead
+        self._reporter.meter.add_load(load_s, ahead=ahead)
+        ready = (self._taken_at if ahead else self._sim.now) + load_s
+        if ready > self._sim.now:
+            self.ready_at = ready
             self._sim.wake_at(self, ready)
             while self._sim.now < ready:
                 message = yield GET
@@ -402,6 +404,7 @@ class SimWorker:
                     if not self._finish_together():
                         return False
                     answer = False
+        self._taken_at = self._sim.now
         return True
 
     # -- checkpoints -------------------------------------------------------------------

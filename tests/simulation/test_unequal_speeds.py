@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.data_waits import DataWaits
 from tests.simulation.checks import Checks
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.schedule import Pace, Schedule
@@ -282,3 +283,91 @@ def test_evaluations_run_on_a_rank_that_waits_for_its_data(monkeypatch):
     rank, time = compared(monkeypatch, replace(schedule, data_s=(0.0, 3 * FAST_S)))
     assert rank == 1
     assert time < 0.97
+
+
+def with_slow_data(policy, data, *, slowness=(1.0, 1.0), reads_ahead=True, **schedule):
+    """Ranks whose data take ``data * FAST_S`` for a batch, with shares by speed."""
+    base = schedule_of(
+        policy,
+        AverageBackend.THREAD,
+        slowness=slowness,
+        jitter=0.0,
+        num_samples=6000,
+        num_epochs=2,
+        balance=policy is ApplyPolicy.SYNC or None,
+    )
+    data_s = tuple(FAST_S * d for d in data)
+    return replace(base, data_s=data_s, reads_ahead=reads_ahead, **schedule)
+
+
+SLOW_DATA = [
+    pytest.param((1.0, 1.0), (0.0, 3.0), False, 1 / 5, id="on request"),
+    pytest.param((1.0, 1.0), (0.0, 3.0), True, 1 / 4, id="ahead"),
+    pytest.param((3.0, 1.0), (0.0, 4.0), False, 3 / 8, id="on request, peer with slow compute"),
+    pytest.param((3.0, 1.0), (0.0, 4.0), True, 3 / 7, id="ahead, peer with slow compute"),
+    pytest.param((1.0, 3.0), (0.0, 2.0), False, 1 / 6, id="on request, slow compute"),
+]
+"""Slowness of compute and data of two ranks, reading ahead, and the share of the second."""
+
+POLICIES = [(ApplyPolicy.SYNC, 0.85), (ApplyPolicy.ASYNC, 0.85), (ApplyPolicy.CADENCE, 0.995)]
+
+
+@pytest.mark.parametrize(("slowness", "data", "reads_ahead", "share"), SLOW_DATA)
+@pytest.mark.parametrize(("policy", "most"), POLICIES, ids=lambda value: str(value))
+def test_shares_count_a_ranks_own_wait_for_data(
+    monkeypatch, policy, most, slowness, data, reads_ahead, share
+):
+    schedule = with_slow_data(policy, data, slowness=slowness, reads_ahead=reads_ahead)
+    run = Simulation(schedule).run()
+    assert shares_of(run)[1] == pytest.approx(share, abs=0.03)
+    monkeypatch.setattr(DataWaits, "per_sample_s", lambda *args: 0.0)
+    assert run.now < most * Simulation(schedule).run().now
+
+
+@pytest.mark.parametrize(("slowness", "data", "reads_ahead", "share"), SLOW_DATA)
+def test_lockstep_shares_with_slow_data_converge_and_stay(slowness, data, reads_ahead, share):
+    """A wait for data counts although waits for peers hide it once the rank's share is smaller."""
+    schedule = with_slow_data(ApplyPolicy.SYNC, data, slowness=slowness, reads_ahead=reads_ahead)
+    sizes = Sizes()
+    Simulation(schedule, hooks=sizes).run()
+    later = [size for _, size in sizes.steps[20:]]
+    assert len(later) > 500
+    assert max(later) - min(later) <= 1
+    assert later[-1] == pytest.approx(20 * share, abs=1)
+
+
+def test_lockstep_shares_recover_once_the_data_are_fast():
+    class Recovery(Sizes):
+        def before_step(self, worker):
+            super().before_step(worker)
+            if len(self.steps) == 100:
+                worker._sim.schedule = replace(worker._sim.schedule, data_s=())
+
+    sizes = Recovery()
+    Simulation(with_slow_data(ApplyPolicy.SYNC, (0.0, 3.0)), hooks=sizes).run()
+    assert sizes.steps[99][1] == 5
+    assert {size for _, size in sizes.steps[120:]} == {10}
+
+
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_lockstep_shares_ignore_single_stalls_of_the_data(reads_ahead):
+    schedule = with_slow_data(
+        *(ApplyPolicy.SYNC, (0.0, 0.0)),
+        reads_ahead=reads_ahead,
+        load_chance=0.03,
+        load_s=20 * FAST_S,
+    )
+    sizes = Sizes()
+    Simulation(schedule, hooks=sizes).run()
+    assert {size for _, size in sizes.steps[10:]} == {10}
+
+
+@pytest.mark.parametrize("policy", [ApplyPolicy.SYNC, ApplyPolicy.CADENCE])
+def test_shares_ignore_waits_that_all_ranks_have(policy):
+    schedule = with_slow_data(policy, (3.0, 3.0), slowness=(1.0, 3.0), reads_ahead=False)
+    run = Simulation(schedule).run()
+    if policy is ApplyPolicy.SYNC:
+        assert shares_of(run)[1] == pytest.approx(0.25, abs=0.02)
+    else:
+        seconds = run.machine.run_state.elche.seconds_per_batch
+        assert seconds == pytest.approx((FAST_S, 3 * FAST_S), rel=0.01)
