@@ -46,7 +46,8 @@ class Schedule:
         sync_s: Longest time that a collective takes after the last rank joined.
         evaluate_s: Time of an evaluation.
         evaluate_batches: Further time of an evaluation, in batches of its rank.
-        data_s: For each rank the time that its data take for a full batch; empty: none.
+        data_s: For each rank the time that its data take for a full batch; empty: none, and
+            reads are not measured.
         reads_ahead: Data of the next batch are read from the start of a step on, not on request.
         call_chance: Chance that a body calls ``evaluate`` after a step, without lockstep.
         report_interval_s: See ``WorkerConfig``.

@@ -387,7 +387,8 @@ class SimWorker:
 
     def _await_batch(self, size: int, *, answer: bool) -> Steps:
         load_s, ahead = self._sim.load_s(self.rank, size), self._sim.schedule.reads_ahead
-        self._reporter.meter.add_load(load_s, ahead=ahead)
+        if self._sim.schedule.data_s:
+            self._reporter.meter.add_load(load_s, ahead=ahead)
         ready = (self._taken_at if ahead else self._sim.now) + load_s
         if ready > self._sim.now:
             self.ready_at = ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.data_waits import DataWaits
 from tests.simulation.checks import Checks
-from tests.simulation.harness import Hooks, Simulation
-from tests.simulation.schedule import Pace, Schedule
+from tests.simulation.harness import Hooks, Simulation, simulate
+from tests.simulation.schedule import Pace, Schedule, draw_schedule
 
 FAST_S = 0.004
 """Seconds of a batch on the fast rank."""
@@ -341,7 +342,7 @@ def test_lockstep_shares_recover_once_the_data_are_fast():
         def before_step(self, worker):
             super().before_step(worker)
             if len(self.steps) == 100:
-                worker._sim.schedule = replace(worker._sim.schedule, data_s=())
+                worker._sim.schedule = replace(worker._sim.schedule, data_s=(0.0, 0.0))
 
     sizes = Recovery()
     Simulation(with_slow_data(ApplyPolicy.SYNC, (0.0, 3.0)), hooks=sizes).run()
@@ -371,3 +372,15 @@ def test_shares_ignore_waits_that_all_ranks_have(policy):
     else:
         seconds = run.machine.run_state.elche.seconds_per_batch
         assert seconds == pytest.approx((FAST_S, 3 * FAST_S), rel=0.01)
+
+
+def test_every_sample_counts_once_in_random_schedules_with_slow_data():
+    def draw(seed):
+        schedule, rng = draw_schedule(seed), random.Random(seed)
+        step_s = schedule.paces[0][0].batch_s
+        data_s = tuple(step_s * rng.choice((0.0, 0.5, 4.0)) for _ in schedule.paces)
+        return replace(schedule, data_s=data_s, reads_ahead=rng.random() < 0.5)
+
+    runs = [simulate(seed, draw=draw) for seed in range(150)]
+    waits = [sum(rank.data_wait_s for rank in run.machine.run_state.ranks) for run in runs]
+    assert sum(wait_s > 0 for wait_s in waits) > 10

@@ -37,6 +37,32 @@ def key_of(epoch, batch):
     return batch_generator(SEED, epoch, batch).initial_seed()
 
 
+class FrozenClock:
+    """A clock of reads that each take ``READ_S``, in place of the module ``time``."""
+
+    READ_S = 0.25
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def advance(self):
+        self.now += self.READ_S
+
+
+class Timed(Noisy):
+    """Advances a clock with each batch that is read."""
+
+    def __init__(self, clock):
+        self._clock = clock
+
+    def get_batch(self, indices):
+        self._clock.advance()
+        return (indices,)
+
+
 class Troubled(Noisy):
     """Raises in one batch and kills its process in another."""
 

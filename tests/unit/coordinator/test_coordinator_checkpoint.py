@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.coordinator_checkpoint import _order, _spans, capture_run, restore_run
+from coordinator.coordinator_checkpoint import _order, _spans, capture_run, check_run, restore_run
 from coordinator.messages import SaveCheckpoint
+from coordinator.metrics import ReportStats
 from coordinator.run_state import RunState
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
@@ -65,6 +67,24 @@ def test_the_global_batch_of_the_first_run_survives_every_resume():
     for world, num_slices in ((2, 2), (3, 2), (8, 1), (1, 4)):
         run, state = resumed(state, world)
         assert (run.per_global, run.num_slices(range(world))) == (4, num_slices)
+
+
+def test_waits_for_data_are_in_the_checkpoint_and_may_be_missing():
+    run, _ = resumed(None, 2)
+    for wait_s in (0.0, 3.0, 3.0):
+        run.data_waits.add(1, ReportStats(num_batches=1, num_samples=4, data_wait_s=wait_s))
+    state = capture_run(run, (), 0.0, {}, None)
+    del state["saved_ranks"]
+    check = {"num_samples": 80, "batch_size": 4, "drop_last": False, "num_rank_states": 2}
+    check_run(state, **check)
+    assert resumed(state, 2)[1]["data_waits"] == [[], [0.0, 0.75, 0.75]]
+    assert resumed(state, 4)[1]["data_waits"] == [[], [], [], []]
+    state["data_waits"][0] = [-1.0]
+    with pytest.raises(ValueError, match="data_waits"):
+        check_run(state, **check)
+    del state["data_waits"]
+    check_run(state, **check)
+    assert resumed(state, 2)[1]["data_waits"] == [[], []]
 
 
 def test_a_checkpoint_without_a_global_batch_has_one_batch_per_rank():

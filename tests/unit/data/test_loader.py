@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import current_worker
+from runtime.data import loader as loading
 from runtime.data.batches import PlanQueue, batch_generator, move_batch
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader, ThreadLoader
@@ -23,8 +24,10 @@ from tests.support.loading import (
     PLANS,
     SIZE,
     Consumer,
+    FrozenClock,
     N,
     Noisy,
+    Timed,
     Troubled,
     assert_is_plan,
     draws,
@@ -86,6 +89,19 @@ def test_plans_are_loaded_exactly_and_in_order(kind, dataset):
             assert_is_plan([consumer.next() for _ in range(plan.num_batches)], plan)
         assert consumer.loader.try_next() is None
         assert_is_plan(consumer.take(ALL), ALL)
+
+
+@LOCAL
+def test_batches_carry_the_time_in_which_they_were_read(kind, monkeypatch):
+    monkeypatch.setattr(loading, "time", clock := FrozenClock())
+    with Consumer(kind, Timed(clock)) as consumer:
+        assert {loaded.load_s for loaded in consumer.take(ALL)} == {clock.READ_S}
+        assert consumer.loader.reads_ahead == (kind is ThreadLoader)
+
+
+def test_a_thread_without_depth_reads_on_request():
+    with Consumer(ThreadLoader, Noisy(), depth=0) as consumer:
+        assert not consumer.loader.reads_ahead
 
 
 def test_random_draws_depend_only_on_the_batch():

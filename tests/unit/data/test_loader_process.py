@@ -34,7 +34,8 @@ def test_processes_load_the_batches_and_draws_of_a_thread():
         assert torch.equal(torch.get_rng_state(), state)
         pids = children() - before
         assert len(pids) == 2
-        assert_is_plan(consumer.take(ALL), ALL)
+        assert_is_plan(first := consumer.take(ALL), ALL)
+        assert min(loaded.load_s for loaded in first) > 0
         for pid in pids:
             os.kill(pid, signal.SIGINT)  # as Ctrl-C does
         taken = consumer.take(ALL)

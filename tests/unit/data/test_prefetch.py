@@ -20,7 +20,7 @@ from runtime.data.process_loader import ProcessLoader
 from runtime.device.base import Device
 from tests.support import prefetching
 from tests.support.fake_streams import GIB, DelayedCopies
-from tests.support.loading import ALL, INDEX, SEED, SIZE, N, Noisy, assert_is_plan
+from tests.support.loading import ALL, INDEX, SEED, SIZE, FrozenClock, N, Noisy, assert_is_plan
 from tests.support.prefetching import CALIBRATION, EPOCHS, TENSORS, Numbers, Rig, slot_bytes
 
 
@@ -79,6 +79,28 @@ def test_batches_are_gathered_by_num_threads_threads(monkeypatch):
     finally:
         torch.set_num_threads(before)  # later threads would inherit it
     assert seen == {before + 1}
+
+
+def test_the_time_of_a_read_excludes_waits_for_slots(monkeypatch):
+    clock, gather, wait = FrozenClock(), ColumnAdapter.load_into, DelayedCopies.wait_host
+
+    def load_into(self, indices, out):
+        clock.advance()
+        gather(self, indices, out)
+
+    def wait_host(self, event):
+        clock.advance()
+        wait(self, event)
+
+    monkeypatch.setattr(prefetch_module, "time", clock)
+    monkeypatch.setattr(ColumnAdapter, "load_into", load_into)
+    monkeypatch.setattr(DelayedCopies, "wait_host", wait_host)
+    with Rig(TENSORS, resident=False) as rig:
+        assert rig.loader.reads_ahead  # after the first steps
+        rig.use(EPOCHS[0])
+        rig.loader.submit(EPOCHS[1])
+        loaded = [rig.use_next() for _ in range(EPOCHS[1].num_batches)]
+        assert {batch.load_s for batch in loaded if batch.slot is not None} == {clock.READ_S}
 
 
 def test_a_piece_larger_than_a_slot_is_copied_without_one(streamed):
