@@ -740,11 +740,6 @@ class RunSettings:
                 "is for an optim_factory of parameters, and that of a loop receives the model",
             ),
         }
-        if self.val_dataset is not None and self.functions.val_fn is None:
-            raise ValueError(
-                "val_dataset(ds) has no train_fn to call with Trainer.loop: pass "
-                'val_dataset(ds, fn=lambda model, batch: {"loss": ...})'
-            )
         for name, (is_set, reason) in obstacles.items():
             if is_set:
                 raise ValueError(

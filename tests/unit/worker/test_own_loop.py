@@ -695,3 +695,93 @@ def test_steps_per_epoch_takes_the_place_of_a_data_set():
         loop_builder(plain).steps_per_epoch(2).run()
     with pytest.raises(ValueError, match="whose body makes its own data"):
         Trainer.builder(net, adam, square_loss).steps_per_epoch(2).num_epochs(1).run()
+
+
+@every_policy
+def test_another_iteration_over_the_batches_leaves_the_epoch(policy):
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            break
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+
+    state = loop_builder(loop, policy=policy, ranks=1).run().join(WAIT_S)
+    assert marked(state) == [2, NUM_SAMPLES]
+
+
+@every_policy
+def test_an_iterator_that_was_left_yields_no_further_batch(policy):
+    seen = []
+
+    def loop(worker):
+        first = worker.batches()
+        worker.step(worker.model.loss(worker.epoch, next(first)))
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+        seen.append(list(first))
+
+    state = loop_builder(loop, policy=policy, ranks=1).run().join(WAIT_S)
+    assert marked(state) == [2, NUM_SAMPLES]
+    assert seen == [[]]
+
+
+def test_parts_of_a_loss_of_one_of_several_optimizers_equal_their_sum():
+    def parts(worker):
+        for batch in worker.batches():
+            loss = judge_loss(worker.model, batch)
+            worker.backward(0.25 * loss, optimizer="judge", retain_graph=True)
+            worker.backward(0.75 * loss, optimizer="judge")
+            worker.step(optimizer="judge")
+            worker.step(maker_loss(worker.model, batch), optimizer="maker")
+
+    def whole(worker):
+        for batch in worker.batches():
+            worker.step(judge_loss(worker.model, batch), optimizer="judge")
+            worker.step(maker_loss(worker.model, batch), optimizer="maker")
+
+    found, expected = (
+        run(Trainer.loop(gan, gan_optimizers, loop), ranks=1) for loop in (parts, whole)
+    )
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-8, atol=1e-10)
+    for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
+        assert mine.scalars == pytest.approx(theirs.scalars)
+
+
+def test_gradients_of_a_plain_backward_are_not_scaled_for_fp16():
+    def loop(worker):
+        for batch in worker.batches():
+            judge = square_loss(worker.model, batch)
+            judge.backward()
+            worker.step(square_loss(worker.model, batch))
+
+    with pytest.raises(WorkerFailed, match=r"not scaled, as fp16 requires: call worker\.backward"):
+        run(Trainer.loop(smooth_net, adam_of, loop), ranks=1, precision="fp16")
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_batch_of_which_a_step_is_dropped_counts_as_skipped_once(bad):
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            for step in range(3):
+                loss = worker.model.loss(worker.epoch, batch)
+                is_bad = number == 1 and step >= bad
+                worker.step(loss * float("nan") if is_bad else loss - loss.detach() + 1.0)
+
+    b = loop_builder(loop, ranks=1, policy="sync").on_non_finite("skip")
+    state = b.run().join(WAIT_S)
+    assert [m.num_skipped for m in state.metrics] == [2, 0]
+    assert marked(state) == [NUM_SAMPLES - (2 if bad == 0 else 0), NUM_SAMPLES]
+
+
+def test_the_losses_of_several_optimizers_exclude_a_batch_whose_step_was_dropped():
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            scale = float("nan") if number == 1 else 1.0
+            worker.step(scale * judge_loss(worker.model, batch), optimizer="judge")
+            worker.step(maker_loss(worker.model, batch), optimizer="maker")
+
+    b = Trainer.loop(gan, gan_optimizers, loop).on_non_finite("skip")
+    state = run(b, ranks=1)
+    assert all(torch.isfinite(torch.tensor(m.avg_loss)) for m in state.metrics)
+    assert [m.num_skipped > 0 for m in state.metrics] == [True, False]
