@@ -124,11 +124,15 @@ SYNC_MODES = (
 DEFAULT_MODES = (*SOLO, "ddp", "sync", *AVERAGED)
 """Modes of the comparison without a command."""
 MODES = (*DEFAULT_MODES, *SYNC_MODES[1:2], *SYNC_MODES[3:])
-OUTER: dict[str, type[OuterOptimizer]] = {"mean": Mean, "nesterov": Nesterov}
+OUTER: dict[str, Callable[[], OuterOptimizer]] = {
+    "mean": Mean,
+    "nesterov": Nesterov,
+    "diloco": lambda: Nesterov(0.7, 0.9),
+}
 PERIODS = (8, 32, 128)
 MACHINES = {f"{name}-{period}": (name, period) for name in OUTER for period in PERIODS}
 """Modes of two machines, by outer optimizer and batches of each machine between two rounds."""
-ONE_MACHINE = "solo-small"
+ONE_MACHINE = "solo-global"
 """Their baseline: the same script, on one machine."""
 
 
@@ -1042,13 +1046,13 @@ def machines_markdown(report: Mapping[str, Any]) -> str:
         found = report["ways"][way]
         rows.append([way, *shown, f"{found['mean']:+.1%}", str(found["num_worse"])])
     lines = [
-        "# Outer optimizers: two machines against one",
+        "# Outer optimizers: two machines against one process",
         "",
         f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, torch "
-        f"{machine['torch']}. By how much the held-out loss of two machines lies above that of one "
-        "machine which trains the same samples alone, paired by seed: mean ± standard error, bold "
-        "where worse by more than two of them. The number behind the name is how many batches each "
-        "machine trains between two rounds.",
+        f"{machine['torch']}. Increase of the held-out loss of two machines over that of one "
+        "process at the global batch, for which the learning rate is tuned, paired by seed: mean ± "
+        "standard error, bold where worse by more than two of them. The number behind the name is "
+        "that of the batches of each machine between two rounds.",
         "",
         table(["", *models, "mean", "worse"], rows),
         "",

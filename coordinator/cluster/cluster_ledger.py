@@ -196,6 +196,19 @@ class ClusterLedger:
         self.recent = (*self.recent, *closed)[-NUM_RECENT:]
         return tuple(closed)
 
+    @property
+    def expected_rounds(self) -> float | None:
+        """Rounds of the whole run, if the next ones settle as many batches as those so far.
+
+        ``None`` before the first. Nothing is trained before the first commit.
+        """
+        if self.step < 2 or not self.consumed:
+            return None
+        total = self.num_epochs * self.batches_per_epoch
+        if self.max_batches is not None:
+            total = min(total, self.max_batches)
+        return (self.step - 1) * total / self.consumed
+
     def compute_grants(self, reports: Sequence[MachineReport]) -> dict[str, Grant]:
         """The grants after a commit, once ``done`` of these reports is consumed."""
         if self.ended:

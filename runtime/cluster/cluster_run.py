@@ -127,6 +127,7 @@ class ClusterRun:
         self.past_metrics: tuple[EpochMetrics, ...] = tuple(self._closed)
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
+        self._checked_rounds = False
         self._deferred_stops: deque[member_protocol.Stop] = deque()
         self._reason = ""  # of the first stop()
         self._result: Payload | None = None
@@ -558,6 +559,7 @@ class ClusterRun:
             )
         self._sums = []
         ledger = self._member.ledger
+        self._check_num_rounds(ledger)
         has_trained = self._grants.was_granted or bool(self._closed)
         grants = self._grants.commit(command.grant, ledger)
         closed = [self._close(e) for e in command.closed if e.epoch >= len(self._closed)]
@@ -589,6 +591,23 @@ class ClusterRun:
             )
         self._local, self._num_elsewhere = self._global, elsewhere
         self._checkpointer.after_round(ledger, self._checkpoint)
+
+    def _check_num_rounds(self, ledger: ClusterLedger) -> None:
+        """Warn once, when the first round has settled batches, if there will be too few rounds."""
+        expected, outer = ledger.expected_rounds, self._settings.outer
+        if expected is None or self._checked_rounds:
+            return
+        self._checked_rounds = True
+        if expected < outer.min_rounds:
+            logger.warning(
+                "cluster(outer=%s, period=%g): the run will have about %.0f rounds between "
+                "machines, and this outer optimizer needs %.0f or more: use Mean(), or a shorter "
+                "period",
+                outer.name,
+                self._settings.period_s,
+                expected,
+                outer.min_rounds,
+            )
 
     def _grant(self, granted: m.ClusterRoundDone) -> None:
         self._num_grants += 1

@@ -446,7 +446,7 @@ def test_training_of_machines_during_a_round_counts_once(monkeypatch):
 def test_the_outer_optimizer_that_is_better_over_all_cells_is_the_default(tmp_path):
     runs = {way: results([1.1, 1.0]) for way in quality.MACHINES if way.startswith("mean")}
     runs |= {way: results([1.5, 1.6]) for way in quality.MACHINES if way.startswith("nesterov")}
-    report = quality.judge_machines({"toy": {**runs, "solo-small": results([1.0, 1.0])}})
+    report = quality.judge_machines({"toy": {**runs, "solo-global": results([1.0, 1.0])}})
     assert report["default"] == "mean"
     assert report["ways"]["nesterov-8"] == {
         "mean": pytest.approx(0.55),
@@ -464,6 +464,6 @@ def test_machines_are_compared_with_one_and_run_by_pairs_of_seeds(tmp_path):
     given = ["machines", "--synthetic", "--out", str(tmp_path / "r"), "--models", "mlp"]
     args = quality.parse_args([*given, "--seeds", "2", "--pair-solo"])
     batches = [[job.name for job in jobs] for jobs in quality.batches_of_jobs(args)]
-    assert batches[0] == ["mlp solo-small seed 0", "mlp solo-small seed 1"]
+    assert batches[0] == ["mlp solo-global seed 0", "mlp solo-global seed 1"]
     assert batches[1] == ["mlp mean-8 seed 0", "mlp mean-8 seed 1"]
-    assert len(batches) == 7
+    assert len(batches) == 1 + len(quality.MACHINES)

@@ -419,6 +419,19 @@ def test_nesterov_equals_torch_sgd():
         assert torch.allclose(flat[0], p.detach(), rtol=1e-12)
 
 
+@pytest.mark.parametrize(("outer", "warns"), [(Nesterov(1.0, 0.9999), 1), (Nesterov(), 0)])
+def test_momentum_that_requires_more_rounds_than_the_run_has_is_logged_once(outer, warns, caplog):
+    epochs = 4 if warns else 4000  # stopped, with thousands of rounds to come
+    machine = Machine(MemoryCluster(), "a", epochs=epochs, outer=outer)
+    for _ in range(2):
+        machine.handle.next_metrics(WAIT_S)
+    machine.handle.stop()
+    machine.join()
+    found = [r.getMessage() for r in caplog.records if "rounds between machines" in r.getMessage()]
+    assert len(found) == warns
+    assert all("needs 20000 or more: use Mean(), or a shorter period" in text for text in found)
+
+
 def test_healing_restores_the_momentum_of_nesterov():
     cluster = MemoryCluster(min_machines=2)
     on = threading.Event()

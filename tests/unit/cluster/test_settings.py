@@ -53,6 +53,12 @@ def test_a_momentum_outside_0_to_1_is_refused(momentum):
         Nesterov(momentum=momentum)
 
 
+def test_momentum_requires_twice_the_rounds_in_which_it_builds_up():
+    assert Nesterov().min_rounds == 4
+    assert Nesterov(0.7, 0.9).min_rounds == pytest.approx(20)
+    assert Nesterov(1.0, 0.0).min_rounds == Mean().min_rounds == 0
+
+
 def test_the_state_of_another_outer_optimizer_is_refused():
     nesterov = Nesterov()
     nesterov.step([torch.zeros(2)], [torch.ones(2)])
