@@ -123,7 +123,12 @@ class ElChe:
             self._observed.add(rank)
 
     def report_timing(
-        self, compute_s: Sequence[float], num_batches: Sequence[int], sync_s: float
+        self,
+        compute_s: Sequence[float],
+        num_batches: Sequence[int],
+        sync_s: float,
+        *,
+        wait_s: float = 0.0,
     ) -> None:
         """Record a round: update the speeds, then fit the anchor to the overhead.
 
@@ -133,6 +138,8 @@ class ElChe:
             compute_s: Compute time of each rank since the last round, in seconds.
             num_batches: Batches of each rank in that time.
             sync_s: Cost of the averaging, in seconds.
+            wait_s: Wait of a rank for the others in it, on average: it does not let the anchor
+                grow, but must not exceed the target at a lowered one.
 
         Raises:
             ValueError: The sequences do not have one entry for each rank.
@@ -155,7 +162,7 @@ class ElChe:
             default=0.0,
         )
         if slowest and math.isfinite(sync_s) and sync_s >= 0:
-            self._fit_anchor(sync_s / slowest)
+            self._fit_anchor(sync_s / slowest, wait_s / slowest)
 
     def nudge_down(self, factor: float = 0.5) -> None:
         """Lower the anchor, and its minimum if that is larger.
@@ -242,7 +249,7 @@ class ElChe:
             paces[self._hint[0]] = 1.0
         return [pace if alive else 0.0 for pace, alive in zip(paces, self._live, strict=True)]
 
-    def _fit_anchor(self, sync_in_batches: float) -> None:
+    def _fit_anchor(self, sync_in_batches: float, wait_in_batches: float) -> None:
         """Fit the anchor to the cost of a round, in batches of the slowest rank.
 
         The cost is related to a full round of ``anchor`` batches, so that a round shortened by the
@@ -256,13 +263,15 @@ class ElChe:
                 target = min(sync_in_batches / self._overhead_target, 2.0 * self._anchor)
                 self._anchor = min(math.ceil(target * (1 - 1e-9)), self._max_anchor)
         elif overhead < self._overhead_target / 2:
-            self._anchor = max(self._floor, self._lowered_anchor(sync_in_batches))
+            lowered = self._lowered_anchor(sync_in_batches, wait_in_batches)
+            self._anchor = max(self._floor, lowered)
 
-    def _lowered_anchor(self, sync_in_batches: float) -> int:
+    def _lowered_anchor(self, sync_in_batches: float, wait_in_batches: float) -> int:
         """The lowered anchor: by a tenth above its initial value, by at most half below."""
         if self._anchor > self._start:
             return max(self._start, self._anchor - max(1, self._anchor // 10))
-        cheap = math.ceil(sync_in_batches / (self._overhead_target / 2))
+        target = self._overhead_target
+        cheap = math.ceil(max(2 * sync_in_batches, sync_in_batches + wait_in_batches) / target)
         return min(self._anchor, max(cheap, self._anchor // 2))
 
 

@@ -161,7 +161,10 @@ class RoundRunner:
         length = max(self._run.ranks[rank].round_length for rank in rnd.ranks)
         verdict = self._run.guard.report(list(rnd.divergences.values()), length)
         self._run.elche.hold_growth(verdict is not CadenceAction.STABLE)
-        self._run.elche.report_timing([t for t, _ in times], [n for _, n in times], sync_s)
+        wait_s = sum(ack.wait_s for ack in rnd.acks.values()) / len(rnd.acks)
+        self._run.elche.report_timing(
+            [t for t, _ in times], [n for _, n in times], sync_s, wait_s=wait_s
+        )
         if verdict is CadenceAction.NUDGE_DOWN:
             self._run.elche.nudge_down()
         trained_s = sum(seconds for seconds, _ in times)

@@ -53,8 +53,10 @@ MAX_TRIAL_SAMPLES = 32
 """A data set of up to so many samples is a trial, and may be smaller than a batch."""
 
 
-DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 5
+DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR = 10, 2
 """Default anchor at the start of a run, and its default lower limit."""
+DEFAULT_MIN_ANCHOR_ASYNC = 5
+"""Under ``ASYNC`` a fast rank parks near its count, which costs time where counts are small."""
 
 
 DEFAULT_BUCKET_MB = 25.0
@@ -413,7 +415,9 @@ class RunSettings:
         """Lower limit of the anchor; an explicit anchor without a limit is its own."""
         if self.min_anchor is not None:
             return self.min_anchor
-        return self.anchor or min(DEFAULT_MIN_ANCHOR, self.coordinator.max_anchor)
+        is_async = self.coordinator.policy is ApplyPolicy.ASYNC
+        floor = DEFAULT_MIN_ANCHOR_ASYNC if is_async else DEFAULT_MIN_ANCHOR
+        return self.anchor or min(floor, self.coordinator.max_anchor)
 
     def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
         """Check that the settings are complete and fit together.

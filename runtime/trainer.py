@@ -711,7 +711,7 @@ class TrainerBuilder(Generic[ModelT_co]):
 
     def min_anchor(self, n: int) -> Self:
         """Lower limit to which the anchor shrinks while averaging costs less than half of
-        :meth:`overhead_target` (default 5, or the anchor that was set).
+        :meth:`overhead_target` (default 2, under ``ASYNC`` 5, or the anchor that was set).
         """
         return self._set(min_anchor=check_int("min_anchor", n, 1))
 

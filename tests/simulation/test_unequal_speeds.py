@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.data_waits import DataWaits
+from runtime.settings import DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR
 from tests.simulation.checks import Checks
 from tests.simulation.harness import Hooks, Simulation, simulate
 from tests.simulation.schedule import Pace, Schedule, draw_schedule
@@ -76,6 +77,25 @@ def test_a_rank_three_times_slower_trains_a_quarter_without_idle_time(
     mean_s = FAST_S * (1 + schedule.jitter / 2)
     possible_s = num_epochs * num_batches * mean_s * 3 / 4
     assert run.now <= 1.10 * possible_s
+
+
+@pytest.mark.parametrize("slowness", [(1.0, 1.0), (1.0, 3.0)])
+@pytest.mark.parametrize("backend", [AverageBackend.CPU, AverageBackend.THREAD])
+def test_cheap_rounds_reach_a_cadence_of_two_or_three_batches_without_lost_time(backend, slowness):
+    schedule = schedule_of(
+        ApplyPolicy.CADENCE,
+        backend,
+        slowness=slowness,
+        num_samples=20_000,
+        num_epochs=1,
+        anchor=DEFAULT_ANCHOR,
+        min_anchor=DEFAULT_MIN_ANCHOR,
+    )
+    run = Simulation(replace(schedule, sync_s=FAST_S / 100, average_s=FAST_S / 100)).run()
+    waits = backend is AverageBackend.THREAD
+    assert run.machine.run_state.elche.anchor <= (5 if waits else 3)
+    rate = sum(1 / (FAST_S * s * (1 + schedule.jitter / 2)) for s in slowness)
+    assert run.now <= (1.15 if waits else 1.05) * 2_000 / rate
 
 
 @every_way

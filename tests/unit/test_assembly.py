@@ -30,13 +30,14 @@ def built(num_ranks=2, **settings):
 @pytest.mark.parametrize(
     ("settings", "start", "floor"),
     [
-        ({}, 10, 5),
+        ({}, 10, 2),
+        ({"policy": ApplyPolicy.ASYNC}, 10, 5),
         ({"anchor": 7}, 7, 7),  # the requested anchor is kept
         ({"anchor": 1}, 1, 1),
         ({"anchor": 7, "min_anchor": 3}, 7, 3),
         ({"min_anchor": 4}, 10, 4),
         ({"min_anchor": 20}, 20, 20),
-        ({"max_anchor": 3}, 3, 3),
+        ({"max_anchor": 3}, 3, 2),
         ({"max_anchor": 1}, 1, 1),
         ({"anchor": 7, "max_anchor": 7}, 7, 7),
     ],

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import coordinator
 from coordinator.cadence import CadenceAction, ElChe
+from runtime.settings import DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR
 
 times = st.floats(1e-6, 1e3)
 
@@ -158,6 +159,26 @@ def test_cheap_averaging_lowers_the_anchor_to_min_anchor():
         anchors.append(cadence.anchor)
     assert anchors == [5, 2, 2, 2, 2]
     assert cadence.batch_counts == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "sync_s", "wait_s", "anchor"),
+    [
+        (0.1, 0.001, 0.0, 2),  # a hundredth of a step: twice as many rounds cost nothing
+        (0.1, 0.009, 0.0, 2),
+        (0.1, 0.014, 0.0, 3),
+        (0.001, 0.001, 0.0, 10),  # a round of a whole step
+        (0.1, 0.001, 0.015, 2),
+        (0.1, 0.001, 0.049, 5),  # ranks half a step out of phase
+        (0.1, 0.001, 0.5, 10),  # a wait does not let the anchor grow
+    ],
+)
+def test_the_default_cadence_is_as_dense_as_is_cheap(step_s, sync_s, wait_s, anchor):
+    cadence = ElChe(2, DEFAULT_ANCHOR, min_anchor=DEFAULT_MIN_ANCHOR)
+    for _ in range(20):
+        counts = cadence.batch_counts
+        cadence.report_timing([n * step_s for n in counts], counts, sync_s, wait_s=wait_s)
+    assert cadence.anchor == anchor
 
 
 def test_the_anchor_is_not_lowered_where_averaging_would_become_costly():
