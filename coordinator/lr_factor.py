@@ -12,9 +12,10 @@ from coordinator.config import ApplyPolicy, CoordinatorConfig
 
 logger = logging.getLogger(__name__)
 
-MAX_ROUND_BATCHES = 10
-"""Batches of a rank between two rounds, on average, above which the factor is 1."""
-_RESUMED_BATCHES = 8
+MAX_ROUND_BATCHES = 200
+"""Batches of a rank between two rounds, on average, above which the factor is 1: the factor was
+checked up to there."""
+_RESUMED_BATCHES = 160
 """The factor returns after rounds of at most this many batches."""
 _WINDOW_BATCHES = 20
 """Batches of a rank, on average, in a measurement of the shares."""

@@ -935,7 +935,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         ``sqrt(K) * K_eff / K``, where ``K`` ranks train ``n`` batches each between two averagings
         and ``K_eff = sum(n)**2 / sum(n**2)``: ``sqrt(K)`` for equal speeds. It multiplies the rate
         during steps, whatever set it; rates that are read, set, reported or saved are without it.
-        It is fixed once speeds are stable, until a rank dies, and 1 while ranks train more than 10
+        It is fixed once speeds are stable, until a rank dies, and 1 while ranks train more than 200
         batches between two averagings. Between machines there is none.
         """
         automatic = isinstance(f, str) and f == "auto"

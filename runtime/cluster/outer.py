@@ -69,9 +69,9 @@ class Nesterov(OuterOptimizer):
     """SGD with Nesterov momentum on the mean change of the machines, as in DiLoCo (Douillard et
     al., 2023).
 
-    Momentum takes ``1 / (1 - momentum)`` rounds to build up. The defaults are for runs of about 30
-    rounds; DiLoCo's ``lr=0.7, momentum=0.9`` gains from about 100 rounds, and is worse than
-    :class:`Mean` below. A run of fewer than ``2 / (1 - momentum)`` rounds logs a warning.
+    Momentum takes ``1 / (1 - momentum)`` rounds to build up. The defaults are for runs of 30
+    rounds or more, DiLoCo's ``lr=0.7, momentum=0.9`` for hundreds; with fewer, :class:`Mean` is
+    better. A run of fewer than ``2 / (1 - momentum)`` rounds logs a warning.
 
     The momentum buffers are float32 or better, one for each dtype of the parameters.
 

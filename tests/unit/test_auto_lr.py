@@ -86,7 +86,7 @@ def test_steps_of_two_equal_ranks_use_the_root_of_two(way):
         ({"lr_scale_ratio": 0}, (CADENCE, OVER_CPU), 1.0),
         ({}, (SYNC, THREAD), 1.0),
         ({"lr_scale_ratio": "auto"}, (SYNC, THREAD), 1.0),
-        ({"max_anchor": 11, "anchor": 11}, (CADENCE, OVER_CPU), 1.0),
+        ({"max_anchor": 201, "anchor": 201}, (CADENCE, OVER_CPU), 1.0),
     ],
 )
 def test_a_number_sync_and_sparse_rounds_have_no_automatic_factor(settings, way, rate):

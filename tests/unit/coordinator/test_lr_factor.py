@@ -9,7 +9,7 @@ import pytest
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.lr_factor import LrFactor
+from coordinator.lr_factor import MAX_ROUND_BATCHES, LrFactor
 from tests.unit.coordinator.test_machine import Run
 
 
@@ -97,15 +97,16 @@ def test_a_death_lowers_the_factor_and_is_measured_again():
     assert factor.value == pytest.approx(math.sqrt(3) / 3 * expected(2, 8) * math.sqrt(2))
 
 
-def test_rounds_of_more_than_ten_batches_have_none_until_they_are_clearly_shorter():
-    factor = enabled()
-    assert rounds(factor, 11, 11, times=2)[-1] == 1.0
-    assert rounds(factor, 9, 9, times=3)[-1] == 1.0
-    assert rounds(factor, 8, 8, times=3)[-1] == pytest.approx(math.sqrt(2))
+def test_sparse_rounds_have_none_until_they_are_clearly_denser():
+    factor, limit = enabled(), MAX_ROUND_BATCHES
+    assert rounds(factor, limit, limit) == [pytest.approx(math.sqrt(2))]
+    assert rounds(factor, limit + 1, limit + 1) == [1.0]
+    assert rounds(factor, limit, limit) == [1.0]
+    assert rounds(factor, limit // 2, limit // 2) == [pytest.approx(math.sqrt(2))]
 
 
 def test_a_sparse_cadence_has_none_from_the_start():
-    assert enabled(counts=[11, 11]).value == 1.0
+    assert enabled(counts=[MAX_ROUND_BATCHES + 1] * 2).value == 1.0
 
 
 @pytest.mark.parametrize(
