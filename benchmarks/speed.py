@@ -16,11 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ from benchmarks.harness.models import (
     workload_of,
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
+from coordinator.data_waits import DataWaits
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 
 WORLDS = (1, 2, 4, 6, 8)
@@ -73,6 +75,10 @@ FOLLOW_AT, FOLLOW_STEPS, FOLLOW_STEADY = 60, 140, 20
 """Steps before rank 1 changes its speed, in total, and evaluated before the change."""
 FOLLOW_BATCH, FOLLOW_SAMPLE_S = 64, 3e-4
 """Samples of a rank, and its sleep for each."""
+SLEEP_SAMPLE_S, SLEEP_BATCH, SLEEP_SAMPLES, SLEEP_EPOCHS = 5e-4, 10, 600, 8
+"""In the section ``delivered``, the sleep of a sample, and the sizes of a run."""
+SLEEP_SLOWDOWN, SLEEP_EVAL = 3.0, 20
+"""In the section ``delivered``, the slowness of one rank, and batches that an evaluation takes."""
 NEAR = 0.05
 """Relative excess up to which a step counts as near the shortest one."""
 MIN_STEPS = 40
@@ -674,6 +680,121 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
     return num_steps, max(excess[change_at - FOLLOW_STEADY : change_at])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SleepingRun:
+    """A run of two workers that sleep, one of which is slow in one respect.
+
+    Attributes:
+        policy: Its policy, under ``SYNC`` with ``balance(True)``.
+        data: Reading a sample on rank 1 takes this multiple of the training of a sample.
+        compute: Training a sample on rank 0 takes this multiple of the time on rank 1.
+        prefetch: Batches that are read ahead.
+        eval_batches: Duration of ``eval_fn``, in batches of its rank; 0: none.
+        counts_waits: Waits for data count in the shares and in the cadence.
+        eval_rank: The rank of ``eval_fn``; ``None``: chosen by cost.
+    """
+
+    policy: ApplyPolicy
+    data: float = 0.0
+    compute: float = 1.0
+    prefetch: int = 1
+    eval_batches: int = 0
+    counts_waits: bool = True
+    eval_rank: int | None = None
+
+    def rate(self, _: float) -> float:
+        """Samples per second of the whole run."""
+        slowness = (self.compute, 1.0)
+
+        def train_fn(model: nn.Module, batch: Tensor) -> Tensor:
+            time.sleep(SLEEP_SAMPLE_S * slowness[current_worker().rank] * len(batch))
+            loss: Tensor = model(batch).mean()
+            return loss
+
+        def eval_fn(model: nn.Module, epoch: int) -> dict[str, float]:
+            batch_s = SLEEP_SAMPLE_S * SLEEP_BATCH
+            time.sleep(self.eval_batches * batch_s * slowness[current_worker().rank])
+            return {}
+
+        data = SleepingData((0.0, self.data * SLEEP_SAMPLE_S))
+        builder = (
+            Trainer.builder(
+                lambda device: nn.Linear(1, 1),
+                lambda params: torch.optim.SGD(params, 1e-3),
+                train_fn,
+            )
+            .dataset(data)
+            .batch_size(SLEEP_BATCH)
+            .num_epochs(SLEEP_EPOCHS)
+            .devices(["cpu", "cpu"])
+            .policy(self.policy)
+            .prefetch(self.prefetch)
+            .tune_allocator(False)
+            .progress(False)
+        )
+        if self.policy is ApplyPolicy.SYNC:
+            builder.balance(True)
+        if self.eval_batches:
+            builder.eval_fn(eval_fn)
+        if self.eval_rank is not None:
+            builder.eval_rank(self.eval_rank)
+        ignored = mock.patch.object(DataWaits, "per_sample_s", return_value=0.0)
+        with nullcontext() if self.counts_waits else ignored:
+            start = time.perf_counter()
+            builder.run().join()
+            return SLEEP_EPOCHS * len(data) / (time.perf_counter() - start)
+
+
+class SleepingData:
+    """Samples that each rank reads at its own speed.
+
+    Args:
+        seconds: Seconds that a sample takes, for each rank.
+    """
+
+    def __init__(self, seconds: tuple[float, float]) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return SLEEP_SAMPLES
+
+    def get_batch(self, indices: Tensor) -> Tensor:
+        """Read a batch."""
+        time.sleep(self._seconds[current_worker().rank] * len(indices))
+        return torch.zeros(len(indices), 1)
+
+
+def delivered(options: Options) -> Section:
+    """Shares that count waits for data over shares by compute time only, and ``eval_fn`` on the
+    rank where it costs least over ``eval_rank(0)``.
+    """
+    section, rows = Section(), []
+    pairs: list[tuple[str, SleepingRun, dict[str, Any]]] = []
+    for policy in ApplyPolicy:
+        for prefetch in (0, 1):
+            what = f"{policy.value}, slow data, {'read ahead' if prefetch else 'on request'}"
+            run = SleepingRun(policy=policy, data=SLEEP_SLOWDOWN, prefetch=prefetch)
+            pairs.append((what, run, {"counts_waits": False}))
+    for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE):
+        run = SleepingRun(policy=policy, compute=SLEEP_SLOWDOWN, eval_batches=SLEEP_EVAL)
+        pairs.append((f"{policy.value}, slow compute, placement", run, {"eval_rank": 0}))
+    for what, run, without in pairs:
+        cells = [
+            Cell(key=f"{what}, with", guess=1.0, run=run.rate),
+            Cell(key=f"{what}, without", guess=1.0, run=replace(run, **without).rate),
+        ]
+        measured = options.interleaved(cells)
+        ratio, low, high = median_interval(measured.ratios(cells[0].key, cells[1].key))
+        rates = measured.medians()
+        rows.append([what, *(f"{rates[c.key]:,.0f}" for c in cells)])
+        rows[-1].append(f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+        section.record[what] = section.add(measured)
+        section.checks.append(Check(what=f"{what}: over without", measured=ratio, wanted=1.0))
+    head = ("run", "with the rule: samples/s", "without", "ratio")
+    section.markdown.append(table(head, rows))
+    return section
+
+
 def transports(options: Options) -> Section:
     """``backend(AUTO)`` beside each transport that it may select, two workers."""
     section = Section()
@@ -828,6 +949,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Options], Section]]] = {
     "efficiency": ("CADENCE against two bare threads, pair by pair", efficiency),
     "shares": ("SYNC with shares by measured speed", shares),
     "follow": ("SYNC with shares: a rank that changes its speed", follow),
+    "delivered": ("Waits for data in shares, placement of evaluations", delivered),
     "transports": ("AUTO against a fixed transport", transports),
     "world": (f"More workers, asleep {WORLD_STEP_S * 1e3:g} ms a step", world),
     "model": (f"Larger models, 2 workers, asleep {MODEL_STEP_S * 1e3:g} ms a step", model),
