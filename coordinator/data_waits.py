@@ -44,7 +44,7 @@ class DataWaits:
         """
         if rank not in live or any(len(self._last[r]) < _MIN_REPORTS for r in live):
             return 0.0
-        return min(self._last[rank]) - min(min(self._last[r]) for r in live)
+        return min(self._last[rank]) - common_wait_s([self._last[r] for r in live])
 
     def state_dict(self) -> list[list[float]]:
         """The last waits of each rank."""
@@ -54,3 +54,14 @@ class DataWaits:
         """Restore :meth:`state_dict`; without effect at another world size."""
         if len(state) == len(self._last):
             self._last = [deque(map(float, last), maxlen=_NUM_REPORTS) for last in state]
+
+
+def common_wait_s(state: Sequence[Sequence[float]]) -> float:
+    """The lasting wait for a sample that all ranks have, in seconds.
+
+    Args:
+        state: The last waits of each rank, as in :meth:`DataWaits.state_dict`.
+    """
+    if any(len(last) < _MIN_REPORTS for last in state):
+        return 0.0
+    return min((min(last) for last in state), default=0.0)

@@ -11,6 +11,7 @@ from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.grant import Grant
 from coordinator.cluster.machine_report import EpochRanges, normalize
 from coordinator.cluster.member_protocol import CaptureDone
+from coordinator.data_waits import common_wait_s
 from coordinator.messages import EpochGrant, SaveCheckpoint
 from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, metrics_state
 from coordinator.splitting import BatchSet
@@ -75,7 +76,7 @@ class GrantTracker:
             kept=normalize(kept),
             weight=max(0.0, math.fsum(weight for _, weight in news)),
             num_samples=max(0, sum(samples for samples, _ in news)),
-            seconds_per_batch=_seconds_per_batch(checkpoint.run["elche"]["seconds"]),
+            seconds_per_batch=_seconds_per_batch(checkpoint.run),
             tallies=tuple(tallies),
         )
         return self._last
@@ -165,9 +166,16 @@ def _total_weight(weight: Any) -> float:
     return math.fsum(weight) if isinstance(weight, list) else float(weight)
 
 
-def _seconds_per_batch(seconds: Sequence[float]) -> float | None:
-    """Seconds per batch of a machine from those of its ranks; ``None`` if not measured."""
-    speed = math.fsum(1 / s for s in seconds if s > 0)
+def _seconds_per_batch(run: Mapping[str, Any]) -> float | None:
+    """Seconds per batch of a machine from those of its ranks; ``None`` if not measured.
+
+    A wait for data that all ranks have does not count in their shares, but in the machine's.
+    """
+    ranks = run.get("ranks", ())
+    num_batches = sum(rank["num_batches"] for rank in ranks)
+    batch_samples = sum(rank["num_samples"] for rank in ranks) / max(1, num_batches)
+    wait_s = common_wait_s(run.get("data_waits", ())) * batch_samples
+    speed = math.fsum(1 / (s + wait_s) for s in run["elche"]["seconds"] if s > 0)
     return 1 / speed if speed else None
 
 

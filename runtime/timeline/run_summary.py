@@ -386,11 +386,14 @@ def _gains(
     if len(live) < 2 or found.num_rounds < MIN_STEPS or not found.share:
         return {}
     gains: dict[str, float] = {}
-    times = [r.compute_s for r in live]
+    # Waits for data that are a rank's own count, too.
+    common_s = min(r.causes[Cause.DATA] for r in live)
+    times = [r.compute_s + r.causes[Cause.DATA] - common_s for r in live]
     unequal = max(times) >= IMBALANCE_RATIO * min(times)
     if alternatives.balance and unequal:
-        # All ranks then compute as long as the mean, weighted by their rates.
-        balanced_s = sum(r.num_samples for r in live) / sum(r.own_rate or 0.0 for r in live)
+        # All ranks then take as long as the mean, weighted by their rates.
+        rates = [r.num_samples / own_s for r, own_s in zip(live, times, strict=True)]
+        balanced_s = sum(r.num_samples for r in live) / sum(rates)
         gains["balance(True)"] = found.train_s / (found.train_s - max(times) + balanced_s) - 1
     peers, averaging = found.lost.get(PEERS, 0.0), found.lost.get(EXCHANGE, 0.0)
     if alternatives.cadence and (peers + averaging > LOCKSTEP_LIMIT or unequal):

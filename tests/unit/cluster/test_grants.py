@@ -120,8 +120,35 @@ def test_batches_returned_for_a_failed_round_are_granted_again():
         returned=((0, (range(5, 8),)),),
     )
     first = tracker.capture(captured, ledger)
+    assert first.seconds_per_batch is None
     assert first.done == ((0, (range(3),)),)
     assert first.kept == ((0, (range(3, 5),)),)
     (again,) = tracker.resume()
     assert again.batches == (range(5, 8),)
     assert tracker.capture(replace(captured, returned=()), ledger).kept == ((0, (range(3, 8),)),)
+
+
+@pytest.mark.parametrize(
+    ("waits", "batch_s"),
+    [
+        ([[0.0, 0.0], [0.0, 0.0]], (2.0, 3.0)),
+        ([[0.2, 0.3, 0.2], [0.1, 0.1, 0.4]], (2.5, 3.5)),
+        ([[0.2, 0.2], [0.1]], (2.0, 3.0)),
+    ],
+    ids=["none", "of all ranks", "not measured"],
+)
+def test_a_machine_is_slower_by_the_wait_for_data_that_all_its_ranks_have(waits, batch_s):
+    ledger = ClusterLedger(
+        settings={}, num_epochs=1, batches_per_epoch=10, period_s=1.0, max_batches=None
+    )
+    run = {
+        "epochs": [],
+        "elche": {"seconds": [2.0, 3.0]},
+        "data_waits": waits,
+        "ranks": [{"num_samples": 30, "num_batches": 6}, {"num_samples": 20, "num_batches": 4}],
+    }
+    captured = SaveCheckpoint(
+        payload=payload(0.0), ranks=(), run=run, epoch=0, global_step=0, scheduled=False
+    )
+    found = GrantTracker().capture(captured, ledger).seconds_per_batch
+    assert found == pytest.approx(1 / sum(1 / s for s in batch_s))

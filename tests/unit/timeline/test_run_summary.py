@@ -190,6 +190,16 @@ def test_lockstep_that_costs_more_than_a_tenth_names_cadence_with_its_gain():
     assert found.advice == 'policy("cadence") would gain about 24 % here; see docs/policies.md'
 
 
+def test_a_rank_that_waits_for_its_data_names_balance_with_its_gain():
+    slow = (100, 4.5, {Cause.COMPUTE: 4.5, Cause.DATA: 4.7, Cause.SYNC: 0.8})
+    fast = (100, 4.5, {Cause.COMPUTE: 4.5, Cause.DATA: 0.2, Cause.SYNC: 5.3})
+    found = summary_of(slow, fast)
+    # The wait that both have stays: balanced, 200 samples take 6 s instead of 9.
+    assert found.gains["balance(True)"] == pytest.approx(10 / 7 - 1)
+    alike = (100, 4.5, {Cause.COMPUTE: 4.5, Cause.DATA: 4.7, Cause.SYNC: 0.8})
+    assert "balance(True)" not in summary_of(slow, alike).gains
+
+
 def test_unequal_ranks_name_balance_with_its_gain():
     slow = (100, 9.0, {Cause.COMPUTE: 9.0, Cause.SYNC: 1.0})
     fast = (100, 4.5, {Cause.COMPUTE: 4.5, Cause.SYNC: 5.5})
