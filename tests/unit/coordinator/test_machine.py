@@ -181,6 +181,18 @@ def test_an_acknowledgement_is_not_counted_as_a_batch():
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
 
 
+def test_a_ranks_own_wait_for_data_counts_in_the_cadence():
+    run = Run(anchor=50, num_samples=200, progressive=False)
+    for _ in range(8):
+        for rank, wait_s in enumerate((0.01, 0.03)):
+            stats = m.ReportStats(num_batches=1, num_samples=1, compute_s=0.01, data_wait_s=wait_s)
+            run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
+    state = run.machine.run_state
+    assert [r.compute_since_round for r in state.ranks] == pytest.approx([0.08, 0.08 + 7 * 0.02])
+    assert [r.compute_s for r in state.ranks] == pytest.approx([0.08, 0.08])
+    assert state.elche.seconds_per_batch == pytest.approx((0.01, 0.03), rel=0.1)
+
+
 def test_training_during_an_average_counts_for_the_next_round():
     """D19."""
     run = at_a_round()
@@ -650,15 +662,26 @@ def test_a_rank_cannot_return_to_an_earlier_state(state, target):
         ({}, 0),
     ],
 )
-def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported):
+@pytest.mark.parametrize(
+    ("waits", "texts"),
+    [
+        (False, ("3.00 times as long", "2.00 times as fast")),
+        (True, ("2.90 times as long", "1.95 times as fast")),  # from the second report on
+    ],
+    ids=["compute", "waits for data"],
+)
+def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported, waits, texts):
     run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
     for _ in range(60):
         for rank, step_s in enumerate((0.01, 0.03)):
-            stats = m.ReportStats(num_batches=10, num_samples=10, compute_s=10 * step_s)
+            times = {"compute_s": 10 * step_s, "data_wait_s": 0.0}
+            if waits:
+                times = {"compute_s": 0.1, "data_wait_s": 10 * step_s}
+            stats = m.ReportStats(num_batches=10, num_samples=10, **times)
             run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
     warnings = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
     assert len(warnings) == num_reported
-    assert all("3.00 times as long" in t and "2.00 times as fast" in t for t in warnings)
+    assert all(text in warning for warning in warnings for text in texts)
 
 
 def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death():
