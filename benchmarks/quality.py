@@ -89,8 +89,6 @@ SETTINGS = {
     "lr_scale_ratio": float,
 }
 """Settings of the trainer's builder that ``--set`` may give the averaged modes."""
-RECOMMENDED = ["lr_scale_ratio=0.2"]
-"""Their defaults, as docs/policies.md recommends for Adam and similar optimizers."""
 
 
 # -- one training run, in a process of its own -------------------------------------------
@@ -1480,9 +1478,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--set",
         nargs="*",
-        default=RECOMMENDED,
+        default=[],
         metavar="NAME=VALUE",
-        help=f"{', '.join(SETTINGS)} ({' '.join(RECOMMENDED)}); nothing: the builder's defaults",
+        help=f"{', '.join(SETTINGS)} (the builder's defaults)",
     )
     add("--synthetic", action="store_true", help="tiny stand-in data: for tests")
     args = parser.parse_args(argv[command is not None :])

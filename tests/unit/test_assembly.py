@@ -67,6 +67,24 @@ def test_a_setting_reaches_every_part_that_has_a_field_of_its_name():
         config_of(batchsize=3)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "automatic"),
+    [
+        ({"policy": ApplyPolicy.CADENCE}, 2, True),
+        ({"policy": ApplyPolicy.ASYNC}, 2, True),
+        ({"policy": ApplyPolicy.CADENCE}, 1, False),
+        ({"policy": ApplyPolicy.SYNC}, 2, False),
+        ({"policy": ApplyPolicy.CADENCE, "lr_scale_ratio": 0.0}, 2, False),
+    ],
+)
+def test_policies_that_average_parameters_have_an_automatic_learning_rate(
+    settings, num_ranks, automatic
+):
+    config = built(num_ranks, **settings)
+    assert (config.coordinator.auto_lr, config.worker.auto_lr) == (automatic, automatic)
+    assert config.worker.lr_scale == 1.0
+
+
 def test_every_setting_of_the_builder_reaches_a_run():
     """Fails if the value of a builder method does not reach the configuration."""
     b = builder(ranks=2).anchor(7).max_anchor(9).overhead_target(0.2).max_batch_diff(3)

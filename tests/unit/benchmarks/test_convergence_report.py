@@ -360,13 +360,12 @@ def test_sync_makes_the_modes_of_a_seed_in_one_process_and_those_disturbed_once_
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
-        ([], {"lr_scale_ratio": 0.2}),
-        (["--set"], {}),
+        ([], {}),
         (["--set", "anchor=3", "overhead_target=0.2"], {"anchor": 3, "overhead_target": 0.2}),
     ],
-    ids=["recommended", "the builders", "others"],
+    ids=["defaults", "others"],
 )
-def test_averaged_modes_use_recommended_or_given_settings(given, settings, tmp_path):
+def test_averaged_modes_use_the_defaults_or_given_settings(given, settings, tmp_path):
     args = quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *given])
     assert args.settings == settings
 

@@ -254,6 +254,31 @@ def test_an_aborted_collective_keeps_the_counts():
     assert protocol.parked
 
 
+@pytest.mark.parametrize("update", [True, False])
+def test_a_round_sets_the_factor_of_the_learning_rate_and_its_rollback_restores_it(update):
+    protocol = training(limit=4)
+    protocol.receive(m.Resume(budget=m.BatchBudget(lr_factor=1.5)))
+    train(protocol, 3)
+    if update:
+        protocol.on_snapshot_taken(1)
+        budget = m.BatchBudget(lr_factor=2.0)
+        assert protocol.on_updated(m.Update(round=1, average=EMPTY, budget=budget))
+        assert protocol.lr_factor == 2.0
+        return
+    work = protocol.receive(m.SyncNow(round=1, budget=m.BatchBudget(lr_factor=2.0)))
+    protocol.on_synced(work, ok=True)
+    assert protocol.lr_factor == 2.0
+    assert protocol.receive(m.Rollback(round=1)) is not None
+    assert protocol.lr_factor == 1.5
+
+
+def test_a_budget_without_a_factor_keeps_it():
+    protocol = training(limit=4)
+    protocol.receive(m.Resume(budget=m.BatchBudget(lr_factor=1.5)))
+    protocol.receive(m.Resume(budget=m.BatchBudget(limit=3)))
+    assert protocol.lr_factor == 1.5
+
+
 def test_an_idle_worker_joins_a_round():
     """D3."""
     protocol = WorkerProtocol(0)
