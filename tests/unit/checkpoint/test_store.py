@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -523,6 +524,14 @@ class FullFile(io.BytesIO):
 
 
 def test_a_full_disk_is_reported_by_the_error_of_the_system(tmp_path, monkeypatch):
+    """``torch.save`` hides the error of a write behind one of its own."""
+
+    def save(value, file):
+        with suppress(OSError):
+            file.write(b"content")
+        raise RuntimeError("unexpected pos 0 vs 7")
+
+    monkeypatch.setattr(files.torch, "save", save)
     monkeypatch.setattr(files, "open", lambda path, mode: FullFile(), raising=False)
     with pytest.raises(OSError, match="planted") as caught:
         files.write_pickle(tmp_path / "state.pt", {"x": torch.ones(3)})

@@ -156,6 +156,11 @@ def test_launches_and_driver_calls_wait_for_each_other_for_a_limited_time(caplog
             pass
         with gate.launching():
             pass
+    with gate.driver_call():
+        gate._is_launching = True  # as by a launch that waits for this call
+        with gate.driver_call():
+            pass
+        gate._is_launching = False
     assert [record.getMessage() for record in caplog.records] == [
         "the launch of another exchange takes more than 0.01 s: not waiting for it",
         "the launch of an exchange takes more than 0.01 s: not waiting for it",
