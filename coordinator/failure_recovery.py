@@ -14,7 +14,7 @@ from coordinator import messages as m
 from coordinator.ledger import LockstepPlan
 from coordinator.messages import AbortCollective, BatchBudget
 from coordinator.metrics import ReportStats
-from coordinator.run_state import Failure, Rank, RankState, RunState
+from coordinator.run_state import Rank, RankState, RunState
 
 
 class FailureRecovery:
@@ -41,7 +41,7 @@ class FailureRecovery:
         """Ranks that can train."""
         return [r for r in self._run.ranks if r.state in (RankState.BUILDING, RankState.LIVE)]
 
-    def remove(self, failure: Failure, *, in_round: bool) -> None:
+    def remove(self, failure: m.WorkerFailure, *, in_round: bool) -> None:
         """Remove a dead rank, while others survive.
 
         Args:

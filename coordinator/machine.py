@@ -21,7 +21,7 @@ from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Comma
 from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
-from coordinator.run_state import Failure, Outcome, Phase, RankState, RunState, Statistics
+from coordinator.run_state import Outcome, Phase, RankState, RunState, Statistics
 from coordinator.saving import RunCheckpointer
 from coordinator.shares import ImbalanceDetector
 from coordinator.stall import StallDetector
@@ -189,7 +189,7 @@ class Coordinator:
                 self._on_granted(event)
             case m.AbortRequested():
                 error = RunAborted("the run was aborted")
-                self._finalizer.fail(Failure(error=error), now, saves=False)
+                self._finalizer.fail(m.WorkerFailure(error=error), now, saves=False)
             case m.Tick():
                 self._on_tick(now)
             case _:
@@ -290,14 +290,16 @@ class Coordinator:
         if self._run.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             # A peer may be waiting for it in the collective.
             error = RuntimeError(f"rank {rank} left before the run was over")
-            self._on_death(Failure(error=error, rank=rank), now)
+            self._on_death(m.WorkerFailure(error=error, rank=rank), now)
             return
         info.move(RankState.GONE)
 
     def _on_failed(self, event: m.Failed, now: float) -> None:
         if self._run.ranks[event.rank].state is RankState.DEAD:
             return
-        failure = Failure(error=event.error, rank=event.rank, epoch=event.epoch, step=event.step)
+        failure = m.WorkerFailure(
+            error=event.error, rank=event.rank, epoch=event.epoch, step=event.step
+        )
         self._on_death(
             failure, now, fatal=event.fatal, answers=event.answers, saves=not event.unsafe
         )
@@ -308,11 +310,11 @@ class Coordinator:
         if self._run.ranks[rank].state in (RankState.GONE, RankState.DEAD):
             return
         error = RuntimeError(f"the thread of rank {rank} ended without a message")
-        self._on_death(Failure(error=error, rank=rank), now)
+        self._on_death(m.WorkerFailure(error=error, rank=rank), now)
 
     def _on_death(
         self,
-        failure: Failure,
+        failure: m.WorkerFailure,
         now: float,
         *,
         fatal: bool = False,
@@ -357,7 +359,9 @@ class Coordinator:
         if self._run.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             return
         if event.too_large and not self._shrink(event):
-            self._finalizer.fail(Failure(error=_out_of_memory_error(event), rank=event.rank), now)
+            self._finalizer.fail(
+                m.WorkerFailure(error=_out_of_memory_error(event), rank=event.rank), now
+            )
             return
         self._recovery.on_halted(event)
         if event.left is not None:
@@ -374,7 +378,7 @@ class Coordinator:
             if fault is None
             else f"{limit} reductions in a row failed over {backend.name}: {fault}"
         )
-        self._finalizer.fail(Failure(error=error), now)
+        self._finalizer.fail(m.WorkerFailure(error=error), now)
         return True
 
     def _on_all_halted(self, now: float) -> None:
@@ -403,7 +407,7 @@ class Coordinator:
             self._recovery.num_halts = 0  # they count for the excluded backend
             return
         error = AveragingFailed(f"{event.backend.name}: {why}")
-        self._finalizer.fail(Failure(error=error), now)
+        self._finalizer.fail(m.WorkerFailure(error=error), now)
 
     def _shrink(self, event: m.Halted) -> bool:
         shares, ranks = self._run.shares, [r.rank for r in self._run.live]
@@ -479,7 +483,7 @@ class Coordinator:
             error = AveragingFailed(
                 f"{rnd.num_failed} averaging rounds failed in a row; {self._remedy()}"
             )
-            self._finalizer.fail(Failure(error=error), now)
+            self._finalizer.fail(m.WorkerFailure(error=error), now)
             return
         if broken and rnd.generation == self._run.generation and self._run.collective:
             self._recovery.regroup()
@@ -507,12 +511,12 @@ class Coordinator:
                     f"the ranks {list(missing)} have not answered a round for "
                     f"{rnd.num_failed} times {rnd.deadline - now:g} s; {self._remedy()}"
                 )
-                self._finalizer.fail(Failure(error=error), now)
+                self._finalizer.fail(m.WorkerFailure(error=error), now)
         if self._finalizer.deadline is not None and now >= self._finalizer.deadline:
             self._finalizer.expire(now)
         stalled = self._stall_detector.check(now)
         if stalled is not None:
-            self._finalizer.fail(Failure(error=stalled), now)
+            self._finalizer.fail(m.WorkerFailure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
         if self._recovery.all_halted:
@@ -533,7 +537,7 @@ class Coordinator:
             self._epochs.close(now)
             abandoned = self._epochs.abandoned
             if abandoned is not None and self._run.phase is Phase.RUNNING:
-                self._finalizer.fail(Failure(error=_abandoned_error(abandoned.epoch)), now)
+                self._finalizer.fail(m.WorkerFailure(error=_abandoned_error(abandoned.epoch)), now)
                 return
             orphan = self._epochs.orphaned()
             if orphan is not None and self._epochs.uses_live_weights(orphan):

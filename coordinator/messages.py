@@ -774,24 +774,33 @@ class Exiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class WorkerFailure:
+    """A worker that failed.
+
+    Attributes:
+        rank: The worker's rank; -1 for an error of the coordinator, which fails the run.
+        epoch: Epoch of the failure.
+        step: Batches that the worker had trained.
+        error: Its exception.
+    """
+
+    rank: int = -1
+    epoch: int = 0
+    step: int = 0
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(WorkerFailure):
     """The rank died of an exception.
 
     Attributes:
-        rank: The dead rank.
-        epoch: Its epoch.
-        step: Batches that it had trained.
-        error: The exception.
         fatal: The run fails even with ``continue_on_failure``.
         answers: The rank waits for :class:`Shutdown`, and can reply with the state before the
             step that failed.
         unsafe: No rank's state may be saved, since the replicas differ.
     """
 
-    rank: int
-    epoch: int
-    step: int
-    error: BaseException
     fatal: bool = False
     answers: bool = False
     unsafe: bool = False

@@ -15,7 +15,7 @@ from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average, Payload
 from coordinator.run_errors import RunStalled
-from coordinator.run_state import Failure, Phase, RankState, RunState
+from coordinator.run_state import Phase, RankState, RunState
 from coordinator.transports import Round
 
 MAX_COLLECT_S = 30.0
@@ -77,7 +77,7 @@ class RunFinalizer:
         if not finals and sent:
             fault = sent[0].fault
             assert fault is not None
-            self._run.outcome.failure = Failure(
+            self._run.outcome.failure = m.WorkerFailure(
                 error=fault.error, rank=fault.rank, epoch=fault.epoch, step=fault.step
             )
         elif not finals and self._run.outcome.failures:
@@ -123,7 +123,7 @@ class RunFinalizer:
         elif self._run.phase is not Phase.AVERAGING:
             return
         elif event.error is not None:
-            outcome.failure = Failure(error=event.error)
+            outcome.failure = m.WorkerFailure(error=event.error)
         outcome.payload = average
         self._saving.emit_final(average)
         self.finish()
@@ -140,7 +140,7 @@ class RunFinalizer:
         in_training = run.phase in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING)
         return in_training and saves and not run.config.granted
 
-    def fail(self, failure: Failure, now: float, *, saves: bool = True) -> None:
+    def fail(self, failure: m.WorkerFailure, now: float, *, saves: bool = True) -> None:
         """End the run with a failure: wake all ranks, collect their last states, and wait for
         them for at most ``grace_s``, or three steps.
 

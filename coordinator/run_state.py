@@ -24,6 +24,7 @@ from coordinator.messages import (
     PublishSteps,
     Send,
     ToWorker,
+    WorkerFailure,
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
 from coordinator.requested_evaluations import RequestedEvaluations
@@ -462,19 +463,6 @@ class Rank:
         self.compute_since_round -= self.round_compute_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """The cause of a failed run: a worker's exception, or an error of the coordinator.
-
-    ``rank`` is -1 if no single rank failed.
-    """
-
-    error: BaseException
-    rank: int = -1
-    epoch: int = 0
-    step: int = 0
-
-
 @dataclass(slots=True)
 class Outcome:
     """The outcome of a run.
@@ -491,8 +479,8 @@ class Outcome:
 
     payload: Payload | None = None
     metrics: list[EpochMetrics] = field(default_factory=list)
-    failure: Failure | None = None
-    failures: list[Failure] = field(default_factory=list)
+    failure: WorkerFailure | None = None
+    failures: list[WorkerFailure] = field(default_factory=list)
     stopped: bool = False
     reason: str = "finished"
     missing: tuple[int, ...] = ()

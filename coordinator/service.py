@@ -31,7 +31,7 @@ from coordinator.messages import (
     Send,
 )
 from coordinator.metrics import EpochMetrics, StepMetrics
-from coordinator.run_state import Failure, Statistics
+from coordinator.run_state import Statistics
 from coordinator.stall import MessageLog, stall_report
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Service:
             # Python's queues never disconnect: waiting workers need a message.
             logger.exception("the coordinator's thread died")
             with self._lock:
-                machine.outcome.failure = Failure(error=error)
+                machine.outcome.failure = m.WorkerFailure(error=error)
             self._abort_collective(None)
             for outbox in self._outboxes:
                 outbox.put(m.Shutdown(snapshot=False))

@@ -2,6 +2,7 @@
 
 from coordinator.cadence import ElChe
 from coordinator.config import ApplyPolicy, AverageBackend
+from coordinator.messages import WorkerFailure
 from coordinator.metrics import EpochMetrics, MachineMetrics, RankMetrics, StepMetrics
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
 from coordinator.run_state import RankStatistics, Statistics
@@ -38,7 +39,7 @@ from runtime.loop.ddp import Ddp
 from runtime.loop.shard_samples import shard_samples
 from runtime.monitor import Monitor
 from runtime.replica.gradients import average_gradients, has_non_finite
-from runtime.results import TrainedState, WorkerFailure, predict
+from runtime.results import TrainedState, predict
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.timeline.run_summary import RankThroughput, RunSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit

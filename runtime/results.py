@@ -1,4 +1,4 @@
-"""Results of a run: TrainedState and WorkerFailure."""
+"""TrainedState: the result of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Generic, overload
 import torch
 from torch import Tensor, nn
 
+from coordinator.messages import WorkerFailure
 from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
@@ -366,23 +367,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailure:
-    """A worker that failed.
-
-    Attributes:
-        rank: The worker's rank.
-        epoch: Epoch of the failure.
-        step: Batches that the worker had trained.
-        error: Its exception.
-    """
-
-    rank: int
-    epoch: int
-    step: int
-    error: BaseException
-
-
 def assemble_state(
     model: nn.Module,
     flat: FlatState,
@@ -433,10 +417,7 @@ def assemble_state(
         params=params,
         buffers=buffers,
         metrics=tuple(outcome.metrics),
-        failures=tuple(
-            WorkerFailure(rank=f.rank, epoch=f.epoch, step=f.step, error=f.error)
-            for f in outcome.failures
-        ),
+        failures=tuple(outcome.failures),
         stopped=outcome.stopped,
         reason=outcome.reason,
         checkpoint_errors=checkpoint_errors,

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import TypeVar
 
+from coordinator.messages import WorkerFailure
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
-from coordinator.run_state import Failure
 
 __all__ = [
     "AveragingFailed",
@@ -235,7 +235,7 @@ def without_tracebacks(error: BaseException) -> BaseException:
     return error
 
 
-def error_of_run(failure: Failure | None, stuck: Sequence[str]) -> BaseException | None:
+def error_of_run(failure: WorkerFailure | None, stuck: Sequence[str]) -> BaseException | None:
     """The exception that ``join()`` raises, or ``None``.
 
     Args:

@@ -11,7 +11,7 @@ from coordinator.config import ApplyPolicy
 from coordinator.messages import Average, Command, PublishEpoch, PublishSteps, Send
 from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.run_errors import AveragingFailed, RunStalled
-from coordinator.run_state import Failure, RankState
+from coordinator.run_state import RankState
 from coordinator.splitting import batch_bounds, seconds, split_by_cost
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
@@ -409,7 +409,7 @@ class Checks:
             raise Violation(f"trained, not in the result: {sorted(self._trained.keys() - effects)}")
         self._all_was_done(len(effects), outcome.stopped)
 
-    def _must_have_failed(self, failure: Failure) -> None:
+    def _must_have_failed(self, failure: m.WorkerFailure) -> None:
         """Check that a run fails exactly if a death must end it."""
         sim, s = self._sim, self._sim.schedule
         late = s.late_chance or s.collective_timeout_s

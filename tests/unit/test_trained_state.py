@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from coordinator.messages import WorkerFailure
 from runtime import TimeLimit, TrainedState, fit
 from runtime.checkpoint import tensor_file
-from runtime.results import WorkerFailure
 from tests.support.running import (
     ASYNC,
     CADENCE,
