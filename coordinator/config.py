@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from fractions import Fraction
+from typing import Any
 
 
 class ApplyPolicy(Enum):
@@ -44,27 +45,63 @@ class AverageBackend(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorConfig:
-    """Settings of the coordinator; validated by the builder that fills them.
+class SharedConfig:
+    """Settings that the coordinator and every worker share; the coordinator's are authoritative.
 
     Attributes:
-        devices: Device of each rank, by name; their number is the world size.
         num_samples: Length of the data set.
         batch_size: Samples in a batch of the ledger: the batch of one rank, or under ``SYNC``
             the global batch if ``global_batch_size`` is set.
-        batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
-            mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
         global_batch_size: Samples of one optimizer step over all ranks, which is the unit in
             which steps are counted; ``None``: batches of one rank are counted.
         num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a global
             batch; ``accumulate`` is then 1.
+        policy: Averaging policy; ``SYNC`` averages gradients in every step.
+        accumulate: Micro-batches in an optimizer step.
+        auto_lr: Under ``CADENCE`` and ``ASYNC``, the coordinator decides a factor of the learning
+            rate; see :class:`~coordinator.lr_factor.LrFactor`.
+        balance: Under ``SYNC``, split each global batch by measured speed; pieces shrink if a
+            device lacks memory for them.
+        sync_batchnorm: Under ``SYNC``, batch norm layers use the statistics of the global batch,
+            so that each rank trains its part of it in one pass.
+        all_gather: The same, for losses that gather rows of the other ranks.
+        metrics_every: Steps between two metrics of steps; ``None``: none.
+        collective_timeout_s: Seconds that a rank waits for its peers in a collective, or at a step
+            of an own loop.
+    """
+
+    num_samples: int = 0
+    batch_size: int = 1
+    global_batch_size: int | None = None
+    num_micro_batches: int = 1
+    policy: ApplyPolicy = ApplyPolicy.SYNC
+    accumulate: int = 1
+    auto_lr: bool = False
+    balance: bool = False
+    sync_batchnorm: bool = False
+    all_gather: bool = False
+    metrics_every: int | None = None
+    collective_timeout_s: float = 60.0
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """These settings by name."""
+        return {each.name: getattr(self, each.name) for each in fields(SharedConfig)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig(SharedConfig):
+    """Settings of the coordinator, with the shared ones; the builder that fills them validates.
+
+    Attributes:
+        devices: Device of each rank, by name; their number is the world size.
+        batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
+            mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
         num_epochs: Epochs in the run.
-        policy: Averaging policy.
         backend: The first transport, resolved, never ``AUTO``.
         alternatives: Other transports that the run may switch to.
         backend_reason: Reason for the first transport.
         drop_last: Omit the short batch of an epoch.
-        accumulate: Micro-batches in an optimizer step.
         anchor: Batches of the slowest rank between two averagings, at the start.
         min_anchor: Lower limit to which the anchor shrinks while averaging is cheap; ``None``:
             ``anchor``.
@@ -75,14 +112,8 @@ class CoordinatorConfig:
         max_batch_diff: Limit on the lead of the fastest rank, in batches.
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
             ``None``: a quarter of the count, at least 2.
-        auto_lr: Under ``CADENCE`` and ``ASYNC``, decide the factor of the learning rate; see
-            :class:`~coordinator.lr_factor.LrFactor`.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
         partition_ratios: Fixed share of each rank.
-        balance: Under ``SYNC``, split each global batch by measured speed.
-        sync_batchnorm: Under ``SYNC``, batch norm layers synchronise across ranks, so that each
-            rank trains its part of a global batch in one pass.
-        all_gather: The same, for losses that gather rows of the other ranks.
         own_loop: The same, for loops of the user, which may make several steps on a batch.
         advise_balance: Under ``SYNC`` with equal batches, warn once if ranks differ in speed,
             with the gain of ``balance``.
@@ -91,7 +122,6 @@ class CoordinatorConfig:
         granted: In a cluster, train only the batches granted by each round between machines, and
             end when a round says so; otherwise train all batches.
         max_steps: End after this many steps, as counted by :meth:`count_steps`.
-        metrics_every: Steps between two metrics of steps; ``None``: none.
         evaluate: Evaluate at the end of each epoch.
         eval_every: Steps between two evaluations within an epoch; ``None``: only at its end.
         eval_rank: Rank of the evaluation and checkpoint functions; ``None``: by measured cost.
@@ -106,7 +136,6 @@ class CoordinatorConfig:
         save_every_s: Seconds between two saves within an epoch; ``None``: off.
         save_every_steps: Steps between two saves within an epoch; ``None``: off.
         snapshot_timeout_s: Seconds after which a round on the CPU is given up.
-        collective_timeout_s: Seconds that a rank waits for its peers in a collective.
         max_failed_rounds: Failed rounds in a row that end the run.
         continue_on_failure: Continue with the remaining ranks when one dies.
         stall_timeout_s: Seconds without progress after which the run fails.
@@ -118,14 +147,10 @@ class CoordinatorConfig:
     batch_size: int
     num_epochs: int
     batch_sizes: tuple[int, ...] | None = None
-    global_batch_size: int | None = None
-    num_micro_batches: int = 1
-    policy: ApplyPolicy = ApplyPolicy.SYNC
     backend: AverageBackend = AverageBackend.CPU
     alternatives: tuple[AverageBackend, ...] = ()
     backend_reason: str = ""
     drop_last: bool = False
-    accumulate: int = 1
     anchor: int = 10
     min_anchor: int | None = None
     max_anchor: int = 200
@@ -133,19 +158,14 @@ class CoordinatorConfig:
     speed_hint: tuple[int, float] | None = None
     max_batch_diff: int | None = None
     max_overshoot: int | None = None
-    auto_lr: bool = False
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
-    balance: bool = False
-    sync_batchnorm: bool = False
-    all_gather: bool = False
     own_loop: bool = False
     advise_balance: bool = False
     progressive: bool = True
     machine: str = ""
     granted: bool = False
     max_steps: int | None = None
-    metrics_every: int | None = None
     evaluate: bool = False
     eval_every: int | None = None
     eval_rank: int | None = None
@@ -158,7 +178,6 @@ class CoordinatorConfig:
     save_every_s: float | None = None
     save_every_steps: int | None = None
     snapshot_timeout_s: float = 5.0
-    collective_timeout_s: float = 60.0
     max_failed_rounds: int = 5
     continue_on_failure: bool = False
     stall_timeout_s: float = 300.0

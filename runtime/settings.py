@@ -306,15 +306,13 @@ class RunSettings:
         is_split = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
         worker = replace(
             self.worker,
-            balance=balance,
+            **coordinator.shared,
             sharding=self.sharding if self.is_sharded else None,
             batch_sizes=self.worker.batch_sizes if is_split else sizes,
             bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
-            num_samples=num_samples,
             falls_back=bool(others),
             lr_scale=1.0 + (len(devices) - 1) * (self.lr_scale_ratio or 0.0),
-            auto_lr=auto_lr,
             total_steps=coordinator.total_steps,
             step_count=coordinator.step_count,
             schedule_every=0 if c.scheduler_metric is not None else every,
@@ -322,7 +320,6 @@ class RunSettings:
             if c.scheduler_metric is not None
             else -(-self.total_batches(num_samples) // every),
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
-            collective_timeout_s=c.collective_timeout_s,
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)

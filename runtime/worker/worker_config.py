@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy, StepCount
+from coordinator.config import ApplyPolicy, SharedConfig, StepCount
 from runtime.device.timing import StepTime
 from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
 from runtime.replica.reducer import Sharding
@@ -21,24 +21,18 @@ EvalFn = Callable[[Any, int], Mapping[str, SupportsFloat]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """Settings of one worker.
+class WorkerConfig(SharedConfig):
+    """Settings of one worker, with those of :class:`~coordinator.config.SharedConfig`.
 
     Attributes:
         rank: The worker's rank.
         world_size: Number of ranks.
         device: The worker's device.
-        num_samples: Length of the data set.
-        batch_size: Samples in a batch of the ledger.
         batch_sizes: The batch size of each rank; ``None``: equal sizes.
-        global_batch_size: Samples of one optimizer step over all ranks; ``None``: not set.
         step_count: Counts global batches, as positions of the schedule; ``None``: each batch is
             one position.
-        num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a step.
-        policy: ``SYNC`` averages gradients in every step.
         seed: Seed of the worker's generators.
         loss_reduction: ``"mean"`` or ``"sum"``, of a loss over the samples of its batch.
-        accumulate: Micro-batches in an optimizer step.
         max_grad_norm: Maximum norm, to which gradients are clipped.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
@@ -46,38 +40,25 @@ class WorkerConfig:
         sharding: Shards gradients and optimizer state over the ranks; ``None``: each rank has all.
         ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
-        auto_lr: True if the coordinator decides a factor of the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
         scheduler_steps: Steps of the scheduler in the run; ``None``: unknown.
         num_cpu_workers: CPU workers that share the cores.
         survives: True if the worker continues after the death of another one.
         falls_back: True if the run continues over another transport after one fails.
-        balance: True if pieces follow measured speed under ``SYNC``, and shrink if a device lacks
-            memory for them.
-        sync_batchnorm: True if batch normalisation uses the statistics of the global batch.
-        all_gather: True if ``train_fn`` may gather rows of all ranks.
         bucket_bytes: Under ``SYNC``, approximate size of the gradient buckets that are sent during
             the backward pass; ``None``: a single exchange after it.
         cuda_graphs: True if steps are captured and replayed.
-        metrics_every: Batches over all ranks between two metrics of steps; ``None``: none.
         saves: True if the run writes checkpoints.
         report_interval_s: Longest time between two reports.
-        collective_timeout_s: Longest wait for other ranks at a step of an own loop.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    num_samples: int = 0
-    batch_size: int = 1
     batch_sizes: tuple[int, ...] | None = None
-    global_batch_size: int | None = None
     step_count: StepCount | None = None
-    num_micro_batches: int = 1
-    policy: ApplyPolicy = ApplyPolicy.SYNC
     seed: int = 0
-    accumulate: int = 1
     loss_reduction: str = "mean"
     max_grad_norm: float | None = None
     precision: str = "fp32"
@@ -86,22 +67,16 @@ class WorkerConfig:
     sharding: Sharding | None = None
     ema: float | None = None
     lr_scale: float = 1.0
-    auto_lr: bool = False
     total_steps: int | None = None
     schedule_every: int = 1
     scheduler_steps: int | None = None
     num_cpu_workers: int = 1
     survives: bool = False
     falls_back: bool = False
-    balance: bool = False
-    sync_batchnorm: bool = False
-    all_gather: bool = False
     bucket_bytes: int | None = None
     cuda_graphs: bool = False
-    metrics_every: int | None = None
     saves: bool = False
     report_interval_s: float = 0.05
-    collective_timeout_s: float = 60.0
 
     @property
     def own_batch_size(self) -> int:

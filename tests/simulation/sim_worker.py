@@ -94,15 +94,7 @@ class SimWorker:
         self._in_steps = c.policy is ApplyPolicy.SYNC
         self._is_lockstep = c.world_size > 1 and self._in_steps
         self._config = WorkerConfig(
-            rank=rank,
-            world_size=c.world_size,
-            num_samples=c.num_samples,
-            batch_size=c.batch_size,
-            num_micro_batches=c.num_micro_batches,
-            policy=c.policy,
-            accumulate=c.accumulate,
-            survives=c.continue_on_failure,
-            balance=c.balance,
+            **c.shared, rank=rank, world_size=c.world_size, survives=c.continue_on_failure
         )
         self._reporter = Reporter(
             self.protocol,
