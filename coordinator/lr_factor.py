@@ -23,7 +23,7 @@ _MAX_CHANGE = 0.05
 """Relative change between two measurements up to which speeds are stable."""
 _MAX_WINDOWS = 8
 """Measurements after which the factor is fixed in any case."""
-_MIN_ANNOUNCED = 0.01
+_MIN_ANNOUNCED = 0.05
 """Relative change that is logged."""
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from coordinator import messages as m
 from coordinator.messages import Send
 from coordinator.service import Service
-from runtime import current_worker
+from runtime import Trainer, current_worker
 from runtime.checkpoint.store import load_newest, save_once
 from tests.support.running import (
     ASYNC,
@@ -26,6 +26,8 @@ from tests.support.running import (
     WAIT_S,
     builder,
     count_up,
+    counter,
+    numbers,
     plain_sgd,
 )
 
@@ -152,6 +154,19 @@ def test_the_factor_multiplies_scheduled_rates_and_those_of_set_lr():
     auto(used, train=train).epoch_fn(lambda epoch, worker: worker.set_lr(3.0)).run().join(WAIT_S)
     assert read == {3.0}
     assert used.all == {round(3.0 * math.sqrt(2), 9)}
+
+
+def test_steps_of_an_own_loop_use_the_factor():
+    used = Used()
+
+    def loop(worker):
+        for _ in worker.batches():
+            worker.step(-worker.model.w.sum())
+
+    b = Trainer.loop(counter, lambda model: used(model.parameters()), loop)
+    b = b.dataset(numbers(24)).batch_size(2).num_epochs(1).devices(["cpu"] * 2)
+    b.policy(CADENCE).backend(OVER_CPU).anchor(3).max_anchor(3).run().join(WAIT_S)
+    assert used.all == {ROOT}
 
 
 def test_clipping_and_accumulation_keep_the_factor():
