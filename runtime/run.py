@@ -294,7 +294,7 @@ class Run:
         announce(logger, self._first_line(), silent=c.progress is False)
         fault = thread_end_fault()
         if fault is not None:
-            logger.warning(fault)
+            announce(logger, fault, level=logging.WARNING)
         hooks = self._cluster_hooks
         if self.resumed is not None and (hooks is None or hooks.resume is None):
             announce(logger, self.resumed.summary, silent=c.progress is False)
