@@ -14,7 +14,7 @@ from runtime.collective import Collective, ReduceOp
 from runtime.fsdp.exchange import from_rank0, used_on_any_rank
 from runtime.fsdp.layout import Bucket, make_layouts
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
-from runtime.replica.flat import dense_stride
+from runtime.replica.flat import dense_stride, views_of
 
 
 class ReplicatedParameters:
@@ -142,10 +142,7 @@ class ReplicatedParameters:
         self._world.all_reduce_coalesced_(flats, ReduceOp.AVG, tally=used.count(False))
         num_missing = self._world.tally
         for flat, gradients in copied:
-            parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(
-                gradients, [part.view(g.size()) for part, g in zip(parts, gradients, strict=True)]
-            )
+            torch._foreach_copy_(gradients, views_of(flat, [g.size() for g in gradients]))
         if num_missing:
             for parameter, is_used in zip(
                 self._trainable, used_on_any_rank(used, self._world), strict=True

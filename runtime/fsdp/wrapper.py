@@ -30,6 +30,7 @@ from runtime.fsdp.shared_parameters import (
 )
 from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
+from runtime.replica.flat import views_of
 from runtime.replica.gradients import scale_for_mean_
 
 logger = logging.getLogger(__name__)
@@ -312,16 +313,17 @@ class FSDP(nn.Module):
         if not isinstance(flat, Tensor):
             raise TypeError(f"update_shards takes a tensor, not a {type(flat).__name__}")
         shards = self._store.shards
-        sizes = [shard.numel() for shard in shards]
-        if flat.dim() != 1 or flat.numel() != sum(sizes):
+        num_elements = sum(shard.numel() for shard in shards)
+        if flat.dim() != 1 or flat.numel() != num_elements:
             raise ValueError(
-                f"update_shards got the shape {tuple(flat.shape)}; this rank has {sum(sizes)} "
+                f"update_shards got the shape {tuple(flat.shape)}; this rank has {num_elements} "
                 "elements in one dimension"
             )
         self._refuse_pending("update_shards()")
-        parts = flat.split(sizes)  # type: ignore[no-untyped-call]
-        for shard, part in zip(shards, parts, strict=True):
-            shard.copy_(part.view(shard.size()))
+        for shard, part in zip(
+            shards, views_of(flat, [shard.size() for shard in shards]), strict=True
+        ):
+            shard.copy_(part)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

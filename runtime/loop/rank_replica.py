@@ -34,7 +34,7 @@ from runtime.loop.mirror import ModelMirror
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
 from runtime.replica.error_notes import LOOP_REMEDY, add_note_once, explain_error, memory_note
-from runtime.replica.flat import reals
+from runtime.replica.flat import by_dtype, reals, views_of
 from runtime.replica.gradients import refuse_sparse
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -122,16 +122,13 @@ class RankReplica:
         self.sample_timer.start()
         given = [None if g is None else to_device(g, self.device) for g in grads]
         mask = _loss_weight_mask(shard, given)
-        with self.mirror.computing(self.rank):
+        with self.mirror.computing(self.rank), _masking_grads(shard.leaves, mask):
             found = shard.backward(
                 given,
                 wanted=wanted,
                 first_leaves=first_leaves,
                 retain_graph=retain_graph,
             )
-        if mask is not None:
-            new = [leaf.grad for leaf in shard.leaves if leaf.grad is not None]
-            scale_(new, (mask != 0).to(torch.float64))
         self.sample_timer.stop(0)
         return found
 
@@ -171,23 +168,19 @@ class RankReplica:
             names: Name of each parameter.
         """
         start_s = time.monotonic()
-        groups: dict[torch.dtype, list[int]] = {}
-        leaves = self.leaves
-        for index, (leaf, flag) in enumerate(zip(leaves, has_grad, strict=True)):
-            if flag:
-                groups.setdefault(leaf.dtype, []).append(index)
+        used = [i for i, flag in enumerate(has_grad) if flag]
+        leaves = [self.leaves[i] for i in used]
         found: list[Tensor | None] = [None] * len(row)
-        for dtype, group in groups.items():
-            sizes = [leaves[i].numel() for i in group]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
-            parts = flat.split(sizes)  # type: ignore[no-untyped-call]
-            views = [part.view(leaves[i].shape) for i, part in zip(group, parts, strict=True)]
+        for group in by_dtype(leaves):
+            alike = [leaves[i] for i in group]
+            numel = sum(leaf.numel() for leaf in alike)
+            flat = torch.zeros(numel, dtype=alike[0].dtype, device=self.device)
             targets, sources = [], []
-            for index, view in zip(group, views, strict=True):
-                found[index] = view
-                grad = row[index]
+            for i, view in zip(group, views_of(flat, [t.size() for t in alike]), strict=True):
+                found[used[i]] = view
+                grad = row[used[i]]
                 if grad is not None:
-                    refuse_sparse(names[index], grad)
+                    refuse_sparse(names[used[i]], grad)
                     targets.append(view)
                     sources.append(grad)
             if targets:

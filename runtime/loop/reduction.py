@@ -17,7 +17,7 @@ from runtime.collective.thread import weighted_sums
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 from runtime.loop.rank_threads import Job, RankThreads, first_failure
-from runtime.replica.flat import reals
+from runtime.replica.flat import by_dtype, reals, views_of
 
 Tensors = Sequence[Tensor]
 _BLOCK_ELEMENTS = 1 << 18
@@ -171,17 +171,13 @@ class _FlatCopies:
 
     def load(self, tensors: Tensors) -> list[Tensor]:
         """Copy tensors of one device into flat tensors, and return those."""
-        groups: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            groups.setdefault(tensor.dtype, []).append(i)
         flats: list[Tensor] = []
         self._groups = []
-        for group in groups.values():
-            sizes = [tensors[i].numel() for i in group]
-            flat = self._buffer(tensors[group[0]], sum(sizes))
-            parts = flat.split(sizes)  # type: ignore[no-untyped-call]
-            views = [part.view(tensors[i].shape) for i, part in zip(group, parts, strict=True)]
-            torch._foreach_copy_(views, [tensors[i] for i in group])
+        for group in by_dtype(tensors):
+            alike = [tensors[i] for i in group]
+            flat = self._buffer(alike[0], sum(t.numel() for t in alike))
+            views = views_of(flat, [t.size() for t in alike])
+            torch._foreach_copy_(views, alike)
             self._groups.append((group, views))
             flats.append(flat)
         return reals(flats)

@@ -369,7 +369,7 @@ class FlatBuffers:
     def _pick(self, mask: Sequence[bool]) -> list[list[int]]:
         chosen = [i for i, m in enumerate(mask) if m]
         tensors = self.tensors()
-        return [[chosen[j] for j in g] for g in _by_dtype(tensors[i] for i in chosen)]
+        return [[chosen[j] for j in g] for g in by_dtype(tensors[i] for i in chosen)]
 
     def tensors(self) -> list[Tensor]:
         """The current buffers, in order."""
@@ -403,14 +403,8 @@ class FlatBuffers:
         def views(payload: Payload) -> dict[int, Tensor]:
             found: dict[int, Tensor] = {}
             for group, flat in zip(groups, (*payload.buffers, *payload.other_buffers), strict=True):
-                offset = 0
-                for i in group:
-                    numel = shapes[i].numel()
-                    found[i] = flat[offset : offset + numel].view(shapes[i])
-                    if i in expanded:
-                        found[i] = found[i].expand(expanded[i])
-                    offset += numel
-            return found
+                found.update(zip(group, views_of(flat, [shapes[i] for i in group]), strict=True))
+            return found | {i: found[i].expand(size) for i, size in expanded.items()}
 
         return views
 
@@ -435,12 +429,7 @@ class FlatBuffers:
         pieces = []
         groups = [*self._float_groups, *self._other_groups]
         for group, flat in zip(groups, (*floats, *others), strict=True):
-            shapes = [self._shapes[i] for i in group]
-            parts = torch.split(flat, [shape.numel() for shape in shapes])
-            views = [
-                part if len(shape) == 1 else part.view(shape)
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
+            views = views_of(flat, [self._shapes[i] for i in group])
             pieces.append((views, [tensors[i] for i in group]))
         return pieces
 
@@ -495,7 +484,7 @@ class FlatLayout:
     """
 
     def __init__(self, tensors: Sequence[Tensor], order: Sequence[int] | None = None) -> None:
-        self.groups = _by_dtype(tensors)
+        self.groups = by_dtype(tensors)
         if order is not None:
             place = {i: rank for rank, i in enumerate(order)}
             self.groups = [sorted(group, key=place.__getitem__) for group in self.groups]
@@ -553,11 +542,21 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault(t.dtype, []).append(i)
     return list(groups.values())
+
+
+def views_of(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Consecutive views of a flat tensor in these shapes, without padding."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [
+        part if len(shape) == 1 else part.view(shape)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def copy_with_norm(out: Tensor, source: Tensor) -> float:

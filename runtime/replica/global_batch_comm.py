@@ -15,6 +15,7 @@ from runtime.collective.base import LOW_PRECISION
 from runtime.collective.subgroups import split
 from runtime.core.loss_weights import Weight
 from runtime.device.timing import HostTimer, StepTimer
+from runtime.replica.flat import by_dtype, views_of
 
 
 class GlobalBatchComm:
@@ -105,13 +106,13 @@ class GlobalBatchComm:
             return
         assert self._collective is not None, "a single rank has every batch"
         with self._untimed(), self._comm():
-            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-                alike = [buffer for buffer in buffers if buffer.dtype is dtype]
+            for group in by_dtype(buffers):
+                alike = [buffers[i] for i in group]
                 flat = torch.cat([buffer.reshape(-1) for buffer in alike])
                 self._collective.broadcast_(flat, source)
-                parts = torch.split(flat, [buffer.numel() for buffer in alike])
+                parts = views_of(flat, [buffer.size() for buffer in alike])
                 for buffer, part in zip(alike, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
+                    buffer.copy_(part)
 
     @property
     def is_open(self) -> bool:
