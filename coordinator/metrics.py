@@ -469,8 +469,7 @@ _Loss = tuple[float, float, Fraction | int]
 
 # Reports are sent by time, so the losses of an epoch are summed in pieces that differ from run to
 # run. Each piece carries its rounding errors, and the sum of all pieces is the exact sum of the
-# values, rounded once. Method: Shewchuk, "Adaptive Precision Floating-Point Arithmetic and Fast
-# Robust Geometric Predicates" (1997), as in ``math.fsum``.
+# values, rounded once (:func:`math.fsum`).
 
 
 class RoundedSum(float):
@@ -539,22 +538,17 @@ class ExactSum:
 
     __slots__ = ("_parts", "_special")
 
-    def __init__(self, parts: Sequence[float] = ()) -> None:
+    def __init__(self, parts: Iterable[float] = ()) -> None:
         self._parts: list[float] = []  # non-overlapping, in ascending magnitude
         self._special = 0.0
-        for x in parts:
-            self._add(x)
+        self.add_all(parts)
 
     def add(self, value: float) -> None:
         """Add a number, or a :class:`RoundedSum` with its parts."""
-        if isinstance(value, RoundedSum) and value.parts:
-            for x in value.parts:
-                self._add(x)
-        else:
-            self._add(float(value))
+        self.add_all(getattr(value, "parts", ()) or (float(value),))
 
-    def add_all(self, values: Sequence[float]) -> None:
-        """Add many numbers, faster than one by one; no :class:`RoundedSum` among them."""
+    def add_all(self, values: Iterable[float]) -> None:
+        """Add many numbers; no :class:`RoundedSum` with parts among them."""
         left = [*self._parts, *values]
         parts: list[float] = []
         try:
@@ -562,30 +556,12 @@ class ExactSum:
             while (rounded := math.fsum(left)) and rounded - rounded == 0.0:
                 parts.append(rounded)
                 left.append(-rounded)
-        except (OverflowError, ValueError):  # intermediate overflow, or opposite infinities
+        except OverflowError:
+            rounded = math.copysign(math.inf, sum(left))
+        except ValueError:  # opposite infinities
             rounded = math.nan
-        if rounded == 0.0:
-            self._parts = parts[::-1]
-        else:
-            for x in values:
-                self._add(x)
-
-    def _add(self, x: float) -> None:
-        parts, kept = self._parts, 0
-        for y in parts:
-            high = x + y
-            # Knuth's two-sum: no comparison, exact unless it overflows.
-            z = high - x
-            low = (x - (high - z)) + (y - z)
-            if low:
-                parts[kept] = low
-                kept += 1
-            x = high
-        if x - x != 0.0:  # not finite
-            self._special += x
-            parts.clear()
-        else:
-            parts[kept:] = [x]
+        self._special += rounded
+        self._parts = parts[::-1] if rounded == 0.0 else []
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -660,8 +636,7 @@ class _RankSums:
         self.num_skipped += int(state["num_skipped"])
         self.compute_s += float(state["compute_s"])
         self.loss_weight.add_all(_weights(state["loss_samples"]))
-        for part in state["loss_sum"]:
-            self.loss_sum.add(float(part))
+        self.loss_sum.add_all(map(float, state["loss_sum"]))
         for name, (parts, weight) in state["scalars"].items():
             self._add_scalar(name, map(float, parts), _weights(weight))
         if self.learning_rate is None and "learning_rate" in state:
