@@ -120,10 +120,10 @@ def test_every_operation_works(make, world_size):
         end.broadcast_(flag, world_size - 1)
         part = torch.zeros(3, device=device)
         end.reduce_scatter_into(part, torch.ones(3 * world_size, device=device))
-        told = torch.zeros(world_size, dtype=torch.int64)
-        end.all_gather_into(told, torch.tensor([end.rank]))
+        numbers = torch.zeros(world_size, dtype=torch.int64)
+        end.all_gather_into(numbers, torch.tensor([end.rank]))
         end.barrier()
-        return largest.item(), whole.tolist(), flag.item(), part.tolist(), told.tolist()
+        return largest.item(), whole.tolist(), flag.item(), part.tolist(), numbers.tolist()
 
     gathered = [x for rank in range(world_size) for x in (rank, 7)]
     expected = (world_size - 1.0, gathered, True, [float(world_size)] * 3, list(range(world_size)))
