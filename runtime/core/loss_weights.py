@@ -81,9 +81,17 @@ def inverse_of(weight: Weight) -> Weight:
     return 1.0 / weight if weight else 0.0
 
 
-def fractions_of(weights: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The weights divided by their sum, on a device; all 0 if the sum is 0. No host sync."""
-    found = [w.to(device, torch.float64, non_blocking=device.type != "cpu") for w in weights]
+def fractions_of(weights: Sequence[Weight], device: torch.device) -> list[Weight]:
+    """The weights divided by their sum; all 0 if the sum is 0. No host sync.
+
+    Numbers if all weights are numbers, else tensors on a device.
+    """
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if len(numbers) == len(weights):
+        whole = sum(numbers) or 1.0
+        return [number / whole for number in numbers]
+    away = device.type != "cpu"
+    found = [torch.as_tensor(w).to(device, torch.float64, non_blocking=away) for w in weights]
     total = torch.stack(found).sum()
     return [fraction_of(w, total) for w in found]
 

@@ -162,9 +162,9 @@ class Ddp(Closeable):
         gradients = self._replicas.gradients([True] * self.world_size)
         scaled = [[g.detach().clone() for g in own] for own in gradients.tensors]
         first = next(w.device for w in weights if isinstance(w, Tensor))
-        parts = fractions_of([torch.as_tensor(weight) for weight in weights], first)
+        parts = fractions_of(weights, first)
         for own, device, part in zip(scaled, self._devices, parts, strict=True):
-            factor = part * self.world_size
+            factor = torch.as_tensor(part * self.world_size)
             scale_(own, factor.to(device, non_blocking=device.type != "cpu"))
         if scaled[0]:
             reduction.mean_(scaled, [1.0] * self.world_size)

@@ -229,7 +229,7 @@ class GatheredTensor:
             self._weights = [1.0] * len(parts)
             self.value = torch.stack(values).sum(0)
         elif parts[0].dim() == 0 and parts[0].is_floating_point() and len(known) == len(parts):
-            self._weights = _known_fractions(known, device)
+            self._weights = fractions_of(known, device)
             self.value = torch.stack(_scaled(values, self._weights)).sum(0)
         elif len(parts) == 1:
             self._weights = [1.0]
@@ -257,15 +257,6 @@ class GatheredTensor:
             else:  # no gradient for a shard of weight 0, whose own may be NaN
                 found.append(grad if w == 1.0 else grad * w if w else None)
         return found
-
-
-def _known_fractions(weights: Sequence[Weight], device: torch.device) -> Sequence[float | Tensor]:
-    """Each weight's fraction of the sum; tensors if one is on a GPU."""
-    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
-    if len(numbers) < len(weights):
-        return fractions_of([torch.as_tensor(weight) for weight in weights], device)
-    total = sum(numbers) or 1.0
-    return [number / total for number in numbers]
 
 
 def _scaled(values: Sequence[Tensor], factors: Sequence[float | Tensor]) -> list[Tensor]:

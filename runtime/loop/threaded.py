@@ -448,9 +448,7 @@ class ThreadedEngine:
         totals = [total_weight(own) for own in self._weights]
         given: list[Weight] = [0.0 if total is None else total for total in totals]
         if any(isinstance(own, Tensor) for own in given):
-            parts: list[Weight] = list(
-                fractions_of([torch.as_tensor(own) for own in given], self.devices[0])
-            )
+            parts = fractions_of(given, self.devices[0])
         else:
             parts = [own / weight for own in given]
         found: list[tuple[Weight, Weight]] = []
