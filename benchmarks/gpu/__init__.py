@@ -1,1 +1,1 @@
-"""All checks and measurements on a GPU: ``python -m benchmarks.gpu``."""
+"""All measurements on a GPU: ``python -m benchmarks.gpu``."""

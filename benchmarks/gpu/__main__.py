@@ -1,4 +1,4 @@
-"""All checks and measurements on a GPU, in one run.
+"""All measurements on a GPU, in one run.
 
 Usage: ``python -m benchmarks.gpu [--minutes 8] [--out DIR] [--sections NAME ...]``, from the
 root of the repository. What is measured and how stands in ``benchmarks/README.md``.

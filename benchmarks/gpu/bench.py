@@ -58,9 +58,9 @@ class Row:
     """A figure and its target.
 
     Attributes:
-        name: The measurement or check.
+        name: The measurement.
         figure: The number; ``None``: it could not be measured.
-        unit: Of the figure; a ratio has none, ``"yes"`` makes it a check that is 0 or 1.
+        unit: Of the figure; a ratio has none.
         target: The bound; ``None``: the figure is only reported.
         at_most: True if ``target`` bounds the figure from above.
     """
@@ -197,8 +197,6 @@ def number(value: float | None, unit: str) -> str:
     """A figure in words."""
     if value is None:
         return "-"
-    if unit == "yes":
-        return "yes" if value else "NO"
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip()
 
@@ -206,8 +204,6 @@ def number(value: float | None, unit: str) -> str:
 def _bound(row: Row) -> str:
     if row.target is None:
         return ""
-    if row.unit == "yes":
-        return "yes"
     return f"{'<=' if row.at_most else '>='} {number(row.target, row.unit)}"
 
 
@@ -307,14 +303,10 @@ class Bench:
         target: float | None = None,
         at_most: bool = False,
     ) -> None:
-        """Report a figure; see :class:`Row`. A dry run judges checks alone."""
-        wanted = None if self.dry and unit != "yes" else target
+        """Report a figure; see :class:`Row`. A dry run has no targets."""
+        wanted = None if self.dry else target
         row = Row(name=name, figure=plain(figure), unit=unit, target=wanted, at_most=at_most)
         self._emit({"type": "row", "row": vars(row)})
-
-    def check(self, name: str, ok: bool) -> None:
-        """Report the result of a check."""
-        self.row(name, float(ok), unit="yes", target=1.0)
 
     def raw(self, name: str, values: Any) -> None:
         """Report or replace the measurements behind a figure; the unit is in the name."""

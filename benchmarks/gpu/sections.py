@@ -17,8 +17,8 @@ import torch.cuda.nccl
 import torch.distributed
 from torch import Tensor
 
-from benchmarks.gpu import checks
 from benchmarks.gpu.bench import Bench, Rates, Section, interleaved
+from benchmarks.gpu.memory_budgets import budgets
 from benchmarks.gpu.models import (
     LOADER_PROCESSES,
     GpuWorkload,
@@ -354,18 +354,6 @@ def copying(bench: Bench) -> None:
 
 SECTIONS = (
     Section(
-        name="syncs",
-        title="no wait for the device in the step loop",
-        seconds=25,
-        run=checks.step_loop,
-    ),
-    Section(
-        name="order",
-        title="exact averages under delay kernels",
-        seconds=25,
-        run=checks.averagings,
-    ),
-    Section(
         name="streaming",
         title="a ResNet in bf16: streamed against resident data",
         seconds=85,
@@ -398,16 +386,9 @@ SECTIONS = (
     ),
     Section(
         name="memory",
-        title="reserved memory within its budget, and out of memory",
+        title="reserved memory within its budget",
         seconds=45,
-        run=checks.budgets,
-        needs_cuda=True,
-    ),
-    Section(
-        name="nccl",
-        title="NCCL with one rank",
-        seconds=20,
-        run=checks.world_of_one,
+        run=budgets,
         needs_cuda=True,
     ),
     Section(
