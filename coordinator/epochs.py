@@ -31,12 +31,15 @@ class EpochScheduler:
     """Sends plans, closes epochs once all batches are settled, and publishes their metrics.
 
     Attributes:
+        common: In a cluster, the state of all machines at the end of each closed epoch that is
+            not published yet.
         resumed_s: Time since the last epoch closed, before a resume.
         validator: The validations.
     """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
+        self.common: dict[int, m.Payload] = {}
         self.validator = Validator(run.config)
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
@@ -501,14 +504,14 @@ class EpochScheduler:
         Under lockstep and with one rank the live weights are the average. In a cluster the state
         of all machines is available.
         """
-        return self._run.lockstep or self._run.alone or epoch.epoch in self._run.common
+        return self._run.lockstep or self._run.alone or epoch.epoch in self.common
 
     def request_work(self, epoch: Epoch) -> None:
         """Have one rank evaluate and hand over its live weights, or the state of all machines,
         and all ranks validate it.
         """
         evaluate, checkpoint = self.orphaned_work(epoch)
-        state = self._run.common.get(epoch.epoch)
+        state = self.common.get(epoch.epoch)
         if not self._run.is_live(epoch.lead):
             epoch.lead = self._run.evaluation_rank()
         lead = epoch.lead
@@ -600,7 +603,7 @@ class EpochScheduler:
         """
         while self._closing and (anyway or self._is_done(self._closing[0].epoch)):
             head = self._closing.popleft()
-            self._run.common.pop(head.epoch.epoch, None)
+            self.common.pop(head.epoch.epoch, None)
             self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
 
     def publish_partial(self) -> None:

@@ -29,6 +29,7 @@ class FailureRecovery:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._halted: dict[int, m.Halted] = {}
+        self._left: set[tuple[int, int]] = set()  # ranks that left an epoch, and its number
         self._last_step = -1
         self.phase = RecoveryPhase.NONE
         self._agreed_step = 0
@@ -114,6 +115,8 @@ class FailureRecovery:
 
     def on_halted(self, event: m.Halted) -> None:
         """Handle the halt of a rank, on request or because its collective was aborted."""
+        if event.left is not None:
+            self._left.add((event.rank, event.left))
         if event.generation != self._run.generation or not self._run.is_live(event.rank):
             return
         if self.phase is not RecoveryPhase.HALTING:
@@ -167,9 +170,9 @@ class FailureRecovery:
         self.phase = RecoveryPhase.NONE
         self.recount(self._agreed_step)
         self._run.num_windows = self._agreed_step
-        for leaver, number in self._run.left:
+        for leaver, number in self._left:
             self._run.ledger.leave_epoch(leaver, number, self._run.elche.shares)
-        self._run.left.clear()
+        self._left.clear()
         for rank in self.survivors:
             rank.num_queued = 0
 

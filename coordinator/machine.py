@@ -67,6 +67,8 @@ class Coordinator:
         self._limits = LimitSender(self._run, self._rounds)
         self._stall_detector = StallDetector(self._run, self._rounds.round)
         self._imbalance = ImbalanceDetector()
+        self._pending_deltas: list[m.Payload] = []
+        self._num_deltas = 0
         self.warn: Callable[[str], object] = logger.warning
 
     @property
@@ -364,8 +366,6 @@ class Coordinator:
             )
             return
         self._recovery.on_halted(event)
-        if event.left is not None:
-            self._run.left.add((event.rank, event.left))
 
     def _fail_if_halted_too_often(self, now: float) -> bool:
         limit = self._run.config.max_failed_rounds
@@ -436,22 +436,30 @@ class Coordinator:
                 epoch.complete = True
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
                 if event.state is not None:
-                    run.common[grant.epoch] = event.state
+                    self._epochs.common[grant.epoch] = event.state
         run.machine_round = event.round or run.machine_round
         if event.over:
             run.ledger.end()
         if event.delta is not None:
-            run.pending_deltas.append(event.delta)
+            self._pending_deltas.append(event.delta)
         run.global_step += event.num_batches
         if event.num_batches and not run.lockstep:
             for rank in run.live:
                 run.send(rank.rank, m.SetGlobalStep(step=run.position))
 
+    def _send_deltas(self) -> None:
+        """Send the pending deltas of other machines to every rank."""
+        for delta in self._pending_deltas:
+            self._num_deltas += 1
+            for rank in self._run.live:
+                self._run.send(rank.rank, m.ApplyDelta(id=self._num_deltas, delta=delta))
+        self._pending_deltas.clear()
+
     @property
     def idle(self) -> bool:
         """True if all granted batches are trained and no message is in flight."""
         run = self._run
-        if run.phase is not Phase.RUNNING or self._rounds.round.in_flight or run.pending_deltas:
+        if run.phase is not Phase.RUNNING or self._rounds.round.in_flight or self._pending_deltas:
             return False
         return run.idle and not any(rank.num_queued for rank in run.live)
 
@@ -544,7 +552,7 @@ class Coordinator:
                 self._epochs.request_work(orphan)
         self._epochs.publish()
         if not self._rounds.round.in_flight:
-            self._run.send_deltas()
+            self._send_deltas()
         if self._run.phase is Phase.RUNNING:
             if (self._run.lockstep or self._run.alone) and self._may_save():
                 self._saving.request_states()

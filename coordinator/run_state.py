@@ -14,7 +14,6 @@ from coordinator.data_waits import DataWaits
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.lr_factor import LrFactor
 from coordinator.messages import (
-    ApplyDelta,
     BackendChosen,
     BatchBudget,
     Command,
@@ -60,13 +59,8 @@ class RunState:
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
         evaluations: Evaluations requested by the bodies of own loops.
-        left: Ranks that have halted to leave an epoch, and the epoch of each.
         steps: Accumulates step metrics; ``None``: none are published.
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
-        pending_deltas: Deltas of other machines not yet sent to the ranks.
-        num_deltas: Deltas sent to the ranks.
-        common: In a cluster, the state of all machines at the end of each closed epoch that is
-            not published yet.
         machine_round: The last round between machines; ``None``: none yet.
         now: Time of the event being handled.
         loss_sum: Sum of the finite losses reported since the start, each times its weight.
@@ -130,7 +124,6 @@ class RunState:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
-        self.left: set[tuple[int, int]] = set()
         self.evaluations = RequestedEvaluations()
         self.shares: Shares | None = None
         sizes = config.batch_sizes
@@ -140,9 +133,6 @@ class RunState:
             self.shares = Shares(world, sizes, fixed=not config.balance)
         every = config.metrics_every
         self.steps = StepAccumulator(every, world, equal=self.lockstep) if every else None
-        self.pending_deltas: list[Payload] = []
-        self.num_deltas = 0
-        self.common: dict[int, Payload] = {}
         self.machine_round: MachineRound | None = None
         self.now = 0.0
         self.spent_s = 0.0
@@ -252,14 +242,6 @@ class RunState:
     def publish_steps(self, steps: Iterable[StepMetrics]) -> None:
         """Append commands that publish step metrics."""
         self.out += [PublishSteps(metrics=metrics) for metrics in steps]
-
-    def send_deltas(self) -> None:
-        """Send the pending deltas of other machines to every rank."""
-        for delta in self.pending_deltas:
-            self.num_deltas += 1
-            for rank in self.live:
-                self.send(rank.rank, ApplyDelta(id=self.num_deltas, delta=delta))
-        self.pending_deltas.clear()
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Append a command that sends a message to a worker."""
