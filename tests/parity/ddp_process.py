@@ -8,16 +8,16 @@ job, as ``<job>.result``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.rank_processes import serve_jobs
 
 NUM_FEATURES = 12
 NUM_CLASSES = 5
@@ -103,22 +103,5 @@ def run_job(path: str) -> None:
         torch.save(model.state_dict(), f"{path}.result")
 
 
-def main() -> None:
-    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store_file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
-    print("ready", flush=True)
-    for line in sys.stdin:
-        run_job(line.strip())
-        print("done", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve_jobs(run_job)

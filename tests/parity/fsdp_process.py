@@ -7,10 +7,8 @@ rank 0 has then written the final state dict next to the job, as ``<job>.result`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+
+from tests.support.rank_processes import serve_jobs
 
 VOCABULARY = 17
 LENGTH = 8
@@ -137,22 +137,5 @@ def run_job(path: str) -> None:
         torch.save(state, f"{path}.result")
 
 
-def main() -> None:
-    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store_file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
-    print("ready", flush=True)
-    for line in sys.stdin:
-        run_job(line.strip())
-        print("done", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve_jobs(run_job)

@@ -6,11 +6,14 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support import programs
 
@@ -77,3 +80,21 @@ class RankProcesses:
         readable, _, _ = select.select([process.stdout], [], [], timeout_s)
         answer = process.stdout.readline().strip() if readable else "nothing"
         assert answer == word, f"a process answered {answer!r} within {timeout_s:.0f} s"
+
+
+def serve_jobs(run_job: Callable[[str], None]) -> None:
+    """The main function of a rank's script: join the group, and run the job of each path."""
+    rank, world_size, store_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store_file}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    print("ready", flush=True)
+    for line in sys.stdin:
+        run_job(line.strip())
+        print("done", flush=True)
+    dist.destroy_process_group()

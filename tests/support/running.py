@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter as Tally
 from collections import defaultdict
 
 import torch
@@ -102,6 +103,29 @@ class Trace:
 
     def of_epoch(self, epoch):
         return [(rank, indices) for e, rank, indices in self.batches if e == epoch]
+
+
+class Seen:
+    """A ``train_fn`` that records each rank's samples; rank 1 fails at its n-th batch."""
+
+    def __init__(self, fails_at=None):
+        self.batches, self._lock, self._fails_at = [], threading.Lock(), fails_at
+        self._num = 0
+
+    def __call__(self, model, batch):
+        worker, (index,) = current_worker(), batch
+        with self._lock:
+            self._num += worker.rank == 1
+            if worker.rank == 1 and self._num == self._fails_at:
+                raise RuntimeError("planted")
+            self.batches.append((worker.rank, worker.current_epoch, index.tolist()))
+        return 1e-3 * model(torch.ones(len(index), 1)).mean()
+
+    def sizes(self, rank):
+        return [len(batch) for r, _, batch in self.batches if r == rank]
+
+    def trained(self):
+        return Tally((epoch, i) for _, epoch, batch in self.batches for i in batch)
 
 
 class Gate:

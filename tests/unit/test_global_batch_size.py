@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 import runtime
-from runtime import CheckpointError, StepMetrics, Trainer, WorkerFailed, current_worker
+from runtime import CheckpointError, StepMetrics, Trainer, WorkerFailed
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -21,6 +21,7 @@ from tests.support.running import (
     SYNC,
     THREAD,
     WAIT_S,
+    Seen,
     count_up,
     counter,
     plain_sgd,
@@ -30,29 +31,6 @@ N, SIZE, EPOCHS = 103, 10, 2
 PER_EPOCH = math.ceil(N / SIZE)
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0].name)
-
-
-class Seen:
-    """A ``train_fn`` that records each rank's samples; rank 1 fails at its n-th batch."""
-
-    def __init__(self, fails_at=None):
-        self.batches, self._lock, self._fails_at = [], threading.Lock(), fails_at
-        self._num = 0
-
-    def __call__(self, model, batch):
-        worker, (index,) = current_worker(), batch
-        with self._lock:
-            self._num += worker.rank == 1
-            if worker.rank == 1 and self._num == self._fails_at:
-                raise RuntimeError("planted")
-            self.batches.append((worker.rank, worker.current_epoch, index.tolist()))
-        return 1e-3 * model(torch.ones(len(index), 1)).mean()
-
-    def sizes(self, rank):
-        return [len(batch) for r, _, batch in self.batches if r == rank]
-
-    def trained(self):
-        return Counter((epoch, i) for _, epoch, batch in self.batches for i in batch)
 
 
 EACH_ONCE = Counter({(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 
 import pytest
@@ -10,29 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline, current_worker
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, builder
+from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, Seen, builder
 
 N, EPOCHS = 203, 2
 SIZES = 12, 8
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, AverageBackend.GLOO)]
-
-
-class Seen:
-    """A ``train_fn`` that records each rank's samples; rank 1 fails at its n-th batch."""
-
-    def __init__(self, fails_at=None):
-        self.batches, self._lock, self._fails_at = [], threading.Lock(), fails_at
-        self._num = 0
-
-    def __call__(self, model, batch):
-        worker, (index,) = current_worker(), batch
-        with self._lock:
-            self._num += worker.rank == 1
-            if worker.rank == 1 and self._num == self._fails_at:
-                raise RuntimeError("planted")
-            self.batches.append((worker.rank, worker.current_epoch, index.tolist()))
-        return 1e-3 * model(torch.ones(len(index), 1)).mean()
 
 
 class Stream(IterableDataset):
