@@ -24,6 +24,8 @@ from benchmarks.harness.models import (
     Workload,
     classification_loss,
     language_loss,
+    sgd,
+    tokens,
 )
 from runtime import TrainedState, Trainer, TrainerBuilder, TrainerHandle, current_worker
 
@@ -110,10 +112,6 @@ class GpuWorkload(Workload):
     precision: str = "fp32"
 
 
-def _sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True)
-
-
 def _adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
@@ -133,15 +131,6 @@ def _labelled(shape: tuple[int, ...]) -> Callable[[int], Batch]:
     return make
 
 
-def _tokens(length: int, vocabulary: int) -> Callable[[int], Batch]:
-    def make(num_samples: int) -> Batch:
-        generator = torch.Generator().manual_seed(0)
-        text = torch.randint(vocabulary, (num_samples, length + 1), generator=generator)
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-    return make
-
-
 def _images(name: str, depths: tuple[int, ...], side: int, batch: int, **kind: bool) -> GpuWorkload:
     width = 64 if batch >= 64 else 8
     words = "x".join(map(str, depths))
@@ -157,7 +146,7 @@ def _images(name: str, depths: tuple[int, ...], side: int, batch: int, **kind: b
         batch_size=batch,
         sample_bytes=3 * side * side * 4,
         make_model=make_model,
-        make_optimizer=_sgd,
+        make_optimizer=sgd,
         loss=classification_loss,
         make_data=_labelled((3, side, side)),
         precision="bf16",
@@ -190,7 +179,7 @@ def transformer(*, dry: bool) -> GpuWorkload:
         make_model=lambda: CharTransformer(vocabulary, length, width, depth),
         make_optimizer=_adamw,
         loss=language_loss,
-        make_data=_tokens(length, vocabulary),
+        make_data=tokens(length, vocabulary),
         precision="bf16",
     )
 
@@ -226,7 +215,7 @@ def copy_bound(*, dry: bool) -> GpuWorkload:
         batch_size=batch,
         sample_bytes=row * 4,
         make_model=FirstColumns,
-        make_optimizer=_sgd,
+        make_optimizer=sgd,
         loss=classification_loss,
         make_data=_labelled((row,)),
     )

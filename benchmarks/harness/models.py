@@ -83,7 +83,8 @@ def make_mlp() -> nn.Module:
     )
 
 
-def _sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
     return torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True)
 
 
@@ -100,10 +101,15 @@ def _classes(shape: tuple[int, ...]) -> Callable[[int], Batch]:
     return make
 
 
-def _characters(num_samples: int) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(65, (num_samples, 65), generator=generator)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+def tokens(length: int, vocabulary: int) -> Callable[[int], Batch]:
+    """Makes random sequences and their next tokens."""
+
+    def make(num_samples: int) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        text = torch.randint(vocabulary, (num_samples, length + 1), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    return make
 
 
 def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -157,7 +163,7 @@ WORKLOADS = {
             batch_size=64,
             sample_bytes=784 * 4,
             make_model=make_mlp,
-            make_optimizer=_sgd,
+            make_optimizer=sgd,
             loss=classification_loss,
             make_data=_classes((784,)),
         ),
@@ -167,7 +173,7 @@ WORKLOADS = {
             batch_size=64,
             sample_bytes=784 * 4,
             make_model=LeNet,
-            make_optimizer=_sgd,
+            make_optimizer=sgd,
             loss=classification_loss,
             make_data=_classes((1, 28, 28)),
         ),
@@ -179,7 +185,7 @@ WORKLOADS = {
             make_model=CharTransformer,
             make_optimizer=_adamw,
             loss=language_loss,
-            make_data=_characters,
+            make_data=tokens(64, 65),
         ),
     )
 }
