@@ -285,11 +285,14 @@ def test_a_resumed_run_without_lockstep_continues_the_average(tmp_path, way):
 
     start = {n: p.detach().clone() for n, p in Net().named_parameters()}
 
+    together = threading.Barrier(2)
+
     def shift(epoch, worker):
         if epoch == 0:
             with torch.no_grad():
                 for p in worker.model.parameters():
                     p.add_(1.0)
+            together.wait(WAIT_S)  # before a round, whose average would be shifted once more
 
     def run(epochs):
         b = make(still, 2, way, epochs=epochs).epoch_fn(shift).anchor(2)

@@ -110,13 +110,15 @@ def test_the_lighthouse_has_the_progress_of_each_machine_until_it_dies(start, tm
 
     pids = [machine.pid for machine in machines]
     records = runs(
-        lambda found: set(found) == set(pids) and found[pids[0]]["last_checkpoint"] is not None
+        lambda found: (
+            set(found) == set(pids)
+            and found[pids[0]]["last_checkpoint"] is not None
+            and all(run["samples_per_s"] and run["loss"] is not None for run in found.values())
+        )
     )
     for record in records.values():
         assert record["name"] == "cluster_program.py"
-        assert record["samples_per_s"] > 0
         assert (record["num_epochs"], record["epoch"] >= 0) == (100_000, True)
-    assert all(record["loss"] is not None for record in records.values())
     assert records[pids[0]]["last_checkpoint"].startswith(str(tmp_path))
     assert records[pids[1]]["checkpoint_dir"] is None
     with urllib.request.urlopen(f"http://{address}/status", timeout=5.0) as page:
