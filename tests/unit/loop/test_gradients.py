@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DdpConfig, ReplicaFailed
+from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime.loop import rank_replica
 from tests.support.own_loop import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -372,3 +375,28 @@ def test_two_models_of_a_gan_equal_one_device():
             train(*alone, noise)
         assert_close(own_maker, alone[0].model)
         assert_close(own_judge, alone[1].model)
+
+
+class MaskedLoss(nn.Module):
+    """Mean loss over the samples that are not masked; NaN, as its gradients, without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+
+    def forward(self, x, mask):
+        loss = (self.fc(x).squeeze(1).square() * mask).sum() / mask.sum()
+        return {"loss": loss, "loss_weight": mask.sum()}
+
+
+def test_gradients_of_a_loss_of_weight_0_that_the_host_does_not_read_are_zeros(monkeypatch):
+    monkeypatch.setattr(
+        rank_replica, "output_weight", lambda *args: args[3]["loss_weight"].detach()
+    )
+    x, mask = torch.randn(4, 3), torch.tensor([1.0, 1.0, 0.0, 0.0])
+    alone = MaskedLoss()
+    with Trainer.setup(copy.deepcopy(alone), sgd, ["cpu", "cpu"]) as model:
+        model(x, mask)["loss"].backward()
+        alone(x, mask)["loss"].backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
