@@ -113,7 +113,8 @@ def ignores_gradient_scale(
     """Return True if steps of this optimizer do not depend on the scale of the gradient.
 
     Two new optimizers of its class step small CPU parameters, one with a multiple of the other's
-    gradients. The optimizer, its state and random generators are not changed.
+    gradients. The optimizer, its state and random generators are not changed. For a subclass of an
+    optimizer of PyTorch it is PyTorch's class: code of the subclass may count or record its steps.
 
     Args:
         optimizer: The optimizer.
@@ -137,13 +138,18 @@ def ignores_gradient_scale(
     return float((other - one).norm()) <= _TOLERANCE * size
 
 
+def _probed_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
+    bases = kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
+    return next((base for base in bases if base.__module__.startswith("torch.optim.")), kind)
+
+
 def _displacement(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dims: int, size: float
 ) -> Tensor:
     """The movement of a parameter in the last steps of a probe."""
     shape = [2] * num_dims
     p = torch.nn.Parameter(torch.full(shape, 0.05, dtype=torch.float64, device="cpu"))
-    kind: type[Any] = type(optimizer)
+    kind = _probed_class(type(optimizer))
     accepted = inspect.signature(kind).parameters
     settings = settings_of(group)
     if isinstance(settings.get("lr"), Tensor):

@@ -50,9 +50,28 @@ class Drawing(optim.Adam):
         super().step(closure)
 
 
-class Broken(optim.SGD):
+class Broken(optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
     def step(self, closure=None):
         raise RuntimeError("planted")
+
+
+class Counting(optim.RMSprop):
+    """Counts the steps of all instances, and fails if another one is made."""
+
+    num_steps = 0
+    is_made = False
+
+    def __init__(self, params, lr):
+        assert not Counting.is_made
+        Counting.is_made = True
+        super().__init__(params, lr)
+
+    def step(self, closure=None):
+        Counting.num_steps += 1
+        super().step(closure)
 
 
 def parameters(*shapes):
@@ -116,6 +135,12 @@ def test_a_probe_changes_neither_the_optimizer_nor_the_generator(make):
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(map(torch.equal, optimizer.param_groups[0]["params"], held))
     assert getattr(optimizer, "used", []) == []
+
+
+def test_code_of_a_subclass_of_an_optimizer_of_torch_is_not_run_by_a_probe():
+    optimizer = Counting(parameters(), 0.1)
+    assert ScaledRates(optimizer).names == ("Counting",)
+    assert Counting.num_steps == 0
 
 
 def test_an_optimizer_that_cannot_be_probed_is_logged_once(caplog):
