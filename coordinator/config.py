@@ -114,7 +114,8 @@ class CoordinatorConfig(SharedConfig):
             ``None``: a quarter of the count, at least 2.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
         partition_ratios: Fixed share of each rank.
-        own_loop: The same, for loops of the user, which may make several steps on a batch.
+        own_loop: Under ``SYNC``, each rank trains its part of a global batch in one pass, for loops
+            of the user, which may make several steps on a batch.
         advise_balance: Under ``SYNC`` with equal batches, warn once if ranks differ in speed,
             with the gain of ``balance``.
         progressive: Hand out chunks on demand instead of one partition per epoch.
