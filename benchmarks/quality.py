@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import itertools
 import json
 import math
 import multiprocessing
@@ -23,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from benchmarks.harness.measure import (
 )
 from benchmarks.harness.processes import GlooGroup
 from benchmarks.harness.studies import (
+    SIX,
     STUDIES,
     Columns,
     Data,
@@ -69,6 +72,7 @@ from runtime import (
     current_worker,
 )
 from runtime.cluster.tensors import contribution, difference, split
+from runtime.replica.scaled_rates import ignores_gradient_scale
 
 RUN_S = 900.0
 """A run that takes longer is killed."""
@@ -1224,7 +1228,7 @@ def sync_markdown(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-# -- drift: seldom and late averages, apart from what a machine's timing adds ------------
+# -- drift: averages of replicas in one thread, apart from a machine's timing -------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1236,9 +1240,11 @@ class Case:
         seed: Of the weights and of the order of the samples.
         every: Steps between two averagings.
         late: True if a replica makes a step before it takes an average, 0 or 1.
-        lr_scale: Factor on the study's learning rate.
+        lr_scale: Factor on the study's learning rate; ``None``: the automatic one.
         ranks: Replicas, which split the global batch.
         counts: Batches of each replica between two averagings; empty: ``every``.
+        exact_until: Part of the training whose steps average gradients.
+        overrides: Changed numbers of the study.
         folder: Of the data; ``None``: the tiny stand-in.
     """
 
@@ -1246,10 +1252,21 @@ class Case:
     seed: int
     every: int = 0
     late: int = 0
-    lr_scale: float = 1.0
+    lr_scale: float | None = None
     ranks: int = WORLD_SIZE
     counts: tuple[int, ...] = ()
+    exact_until: float = 0.0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
+
+    @property
+    def study(self) -> Study:
+        """The study with the changed numbers."""
+        return replace(STUDIES[self.model], **self.overrides)
+
+    def load(self) -> Data:
+        """The study's data."""
+        return self.study.load(Path(self.folder) if self.folder else None)
 
 
 def averaged_state(model: nn.Module) -> list[Tensor]:
@@ -1285,125 +1302,191 @@ def deltas_of(models: Sequence[nn.Module], weights: Sequence[int] = ()) -> list[
     return [[m - t for m, t in zip(mean, averaged_state(r), strict=True)] for r in models]
 
 
+def rate_factor(optimizer: torch.optim.Optimizer, case: Case) -> float:
+    """Factor on the learning rate while parameters are averaged."""
+    if case.lr_scale is not None:
+        return case.lr_scale
+    if not ignores_gradient_scale(optimizer, optimizer.param_groups[0]):
+        return 1.0
+    counts = case.counts or (1,) * case.ranks
+    return sum(counts) ** 2 / sum(n * n for n in counts) / math.sqrt(case.ranks)
+
+
+def copy_replica(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give all replicas the weights and the optimizer state of the first."""
+    for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
+        model.load_state_dict(models[0].state_dict())
+        optimizer.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+
+
 def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
     """Train replicas in turn; returns one that has their mean.
 
     Each trains its part of the study's global batch; with ``counts``, that many between two
-    averagings.
+    averagings. Steps that average gradients are made once, by the first replica.
     """
     models = [make_model(study, data.num_symbols, case.seed) for _ in range(case.ranks)]
-    rate = study.lr * case.lr_scale
-    optimizers = [study.make_optimizer(model.parameters(), rate) for model in models]
+    optimizers = [study.make_optimizer(model.parameters(), study.lr) for model in models]
     base = optimizers[0].param_groups[0]["lr"]
+    factor = rate_factor(optimizers[0], case)
     size = study.batch_size * WORLD_SIZE // case.ranks
     counts = case.counts or (case.every,) * case.ranks
-    num_batches = study.num_epochs * (data.num_samples // (size * case.ranks)) * case.ranks
+    num_steps = study.num_epochs * (data.num_samples // (size * case.ranks))
+    num_exact = round(case.exact_until * num_steps)
+
+    def step(rank: int, indices: Tensor, rate: float) -> None:
+        optimizers[rank].param_groups[0]["lr"] = rate
+        batch = tuple(c.index_select(0, indices) for c in data.train)
+        optimizers[rank].zero_grad()
+        study.loss(models[rank], batch).backward()
+        optimizers[rank].step()
+
     under_way: list[list[Tensor]] | None = None
     left, position = list(counts), 0
     for epoch in range(study.num_epochs):
         order = torch.from_numpy(permutation(data.num_samples, epoch, case.seed))
-        batches = torch.split(order, size)[: num_batches // study.num_epochs]
-        for indices in batches:
-            # The ranks with the largest part of their round before them are behind.
-            rank = max(range(case.ranks), key=lambda r: (left[r] / counts[r], -r))
-            progress = position // case.ranks * case.ranks / num_batches
-            optimizers[rank].param_groups[0]["lr"] = base * lr_factor(progress)
+        for indices in torch.split(order, size * case.ranks)[: num_steps // study.num_epochs]:
+            rate = base * lr_factor(position / num_steps)
             position += 1
-            batch = tuple(c.index_select(0, indices) for c in data.train)
-            optimizers[rank].zero_grad()
-            study.loss(models[rank], batch).backward()
-            optimizers[rank].step()
-            left[rank] -= 1
-            if under_way is not None and all(n < c for n, c in zip(left, counts, strict=True)):
-                move(models, under_way)
-                under_way = None
-            if any(left):
+            if position <= num_exact:
+                step(0, indices, rate)
+                if position == num_exact:
+                    copy_replica(models, optimizers)
                 continue
-            left = list(counts)
-            if case.late:
-                under_way = deltas_of(models, counts)
-            else:
-                move(models, deltas_of(models, counts))
-    move(models, deltas_of(models, counts))
+            for part in torch.split(indices, size):
+                # The ranks with the largest part of their round before them are behind.
+                rank = max(range(case.ranks), key=lambda r: (left[r] / counts[r], -r))
+                step(rank, part, rate * factor)
+                left[rank] -= 1
+                if under_way is not None and all(n < c for n, c in zip(left, counts, strict=True)):
+                    move(models, under_way)
+                    under_way = None
+                if any(left):
+                    continue
+                left = list(counts)
+                if case.late:
+                    under_way = deltas_of(models, counts)
+                else:
+                    move(models, deltas_of(models, counts))
+    if position > num_exact:
+        move(models, deltas_of(models, counts))
     return models[0]
 
 
 def train_case(case: Case) -> dict[str, Any]:
     """The case and its held-out loss."""
-    study = STUDIES[case.model]
-    data = study.load(Path(case.folder) if case.folder else None)
+    data = case.load()
     if case.every:
-        model = train_replicas(study, data, case)
+        model = train_replicas(case.study, data, case)
     else:
-        model, _ = run_solo(study, data, {"mode": "solo-global", "seed": case.seed})
-    return asdict(case) | study.evaluate(model, data.held_out)
+        model, _ = run_solo(case.study, data, {"mode": "solo-global", "seed": case.seed})
+    return asdict(case) | case.study.evaluate(model, data.held_out)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Every requested training."""
     folder = None if args.data is None else str(args.data)
     cases: list[Case] = []
-    counts = tuple(args.counts)
-    for seed in range(args.seeds):
-        common: dict[str, Any] = {"model": args.model, "seed": seed, "folder": folder}
-        cases.append(Case(**common))
+    for seed, model in itertools.product(range(args.seeds), args.models):
+        solo = Case(model=model, seed=seed, overrides=overrides_of(args, model), folder=folder)
+        periods = args.every
+        if args.rounds:
+            study = solo.study
+            steps = solo.load().num_samples // (study.batch_size * WORLD_SIZE) * study.num_epochs
+            periods = [math.ceil(steps / rounds) for rounds in args.rounds]
+        ways = itertools.product(args.ranks, args.lr_scales, args.late, args.exact_until, periods)
+        cases.append(solo)
         cases += [
-            Case(**common, every=every, late=late, lr_scale=scale, ranks=ranks, counts=counts)
-            for ranks in args.ranks
-            for scale in args.lr_scales
-            for late in args.late
-            for every in args.every
+            replace(
+                solo,
+                ranks=ranks,
+                lr_scale=scale,
+                late=late,
+                exact_until=exact,
+                every=every,
+                counts=tuple(args.counts),
+            )
+            for ranks, scale, late, exact, every in ways
         ]
     return cases
 
 
+WAY = ("model", "ranks", "every", "late", "exact_until", "lr_scale")
+"""Fields of a case that name a way to average."""
+
+
 def summarize_drift(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each way to average, what part of solo's loss it adds, paired by seed."""
-    solo = {row["seed"]: row["loss"] for row in rows if not row["every"]}
-    ways: dict[tuple[int, int, int, float], dict[int, float]] = {}
+    """Of each way to average, what part of solo's loss it adds, paired by seed.
+
+    Where there is an accuracy: ``points``, a :class:`Difference` in points.
+    """
+    solo = {(row["model"], row["seed"]): row for row in rows if not row["every"]}
+    ways: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["every"]:
-            way = row["ranks"], row["every"], row["late"], row["lr_scale"]
-            ways.setdefault(way, {})[row["seed"]] = row["loss"] / solo[row["seed"]]
+            ways.setdefault(tuple(row[name] for name in WAY), {})[row["seed"]] = row
     found: list[dict[str, Any]] = []
-    for (ranks, every, late, scale), parts in sorted(ways.items()):
-        difference = compare(parts, dict.fromkeys(solo, 1.0), higher_is_better=False)
+    for way, mine in ways.items():
+        one = {seed: solo[way[0], seed] for seed in mine}
+        parts = {seed: row["loss"] / one[seed]["loss"] for seed, row in mine.items()}
+        difference = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
         assert difference is not None, "every seed has its solo training"
-        keys = {"ranks": ranks, "every": every, "late": late, "lr_scale": scale}
-        found.append(keys | asdict(difference))
+        line = dict(zip(WAY, way, strict=True)) | asdict(difference)
+        if all("accuracy" in row for row in mine.values()):
+            percent = [
+                {seed: row["accuracy"] * 100 for seed, row in side.items()} for side in (mine, one)
+            ]
+            points = compare(*percent, higher_is_better=True)
+            line["points"] = points and asdict(points)
+        found.append(line)
     return found
 
 
 def drift_table(summary: Sequence[dict[str, Any]]) -> str:
     """The summary as a table."""
-    head = ["replicas", "averaged every", "taken late by", "learning rate"]
-    head += ["held-out loss above solo's", "", "seeds"]
+    head = ["model", "replicas", "averaged every", "taken late by", "exact until", "learning rate"]
+    head += ["held-out loss above solo's", "", "accuracy in points", "seeds"]
+
+    def shown(found: Mapping[str, Any] | None, digits: int, unit: str) -> str:
+        if found is None:
+            return ""
+        text = f"{found['mean']:+.{digits}{unit}}"
+        return text if found["se"] is None else f"{text} ± {found['se']:.{digits}{unit}}"
+
     rows = [
         [
-            *(str(s["ranks"]), str(s["every"]), str(s["late"]), f"{s['lr_scale']:.3g} times"),
-            f"{s['mean']:+.2%}" + ("" if s["se"] is None else f" ± {s['se']:.2%}"),
-            *(s["verdict"], str(s["num_pairs"])),
+            *(s["model"], str(s["ranks"]), str(s["every"]), str(s["late"])),
+            f"{s['exact_until']:.0%}",
+            "automatic" if s["lr_scale"] is None else f"{s['lr_scale']:.3g} times",
+            *(shown(s, 2, "%"), s["verdict"], shown(s.get("points"), 2, "f")),
+            str(s["num_pairs"]),
         ]
         for s in summary
     ]
-    return table(head, rows, num_texts=0)
+    return table(head, rows)
 
 
 def parse_drift(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(drift.__doc__)
-    parser.add_argument("--data", type=Path, default=default_folder(), help="the data's folder")
-    parser.add_argument("--tiny", action="store_true", help="the tiny stand-in instead of data")
-    parser.add_argument("--model", choices=STUDIES, default="gpt")
-    parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 3, 6])
-    parser.add_argument("--late", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--lr-scales", nargs="+", type=float, default=[1.2])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[WORLD_SIZE], help="replicas")
-    parser.add_argument("--counts", nargs="+", type=int, default=[], help="batches of each")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--seeds", type=int, default=7)
+    add = parser.add_argument
+    add("--data", type=Path, default=default_folder(), help="the data's folder")
+    add("--tiny", action="store_true", help="the tiny stand-in instead of data")
+    add("--models", nargs="+", choices=STUDIES, default=["gpt"])
+    add("--every", nargs="+", type=int, default=[1, 2, 3, 6])
+    add("--rounds", nargs="+", type=int, default=[], help="averagings, instead of --every")
+    add("--late", nargs="+", type=int, default=[0, 1])
+    add("--lr-scales", nargs="+", type=float, default=[None], help="default: automatic")
+    add("--ranks", nargs="+", type=int, default=[WORLD_SIZE], help="replicas")
+    add("--counts", nargs="+", type=int, default=[], help="batches of each")
+    exact = "part of the training whose steps average gradients (%(default)s)"
+    add("--exact-until", nargs="+", type=float, default=[0.0], help=exact)
+    add_override(parser, [])
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    add("--seeds", type=int, default=7)
     args = parser.parse_args(arguments)
-    if min(args.every) < 1 or args.seeds < 1 or not all(0 <= n <= 1 for n in args.late):
-        parser.error("--every and --seeds must be at least 1, --late 0 or 1")
+    args.override = overrides_from(parser, args.override)
+    if min([*args.every, *args.rounds]) < 1 or args.seeds < 1 or not {*args.late} <= {0, 1}:
+        parser.error("--every, --rounds and --seeds must be at least 1, --late 0 or 1")
     if args.counts and (min(args.counts) < 1 or args.ranks != [len(args.counts)]):
         parser.error("--counts: a number of at least 1 for each of --ranks")
     if args.tiny:
@@ -1419,16 +1502,21 @@ def drift(arguments: Sequence[str] | None = None) -> None:
             check_folder(args.data)
     except DataMissing as error:
         raise SystemExit(str(error)) from None
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (1,)) as pool:
-        rows = list(pool.map(train_case, cases_of(args)))
-    for row in rows:
-        del row["folder"]
-    summary = summarize_drift(rows)
-    print(f"{STUDIES[args.model].definition()}; replicas in one thread\n\n{drift_table(summary)}")
+    cases = cases_of(args)
     machine = describe()
     del machine["environment"]  # nothing is timed: it runs in the caller's
-    save(args.json, {"machine": machine, "rows": rows, "summary": summary})
+    studies = {case.model: case.study.definition() for case in cases}
+    rows: list[dict[str, Any]] = []
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (1,)) as pool:
+        for row in pool.map(train_case, cases):
+            del row["folder"]
+            rows.append(row)
+            record = {"machine": machine, "studies": studies, "rows": rows}
+            save(args.json, record | {"summary": summarize_drift(rows)})
+    for definition in studies.values():
+        print(f"- {definition}; replicas in one thread")
+    print(f"\n{drift_table(summarize_drift(rows))}")
 
 
 # -- the command line --------------------------------------------------------------------
@@ -1449,13 +1537,30 @@ def _assignments(
     return values
 
 
+def add_override(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    """The option that changes numbers of the studies."""
+    parser.add_argument(
+        "--override",
+        nargs="*",
+        default=default,
+        metavar="[MODEL.]NAME=VALUE",
+        help=f"{', '.join(NUMBERS)} (%(default)s)",
+    )
+
+
+def overrides_from(parser: argparse.ArgumentParser, given: Sequence[str]) -> Line:
+    """Values of ``--override``."""
+    numbers = {f"{model}.{name}": kind for model in STUDIES for name, kind in NUMBERS.items()}
+    return _assignments(parser, given, NUMBERS | numbers)
+
+
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     command = argv[0] if argv[:1] in (["sync"], ["machines"]) else None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, default=default_folder(), help="folder of the digits and the text")
     add("--out", type=Path, required=True, help="record of the runs: a line of JSON for each")
-    add("--models", nargs="+", choices=STUDIES, default=list(STUDIES))
+    add("--models", nargs="+", choices=STUDIES, default=list(SIX))
     modes = {"sync": SYNC_MODES, "machines": (ONE_MACHINE, *MACHINES)}.get(
         command or "", DEFAULT_MODES
     )
@@ -1467,14 +1572,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     timed = "sync: only runs whose time counts, those that others disturbed once more"
     add("--timed", action="store_true", help=timed)
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")
-    numbers = {f"{model}.{name}": kind for model in STUDIES for name, kind in NUMBERS.items()}
-    add(
-        "--override",
-        nargs="*",
-        default=SIZES if sync else [],
-        metavar="[MODEL.]NAME=VALUE",
-        help=f"{', '.join(NUMBERS)} (%(default)s)",
-    )
+    add_override(parser, SIZES if sync else [])
     add(
         "--set",
         nargs="*",
@@ -1487,7 +1585,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.command = command
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
-    args.override = _assignments(parser, args.override, NUMBERS | numbers)
+    args.override = overrides_from(parser, args.override)
     args.settings = _assignments(parser, args.set, SETTINGS)
     if not (args.synthetic or args.report):
         try:
