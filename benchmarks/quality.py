@@ -30,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 if not __package__:  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -47,7 +45,6 @@ from benchmarks.harness.measure import (
     save,
     table,
 )
-from benchmarks.harness.processes import GlooGroup
 from benchmarks.harness.studies import (
     SIX,
     STUDIES,
@@ -57,8 +54,6 @@ from benchmarks.harness.studies import (
     Study,
     check_folder,
     default_folder,
-    lr_factor,
-    scheduler,
 )
 from coordinator.messages import Payload
 from coordinator.splitting import permutation
@@ -99,8 +94,8 @@ SETTINGS = {
 
 
 WORLD_SIZE = 2
-SOLO = {"solo-small": 1, "solo-global": WORLD_SIZE}
-"""Modes of one process, with the size of their batch in batches of a worker."""
+ONE_DEVICE = "solo-global"
+"""The reference: one process at the global batch."""
 RUNTIME = {
     "sync": (ApplyPolicy.SYNC, AverageBackend.AUTO),
     "sync-shares": (ApplyPolicy.SYNC, AverageBackend.AUTO),
@@ -118,12 +113,12 @@ CURVE_SAMPLES = 500
 SLOWDOWN = 3.0
 """Factor on the step time of a slowed rank."""
 SYNC_MODES = (
-    "solo-global",
+    ONE_DEVICE,
     *("sync-shares", "cpu-cadence"),
     *("sync-shares" + SLOWED, "cpu-cadence" + SLOWED),
 )
 """Modes of ``sync``."""
-DEFAULT_MODES = (*SOLO, "ddp", "sync", *AVERAGED)
+DEFAULT_MODES = (ONE_DEVICE, "sync", *AVERAGED)
 """Modes of the comparison without a command."""
 MODES = (*DEFAULT_MODES, *SYNC_MODES[1:2], *SYNC_MODES[3:])
 OUTER: dict[str, Callable[[], OuterOptimizer]] = {
@@ -134,8 +129,6 @@ OUTER: dict[str, Callable[[], OuterOptimizer]] = {
 PERIODS = (8, 32, 128)
 MACHINES = {f"{name}-{period}": (name, period) for name in OUTER for period in PERIODS}
 """Modes of two machines, by outer optimizer and batches of each machine between two rounds."""
-ONE_MACHINE = "solo-global"
-"""Their baseline: the same script, on one machine."""
 
 
 def study_of(spec: Mapping[str, Any]) -> Study:
@@ -197,25 +190,21 @@ def train_loop(
     model: nn.Module,
     data: Data,
     seed: int,
-    batch_size: int,
-    rank: int,
-    size: int,
     after_epoch: Callable[[nn.Module, int], object] = lambda model, epoch: None,
 ) -> float:
-    """The loop of the modes without the runtime: ``size`` processes take equal parts.
+    """Train as one device at the global batch.
 
     Returns:
         Seconds spent in steps, the gathering of the batch excluded.
     """
     optimizer = study.make_optimizer(model.parameters(), study.lr)
-    whole = batch_size * size
-    lr = scheduler(optimizer, study.num_epochs * (data.num_samples // whole))
+    size = study.batch_size * WORLD_SIZE
+    lr = study.scheduler(optimizer, study.num_epochs * (data.num_samples // size))
     stepping_s = 0.0
     for epoch in range(study.num_epochs):
         order = torch.from_numpy(permutation(data.num_samples, epoch, seed))
-        for indices in torch.split(order, whole):
-            mine = indices[rank * batch_size : (rank + 1) * batch_size]
-            batch = tuple(c.index_select(0, mine) for c in data.train)
+        for indices in torch.split(order, size):
+            batch = tuple(c.index_select(0, indices) for c in data.train)
             start = time.perf_counter()
             optimizer.zero_grad()
             loss = study.loss(model, batch)
@@ -228,14 +217,13 @@ def train_loop(
 
 
 def run_solo(study: Study, data: Data, spec: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """One process, at the batch of a worker or at the global one."""
+    """One process at the global batch."""
     model = make_model(study, data.num_symbols, spec["seed"])
     initial = fingerprint(model)
-    batch_size = study.batch_size * SOLO[spec["mode"]]
     curve = Curve() if spec.get("curve") else None
     more = () if curve is None else (curve.keep,)
     start = time.perf_counter()
-    stepping_s = train_loop(study, model, data, spec["seed"], batch_size, 0, 1, *more)
+    stepping_s = train_loop(study, model, data, spec["seed"], *more)
     train_s = time.perf_counter() - start
     found = {} if curve is None else {"curve": curve.evaluate(study, data, spec["seed"])}
     return model, {
@@ -293,7 +281,7 @@ def run_runtime(
         .policy(policy)
         .backend(backend)
         .seed(spec["seed"])
-        .scheduler(lambda optimizer: scheduler(optimizer, num_positions))
+        .scheduler(lambda optimizer: study.scheduler(optimizer, num_positions))
         .tune_allocator(False)
         .progress(False)
     )
@@ -352,7 +340,7 @@ class Machine:
         """One with the initial weights."""
         model = make_model(study, data.num_symbols, seed)
         optimizer = study.make_optimizer(model.parameters(), study.lr)
-        return cls(model, optimizer, scheduler(optimizer, num_positions), snapshot(model))
+        return cls(model, optimizer, study.scheduler(optimizer, num_positions), snapshot(model))
 
     def train(self, study: Study, batch: Columns) -> None:
         """One batch."""
@@ -452,40 +440,18 @@ def run_machines(
     }
 
 
-def train_rank(study: Study, data: Data, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A rank's half of each global batch under DDP, timed from barrier to barrier."""
-    model = make_model(study, data.num_symbols, seed)
-    initial = fingerprint(model)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    dist.barrier()
-    start, busy = time.perf_counter(), time.thread_time()
-    train_loop(study, wrapped, data, seed, study.batch_size, dist.get_rank(), WORLD_SIZE)
-    busy_s = torch.tensor(time.thread_time() - busy)
-    dist.barrier()
-    train_s = time.perf_counter() - start
-    dist.all_reduce(busy_s)
-    return model, {
-        "initial": initial,
-        "train_s": train_s,
-        "idle_share": max(0.0, 1 - float(busy_s) / WORLD_SIZE / train_s),
-        "num_averagings": study.num_epochs * (data.num_samples // (WORLD_SIZE * study.batch_size)),
-    }
-
-
 def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Train as the spec says, then evaluate; the result that goes into the record."""
     torch.set_num_threads(1)
     study = study_of(spec)
     data = study.load(Path(spec["data"]) if spec["data"] else None)
     warm_up(study, data)
-    if spec["mode"] in SOLO:
+    if spec["mode"] == ONE_DEVICE:
         model, facts = run_solo(study, data, spec)
     elif spec["mode"] in MACHINES:
         model, facts = run_machines(study, data, spec)
-    elif spec["mode"].removesuffix(SLOWED) in RUNTIME:
-        model, facts = run_runtime(study, data, spec)
     else:
-        model, facts = train_rank(study, data, spec["seed"])
+        model, facts = run_runtime(study, data, spec)
     facts.setdefault("num_samples", study.num_epochs * data.num_samples)
     return {**facts, **study.evaluate(model, data.held_out)}
 
@@ -498,17 +464,7 @@ def child() -> None:
     ``curve`` if the loss over time is wanted.
     """
     for spec in map(json.loads, sys.argv[1:]):
-        if spec["mode"] == "ddp":
-            with GlooGroup(WORLD_SIZE, "benchmarks.quality:run_rank") as group:
-                result = group.ask(RUN_S, spec=spec)
-        else:
-            result = run(spec)
-        print(RESULT + json.dumps(result), flush=True)
-
-
-def run_rank(*, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in a rank of DDP; that of rank 0 goes into the record."""
-    return run(spec)
+        print(RESULT + json.dumps(run(spec)), flush=True)
 
 
 # -- verdicts: paired seeds, two standard errors -----------------------------------------
@@ -516,9 +472,18 @@ def run_rank(*, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 LIMIT_SE = 2.0
 """Standard errors by which a mode may be worse on average before it counts as worse."""
-HIGHER_IS_BETTER = {"loss": False, "accuracy": True}
-"""The measures, and which way is up."""
-BASELINES = {"global": "solo-global", "small": "solo-small"}
+MARGIN, POINTS = 0.005, 0.1
+"""Announced cost of a policy: part of the loss, and points of accuracy."""
+MARGINS = {
+    "logistic": 0.01,
+    "mlp": 0.03,
+    "lenet": 0.1,
+    "autoencoder": 0.1,
+    "char-rnn": 0.01,
+    "gpt": 0.01,
+}
+"""Margins of ``sync``, larger for models whose seeds differ by 2, 13 and 21 % (one standard
+deviation) on one device."""
 
 Result = Mapping[str, Any]
 Runs = Mapping[str, Mapping[int, Result]]
@@ -543,7 +508,8 @@ class Difference:
         se: Their standard deviation over the square root of their number; ``None`` for one.
         num_pairs: Seeds that both have.
         verdict: ``"worse"`` or ``"better"`` beyond two standard errors, else ``"no worse"``;
-            ``"too few seeds"`` for one.
+            ``"too few seeds"`` for one. With a margin: ``"no worse"`` if the mean and two
+            errors are within it, else ``"worse"`` as above, or ``"undecided"``.
     """
 
     mean: float
@@ -582,50 +548,42 @@ def compare(
     return Difference(mean=found.mean, se=se, num_pairs=len(pairs), verdict=verdict)
 
 
-def false_alarms(num_pairs: int) -> float:
-    """Chance that a mode as good as its baseline is judged worse: a tail of Student's t."""
-    degrees = num_pairs - 1
-    if degrees < 1:
-        return 0.0
-    scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
-    num_steps = 200
-    width = LIMIT_SE / num_steps
-    area = 0.0
-    for i in range(num_steps + 1):  # Simpson's rule from 0 to the limit
-        weight = 1 if i in (0, num_steps) else 4 if i % 2 else 2
-        area += weight * math.pow(1 + (i * width) ** 2 / degrees, -(degrees + 1) / 2)
-    return 0.5 - scale * area * width / 3
+def _verdict(found: Difference, margin: float, cost: float) -> str:
+    """The verdict with a margin; ``cost`` is the mean, positive if worse."""
+    if found.se is None:
+        return found.verdict
+    if cost + LIMIT_SE * found.se <= margin:
+        return "no worse"
+    return "worse" if found.verdict == "worse" else "undecided"
 
 
-def judge_mode(runs: Runs, mode: str) -> dict[str, Any]:
+def excess(mine: Mapping[int, Result], one: Mapping[int, Result]) -> Difference | None:
+    """Relative excess of held-out losses over those of one device, paired by seed."""
+    parts = {seed: mine[seed]["loss"] / one[seed]["loss"] for seed in mine.keys() & one.keys()}
+    return compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
+
+
+def points(mine: Mapping[int, Result], one: Mapping[int, Result]) -> Difference | None:
+    """Accuracy less that of one device in points, paired by seed; ``None`` if there is none."""
+    percent = [
+        {seed: row["accuracy"] * 100 for seed, row in rows.items() if "accuracy" in row}
+        for rows in (mine, one)
+    ]
+    return compare(*percent, higher_is_better=True)
+
+
+def judge_mode(runs: Runs, mode: str, margin: float = MARGIN) -> dict[str, Any]:
     """Everything that the tables say of one mode of one model."""
-    mine = runs[mode]
-    first = next(iter(mine.values()))
-    row: dict[str, Any] = {"mode": mode, "seeds": sorted(mine)}
-    for name in ("train_s", "num_averagings", "idle_share", "num_samples"):
+    mine, one = runs[mode], runs.get(ONE_DEVICE, {})
+    row: dict[str, Any] = {"mode": mode, "seeds": sorted(mine), "margin": margin}
+    for name in ("loss", "train_s", "num_averagings"):
         row[name] = asdict(spread(result[name] for result in mine.values()))
-    row["measures"] = {
-        measure: _judge_measure(runs, mode, measure)
-        for measure in HIGHER_IS_BETTER
-        if measure in first
-    }
+    if mode != ONE_DEVICE:
+        if (loss := excess(mine, one)) is not None:
+            row["excess"] = asdict(replace(loss, verdict=_verdict(loss, margin, loss.mean)))
+        if (share := points(mine, one)) is not None:
+            row["points"] = asdict(replace(share, verdict=_verdict(share, POINTS, -share.mean)))
     return row
-
-
-def _judge_measure(runs: Runs, mode: str, measure: str) -> dict[str, Any]:
-    values = {seed: result[measure] for seed, result in runs[mode].items()}
-    found: dict[str, Any] = asdict(spread(values.values()))
-    for against, baseline in BASELINES.items():
-        if baseline == mode or baseline not in runs:
-            continue
-        difference = compare(
-            values,
-            {seed: result[measure] for seed, result in runs[baseline].items()},
-            higher_is_better=HIGHER_IS_BETTER[measure],
-        )
-        if difference is not None:
-            found[f"against_{against}"] = asdict(difference)
-    return found
 
 
 def unpaired(runs: Runs) -> list[str]:
@@ -642,142 +600,97 @@ def unpaired(runs: Runs) -> list[str]:
     return faults
 
 
-def judge(results: Mapping[str, Runs], modes: Sequence[str]) -> dict[str, Any]:
-    """All models and modes that have results, as plain dicts and lists for JSON."""
-    models = {
-        model: {
-            "rows": [judge_mode(runs, mode) for mode in modes if runs.get(mode)],
-            "faults": unpaired(runs),
-        }
-        for model, runs in results.items()
-    }
-    return {"models": models, **tally(models)}
-
-
-def tally(models: Mapping[str, Any]) -> dict[str, Any]:
-    """Number of cells compared with the global batch by loss, and the worse ones."""
-    judged = [
-        (model, row["mode"], row["measures"]["loss"]["against_global"])
-        for model, found in models.items()
-        for row in found["rows"]
-        if row["mode"] not in BASELINES.values() and "against_global" in row["measures"]["loss"]
-    ]
-    judged = [cell for cell in judged if cell[2]["se"] is not None]
-    return {
-        "num_judged": len(judged),
-        "worse": [f"{model} {mode}" for model, mode, cell in judged if cell["verdict"] == "worse"],
-        "expected_false_alarms": sum(false_alarms(cell["num_pairs"]) for _, _, cell in judged),
-    }
-
-
 # -- the judged results as Markdown ------------------------------------------------------
 
 
-HEAD = (
-    "| mode | held-out loss | accuracy | time (s) | averagings | idle | "
-    "loss less solo at the global batch | | loss less solo at the small batch |",
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
-)
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
-
-
-def _spread(found: Mapping[str, Any], digits: int) -> str:
-    text = _number(found["mean"], digits)
-    return text if found["sd"] is None else f"{text} ± {_number(found['sd'], digits)}"
-
-
-def _difference(found: Mapping[str, Any] | None, digits: int) -> str:
+def shown(found: Mapping[str, Any] | None, digits: int, unit: str = "%") -> str:
+    """A :class:`Difference` with its error, bold where it is worse."""
     if found is None:
         return ""
-    text = f"{found['mean']:+.{digits}f}"
-    return text if found["se"] is None else f"{text} ± {_number(found['se'], digits)}"
+    text = f"{found['mean']:+.{digits}{unit}}"
+    text += "" if found["se"] is None else f" ± {found['se']:.{digits}{unit}}"
+    return f"**{text}**" if found["verdict"] == "worse" else text
 
 
-def _accuracy(row: Mapping[str, Any]) -> str:
-    found = row["measures"].get("accuracy")
-    if found is None:
-        return ""
-    percent = {key: found[key] and found[key] * 100 for key in ("mean", "sd")}
-    text = f"{_spread(percent, 2)} %"
-    against = found.get("against_global")
-    return f"{text} (worse)" if against and against["verdict"] == "worse" else text
-
-
-def _row(row: Mapping[str, Any], digits: int) -> str:
-    loss = row["measures"]["loss"]
-    against = loss.get("against_global")
-    verdict = "" if against is None else against["verdict"]
-    cells = [
-        row["mode"],
-        _spread(loss, digits),
-        _accuracy(row),
-        _spread(row["train_s"], 1),
-        f"{row['num_averagings']['mean']:.0f}",
-        f"{row['idle_share']['mean']:.0%}",
-        _difference(against, digits),
-        "**worse**" if verdict == "worse" else verdict,
-        _difference(loss.get("against_small"), digits),
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def model_table(found: Mapping[str, Any]) -> str:
-    """The modes of one model."""
-    smallest = min((row["measures"]["loss"]["mean"] for row in found["rows"]), default=1.0)
-    digits = 6 if smallest < 0.005 else 5 if smallest < 0.05 else 4
-    return "\n".join([*HEAD, *(_row(row, digits) for row in found["rows"])])
+def losses_table(report: Mapping[str, Any]) -> str:
+    """The modes of all models, with their losses and accuracies compared with one device."""
+    head = ["model", "mode", "held-out loss", "above one device", "margin", ""]
+    head += ["accuracy in points", "", "averagings", "s", "seeds"]
+    rows = []
+    for model, found in report["models"].items():
+        for row in found["rows"]:
+            loss, share = row.get("excess"), row.get("points")
+            rows.append([model, row["mode"], f"{row['loss']['mean']:.5g}", shown(loss, 2)])
+            rows[-1] += [f"{row['margin']:.1%}", loss["verdict"]] if loss else ["", ""]
+            rows[-1] += [shown(share, 2, "f"), share["verdict"] if share else ""]
+            rows[-1] += [f"{row['num_averagings']['mean']:.0f}", f"{row['train_s']['mean']:.1f}"]
+            rows[-1] += [str(len(row["seeds"]))]
+    return table(head, rows, num_texts=2)
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The whole report.
 
     Args:
-        report: Result of ``judge``, with ``machine``, ``settings`` and each model's
-            ``definition`` and ``missing`` added.
+        report: ``rows``, ``faults``, ``definition`` and ``missing`` of each of ``models``, with
+            ``machine``, ``settings``, ``num_runs`` and ``num_disturbed``.
     """
-    machine = report["machine"]
+    cells = [
+        (f"{model} {row['mode']}", [row[what]["verdict"] for what in CELLS if what in row])
+        for model, found in report["models"].items()
+        for row in found["rows"]
+        if "excess" in row
+    ]
     lines = [
         "# Held-out quality of averaged training",
         "",
-        f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
-        f"torch {machine['torch']}; two CPU workers, one intra-op thread each. Mean ± standard "
-        "deviation over the seeds; differences are paired by seed, mean ± standard error, and "
-        "count as worse beyond two of them. " + _settings(report["settings"]),
+        f"{about(report)}Losses and accuracies are paired by seed with one device at the global "
+        "batch, mean ± standard error; no worse: two of them are within the margin, "
+        f"{MARGIN:.1%} of the loss or {POINTS} points. {_settings(report['settings'])}",
+        "",
+        losses_table(report),
+        "",
+        *notes_of(report),
         "",
     ]
-    for name, found in report["models"].items():
-        lines += [f"## {name}", "", f"{found['definition']}.", "", model_table(found), ""]
-        lines += [f"- {fault}" for fault in found["faults"]]
-        if found["missing"]:
-            lines.append(f"- Not there yet: {', '.join(found['missing'])}.")
-        if lines[-1]:
-            lines.append("")
-    lines += ["## Verdict", "", _verdict(report), ""]
+    for verdict in ("worse", "undecided"):
+        names = [name for name, verdicts in cells if verdict in verdicts]
+        lines += [f"{len(names)} of {len(cells)} cells are {verdict}: {', '.join(names)}.", ""]
+    lines += [
+        f"Other processes used over {QUIET:.0%} of the cores in {report['num_disturbed']} of "
+        f"{report['num_runs']} runs, whose times say little.",
+        "",
+    ]
     return "\n".join(lines)
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
-    if not settings:
-        return "Averaged modes run with the defaults of the builder."
-    named = ", ".join(f"`{name}({value})`" for name, value in settings.items())
-    return f"Averaged modes run with the defaults of the builder but for {named}."
+CELLS = ("excess", "points")
+"""Compared numbers of a row."""
 
 
-def _verdict(report: Mapping[str, Any]) -> str:
-    num_judged, worse = report["num_judged"], report["worse"]
-    if not num_judged:
-        return "No mode has two seeds yet that solo has as well."
-    which = f": {', '.join(worse)}" if worse else ""
-    disturbed = report["num_disturbed"]
+def about(report: Mapping[str, Any]) -> str:
+    """The machine in a sentence."""
+    machine = report["machine"]
     return (
-        f"{len(worse)} of {num_judged} cells are worse than solo at an equal global batch{which}. "
-        f"Of cells that are no worse in truth, {report['expected_false_alarms']:.1f} would be "
-        f"judged worse by chance.\n\nOther processes used over {report['quiet']:.0%} of the cores "
-        f"in {disturbed} of {report['num_runs']} runs, whose times say little."
+        f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, "
+        f"torch {machine['torch']}; two CPU workers, one intra-op thread each. "
     )
+
+
+def notes_of(report: Mapping[str, Any]) -> list[str]:
+    """Lines on the models: their definition, faults of the pairs, and what is missing."""
+    lines = []
+    for model, found in report["models"].items():
+        lines += [f"- {model}: {found['definition']}."]
+        lines += [f"  - {fault}" for fault in found["faults"]]
+        lines += [f"  - Missing: {', '.join(found['missing'])}."] if found["missing"] else []
+    return lines
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    named = ", ".join(f"`{name}({value})`" for name, value in settings.items())
+    but = f" but for {named}" if named else ""
+    return f"Averaged modes run with the defaults of the builder{but}."
 
 
 # -- runs and their record ---------------------------------------------------------------
@@ -830,27 +743,20 @@ def make_job(args: argparse.Namespace, model: str, mode: str, seed: int) -> Job:
 
 
 def batches_of_jobs(args: argparse.Namespace) -> Iterator[list[Job]]:
-    """All runs in the order they are made, those in one list at the same time.
+    """All runs in the order they are made, those in one list in turn in one process.
 
     Seeds go round by pairs, so that a record that is cut short has every cell. Those of
-    ``sync`` go round one by one, and a list is of one process, which makes one run after the
-    other: neighbours in time are compared.
+    ``sync`` go round one by one in one process: neighbours in time are compared.
     """
     seeds = range(args.seeds)
     if args.command == "sync":
-        for seed in seeds:
-            for model in args.models:
-                modes = args.modes if seed % 2 == 0 else args.modes[::-1]
-                yield [make_job(args, model, mode, seed) for mode in modes]
+        for seed, model in itertools.product(seeds, args.models):
+            modes = args.modes if seed % 2 == 0 else args.modes[::-1]
+            yield [make_job(args, model, mode, seed) for mode in modes]
         return
     for pair in (seeds[i : i + 2] for i in range(0, len(seeds), 2)):
-        for model in args.models:
-            for mode in args.modes:
-                jobs = [make_job(args, model, mode, seed) for seed in pair]
-                if args.pair_solo and (mode in SOLO or mode in MACHINES):
-                    yield jobs
-                else:
-                    yield from ([job] for job in jobs)
+        for model, mode, seed in itertools.product(args.models, args.modes, pair):
+            yield [make_job(args, model, mode, seed)]
 
 
 def read_record(file: Path) -> list[Line]:
@@ -870,45 +776,32 @@ def find(record: Sequence[Line], job: Job) -> Line | None:
     return min(found, key=lambda line: float(line["used_by_others"]), default=None)
 
 
-def run_jobs(jobs: Sequence[Job], *, in_turn: bool) -> list[Line | None]:
-    """Make runs, at the same time and each in a process of its own, or in turn in one process.
+def run_jobs(jobs: Sequence[Job]) -> list[Line | None]:
+    """Make runs in turn in a new process.
 
     Returns:
         Their lines of the record; ``None`` for one that failed.
     """
-    env = environment(**ENVIRONMENT)
     load = MachineLoad()
-    by_child = [jobs] if in_turn else [[job] for job in jobs]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, *(json.dumps(job.spec) for job in batch)],
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-            start_new_session=True,
-        )
-        for batch in by_child
-    ]
-    outputs: list[str] = []
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *(json.dumps(job.spec) for job in jobs)],
+        stdout=subprocess.PIPE,
+        env=environment(**ENVIRONMENT),
+        text=True,
+        start_new_session=True,
+    )
+    output = ""
     try:
-        deadline = time.monotonic() + RUN_S
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                outputs.append(child.communicate(timeout=max(1.0, deadline - time.monotonic()))[0])
-                continue
-            outputs.append("")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output = child.communicate(timeout=RUN_S)[0]
     finally:
-        for child in children:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
     others = round(load.others(), 4)
-    lines: list[Line | None] = []
-    for batch, output in zip(by_child, outputs, strict=True):
-        found = [x.removeprefix(RESULT) for x in output.splitlines() if x.startswith(RESULT)]
-        lines += [_line(job, result, others) for job, result in zip(batch, found, strict=False)]
-        lines += [None] * (len(batch) - len(found))
-    return lines
+    found = [x.removeprefix(RESULT) for x in output.splitlines() if x.startswith(RESULT)]
+    lines = [_line(job, result, others) for job, result in zip(jobs, found, strict=False)]
+    return [*lines, *[None] * (len(jobs) - len(found))]
 
 
 def _line(job: Job, result: str, others: float) -> Line:
@@ -918,7 +811,7 @@ def _line(job: Job, result: str, others: float) -> Line:
 
 def _is_wanted(args: argparse.Namespace, job: Job, line: Line | None) -> bool:
     """True if a run is missing, or was disturbed while its time is measured."""
-    if args.timed and job.spec["mode"] in SOLO:
+    if args.timed and job.spec["mode"] == ONE_DEVICE:
         return False
     return line is None or (args.timed and line["used_by_others"] > QUIET)
 
@@ -938,7 +831,7 @@ def make_runs(args: argparse.Namespace) -> bool:
         if until is not None and time.monotonic() > until:
             print("Out of time: call again to continue.")
             return well
-        made = run_jobs(wanted, in_turn=args.command == "sync")
+        made = run_jobs(wanted)
         for job, line in zip(wanted, made, strict=True):
             if line is None:
                 well = False
@@ -957,15 +850,20 @@ def write_report(args: argparse.Namespace) -> None:
         report = judge_machines(results) | {"machine": describe(), "notes": notes}
         args.report.write_text(machines_markdown(report))
     else:
-        report = judge(results, args.modes)
-        for model, note in notes.items():
-            report["models"][model] |= note
-            if args.command == "sync":
-                report["models"][model]["rows"] = compare_sync(results[model], model)
-        report |= {"machine": describe(), "settings": args.settings, "quiet": QUIET}
+        sync = args.command == "sync"
+        models = {
+            model: {
+                "rows": compare_sync(runs, model)
+                if sync
+                else [judge_mode(runs, mode) for mode in args.modes if runs[mode]],
+                "faults": unpaired(runs),
+                **notes[model],
+            }
+            for model, runs in results.items()
+        }
+        report = {"models": models, "machine": describe(), "settings": args.settings}
         report |= {"num_runs": len(loads), "num_disturbed": sum(load > QUIET for load in loads)}
-        text = sync_markdown(report) if args.command == "sync" else markdown(report)
-        args.report.write_text(text)
+        args.report.write_text(sync_markdown(report) if sync else markdown(report))
     args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -1015,10 +913,7 @@ def judge_machines(results: Mapping[str, Runs]) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = {}
     for way in MACHINES:
         for model, runs in results.items():
-            one = {seed: result["loss"] for seed, result in runs.get(ONE_MACHINE, {}).items()}
-            mine = runs.get(way, {})
-            parts = {seed: mine[seed]["loss"] / one[seed] for seed in mine.keys() & one.keys()}
-            found = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
+            found = excess(runs.get(way, {}), runs.get(ONE_DEVICE, {}))
             if found is not None:
                 cells.setdefault(way, {})[model] = asdict(found)
     ways = {
@@ -1044,9 +939,15 @@ def machines_markdown(report: Mapping[str, Any]) -> str:
     machine, models = report["machine"], list(report["notes"])
     rows = []
     for way, cells in report["cells"].items():
-        shown = [_relative(cells.get(model)) for model in models]
         found = report["ways"][way]
-        rows.append([way, *shown, f"{found['mean']:+.1%}", str(found["num_worse"])])
+        rows.append(
+            [
+                way,
+                *(shown(cells.get(model), 1) for model in models),
+                f"{found['mean']:+.1%}",
+                str(found["num_worse"]),
+            ]
+        )
     lines = [
         "# Outer optimizers: two machines against one process",
         "",
@@ -1062,34 +963,16 @@ def machines_markdown(report: Mapping[str, Any]) -> str:
         *(f"- {fault}" for fault in report["faults"]),
     ]
     missing = [f"{m} {', '.join(n['missing'])}" for m, n in report["notes"].items() if n["missing"]]
-    lines += [f"- Not there yet: {one}." for one in missing]
+    lines += [f"- Missing: {one}." for one in missing]
     if report["default"] is not None:
         means = " and ".join(f"{mean:+.1%} ({name})" for name, mean in report["means"].items())
         lines += ["", f"Means over all cells: {means}. The default follows: {report['default']}."]
     return "\n".join(lines) + "\n"
 
 
-def _relative(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    text = f"{found['mean']:+.1%}"
-    text += "" if found["se"] is None else f" ± {found['se']:.1%}"
-    return f"**{text}**" if found["verdict"] == "worse" else text
+# -- sync: SYNC with shares compared with CADENCE, by loss and by the time to a loss ------
 
 
-# -- sync: SYNC with shares beside CADENCE, by loss and by the time to a loss ------------
-
-
-MARGINS = {
-    "logistic": 0.01,
-    "mlp": 0.03,
-    "lenet": 0.1,
-    "autoencoder": 0.1,
-    "char-rnn": 0.01,
-    "gpt": 0.01,
-}
-"""By what part a held-out loss may lie above that of one device at the global batch and still be
-no worse: more where seeds of one device differ by more, 2, 13 and 21 % in standard deviations."""
 REACHED = 0.9
 """Part of the way from the initial loss to the last one of one device at the global batch."""
 SIZES = ["lenet.part=0.5", "autoencoder.part=0.5"]
@@ -1097,22 +980,6 @@ SIZES += [
     f"{model}.{size}" for model in ("char-rnn", "gpt") for size in ("part=0.2", "num_epochs=4")
 ]
 """Default overrides of ``sync``: less data, and more epochs; each is a point."""
-
-
-def beside_solo(runs: Runs, mode: str, margin: float) -> Difference | None:
-    """Relative excess of a mode's held-out loss over solo's, paired by seed.
-
-    The verdict is ``"no worse"`` if the mean and two standard errors are within the margin,
-    ``"worse"`` if they are not and the mean is more than two above 0, else ``"undecided"``.
-    """
-    solo, mine = runs["solo-global"], runs[mode]
-    parts = {seed: mine[seed]["loss"] / solo[seed]["loss"] for seed in mine.keys() & solo.keys()}
-    found = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
-    if found is None or found.se is None:
-        return found
-    if found.mean + LIMIT_SE * found.se <= margin:
-        return replace(found, verdict="no worse")
-    return found if found.verdict == "worse" else replace(found, verdict="undecided")
 
 
 def time_to(curve: Sequence[Sequence[float]], loss: float) -> float | None:
@@ -1152,15 +1019,12 @@ def times_of(runs: Runs, mode: str, margin: float) -> list[dict[int, float | Non
 
 
 def compare_sync(runs: Runs, model: str) -> list[dict[str, Any]]:
-    """For each mode but solo, its loss, its times, and those of CADENCE over them."""
+    """For each mode but one device, its loss, its times, and those of CADENCE over them."""
     margin, rows = MARGINS[model], []
     for mode in SYNC_MODES[1:]:
         if not runs.get(mode):
             continue
-        difference = beside_solo(runs, mode, margin)
-        row: dict[str, Any] = {"mode": mode, "num_runs": len(runs[mode]), "targets": []}
-        row["loss"] = asdict(spread(result["loss"] for result in runs[mode].values()))
-        row["beside_solo"] = None if difference is None else asdict(difference)
+        row = judge_mode(runs, mode, margin) | {"targets": []}
         cadence = times_of(runs, mode.replace("sync-shares", "cpu-cadence"), margin)
         for mine, other in zip(times_of(runs, mode, margin), cadence, strict=True):
             reached = {seed: at_s for seed, at_s in mine.items() if at_s is not None}
@@ -1180,21 +1044,12 @@ def compare_sync(runs: Runs, model: str) -> list[dict[str, Any]]:
 
 def sync_markdown(report: Mapping[str, Any]) -> str:
     """The comparison as Markdown: a table of losses, and one of times."""
-    head = ["model", "mode", "held-out loss", "above one device", "margin", "", "seeds"]
     ahead = ["model", "mode"]
     for what in (f"{REACHED:.0%} of the way", "its last loss and the margin"):
         ahead += [f"s to {what}", "reached", "CADENCE takes"]
-    losses, times = [], []
+    times = []
     for model, found in report["models"].items():
         for row in found["rows"]:
-            d = row["beside_solo"]
-            shown = "" if d is None else f"{d['mean']:+.2%}"
-            shown += f" ± {d['se']:.2%}" if d and d["se"] is not None else ""
-            verdict = "" if d is None else d["verdict"]
-            verdict = f"**{verdict}**" if verdict == "worse" else verdict
-            loss, margin = f"{row['loss']['mean']:.5g}", f"{MARGINS[model]:.0%}"
-            num_pairs = "" if d is None else f"{d['num_pairs']}"
-            losses.append([model, row["mode"], loss, shown, margin, verdict, num_pairs])
             cells = [model, row["mode"]]
             for t in row["targets"]:
                 gain, ends = t["cadence_over_this"], t["ends"]
@@ -1204,15 +1059,14 @@ def sync_markdown(report: Mapping[str, Any]) -> str:
                 span = "" if gain is None else f"{gain:.2f} x ({ends[0]:.2f} to {ends[1]:.2f})"
                 cells.append(span if is_sync else "")
             times.append(cells)
-    lines = ["# SYNC with shares beside CADENCE", ""]
-    machine = report["machine"]
-    lines += [
-        f"{machine['cores']} cores, torch {machine['torch']}; two CPU workers, one intra-op thread "
-        f"each; `{SLOWED[1:]}`: rank 1 takes {SLOWDOWN:g} times as long. Losses are paired by seed "
-        "with one device at the global batch, mean ± standard error; no worse: two of them are "
-        "within the margin. " + _settings(report["settings"]),
+    lines = [
+        "# SYNC with shares compared with CADENCE",
         "",
-        table(head, losses, num_texts=2),
+        f"{about(report)}`{SLOWED[1:]}`: rank 1 takes {SLOWDOWN:g} times as long. Losses are "
+        "paired by seed with one device at the global batch, mean ± standard error; no worse: two "
+        "of them are within the margin. " + _settings(report["settings"]),
+        "",
+        losses_table(report),
         "",
         "Times are medians of the runs that nothing disturbed, evaluated at the end of each "
         "epoch with straight lines between; the ratio is the median of the seeds that both "
@@ -1220,12 +1074,10 @@ def sync_markdown(report: Mapping[str, Any]) -> str:
         "",
         table(ahead, times, num_texts=2),
         "",
+        *notes_of(report),
+        "",
     ]
-    for model, found in report["models"].items():
-        lines += [f"- {model}: {found['definition']}."]
-        lines += [f"  - {fault}" for fault in found["faults"]]
-        lines += [f"  - Not there yet: {', '.join(found['missing'])}."] if found["missing"] else []
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 # -- drift: averages of replicas in one thread, apart from a machine's timing -------------
@@ -1346,7 +1198,7 @@ def train_replicas(study: Study, data: Data, case: Case) -> nn.Module:
     for epoch in range(study.num_epochs):
         order = torch.from_numpy(permutation(data.num_samples, epoch, case.seed))
         for indices in torch.split(order, size * case.ranks)[: num_steps // study.num_epochs]:
-            rate = base * lr_factor(position / num_steps)
+            rate = base * study.schedule(position / num_steps)
             position += 1
             if position <= num_exact:
                 step(0, indices, rate)
@@ -1379,7 +1231,7 @@ def train_case(case: Case) -> dict[str, Any]:
     if case.every:
         model = train_replicas(case.study, data, case)
     else:
-        model, _ = run_solo(case.study, data, {"mode": "solo-global", "seed": case.seed})
+        model, _ = run_solo(case.study, data, {"mode": ONE_DEVICE, "seed": case.seed})
     return asdict(case) | case.study.evaluate(model, data.held_out)
 
 
@@ -1428,17 +1280,10 @@ def summarize_drift(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for way, mine in ways.items():
         one = {seed: solo[way[0], seed] for seed in mine}
-        parts = {seed: row["loss"] / one[seed]["loss"] for seed, row in mine.items()}
-        difference = compare(parts, dict.fromkeys(parts, 1.0), higher_is_better=False)
-        assert difference is not None, "every seed has its solo training"
-        line = dict(zip(WAY, way, strict=True)) | asdict(difference)
-        if all("accuracy" in row for row in mine.values()):
-            percent = [
-                {seed: row["accuracy"] * 100 for seed, row in side.items()} for side in (mine, one)
-            ]
-            points = compare(*percent, higher_is_better=True)
-            line["points"] = points and asdict(points)
-        found.append(line)
+        loss, share = excess(mine, one), points(mine, one)
+        assert loss is not None, "every seed has its solo training"
+        line = dict(zip(WAY, way, strict=True)) | asdict(loss)
+        found.append(line | ({"points": asdict(share)} if share else {}))
     return found
 
 
@@ -1446,13 +1291,6 @@ def drift_table(summary: Sequence[dict[str, Any]]) -> str:
     """The summary as a table."""
     head = ["model", "replicas", "averaged every", "taken late by", "exact until", "learning rate"]
     head += ["held-out loss above solo's", "", "accuracy in points", "seeds"]
-
-    def shown(found: Mapping[str, Any] | None, digits: int, unit: str) -> str:
-        if found is None:
-            return ""
-        text = f"{found['mean']:+.{digits}{unit}}"
-        return text if found["se"] is None else f"{text} ± {found['se']:.{digits}{unit}}"
-
     rows = [
         [
             *(s["model"], str(s["ranks"]), str(s["every"]), str(s["late"])),
@@ -1561,14 +1399,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--data", type=Path, default=default_folder(), help="folder of the digits and the text")
     add("--out", type=Path, required=True, help="record of the runs: a line of JSON for each")
     add("--models", nargs="+", choices=STUDIES, default=list(SIX))
-    modes = {"sync": SYNC_MODES, "machines": (ONE_MACHINE, *MACHINES)}.get(
+    modes = {"sync": SYNC_MODES, "machines": (ONE_DEVICE, *MACHINES)}.get(
         command or "", DEFAULT_MODES
     )
     sync = command == "sync"
     add("--modes", nargs="+", choices=(*MODES, *MACHINES), default=list(modes))
     add("--seeds", type=int, default=10 if sync else 5, help="runs of each cell (%(default)s)")
     add("--minutes", type=float, help="start no run after that long; call again to continue")
-    add("--pair-solo", action="store_true", help="two seeds at once where a mode is one thread")
     timed = "sync: only runs whose time counts, those that others disturbed once more"
     add("--timed", action="store_true", help=timed)
     add("--report", type=Path, help="make no runs; write the tables to this .md and its .json")

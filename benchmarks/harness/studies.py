@@ -130,6 +130,12 @@ def synthetic_digits() -> Data:
     return _split(((patterns[labels] + noise) / 2, labels), 384, 10)
 
 
+def random_vectors() -> Data:
+    """The data of the README's example: the largest of five of 20 numbers, and others held out."""
+    vectors = torch.randn(12_000, 20, generator=torch.Generator().manual_seed(0))
+    return _split((vectors, vectors[:, :5].argmax(1)), 10_000, 5)
+
+
 def synthetic_text() -> Data:
     """A few sentences, repeated."""
     return _windows("all the world is a stage, and all are merely players. " * 200)
@@ -179,11 +185,10 @@ def lr_factor(progress: float) -> float:
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(turn)) / 2
 
 
-def scheduler(
-    optimizer: torch.optim.Optimizer, num_positions: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of all modes; stepped ``num_positions`` times in the whole training."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: lr_factor(at / num_positions))
+def constant(progress: float) -> float:
+    """The learning rate stays as it is."""
+    del progress
+    return 1.0
 
 
 class LeNet(nn.Module):
@@ -218,6 +223,15 @@ class CharRnn(nn.Module):
         return out
 
 
+def make_dropout_net() -> nn.Module:
+    """A convolutional network of 1.2 million parameters with dropout."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU()),
+        *(nn.Dropout(0.5), nn.Linear(128, 10)),
+    )
+
+
 def make_autoencoder() -> nn.Module:
     """An autoencoder of two strided convolutions and two transposed ones."""
     return nn.Sequential(
@@ -250,6 +264,14 @@ def _momentum(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
+def _adamw_of_the_readme(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr)
+
+
+def _adadelta(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adadelta(params, lr=lr)
+
+
 def _rmsprop(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(params, lr=lr)
 
@@ -269,7 +291,9 @@ class Study:
         batch_size: Samples in a batch of one worker; the global batch is two of them.
         part: Part of the training samples that is used; less than 1 for a quick look.
         is_text: True if it reads the text, not the digits.
+        is_random: True if its data are those of the README's example.
         accuracy: True if the fraction of digits or characters predicted correctly is reported.
+        schedule: Factor on the learning rate for the part of the training so far, 0 to 1.
     """
 
     name: str
@@ -282,15 +306,27 @@ class Study:
     batch_size: int = 32
     part: float = 1.0
     is_text: bool = False
+    is_random: bool = False
     accuracy: bool = False
+    schedule: Callable[[float], float] = lr_factor
 
     def load(self, folder: Path | None) -> Data:
         """The study's data; ``None``: the tiny stand-in."""
-        if folder is None:
+        if self.is_random:
+            data = random_vectors()
+        elif folder is None:
             data = synthetic_text() if self.is_text else synthetic_digits()
         else:
             data = text(folder) if self.is_text else digits(folder)
         return data if self.part == 1 else data.first(self.part)
+
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer, num_positions: int
+    ) -> torch.optim.lr_scheduler.LambdaLR:
+        """The schedule, stepped ``num_positions`` times in the whole training."""
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda at: self.schedule(at / num_positions)
+        )
 
     def definition(self) -> str:
         """Everything that makes results comparable, in one line."""
@@ -321,6 +357,14 @@ def _make_logistic(num_symbols: int) -> nn.Module:
 
 def _make_mlp(num_symbols: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, num_symbols))
+
+
+def _make_readme_net(num_symbols: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, num_symbols))
+
+
+def _decay_per_epoch(num_epochs: int) -> Callable[[float], float]:
+    return lambda progress: 0.7 ** int(progress * num_epochs)
 
 
 def _make_gpt(num_symbols: int) -> nn.Module:
@@ -403,7 +447,35 @@ STUDIES = {
             lr=0.03,
             num_epochs=6,
         ),
+        Study(
+            name="readme",
+            what="the README's example, MLP 20-64-5 on random vectors, AdamW",
+            make_model=_make_readme_net,
+            make_optimizer=_adamw_of_the_readme,
+            loss=class_loss,
+            accuracy=True,
+            lr=1e-3,
+            num_epochs=3,
+            batch_size=16,
+            is_random=True,
+            schedule=constant,
+        ),
+        *(
+            Study(
+                name=f"mnist-{num_epochs}",
+                what="convolutional network of 1.2 million parameters with dropout on digits, "
+                "Adadelta, 0.7 times the learning rate after each epoch",
+                make_model=lambda _: make_dropout_net(),
+                make_optimizer=_adadelta,
+                loss=class_loss,
+                accuracy=True,
+                lr=1.0,
+                num_epochs=num_epochs,
+                schedule=_decay_per_epoch(num_epochs),
+            )
+            for num_epochs in (1, 2, 4)
+        ),
     )
 }
-SIX = tuple(name for name in STUDIES if name != "lenet-sgd")
+SIX = ("logistic", "mlp", "lenet", "autoencoder", "char-rnn", "gpt")
 """Studies of the tables of policies."""

@@ -55,7 +55,7 @@ def test_the_mean_of_the_replicas_is_evaluated(plain):
     data = study.load(None).first(0.0)
     assert data.num_samples == study.batch_size * quality.WORLD_SIZE  # one step
     solo = make_model(study, data.num_symbols, 3)
-    train_loop(study, solo, data, 3, data.num_samples, 0, 1)
+    train_loop(study, solo, data, 3)
     case = quality.Case(model="logistic", seed=3, every=10)
     replica = quality.train_replicas(study, data, case)
     for mine, theirs in zip(replica.parameters(), solo.parameters(), strict=True):
@@ -87,16 +87,48 @@ def test_replicas_with_counts_of_their_own_train_every_sample(plain):
     assert found == pytest.approx(solo, rel=0.2)
 
 
+def test_the_automatic_factor_is_that_of_the_counts_and_not_for_sgd(plain):
+    assert loss(every=5) == loss(every=5, lr_scale=1.0)
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    case = quality.Case(model="logistic", seed=3, every=1)
+    assert quality.rate_factor(adam, case) == pytest.approx(2**0.5)
+    unequal = replace(case, counts=(1, 3))
+    assert quality.rate_factor(adam, unequal) == pytest.approx(2**0.5 * (16 / 10) / 2)
+
+
+def test_steps_that_average_gradients_are_those_of_one_device():
+    # With Adam averaged parameters differ from averaged gradients.
+    solo = loss()
+    assert loss(every=4) != pytest.approx(solo, rel=1e-4)
+    assert loss(every=4, exact_until=1.0) == pytest.approx(solo, rel=1e-6)
+    found = {exact: loss(every=1, lr_scale=1.0, exact_until=exact) for exact in (0.0, 0.5)}
+    assert len({solo, *found.values()}) == 3
+
+
+def test_replicas_begin_alike_after_steps_that_average_gradients(plain):
+    # The mean step of SGD is that of the mean gradient, with momentum of its own as well.
+    study = replace(STUDIES["lenet-sgd"], make_model=STUDIES["logistic"].make_model)
+    data = study.load(None)
+    case = quality.Case(model="lenet-sgd", seed=3, every=1, exact_until=0.5)
+    solo = make_model(study, data.num_symbols, 3)
+    train_loop(study, solo, data, 3)
+    replica = quality.train_replicas(study, data, case)
+    for mine, theirs in zip(replica.parameters(), solo.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_losses_are_paired_by_seed():
+    way = {"model": "toy", "ranks": 2, "late": 0, "exact_until": 0.5, "lr_scale": 1.2}
     rows = [
-        {"ranks": 2, "every": every, "late": 0, "lr_scale": 1.2, "seed": seed, "loss": value}
+        way | {"every": every, "seed": seed, "loss": value, "accuracy": 1 - value / 4}
         for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
     ]
     (found,) = quality.summarize_drift(rows)
     assert (found["every"], found["num_pairs"], found["verdict"]) == (2, 2, "worse")
     assert found["mean"] == pytest.approx(0.15)
     assert found["se"] == pytest.approx(0.05)
-    assert "| 2 | 2 | 0 | 1.2 times | +15.00% ± 5.00% | worse | 2 |" in quality.drift_table([found])
+    row = "| toy | 2 | 2 | 0 | 50% | 1.2 times | **+15.00% ± 5.00%** | worse | -6.25 ± 3.75 | 2 |"
+    assert row in quality.drift_table([found])
 
 
 @pytest.mark.parametrize("wrong", [["--every", "0"], ["--late", "2"], ["--seeds", "0"]])
@@ -116,9 +148,10 @@ def test_the_whole_command_writes_its_record(tmp_path, capsys, monkeypatch):
     forked = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(quality.multiprocessing, "get_context", lambda _: forked)
     target = tmp_path / "drift.json"
-    settings = "--tiny --model logistic --every 2 --late 0 --seeds 2"
+    settings = "--tiny --models logistic lenet-sgd --rounds 18 --late 0 --seeds 2 --jobs 1"
+    settings += " --override num_epochs=6 --exact-until 0.5"
     quality.main(["drift", *settings.split(), "--json", str(target)])
     record = json.loads(target.read_text())
-    assert len(record["rows"]) == 4
+    assert len(record["rows"]) == 8
     assert record["summary"][0]["num_pairs"] == 2
-    assert "| 2 | 2 | 0 | 1.2 times |" in capsys.readouterr().out
+    assert "| logistic | 2 | 2 | 0 | 50% | automatic |" in capsys.readouterr().out
