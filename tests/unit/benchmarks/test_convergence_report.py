@@ -199,7 +199,7 @@ def test_every_study_learns_and_is_evaluated(name):
     before = study.evaluate(model, data.held_out)
     model.train()
     optimizer = study.make_optimizer(model.parameters(), 1e-3)
-    for _ in range(8):
+    for _ in range(20):
         study.loss(model, tuple(c[:32] for c in data.train)).backward()
         optimizer.step()
     after = study.evaluate(model, data.held_out)
