@@ -1,4 +1,4 @@
-"""Held-out quality of averaged training against solo training and PyTorch's DDP.
+"""Held-out quality of averaged training compared with one device.
 
 Usage: ``python -m benchmarks.quality --data FOLDER --out FILE [--minutes 90]``, as often as it
 takes, then ``--report TABLE.md`` with the same ``--out``; with the same arguments
