@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
@@ -417,7 +418,9 @@ def fit(
         dataset: See :meth:`TrainerBuilder.dataset`.
         optimizer: ``f(params) -> Optimizer``, for instance ``torch.optim.AdamW``.
         loss: ``f(output, target)`` returns the mean loss; batches are then ``(input, target)``.
-            ``None``: the model returns the loss, alone or as the field ``loss``.
+            ``None``: the model returns the loss, alone or as the field ``loss``. With a module or a
+            ``functools.partial`` of ``reduction="sum"`` the losses are sums, see
+            :meth:`TrainerBuilder.loss_reduction`.
         epochs: Number of passes over the data set.
         settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
 
@@ -447,6 +450,9 @@ def fit(
         return loss(replica(batch[0]), batch[1])
 
     builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
+    keywords = loss.keywords if isinstance(loss, functools.partial) else {}
+    if keywords.get("reduction", getattr(loss, "reduction", None)) == "sum":
+        builder.loss_reduction("sum")
     for name, value in settings.items():
         if name.startswith("_") or name == "run":
             raise TypeError(f"fit({name}=...): the builder has no setting {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from coordinator.messages import WorkerFailure
@@ -123,6 +123,9 @@ class ReplicaMismatch(ValueError):
 class ReplicaFailed(GpuWorkerError):
     """A replica raised in the user's own loop; its exception is the ``__cause__``.
 
+    Made by :meth:`of` it is an instance of the exception's class, too, with its attributes: what
+    catches an exception on one device catches it on several.
+
     Attributes:
         rank: The replica's rank.
         device: Its device.
@@ -130,14 +133,51 @@ class ReplicaFailed(GpuWorkerError):
     """
 
     def __init__(self, rank: int, device: str, what: str, error: BaseException) -> None:
-        super().__init__(f"rank {rank} on {device} failed in {what}: {text_of(error)}")
+        # Not by super(): the exception's class may have an __init__ with other arguments.
+        Exception.__init__(self, f"rank {rank} on {device} failed in {what}: {text_of(error)}")
         self.rank = rank
         self.device = device
         self.what = what
         self._error = error
 
-    def __reduce__(self) -> tuple[type[ReplicaFailed], tuple[object, ...]]:
-        return type(self), (self.rank, self.device, self.what, self._error)
+    @classmethod
+    def of(cls, rank: int, device: str, what: str, error: BaseException) -> ReplicaFailed:
+        """The failure, where possible as an instance of the exception's class."""
+        try:
+            made = _replica_failure_class(type(error))(rank, device, what, error)
+        except Exception:  # of the class's own __new__
+            return cls(rank, device, what, error)
+        if type(made) is not cls:
+            made.__dict__.update(
+                (name, value)
+                for name, value in vars(error).items()
+                if name not in vars(made) and not name.startswith("__")
+            )
+        return made
+
+    def __str__(self) -> str:  # that of KeyError would quote the message
+        return Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Callable[..., ReplicaFailed], tuple[object, ...]]:
+        return ReplicaFailed.of, (self.rank, self.device, self.what, self._error)
+
+
+def _replica_failure_class(kind: type[BaseException]) -> type[ReplicaFailed]:
+    """The subclass of both, if there can be one.
+
+    Errors of this package stay causes, and what ends a loop or the program is no failure.
+    """
+    excluded = (GpuWorkerError, StopIteration, StopAsyncIteration)
+    if not issubclass(kind, Exception) or issubclass(kind, excluded):
+        return ReplicaFailed
+    if issubclass(ReplicaFailed, kind):
+        return ReplicaFailed
+    try:
+        return type(
+            "ReplicaFailed", (ReplicaFailed, kind), {"__module__": ReplicaFailed.__module__}
+        )
+    except TypeError:  # their layouts differ
+        return ReplicaFailed
 
 
 class EvaluationFailed(GpuWorkerError):

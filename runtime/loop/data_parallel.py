@@ -409,7 +409,9 @@ class DataParallelCoordinator(Closeable):
         try:
             yield
         except ValueError as error:
-            raise ReplicaFailed(rank, str(self._devices[rank]), self._batch_name, error) from error
+            raise ReplicaFailed.of(
+                rank, str(self._devices[rank]), self._batch_name, error
+            ) from error
 
     @property
     def _batch_name(self) -> str:

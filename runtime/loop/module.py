@@ -117,10 +117,10 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     before its copy is done.
 
     If a replica raises, the call that ran it raises :class:`~gpuworker.ReplicaFailed`, with the
-    rank. The gradients since the last step are dropped, and the module stays usable. Threads
-    end with :meth:`close`, at the end of a ``with`` block, when the module and its outputs are
-    garbage-collected, or with the interpreter. On one device there are no threads, and the
-    model is called directly.
+    rank; it is of the exception's class, too. The gradients since the last step are dropped, and
+    the module stays usable. Threads end with :meth:`close`, at the end of a ``with`` block, when
+    the module and its outputs are garbage-collected, or with the interpreter. On one device there
+    are no threads, and the model is called directly.
     """
 
     def __init__(self, engine: LoopEngine, head: Any = None) -> None:

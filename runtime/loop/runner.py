@@ -290,7 +290,7 @@ def raise_replica_failure(
     if not failures:
         return
     rank, error = failures[0]
-    raised = ReplicaFailed(rank, str(devices[rank]), operation, fold_tracebacks(error))
+    raised = ReplicaFailed.of(rank, str(devices[rank]), operation, fold_tracebacks(error))
     for other, peer in failures[1:]:
         raised.add_note(f"rank {other} failed too: {type(peer).__name__}: {peer}")
     raise raised from error

@@ -27,6 +27,13 @@ DEPENDS_ON_SPLIT = (
     "pass DdpConfig(whole=[])"
 )
 
+IS_A_SUM = (
+    "the model returned a number that is a sum over the samples: {whole:.4g} for {n} of them, and "
+    "{mean:.4g} on average for {a} and {b} of them. Numbers that devices return for their parts of "
+    "a batch are averaged: return the mean, such as F.cross_entropy(output, target), or a value "
+    "for each sample, and compute the sum in the loop"
+)
+
 
 def needs_check(scatter: Scatter) -> bool:
     """True if an input may belong to no sample, or have its batch in another dimension.
@@ -57,7 +64,7 @@ def check_split(
         device: The copy's device.
 
     Raises:
-        ValueError: The outputs differ.
+        ValueError: The outputs differ, or one is a sum over the samples.
     """
     trial.eval()
 
@@ -77,6 +84,16 @@ def check_split(
         return
     columns = zip(whole.outputs or (), again.outputs or (), gather.gathered, strict=True)
     for expected, repeated, gathered in columns:
+        if gathered.weight_is_guessed and _is_sum(expected, gathered.value):
+            raise ValueError(
+                IS_A_SUM.format(
+                    whole=float(expected),
+                    mean=float(gathered.value),
+                    n=NUM_SAMPLES,
+                    a=half,
+                    b=NUM_SAMPLES - half,
+                )
+            )
         if _differ(expected, gathered.value) and not _differ(expected, repeated):
             raise ValueError(
                 DEPENDS_ON_SPLIT.format(
@@ -88,6 +105,12 @@ def check_split(
                     example=scatter.split_names[-1],
                 )
             )
+
+
+def _is_sum(whole: Tensor, mean_of_halves: Tensor) -> bool:
+    """True if the number for all samples is the sum of those for the two halves."""
+    difference = (whole - 2 * mean_of_halves).abs()
+    return bool(whole != 0) and bool(difference <= 1e-3 * whole.abs())
 
 
 def _differ(expected: Tensor, found: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -47,6 +48,23 @@ def test_fit_trains_the_module_like_the_builder():
     assert torch.equal(model.weight, wanted.params["weight"])
     assert torch.equal(state.params["weight"], wanted.params["weight"])
     assert [m.avg_loss for m in state.metrics] == [m.avg_loss for m in wanted.metrics]
+
+
+SUM = {"reduction": "sum"}
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(**SUM), functools.partial(nn.functional.mse_loss, **SUM)]
+)
+def test_a_loss_that_is_a_sum_trains_like_on_one_device(loss):
+    one, two = net(), net()
+    settings = {"optimizer": lambda params: torch.optim.SGD(params, 1e-3), "loss": loss}
+    settings |= {"global_batch_size": 10, "epochs": 2, "seed": 3}
+    runtime.fit(one, data(), devices=["cpu"], **settings)
+    runtime.fit(two, data(), devices=CPUS, **settings)
+    torch.testing.assert_close(two.weight, one.weight)
+    runtime.fit(two := net(), data(), devices=CPUS, loss_reduction="mean", **settings)
+    assert not torch.allclose(two.weight, one.weight)
 
 
 class Judging(nn.Module):

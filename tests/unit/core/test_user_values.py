@@ -61,6 +61,10 @@ def test_a_failure_of_a_replica_is_pickled_with_its_fields():
     error = pickle.loads(pickle.dumps(ReplicaFailed(1, "cpu", "step", ValueError("planted"))))
     assert (error.rank, error.device, error.what) == (1, "cpu", "step")
     assert str(error) == "rank 1 on cpu failed in step: ValueError: planted"
+    made = ReplicaFailed.of(1, "cpu", "step", KeyError("planted"))
+    again = pickle.loads(pickle.dumps(made))
+    assert isinstance(again, KeyError)
+    assert (str(again), again.rank) == (str(made), 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import GpuWorkerError, ReplicaFailed, Trainer
+from runtime.core.errors import text_of
 from runtime.loop import runner as runner_file
 from runtime.loop import threaded as threaded_file
 from runtime.loop.rank_threads import Job
@@ -91,6 +92,57 @@ def test_an_error_in_forward_names_the_rank_and_the_module_stays_usable(rank):
         assert (found.value.rank, found.value.what) == (rank, "forward")
         model.forward_ranks = ()
         continues_as_one_device(model, alone)
+
+
+class BadBatch(LookupError):
+    """An exception with an attribute, and a constructor of its own."""
+
+    def __init__(self, *, number):
+        super().__init__(f"batch {number}")
+        self.number = number
+
+
+class Unbuildable(RuntimeError):
+    """An exception that other arguments cannot make."""
+
+    def __new__(cls, only):
+        return super().__new__(cls, only)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BadBatch(number=3), BadBatch),
+        (KeyError("missing"), KeyError),
+        (FileNotFoundError(2, "gone", "data"), OSError),
+        (torch.OutOfMemoryError("planted"), torch.OutOfMemoryError),
+        (RuntimeError("planted"), RuntimeError),
+    ],
+)
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_loop_catches_errors_by_their_class_on_any_number_of_devices(error, kind, num_devices):
+    class Raising(Bomb):
+        def forward(self, x):
+            if self.forward_ranks:
+                raise error
+            return super().forward(x)
+
+    net = Raising()
+    with on_cpus(net, num_devices) as model:
+        model.module.forward_ranks = (0,)
+        with pytest.raises(kind) as caught:
+            model(make_batch(6)[0])
+        assert getattr(caught.value, "number", 3) == 3
+        assert str(error) in str(caught.value)
+        model.module.forward_ranks = ()
+        continues_as_one_device(model, OneDevice(net))
+
+
+@pytest.mark.parametrize("error", [StopIteration(1), Unbuildable(1), KeyboardInterrupt()])
+def test_a_failure_of_a_class_that_it_cannot_have_is_a_plain_one(error):
+    failed = ReplicaFailed.of(1, "cpu", "forward", error)
+    assert type(failed) is ReplicaFailed
+    assert str(failed) == f"rank 1 on cpu failed in forward: {text_of(error)}"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -169,6 +169,29 @@ def test_an_output_that_depends_on_the_split_of_the_batch_is_refused():
         torch.testing.assert_close(model(x, bank), net(x, bank))
 
 
+class Summed(nn.Module):
+    """Returns a loss that is a sum over the samples, or a mean."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.reduction = reduction
+
+    def forward(self, x, y):
+        return {"loss": F.mse_loss(self.linear(x), y, reduction=self.reduction)}
+
+
+def test_a_number_that_is_a_sum_over_the_samples_is_refused():
+    x, y = torch.randn(8, 3), torch.randn(8, 3)
+    with on_cpus(Summed("sum"), 2) as model:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"a sum over the samples: .*return the mean"):
+                model(x, y)
+    net = Summed("mean")
+    with on_cpus(net, 2) as model:
+        torch.testing.assert_close(model(x, y)["loss"], net(x, y)["loss"])
+
+
 def test_names_of_inputs_are_unknown_without_a_signature():
     model = nn.Linear(1, 1)
     assert _parameter_names(model) == ("input",)
