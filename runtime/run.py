@@ -268,7 +268,8 @@ class Run:
     @property
     def past_metrics(self) -> tuple[EpochMetrics, ...]:
         """Metrics of the epochs closed before the resume; empty once the workers are built."""
-        saved = () if self.resumed is None else self.resumed.run["metrics"]
+        resumed = self.resumed  # once: the workers' threads drop it
+        saved = () if resumed is None else resumed.run["metrics"]
         return tuple(map(metrics_from_state, saved))
 
     def _read_resume(self) -> ResumePoint | None:
@@ -628,8 +629,10 @@ class Run:
     @property
     def facts(self) -> RunFacts:
         """Static facts of the run, for summaries and monitors."""
-        facts = self.config.facts()
-        return replace(facts, backend=self.backend.name, backend_reason=self.backend_reason)
+        now = self.statistics()  # in which the two belong together
+        return replace(
+            self.config.facts(), backend=now.backend.name, backend_reason=now.backend_reason
+        )
 
     def summary(self) -> RunSummary:
         """The throughput of the run and its lost time by cause, so far or as a whole."""

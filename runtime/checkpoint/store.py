@@ -46,7 +46,7 @@ from runtime.checkpoint.format import (
     rank_file,
 )
 from runtime.core.errors import CheckpointError, without_tracebacks
-from runtime.core.threads import LiveRegistry
+from runtime.core.live_registry import LiveRegistry
 
 logger = logging.getLogger(__name__)
 

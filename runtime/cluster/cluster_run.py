@@ -143,8 +143,9 @@ class ClusterRun:
         progress = {"idle": True, "started": False, "grants": 0}
 
         def result() -> Payload | None:
-            self._result_given = self._result is not None
-            return self._result
+            found = self._result  # once: the cluster's thread may set it now
+            self._result_given = found is not None
+            return found
 
         def on_event(machine: Coordinator, event: m.Event) -> None:
             if isinstance(event, m.ClusterRoundDone):
@@ -175,6 +176,8 @@ class ClusterRun:
         """
         self._listener = listener
         self._engine = self._settings.connect(self._settings.engine, self._offer)
+        if self._stopped:  # by a callback, or another process: the run is listed already
+            self._engine.cancel_after(0.0)
         try:
             if self.read_status is not None:
                 self._engine.send_status(self.read_status)
@@ -213,7 +216,8 @@ class ClusterRun:
         if not self._stopped:
             self._stopped = True
             within_s = self._settings.period_s + LEAVE_TIMEOUT_S + self._settings.engine.timeout_s
-            self._engine.cancel_after(0.0 if nothing_to_report else within_s)
+            if self._engine is not None:  # else start() does
+                self._engine.cancel_after(0.0 if nothing_to_report else within_s)
 
     def abort(self) -> None:
         """End at once; the other machines detect it."""

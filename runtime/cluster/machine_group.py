@@ -18,6 +18,7 @@ from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster.compression import ErrorFeedback, is_compressible
 from runtime.cluster.engine import MAX_REPORT_BYTES, EngineError, PeerRefused
 from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal
+from runtime.collective.process_group import BackendOwner
 
 # Any: the type stubs lack most of the names used below.
 _c10d: Any = torch.distributed
@@ -30,7 +31,8 @@ _SESSION = re.compile(r"session/[0-9a-f]{32}")
 class MachineGroup:
     """Gloo connections between the machines of a quorum that accept each other.
 
-    Every call blocks, and all are made by one thread. All machines must make the same calls.
+    Every call but :meth:`close` blocks, and all these are made by one thread. All machines must
+    make the same calls.
 
     Args:
         store: Store through which the machines exchange addresses, in the process of one of them.
@@ -85,11 +87,24 @@ class MachineGroup:
             options._timeout = connect
             options._threads = 1  # one exchange at a time
             prefixed = _c10d.PrefixStore(f"{session}/{member_digest}", store)
-            self._backend = backend(prefixed, self.rank, len(self.members), options)
+            owner = BackendOwner(
+                lambda: backend(prefixed, self.rank, len(self.members), options),
+                f"cluster-group-{generation}",
+            )
+            self._backend: Any = owner.backend(self)
+            self._release = owner.release
         except RuntimeError as error:
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"the machines of a quorum could not connect: {error}") from error
+
+    def close(self) -> None:
+        """End the connections, which notifies the peers, as soon as no call uses them.
+
+        Does not block; from any thread. Idempotent.
+        """
+        self._backend = None
+        self._release()
 
     def gather(self, payload: bytes, timeout_s: float | None = None) -> tuple[bytes, ...]:
         """See :meth:`ClusterEngine.gather`.
@@ -147,7 +162,7 @@ class MachineGroup:
                 options = _c10d.AllreduceOptions()
                 options.reduceOp = _c10d.ReduceOp.SUM
                 options.timeout = self._timeout
-                self._wait(self._backend.allreduce([wire], options))
+                self._wait(self._connected().allreduce([wire], options))
             if wire is not flat:
                 flat.copy_(wire)
 
@@ -168,13 +183,19 @@ class MachineGroup:
         options = _c10d.distributed_c10d.AllgatherOptions()
         options.timeout = timeout or self._timeout
         whole, part = output.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8)
-        self._wait(self._backend._allgather_base(whole, part, options))
+        self._wait(self._connected()._allgather_base(whole, part, options))
 
     def _all_to_all(self, output: Tensor, rows: Tensor) -> None:
         options = _c10d.distributed_c10d.AllToAllOptions()
         options.timeout = self._timeout
-        work = self._backend.alltoall_base(output.view(-1), rows.view(-1), [], [], options)
+        work = self._connected().alltoall_base(output.view(-1), rows.view(-1), [], [], options)
         self._wait(work)
+
+    def _connected(self) -> Any:
+        backend = self._backend  # once: another thread may close the group
+        if backend is None:
+            raise EngineError("this machine has left the group")
+        return backend
 
     def _wait(self, work: Any) -> None:
         try:

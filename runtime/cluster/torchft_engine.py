@@ -219,19 +219,31 @@ class TorchftEngine(ClusterEngine):
         self._membership.close()
         self._states.close()
         self._manager.shutdown()
-        self._group = self._retired_group = None
+        self._leave_group()
+        self._retire(None)
 
     def _drop_group(self) -> None:
-        """Drop the connections, which notifies the peers; the next quorum reconnects."""
-        self._group = None
+        """End the connections, which notifies the peers; the next quorum reconnects."""
+        self._leave_group()
         self._failures += 1
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and group is not self._retired_group:
+            group.close()
+
+    def _retire(self, group: MachineGroup | None) -> None:
+        """Keep a group until the next one is connected, and end the one kept before."""
+        before, self._retired_group = self._retired_group, group
+        if before is not None:
+            before.close()
 
     def _ban(self, group: MachineGroup, error: PeerRefused) -> None:
         """Ban the senders, and keep the group alive until all peers have received the message,
         so that each of them bans the senders too.
         """
         self._banned.update(error.machines)
-        self._retired_group = group
+        self._retire(group)
 
     def _in_round(self, call: Callable[[MachineGroup], T]) -> T:
         group = self._group
@@ -242,7 +254,6 @@ class TorchftEngine(ClusterEngine):
         except BaseException as error:
             if isinstance(error, PeerRefused):
                 self._ban(group, error)
-            del group
             self._drop_group()
             raise
 
@@ -290,9 +301,10 @@ class TorchftEngine(ClusterEngine):
         """The group of a quorum; the previous one if the members are unchanged."""
         if self._group is not None and self._group.generation == found.quorum_id:
             return self._group
-        self._group = None
+        self._leave_group()
         group = self._calls.run(lambda: self._connect(found))
-        self._group, self._retired_group = group, None
+        self._group = group
+        self._retire(None)
         for machine, reason in group.refused.items():
             if machine not in self._refused:
                 logger.warning("machine %s is refused: %s", machine, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 import weakref
@@ -114,9 +115,7 @@ class ProcessGroupCollective(Collective):
         self._bucketed_mean: ProcessGroupBucketedMean | None = None
         prefixed = _c10d.PrefixStore(prefix, store)
         self._owner = BackendOwner(lambda: self._connect(prefixed), f"collective-{rank}")
-        self._backend: Any = self._owner.backend()
-        # A collective that is garbage without having been closed leaves no thread.
-        weakref.finalize(self, self._owner.release).atexit = False
+        self._backend: Any = self._owner.backend(self)
 
     def _connect(self, store: Store) -> Any:
         """The backend, connected to the other ranks'."""
@@ -395,7 +394,8 @@ class BackendOwner:
     def __init__(self, connect: Callable[[], Any], name: str) -> None:
         self._held: list[Any] = []
         self._error: list[BaseException] = []
-        self._released = threading.Event()
+        # A reentrant queue: a finalizer may run in this thread while it begins to wait.
+        self._released: queue.SimpleQueue[None] = queue.SimpleQueue()
         connected = threading.Event()
         # The thread references neither this object nor, after the call, that of ``connect``.
         args = ([connect], self._held, self._error, connected, self._released)
@@ -403,19 +403,23 @@ class BackendOwner:
         self._thread.start()
         connected.wait()
 
-    def backend(self) -> Any:
+    def backend(self, user: object) -> Any:
         """The backend.
+
+        Args:
+            user: Once it is garbage, the thread ends as by :meth:`release`.
 
         Raises:
             BaseException: The error of ``connect``.
         """
         if self._error:
             raise self._error.pop()
+        weakref.finalize(user, self.release).atexit = False
         return self._held[0]
 
     def release(self) -> None:
         """Let the thread drop its reference, and end. Idempotent."""
-        self._released.set()
+        self._released.put(None)
 
     def join(self, timeout_s: float | None) -> bool:
         """Wait until the backend is freed, unless others refer to it; returns False on timeout."""
@@ -428,7 +432,7 @@ def _own_backend(
     held: list[Any],
     errors: list[BaseException],
     connected: threading.Event,
-    released: threading.Event,
+    released: queue.SimpleQueue[None],
 ) -> None:
     try:
         held.append(connect.pop()())
@@ -437,7 +441,7 @@ def _own_backend(
         return
     finally:
         connected.set()
-    released.wait()
+    released.get()
     held.clear()
 
 

@@ -103,12 +103,12 @@ def install_thread_generators() -> None:
         if _installed:
             return
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        _installed.append(library)
         with warnings.catch_warnings():
             # PyTorch warns about the first kernel replaced in a process.
             warnings.simplefilter("ignore")
             missing = [name for name in RANDOM_KERNELS if not _replace(library, name)]
         torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
+        _installed.append(library)  # last: thread_generator() reads it without the lock
     if missing:
         logger.warning(
             "this version of PyTorch (%s) has no CPU kernels %s: the operations that replace them "

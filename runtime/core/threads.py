@@ -1,4 +1,4 @@
-"""Workarounds for PyTorch in several threads, intra-op thread counts, and resource cleanup."""
+"""Workarounds for PyTorch in several threads, intra-op thread counts, and closing of objects."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextvars
 import functools
 import os
 import threading
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -177,30 +176,6 @@ def _keep_device_guard() -> None:
 def in_own_context(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` for the target of a thread, with the context variables of the caller."""
     return functools.partial(contextvars.copy_context().run, function)
-
-
-T = TypeVar("T")
-
-
-class LiveRegistry(Generic[T]):
-    """A set of weak references. Thread-safe, and safe in finalizers.
-
-    ``WeakSet`` is not: iterating fails if another thread adds an object, or if an object dies at
-    the wrong moment. Here each step is a single set operation, which is atomic with and without
-    the GIL.
-    """
-
-    def __init__(self) -> None:
-        self._refs: set[weakref.ref[T]] = set()
-
-    def add(self, item: T) -> None:
-        """Add a hashable object."""
-        self._refs.add(weakref.ref(item, self._refs.discard))
-
-    def all(self) -> list[T]:
-        """The objects alive now, in any order."""
-        found = [ref() for ref in self._refs.copy()]
-        return [item for item in found if item is not None]
 
 
 def num_cores() -> int:

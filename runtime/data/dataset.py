@@ -266,8 +266,10 @@ class MapAdapter(_UserCodeAdapter):
                 samples = [dataset[position] for position in positions]
         if self._collate is None:
             if not self._is_checked:
-                self._is_checked = True
-                _warn_of_lists(samples[0])
+                with _CHECK_LOCK:  # loaders of several ranks read at once
+                    is_first, self._is_checked = not self._is_checked, True
+                if is_first:
+                    _warn_of_lists(samples[0])
             try:
                 return check_batch(default_collate(samples), len(positions))
             except (TypeError, RuntimeError) as error:
@@ -279,6 +281,9 @@ class MapAdapter(_UserCodeAdapter):
                 raise
         # A collate_fn may pack samples, so its rows are not counted.
         return check_batch(self._collate(samples), None)
+
+
+_CHECK_LOCK = threading.Lock()
 
 
 def _warn_of_lists(sample: Any) -> None:

@@ -106,9 +106,10 @@ class EpochIndex:
         with self._drawing:
             if self._current_length is not None:
                 self._data_length = self._current_length()
+            length = self._data_length  # another epoch's may follow
             if self._sampled is not None:
-                return self._sampled.draw(epoch, self._data_length)
-        require_length("data set", epoch, self._data_length, self.num_samples)
+                return self._sampled.draw(epoch, length)
+        require_length("data set", epoch, length, self.num_samples)
         return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
 
     def sampled_orders(self, since: int) -> dict[int, Tensor]:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from runtime.core.capabilities import DeviceCapabilities
+from runtime.core.live_registry import LiveRegistry
 from runtime.device import capture_gate
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def event_query() -> Callable[[int], int] | None:
 
 
 _NUM_STREAMS = 32
-_streams: WeakSet[Stream] = WeakSet()
+_streams: LiveRegistry[Stream] = LiveRegistry()
 _streams_lock = threading.Lock()
 
 
@@ -123,7 +123,7 @@ class CudaApi:
         Streams that are in use are passed over; if all are, one is shared.
         """
         with _streams_lock:
-            in_use = {stream.cuda_stream for stream in _streams if stream.device == device}
+            in_use = {stream.cuda_stream for stream in _streams.all() if stream.device == device}
             for _ in range(_NUM_STREAMS):
                 stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 if stream.cuda_stream not in in_use:

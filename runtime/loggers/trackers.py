@@ -116,8 +116,9 @@ class WandbLogger(_TrackerLogger):
         """Finish the run that was started here. Idempotent; a later call starts another."""
         with self._lock:
             run, self._run = self._run, None
-        if run is not None and self._is_own:
-            run.finish()
+            # Under the lock: until it ends it is wandb.run, which a write would take over.
+            if run is not None and self._is_own:
+                run.finish()
 
 
 class MlflowLogger(_TrackerLogger):

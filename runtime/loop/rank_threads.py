@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeAlias
 
 from coordinator.run_errors import GpuWorkerError
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-from runtime.core.threads import IntraOpThreads, LiveRegistry, prepare_threads
+from runtime.core.live_registry import LiveRegistry
+from runtime.core.threads import IntraOpThreads, prepare_threads
 
 logger = logging.getLogger(__name__)
 

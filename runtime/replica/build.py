@@ -148,7 +148,10 @@ class BuildOrder:
                 if self._failed:
                     raise CollectiveAborted("rank 0 could not build its model")
         with self._lock, self._process_lock():
-            yield self._template
+            template = self._template
+            if template is None and rank != 0 and not self._standalone:  # forgotten meanwhile
+                raise CollectiveAborted("the run ended before the model was built")
+            yield template
 
     @contextmanager
     def _process_lock(self) -> Iterator[None]:
@@ -186,7 +189,8 @@ class BuildOrder:
     def publish(self, template: Template) -> None:
         """Publish rank 0's model for the other ranks."""
         with self._condition:
-            self._template = template
+            if not self._failed:  # else nothing would free it
+                self._template = template
             self._condition.notify_all()
 
     def fail(self) -> None:

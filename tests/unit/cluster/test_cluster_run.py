@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runtime import (
+    Callback,
     CheckpointError,
     ClusterError,
     GpuWorkerError,
@@ -151,6 +152,20 @@ def test_a_machine_without_trained_batches_leaves_at_once():
     a.handle.stop()
     assert a.join().stopped
     assert time.monotonic() - start < 10.0  # without waiting for a round
+
+
+def test_a_machine_that_is_stopped_before_its_start_leaves_at_once():
+    class Stops(Callback):
+        """Stops its run before it starts, as another process may, which lists it already."""
+
+        def begin(self, run):
+            super().begin(run)
+            run.stop()
+
+    a = Machine(MemoryCluster(min_machines=2), "a", configure=lambda b: b.callbacks(Stops()))
+    start = time.monotonic()
+    assert a.join().stopped
+    assert time.monotonic() - start < 10.0
 
 
 def test_a_stopping_machine_waits_for_the_next_round(monkeypatch):

@@ -25,6 +25,7 @@ from runtime.cluster.torchft_engine import TorchftEngine, open_store
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, needs_torchft
 from tests.support.memory_engine import Died, MemoryCluster
+from tests.support.running import WAIT_S
 
 EMPTY = ClusterState(tensors={}, meta={})
 
@@ -153,6 +154,42 @@ def test_a_machine_with_many_banned_peers_remains_a_member():
         store, "s", 0, ["a", "b"], "token", gone | {"b"}, timeout
     )
     assert hellos == {"a": ["b"], "b": ["a"]}
+
+
+def test_a_closed_group_ends_its_connections_although_others_refer_to_it():
+    timeout = timedelta(seconds=10)
+    store, port = open_store("127.0.0.1", timeout)
+    client = torch.distributed.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    groups = {}
+
+    def connect(rank):
+        groups[rank] = machine_group.MachineGroup(
+            store=client if rank else store,
+            is_owner=rank == 0,
+            generation=1,
+            rank=rank,
+            candidates=("a", "b"),
+            host="127.0.0.1",
+            token="token",
+            banned=set(),
+            connect_timeout_s=10.0,
+            timeout_s=100 * WAIT_S,
+        )
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    groups[0].close()
+    groups[0].close()
+    with pytest.raises(EngineError, match="left the group"):
+        groups[0].gather(b"")
+    with pytest.raises(EngineError, match="gone or timed out"):  # long before the timeout
+        groups[1].gather(b"")
+    groups[1].close()
 
 
 # --- compression ----------------------------------------------------------------------

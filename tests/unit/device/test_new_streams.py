@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import linecache
+import sys
+import threading
 
 import pytest
 import torch
 
 from runtime.device.cuda_api import CudaApi
+from tests.support.running import WAIT_S
 
 SIZE = 32
 
@@ -49,3 +53,50 @@ def test_a_released_stream_is_reused_and_an_exhausted_pool_yields_a_shared_one(t
     assert take().cuda_stream in {stream.cuda_stream for stream in held}
     free = held.pop(5).cuda_stream
     assert take().cuda_stream == free
+
+
+def test_a_stream_is_released_while_another_thread_reads_those_in_use(take, monkeypatch):
+    about_to_remove, reading, released = (threading.Event() for _ in range(3))
+
+    class ReadStream(PooledStream):
+        """Notes that the streams in use are being read, and waits there for the release."""
+
+        @property
+        def device(self):
+            if about_to_remove.is_set():
+                reading.set()
+                assert released.wait(WAIT_S)
+            return self._device
+
+        @device.setter
+        def device(self, device):
+            self._device = device
+
+    monkeypatch.setattr(torch.cuda, "Stream", ReadStream)
+    held = [take() for _ in range(4)]
+
+    def pause(frame, event, arg):
+        if "discard(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            about_to_remove.set()
+            assert reading.wait(WAIT_S)
+        return pause
+
+    def release():
+        before = sys.gettrace()
+        sys.settrace(pause)
+        try:
+            held.pop()
+        finally:
+            sys.settrace(before)
+            about_to_remove.set()
+            released.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        assert about_to_remove.wait(WAIT_S)
+        assert take().cuda_stream == 4
+    finally:
+        reading.set()
+        released.set()
+        thread.join(WAIT_S)

@@ -6,20 +6,46 @@ import gc
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from runtime import WandbLogger
 from runtime.collective.barrier import Rendezvous
+from runtime.collective.process_group import BackendOwner
+from runtime.core import rng
 from runtime.core.errors import CollectiveAborted
-from runtime.core.threads import LiveRegistry
+from runtime.core.live_registry import LiveRegistry
+from runtime.data.dataset import adapt_dataset
+from runtime.data.epoch_index import EpochIndex
+from runtime.replica.build import BuildOrder, Template
 from runtime.replica.graphs import GraphFallbacks
-from tests.support.running import WAIT_S
+from runtime.run import Run
+from tests.support.running import WAIT_S, builder
 
 STRESS_S = 0.15
 
 
 class Item:
     """An object for the registry."""
+
+
+class ThenLock:
+    """A lock; ``then`` is called once, as soon as the lock is free again."""
+
+    def __init__(self, then):
+        self._lock, self._then = threading.Lock(), then
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 @pytest.fixture
@@ -183,3 +209,175 @@ def test_the_last_rank_to_arrive_notices_one_that_an_abort_woke():
         left.set()
         thread.join(WAIT_S)
     assert planned == []
+
+
+def test_no_thread_draws_while_the_random_kernels_are_replaced(monkeypatch):
+    replacing, may_end, entered, order = *(threading.Event() for _ in range(3)), []
+
+    def replace(library, name):
+        replacing.set()
+        assert may_end.wait(WAIT_S)
+        return True
+
+    def draw():
+        with rng.thread_generator(torch.Generator()):
+            order.append(may_end.is_set())
+            entered.set()
+
+    monkeypatch.setattr(rng, "_installed", [])
+    monkeypatch.setattr(rng, "_replace", replace)
+    monkeypatch.setattr(torch.random, "default_generator", torch.random.default_generator)
+    threads = [threading.Thread(target=each) for each in (rng.install_thread_generators, draw)]
+    threads[0].start()
+    try:
+        assert replacing.wait(WAIT_S)
+        threads[1].start()
+        entered.wait(0.1)
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert order == [True]
+
+
+def test_a_rank_whose_run_ends_before_its_turn_builds_no_model():
+    class Ended(BuildOrder):
+        """Its run ends while a rank waits for the process's lock."""
+
+        @contextmanager
+        def _process_lock(self):
+            with super()._process_lock():
+                self.forget()
+                yield
+
+    order = Ended()
+    order.publish(Template({}, {}))
+    with pytest.raises(CollectiveAborted, match="the run ended"), order.turn(1):
+        pass
+    order.publish(Template({}, {}))  # by a rank 0 that took longer than the run
+    assert order._template is None
+
+
+def test_the_length_of_an_epoch_is_not_that_of_the_next():
+    lengths = iter((10, 12))
+    index = EpochIndex(10, 2, 0, current_length=lambda: next(lengths))
+
+    def next_epoch():
+        with pytest.raises(ValueError, match="length 12 in epoch 1"):
+            index.order(1)
+
+    index._drawing = ThenLock(next_epoch)
+    assert len(index.order(0)) == 10
+
+
+def test_two_loaders_that_read_at_once_warn_once_of_lists(caplog):
+    adapter = adapt_dataset([{"ids": [1, 2]}, {"ids": [3, 4]}])
+
+    class Read(type(adapter)):
+        """Another rank reads its first batch as soon as one has asked if it is the first."""
+
+        value, other = False, True
+
+        @property
+        def _is_checked(self):
+            found = self.value
+            if self.other:
+                self.other = False
+                self.load(torch.tensor([1]))
+            return found
+
+        @_is_checked.setter
+        def _is_checked(self, value):
+            self.value = value
+
+    del adapter.__dict__["_is_checked"]
+    adapter.__class__ = Read
+    adapter.load(torch.tensor([0]))
+    assert sum("as lists of numbers" in text for text in caplog.messages) == 1
+
+
+def test_facts_have_the_transport_and_its_own_reason():
+    run = builder(ranks=1).run()
+    assert run.join(WAIT_S)
+    service = run._run._service
+
+    class Choice:
+        """The coordinator's; it is changed whenever the coordinator may handle an event."""
+
+        value = run.backend
+        reason = "at first"
+
+        @property
+        def chosen(self):
+            if service._lock.acquire(blocking=False):
+                self.reason = "later"
+                service._lock.release()
+            return self.value
+
+    run._run.machine.run_state.backend_choice = Choice()
+    assert run._run.facts.backend_reason == "at first"
+
+
+def test_past_metrics_are_read_while_the_last_worker_is_built():
+    class Resumed:
+        """A run that drops its checkpoint after one read."""
+
+        def __init__(self):
+            self.found = [SimpleNamespace(run={"metrics": ()}), None]
+
+        @property
+        def resumed(self):
+            return self.found.pop(0)
+
+    assert Run.past_metrics.fget(Resumed()) == ()
+
+
+def test_a_wandb_run_is_finished_although_another_thread_writes(monkeypatch):
+    class WandbRun:
+        """A run of the package."""
+
+        num_finished = 0
+
+        def log(self, values):
+            """Take values."""
+
+        def finish(self):
+            self.num_finished += 1
+            module.run = None
+
+    def init():
+        module.run = WandbRun()
+        return module.run
+
+    module = ModuleType("wandb")
+    module.run, module.init = None, init
+    module.__spec__ = SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: module.__spec__)
+    log = WandbLogger()
+    log._write({}, "epoch", 0, 0)
+    first = module.run
+    log._lock = ThenLock(lambda: log._write({}, "epoch", 1, 1))
+    log.close()
+    assert first.num_finished == 1
+
+
+def test_a_backend_can_be_released_at_any_point_of_its_thread():
+    """The garbage collector may run there, and find the user of the backend."""
+    owners, is_made = [], threading.Event()
+
+    def release(frame, event, arg):
+        if isinstance(frame.f_locals.get("self"), threading.Condition) and "wait" in str(frame):
+            assert is_made.wait(WAIT_S)
+            owners[0].release()
+        return release
+
+    before = threading.gettrace()
+    threading.settrace(release)
+    try:
+        owners.append(BackendOwner(Item, "collective-0"))
+    finally:
+        threading.settrace(before)
+    is_made.set()
+    threading.Thread(target=owners[0].release, daemon=True).start()
+    assert owners[0].join(10.0)
