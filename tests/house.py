@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter, defaultdict
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -69,8 +69,13 @@ def sources(*packages, root=ROOT):
 
 
 def parse(path):
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """The syntax tree of a file, parsed once for each text."""
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def _parse(text, filename):
+    return ast.parse(text, filename=filename)
 
 
 def called(node):

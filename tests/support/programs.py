@@ -29,9 +29,12 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
+from multiprocessing import forkserver, util
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -228,6 +231,33 @@ class _Server:
 
 
 # --- in the server, and in what it forks ------------------------------------------
+
+
+def fork_the_fork_server() -> None:
+    """Start the fork server of ``multiprocessing`` as a fork of this program.
+
+    It has imported what this program has. Requires a program with a single thread.
+    """
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _spawnv_passfds
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _spawnv_passfds(path: Any, args: Sequence[Any], fds: Sequence[int]) -> int:
+    """``multiprocessing.util.spawnv_passfds`` of ``[..., "-c", CODE]`` as a fork."""
+    pid = os.fork()
+    if not pid:
+        try:
+            bounds = sorted({2, *fds, os.sysconf("SC_OPEN_MAX")})
+            for below, above in pairwise(bounds):
+                os.closerange(below + 1, above)
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(args[-1], main.__dict__)
+        finally:
+            os._exit(0)
+    return pid
 
 
 def serve(control_fd: int) -> CodeType:

@@ -123,7 +123,7 @@ def test_a_process_that_ends_without_a_join_ends_quietly(way, how):
 
 
 GROUP = """
-import multiprocessing, os, signal, threading, time
+import os, signal, threading, time
 import torch
 from torch.utils.data import Dataset
 from tests.support import programs
@@ -142,7 +142,7 @@ def train(model, batch):
         os.killpg(0, signal.SIGTERM)
     return count_up(model, batch)
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["torch", "runtime"])  # once, not for each rank
+    programs.fork_the_fork_server()
     sent = threading.Lock()
     signal.signal(signal.SIGTERM, ignore)
     b = builder(train=train, dataset=Read(), epochs=10**6)

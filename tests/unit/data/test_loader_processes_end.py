@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import programs
 from tests.support.running import WAIT_S
 
 ROOT = Path(__file__).parents[3]
@@ -23,6 +24,7 @@ import multiprocessing, signal, sys, threading
 import torch
 from multiprocessing import forkserver
 from torch.utils.data import Dataset
+from tests.support.programs import fork_the_fork_server
 from tests.support.running import builder, count_up
 class Read(Dataset):
     def __len__(self):
@@ -39,6 +41,7 @@ def train(model, batch):
     return count_up(model, batch)
 joins = sys.argv[1] == "join"
 if __name__ == "__main__":
+    fork_the_fork_server()
     handle = builder(train=train, dataset=Read(), epochs=10**6).loader_workers(1).run()
     if joins:
         handle.join()
@@ -50,7 +53,7 @@ def run_and_signal(tmp_path, where, signum, to_loader=False):
     """Exit status of a run with a loader process per rank that gets a signal, and its stderr."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT, encoding="utf-8")
-    process = subprocess.Popen(
+    process = programs.Popen(
         [sys.executable, str(path), where],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
