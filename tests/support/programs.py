@@ -34,7 +34,7 @@ from contextlib import suppress
 from itertools import pairwise
 from multiprocessing import forkserver, util
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +146,23 @@ def run(
     return done
 
 
+def fork_from(monkeypatch: Any, module: ModuleType) -> None:
+    """Fork the programs that ``module`` starts by ``subprocess.Popen``.
+
+    The number of OpenMP's threads is read at start and stays that of this process.
+    """
+
+    def popen(args: list[Any], env: dict[str, str], **kwargs: Any) -> Popen:
+        given = {name: value for name, value in env.items() if not name.startswith("OMP_")}
+        given |= {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
+        return Popen(args, env=given, **kwargs)
+
+    own = SimpleNamespace(
+        PIPE=subprocess.PIPE, Popen=popen, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    monkeypatch.setattr(module, "subprocess", own)
+
+
 def preload(*modules: str) -> None:
     """Import more modules in the server, once for all later programs."""
     server = _Server.get()
@@ -238,7 +255,8 @@ def fork_the_fork_server() -> None:
 
     It has imported what this program has. Requires a program with a single thread.
     """
-    spawn, util.spawnv_passfds = util.spawnv_passfds, _spawnv_passfds
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _spawnv_passfds  # type: ignore[assignment]
     try:
         forkserver.ensure_running()
     finally:

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -269,7 +268,7 @@ def test_the_commands_reach_a_run_of_another_process(tmp_path, capsys):
 
 
 def test_the_installed_command_lists_no_run():
-    found = subprocess.run(
+    found = programs.run(
         [sys.executable, "-m", "gpuworker", "status"], cwd=ROOT, stdout=PIPE, check=True
     )
     assert found.stdout == b"no active run of this user on this machine\n"

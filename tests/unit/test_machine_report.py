@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 from coordinator.config import ApplyPolicy
 from runtime import __main__ as module
 from runtime.__main__ import machine_report
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def lines_of(text, word):
 
 
 def test_the_command_prints_the_report():
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-m", "runtime"],
         cwd=ROOT,
         capture_output=True,

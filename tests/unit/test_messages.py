@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
 import sys
 import threading
 
@@ -19,6 +18,7 @@ import runtime
 from runtime import DataParallelCoordinator, Ddp, ReplicaFailed, Trainer, WorkerFailed
 from runtime.core.checks import check_devices
 from runtime.data.process_loader import refuse_import_of_main
+from tests.support import programs
 from tests.support.running import CPU, WAIT_S, WAYS
 
 N = 64
@@ -550,7 +550,7 @@ b.dataset(Data()).batch_size(8).num_epochs(1).devices("cpu").loader_workers(1).r
 def test_a_script_without_a_guard_fails_once_and_names_the_line(tmp_path):
     script = tmp_path / "user.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, str(script)],
         capture_output=True,
         text=True,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 from dataclasses import replace
-from subprocess import PIPE, TimeoutExpired
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,14 +210,7 @@ def test_every_study_learns_and_is_evaluated(name):
 @pytest.fixture
 def forked(monkeypatch):
     """Runs in processes that need not import PyTorch again."""
-
-    def popen(args, env, **kwargs):  # forked processes cannot apply another OMP_NUM_THREADS
-        given = {name: value for name, value in env.items() if not name.startswith("OMP_")}
-        given |= {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
-        return programs.Popen(args, env=given, **kwargs)
-
-    own = SimpleNamespace(PIPE=PIPE, Popen=popen, TimeoutExpired=TimeoutExpired)
-    monkeypatch.setattr(quality, "subprocess", own)
+    programs.fork_from(monkeypatch, quality)
 
 
 def test_modes_run_in_processes_and_a_second_call_skips_recorded_runs(tmp_path, forked):

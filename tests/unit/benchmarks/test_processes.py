@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.harness import environment, models
+from benchmarks.harness import environment, models, processes
 from benchmarks.harness.processes import Child, GlooGroup
+from tests.support import programs
 
 ECHO = """
 from benchmarks.harness.processes import serve
@@ -16,6 +17,11 @@ def work(n):
     return n + 1
 serve(work, "ready")
 """
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch):
+    programs.fork_from(monkeypatch, processes)
 
 
 def test_a_child_answers_until_it_dies_and_its_death_is_reported():

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from runtime.core.host_names import host_name
 from runtime.monitor import server as server_module
 from runtime.monitor.hosts import is_loopback, url_of
 from runtime.monitor.server import THREAD_NAME
+from tests.support import programs
 from tests.support.running import WAIT_S
 from tests.support.watching import history_of, open_page, request
 
@@ -347,7 +347,7 @@ def test_a_process_with_an_open_monitor_ends(tmp_path):
         "other = Monitor()\n"
         "print('done')\n"
     )
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
