@@ -655,7 +655,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     for verdict in ("worse", "undecided"):
         names = [name for name, verdicts in cells if verdict in verdicts]
-        lines += [f"{len(names)} of {len(cells)} cells are {verdict}: {', '.join(names)}.", ""]
+        which = f": {', '.join(names)}" if names else ""
+        lines += [f"{len(names)} of {len(cells)} cells are {verdict}{which}.", ""]
     lines += [
         f"Other processes used over {QUIET:.0%} of the cores in {report['num_disturbed']} of "
         f"{report['num_runs']} runs, whose times say little.",
@@ -1121,6 +1122,11 @@ class Case:
         return self.study.load(Path(self.folder) if self.folder else None)
 
 
+def steps_of(study: Study, data: Data) -> int:
+    """Steps of one device in the whole training."""
+    return study.num_epochs * (data.num_samples // (study.batch_size * WORLD_SIZE))
+
+
 def averaged_state(model: nn.Module) -> list[Tensor]:
     """Averaged tensors of a replica: parameters and floating-point buffers."""
     buffers = [b for b in model.buffers() if b.is_floating_point()]
@@ -1243,8 +1249,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         solo = Case(model=model, seed=seed, overrides=overrides_of(args, model), folder=folder)
         periods = args.every
         if args.rounds:
-            study = solo.study
-            steps = solo.load().num_samples // (study.batch_size * WORLD_SIZE) * study.num_epochs
+            steps = steps_of(solo.study, solo.load())
             periods = [math.ceil(steps / rounds) for rounds in args.rounds]
         ways = itertools.product(args.ranks, args.lr_scales, args.late, args.exact_until, periods)
         cases.append(solo)
@@ -1344,13 +1349,14 @@ def drift(arguments: Sequence[str] | None = None) -> None:
     machine = describe()
     del machine["environment"]  # nothing is timed: it runs in the caller's
     studies = {case.model: case.study.definition() for case in cases}
+    steps = {c.model: steps_of(c.study, c.load()) for c in cases if c.seed == c.every == 0}
     rows: list[dict[str, Any]] = []
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (1,)) as pool:
         for row in pool.map(train_case, cases):
             del row["folder"]
             rows.append(row)
-            record = {"machine": machine, "studies": studies, "rows": rows}
+            record = {"machine": machine, "studies": studies, "steps": steps, "rows": rows}
             save(args.json, record | {"summary": summarize_drift(rows)})
     for definition in studies.values():
         print(f"- {definition}; replicas in one thread")
