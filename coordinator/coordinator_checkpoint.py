@@ -397,13 +397,9 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
         run: The state of a coordinator that has not started.
         state: The captured state.
     """
-    run.global_step = int(state["global_step"])
+    run.load_counters(state)
     if run.steps is not None:
         run.steps.step = run.position
-    run.per_global = int(state.get("per_global", state["world_size"]))
-    run.num_windows = int(state["num_windows"])
-    run.num_averagings = int(state["num_averagings"])
-    run.num_failed_rounds = int(state["num_failed_rounds"])
     run.elche.load_state_dict(state["elche"])
     run.data_waits.load_state_dict(state.get("data_waits", ()))
     run.guard.load_state_dict(state["guard"])

@@ -13,7 +13,6 @@ from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
 from coordinator.run_state import Rank, RunState
-from coordinator.shares import Shares
 from coordinator.validator import Tasks, Validation, Validator
 
 logger = logging.getLogger(__name__)
@@ -356,7 +355,7 @@ class EpochScheduler:
             return False
         follows = run.config.balance or run.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
-        if run.config.balance and self._shares.num_plans < FIRST_PLANS:
+        if run.config.balance and run.split_batches().num_plans < FIRST_PLANS:
             steps = FIRST_PLAN_STEPS
         ranks = [r.rank for r in self._participants()]
         if not ranks:
@@ -370,21 +369,12 @@ class EpochScheduler:
         if assigned is None:
             return False
         plan = self._plan(*assigned, splits=splits)
-        epoch = run.ledger.find(plan.epoch)
-        if epoch is not None and not run.alone:
-            epoch.num_averagings += plan.num_windows
-            run.num_averagings += plan.num_windows
         if before is not None:
             assert plan.epoch == before.epoch, "an epoch begins after the one before"
             plan.first_step = before.first_step + before.num_batches
-        run.num_windows += plan.num_windows
         for own in self._own_plans(plan):
             self._start(*own)
-        if before is not None:
-            before.extend(plan)
-            before.drop_reported(accumulate)
-        else:
-            run.plan = plan
+        run.add_plan(plan, before)
         return True
 
     def _plan(
@@ -403,7 +393,11 @@ class EpochScheduler:
             plan.num_slices = run.num_slices(ranks)
             (span,) = parts[ranks[0]]
             pieces, plan.counts = run.ledger.split_pieces(
-                span, run.per_global, plan.num_slices, self._sizes(ranks), self._shares.short_sizes
+                span,
+                run.per_global,
+                plan.num_slices,
+                self._sizes(ranks),
+                run.split_batches().short_sizes,
             )
             plan.set_pieces(pieces)
         longest = max(plan.num_micro_batches(rank) for rank in parts)
@@ -450,19 +444,11 @@ class EpochScheduler:
             wait_s = self._run.data_wait_s(rank) * num_samples
             shares.observe(rank, num_samples, compute_s + wait_s)
 
-    @property
-    def _shares(self) -> Shares:
-        """Sizes of the pieces of global batches; equal ones by default."""
-        run = self._run
-        if run.shares is None:
-            run.shares = Shares(len(run.ranks), fixed=True)
-        return run.shares
-
     def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
         total = self._run.slice_samples(ranks)
         some = ranks[:total]
         return dict.fromkeys(ranks, 0) | dict(
-            zip(some, self._shares.sizes(total, some), strict=True)
+            zip(some, self._run.split_batches().sizes(total, some), strict=True)
         )
 
     def has_work(self, epoch: Epoch) -> bool:
@@ -639,7 +625,7 @@ class EpochScheduler:
         self._run.outcome.metrics.append(metrics)
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
-        self._run.out.append(PublishEpoch(metrics=given))
+        self._run.emit(PublishEpoch(metrics=given))
 
 
 @dataclass(slots=True)

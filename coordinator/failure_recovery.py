@@ -12,7 +12,7 @@ from enum import Enum
 
 from coordinator import messages as m
 from coordinator.ledger import LockstepPlan
-from coordinator.messages import AbortCollective, BatchBudget
+from coordinator.messages import BatchBudget
 from coordinator.metrics import ReportStats
 from coordinator.run_state import Rank, RankState, RunState
 
@@ -64,14 +64,14 @@ class FailureRecovery:
     def continue_alone(self) -> None:
         """Continue with one rank: its replica is the result, and it has no limits."""
         run = self._run
-        run.alone = True
+        run.stop_averaging()
         (last,) = self.survivors
         if run.config.has_epoch_work:
             run.ledger.disable_look_ahead()
         if run.lockstep:
             return
         run.ledger.freeze(last.rank)
-        run.global_step += run.ledger.settle(last.rank)
+        run.settle(last.rank)
         last.enter_round()
         last.set_limit(None)
         run.update_lr_factor()
@@ -81,8 +81,8 @@ class FailureRecovery:
     def regroup(self) -> None:
         """Abort the collective and connect the surviving ranks in a new one."""
         run = self._run
-        run.out.append(AbortCollective(generation=run.generation))
-        run.generation += 1
+        run.abort_collective()
+        run.start_generation()
         self._send_regroup(None, None)
 
     def _send_regroup(self, step: int | None, donor: int | None) -> None:
@@ -109,7 +109,7 @@ class FailureRecovery:
         self.phase = RecoveryPhase.HALTING
         self._counts = False
         self._halted = {}
-        run.out.append(AbortCollective(generation=run.generation))
+        run.abort_collective()
         for rank in self.survivors:
             run.send(rank.rank, m.Halt(generation=run.generation))
 
@@ -156,7 +156,7 @@ class FailureRecovery:
             self._resume()
             return
         self.phase = RecoveryPhase.REGROUPING
-        self._run.generation += 1
+        self._run.start_generation()
         best = (donor.step, donor.num_syncs)
         behind = any((h.step, h.num_syncs) != best for h in halted)
         self._send_regroup(donor.step, donor.rank if behind else None)
@@ -169,7 +169,6 @@ class FailureRecovery:
     def _resume(self) -> None:
         self.phase = RecoveryPhase.NONE
         self.recount(self._agreed_step)
-        self._run.num_windows = self._agreed_step
         for leaver, number in self._left:
             self._run.ledger.leave_epoch(leaver, number, self._run.elche.shares)
         self._left.clear()
@@ -183,7 +182,6 @@ class FailureRecovery:
         per_step = run.config.accumulate * plan.num_slices
         made = plan.first_window - (-plan.reported.get(rank, 0) // per_step)
         self.recount(made)
-        run.num_windows = made
 
     def all_reported(self, made: int) -> bool:
         """True if every rank has reported all batches of the steps made.
@@ -201,12 +199,10 @@ class FailureRecovery:
 
     def recount(self, made: int) -> None:
         """Settle exactly the batches of the plan that are in the steps made."""
-        run, plan = self._run, self._run.plan
+        run = self._run
+        plan = run.end_plan(made)
         if plan is None:
             return
-        run.plan = None
-        windows = made - plan.first_window
-        run.global_step = plan.first_step
         epoch = run.ledger.find(plan.epoch)
         for rank, spans in plan.parts.items():
             count = self._num_made(plan, rank, made)
@@ -215,7 +211,7 @@ class FailureRecovery:
             unreported, undone = run.ledger.recount(
                 rank, plan.epoch, spans, reported=plan.num_reported(rank), made=counted
             )
-            run.global_step += counted
+            run.count_batches(counted)
             if plan.pieces:
                 unreported = plan.count_samples(rank, reported, count)
                 undone = plan.count_samples(rank, count, reported)
@@ -227,10 +223,6 @@ class FailureRecovery:
                 rest = ReportStats(num_batches=count - reported, num_samples=unreported)
                 epoch.stats.add(rank, rest)
                 run.ranks[rank].note(rest)
-        num_undone = 0 if run.alone else plan.num_windows - windows
-        run.num_averagings -= num_undone
-        if epoch is not None:
-            epoch.num_averagings -= num_undone
 
 
 class RecoveryPhase(Enum):

@@ -17,7 +17,7 @@ from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.ledger import Epoch
-from coordinator.messages import FINAL_ROUND, SAVE_ROUND, AbortCollective, Command
+from coordinator.messages import FINAL_ROUND, SAVE_ROUND, Command
 from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
@@ -108,14 +108,14 @@ class Coordinator:
 
     def handle(self, event: m.Event, now: float) -> list[Command]:
         """Handle one event; returns the commands to execute, in order."""
-        self._run.out, self._run.now = [], now
+        self._run.begin_event(now)
         self._rounds.cpu_time.record(event)
         if self._run.phase is not Phase.DONE:
             self._dispatch(event, now)
             if self._run.round_schedule.any_limit or not self._rounds.round.is_partial_reply(event):
                 self._advance(now)
             self._stall_detector.observe(event, now)
-        return self._run.out
+        return self._run.commands
 
     def first_needed(self) -> tuple[int, int]:
         """The first batch that may be assigned, now or after a death, as ``(epoch, batch)``."""
@@ -219,7 +219,7 @@ class Coordinator:
 
     def _begin(self, now: float) -> None:
         if not any(r.state is RankState.BUILDING for r in self._run.ranks):
-            self._run.phase = Phase.STOPPING if self._run.outcome.stopped else Phase.RUNNING
+            self._run.enter(Phase.STOPPING if self._run.outcome.stopped else Phase.RUNNING)
             self._epochs.begin(now)
             self._saving.begin(now)
             if self._run.steps is not None:
@@ -261,7 +261,7 @@ class Coordinator:
         if self._run.alone or self._run.lockstep:
             # One replica, or identical replicas: the effect is in the result.
             self._run.ledger.freeze(event.rank)
-            self._run.global_step += self._run.ledger.settle(event.rank)
+            self._run.settle(event.rank)
         if self._run.lockstep and self._run.config.advise_balance:
             self._advise_balance()
 
@@ -344,7 +344,7 @@ class Coordinator:
             # Its last state counts if it was received; the others are leaving.
             self._run.outcome.failures.append(failure)
             if not had_left and self._run.lockstep:
-                self._run.out.append(AbortCollective(generation=self._run.generation))
+                self._run.abort_collective()
         elif is_last:
             self._finalizer.fail(failure, now, saves=saves)
         else:
@@ -357,7 +357,7 @@ class Coordinator:
         leaves_step = event.too_large or event.left is not None
         if leaves_step and self._run.phase is Phase.LEAVING:
             # The others are leaving, and wait for it in the last step.
-            self._run.out.append(AbortCollective(generation=self._run.generation))
+            self._run.abort_collective()
         if self._run.phase not in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
             return
         if event.too_large and not self._shrink(event):
@@ -420,7 +420,7 @@ class Coordinator:
         if self._run.phase in (Phase.STARTING, Phase.RUNNING) and not outcome.stopped:
             outcome.stopped, outcome.reason = True, reason
         if self._run.phase is Phase.RUNNING:
-            self._run.phase = Phase.STOPPING
+            self._run.enter(Phase.STOPPING)
 
     def _on_granted(self, event: m.ClusterRoundDone) -> None:
         run = self._run
@@ -437,12 +437,11 @@ class Coordinator:
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
                 if event.state is not None:
                     self._epochs.common[grant.epoch] = event.state
-        run.machine_round = event.round or run.machine_round
+        run.add_machine_round(event)
         if event.over:
             run.ledger.end()
         if event.delta is not None:
             self._pending_deltas.append(event.delta)
-        run.global_step += event.num_batches
         if event.num_batches and not run.lockstep:
             for rank in run.live:
                 run.send(rank.rank, m.SetGlobalStep(step=run.position))
@@ -564,7 +563,7 @@ class Coordinator:
                 self._limits.adjust()
                 self._average_if_due(now)
             if self._is_over():
-                self._run.phase = Phase.STOPPING
+                self._run.enter(Phase.STOPPING)
         if self._run.phase is Phase.STOPPING and not self._rounds.round.in_flight:
             self._finalizer.shut_down_ranks()
         if self._run.phase is Phase.LEAVING:

@@ -134,7 +134,7 @@ class RoundRunner:
         missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
         if missing:
             rnd.num_failed += 1
-            self._run.num_failed_rounds += 1
+            self._run.count_failed_round()
         return missing
 
     def _end_round(self) -> None:
@@ -223,7 +223,7 @@ class RoundRunner:
         rnd.drop_snapshots()
         self.cpu_time.take()  # no cost of the next round
         rnd.num_failed += 1
-        self._run.num_failed_rounds += 1
+        self._run.count_failed_round()
         self._run.ledger.unfreeze()
         for info in self._run.ranks:
             if info.state is RankState.DEAD:

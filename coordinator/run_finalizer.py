@@ -64,7 +64,7 @@ class RunFinalizer:
                 snapshot = rank.state is RankState.LIVE
                 rank.move(RankState.LEAVING)
                 self._run.send(rank.rank, m.Shutdown(snapshot=snapshot, capture=capture))
-        self._run.phase = Phase.LEAVING
+        self._run.enter(Phase.LEAVING)
 
     def collect(self) -> None:
         """Make the result from the last states, once all ranks have left."""
@@ -93,7 +93,7 @@ class RunFinalizer:
             self._saving.emit_final(self._run.outcome.payload)
             self.finish()
             return
-        self._run.phase = Phase.AVERAGING
+        self._run.enter(Phase.AVERAGING)
         self._average(finals, [f.payload for f in finals])
 
     def _freeze(self, finals: Sequence[m.FinalSnapshot]) -> None:
@@ -105,7 +105,7 @@ class RunFinalizer:
         self._saving.freeze_final(finals)
 
     def _average(self, finals: Sequence[m.FinalSnapshot], payloads: Sequence[m.Payload]) -> None:
-        self._run.out.append(
+        self._run.emit(
             Average(
                 round=FINAL_ROUND,
                 ranks=tuple(f.rank for f in finals),
@@ -156,7 +156,7 @@ class RunFinalizer:
             run.outcome.reason = "stalled" if isinstance(failure.error, RunStalled) else "failed"
         if run.phase is Phase.FAILING:
             return
-        run.phase = Phase.FAILING
+        run.enter(Phase.FAILING)
         self._recovery.phase = RecoveryPhase.NONE
         self._saving.cancel()
         self.deadline = now + (self._collect_s if self._collects else run.config.grace_s)
@@ -167,7 +167,7 @@ class RunFinalizer:
                 # All of them: acknowledgements may be in flight. Others ignore it.
                 if run.ranks[rank].present:
                     run.send(rank, m.Rollback(round=number))
-        run.out.append(AbortCollective())
+        run.emit(AbortCollective())
         capture = self._collects and self._saving.final_checkpoint_due
         for info in run.ranks:
             if not info.present:
@@ -227,7 +227,7 @@ class RunFinalizer:
 
     def finish(self) -> None:
         """Make the outcome final and release tensors."""
-        self._run.phase = Phase.DONE
+        self._run.enter(Phase.DONE)
         self.deadline = None
         self._round.deadline = None
         self._round.drop_snapshots()

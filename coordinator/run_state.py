@@ -6,16 +6,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.data_waits import DataWaits
-from coordinator.ledger import BatchLedger, LockstepPlan
+from coordinator.ledger import BatchLedger, Epoch, LockstepPlan
 from coordinator.lr_factor import LrFactor
 from coordinator.messages import (
+    AbortCollective,
     BackendChosen,
     BatchBudget,
+    ClusterRoundDone,
     Command,
     FinalSnapshot,
     MachineRound,
@@ -33,6 +36,8 @@ from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 class RunState:
     """State of a run.
 
+    Its fields are changed by its methods alone.
+
     Attributes:
         config: Settings.
         alone: True with one live rank, so that nothing is averaged.
@@ -44,7 +49,7 @@ class RunState:
         round_schedule: Decides when a round is due, and each rank's limit.
         backend_choice: Choice of the averaging backend.
         ranks: One record for each rank.
-        out: Commands of the event being handled, in order.
+        commands: Commands of the event being handled, in order.
         outcome: The outcome of the run so far.
         phase: Phase of the run.
         global_step: Batches trained by all ranks together, up to the last round, in batches of
@@ -112,7 +117,7 @@ class RunState:
         )
         self.ranks = [Rank(rank=r) for r in range(world)]
         self.data_waits = DataWaits(world)
-        self.out: list[Command] = []
+        self.commands: list[Command] = []
         self.outcome = Outcome()
         self.phase = Phase.STARTING
         self.global_step = 0
@@ -239,13 +244,104 @@ class RunState:
         """True if the rank is live; -1 is no rank."""
         return rank >= 0 and self.ranks[rank].state is RankState.LIVE
 
+    def begin_event(self, now: float) -> None:
+        """Begin an event at a time, with no commands."""
+        self.commands, self.now = [], now
+
+    def emit(self, command: Command) -> None:
+        """Append a command."""
+        self.commands.append(command)
+
     def publish_steps(self, steps: Iterable[StepMetrics]) -> None:
         """Append commands that publish step metrics."""
-        self.out += [PublishSteps(metrics=metrics) for metrics in steps]
+        self.commands += [PublishSteps(metrics=metrics) for metrics in steps]
 
     def send(self, rank: int, message: ToWorker) -> None:
         """Append a command that sends a message to a worker."""
-        self.out.append(Send(rank=rank, message=message))
+        self.emit(Send(rank=rank, message=message))
+
+    def abort_collective(self) -> None:
+        """Append a command that aborts the present collective group."""
+        self.emit(AbortCollective(generation=self.generation))
+
+    def start_generation(self) -> None:
+        """Number the next collective group; messages of the groups before are ignored."""
+        self.generation += 1
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase; asserts a legal transition."""
+        assert phase in _PHASE_TRANSITIONS[self.phase], f"{self.phase} -> {phase}"
+        self.phase = phase
+
+    def stop_averaging(self) -> None:
+        """One rank is left: from now on nothing is averaged."""
+        self.alone = True
+
+    def settle(self, rank: int) -> None:
+        """Settle and count the frozen batches of a rank: their effect is in the result."""
+        self.count_batches(self.ledger.settle(rank))
+
+    def count_batches(self, num_batches: int) -> None:
+        """Count batches whose effect is in the result."""
+        self.global_step += num_batches
+
+    def count_averagings(self, num: int, epoch: Epoch | None) -> None:
+        """Count completed averagings, of an epoch if it is open; negative ones are undone."""
+        self.num_averagings += num
+        if epoch is not None:
+            epoch.num_averagings += num
+
+    def count_failed_round(self) -> None:
+        """Count an abandoned or late round."""
+        self.num_failed_rounds += 1
+
+    def add_machine_round(self, event: ClusterRoundDone) -> None:
+        """Record a round between machines, and count their batches."""
+        self.machine_round = event.round or self.machine_round
+        self.count_batches(event.num_batches)
+
+    def add_plan(self, plan: LockstepPlan, before: LockstepPlan | None) -> None:
+        """Add an assigned plan to the present one, or replace a completed one by it."""
+        self.num_windows += plan.num_windows
+        if not self.alone:
+            self.count_averagings(plan.num_windows, self.ledger.find(plan.epoch))
+        if before is not None:
+            before.extend(plan)
+            before.drop_reported(self.config.accumulate)
+        else:
+            self.plan = plan
+
+    def end_plan(self, num_made: int) -> LockstepPlan | None:
+        """End the present plan, and return to the step before it.
+
+        Args:
+            num_made: Optimizer steps made since the start of the run; the rest is not averaged.
+
+        Returns:
+            The plan, whose batches are to be settled and counted; ``None``: there is none.
+        """
+        plan, self.plan = self.plan, None
+        self.num_windows = num_made
+        if plan is not None:
+            self.global_step = plan.first_step
+            if not self.alone:
+                undone = plan.first_window + plan.num_windows - num_made
+                self.count_averagings(-undone, self.ledger.find(plan.epoch))
+        return plan
+
+    def split_batches(self) -> Shares:
+        """Split global batches from now on; returns the sizes of the pieces, equal by default."""
+        if self.shares is None:
+            self.shares = Shares(len(self.ranks), fixed=True)
+        return self.shares
+
+    def load_counters(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters of an earlier run from its checkpoint."""
+        self.global_step = int(state["global_step"])
+        self.per_global = int(state.get("per_global", state["world_size"]))
+        self.num_windows = int(state["num_windows"])
+        self.num_averagings = int(state["num_averagings"])
+        self.num_failed_rounds = int(state["num_failed_rounds"])
 
     @property
     def collective(self) -> AverageBackend | None:
@@ -283,7 +379,7 @@ class RunState:
     def announce_backend(self, *, failed: bool = False) -> None:
         """Announce the backend of the following rounds."""
         choice = self.backend_choice
-        self.out.append(
+        self.emit(
             BackendChosen(
                 backend=choice.chosen, before=choice.before, reason=choice.reason, failed=failed
             )
@@ -345,6 +441,17 @@ class Phase(Enum):
     AVERAGING = "averaging"
     FAILING = "failing"
     DONE = "done"
+
+
+_PHASE_TRANSITIONS = {
+    Phase.STARTING: {Phase.RUNNING, Phase.STOPPING, Phase.FAILING},
+    Phase.RUNNING: {Phase.STOPPING, Phase.FAILING},
+    Phase.STOPPING: {Phase.LEAVING, Phase.FAILING},
+    Phase.LEAVING: {Phase.AVERAGING, Phase.FAILING, Phase.DONE},
+    Phase.AVERAGING: {Phase.FAILING, Phase.DONE},
+    Phase.FAILING: {Phase.DONE},
+    Phase.DONE: set(),
+}
 
 
 class RankState(Enum):

@@ -185,7 +185,7 @@ class RunCheckpointer:
             )
             for part in parts
         ]
-        self._run.out.append(
+        self._run.emit(
             Average(
                 round=SAVE_ROUND,
                 ranks=cut.ranks,
@@ -226,7 +226,7 @@ class RunCheckpointer:
                 run.ledger.freeze(rank.rank)
                 num_batches = run.ledger.settle(rank.rank)
                 if not (run.alone or run.lockstep):
-                    run.global_step += num_batches
+                    run.count_batches(num_batches)
             elif not run.lockstep:
                 run.ledger.reopen_rank(rank.rank, run.elche.shares)
         for final in finals:
@@ -259,9 +259,9 @@ class RunCheckpointer:
             returned = self._run.ledger.revoke_open(self._reserve, self._run.elche.shares)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
-            self._run.out.append(SaveFailed(error=error, tickets=cut.tickets))
+            self._run.emit(SaveFailed(error=error, tickets=cut.tickets))
             return
-        self._run.out.append(
+        self._run.emit(
             SaveCheckpoint(
                 payload=payload,
                 ranks=tuple(cut.extras[rank] for rank in sorted(cut.extras)),

@@ -76,7 +76,7 @@ class StallDetector:
             "takes that long; .report holds the stack of every thread"
         )
         # Reported before the commands of a failure wake the threads.
-        run.out.append(ReportStall(error=error, state=describe(run, self._round)))
+        run.emit(ReportStall(error=error, state=describe(run, self._round)))
         return error
 
 

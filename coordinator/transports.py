@@ -72,16 +72,13 @@ class Transport(ABC):
     def _commit(self) -> None:
         """Settle the batches of the round: its average exists."""
         run, rnd = self._run, self._round
-        run.num_averagings += 1
-        oldest = run.ledger.oldest
-        if oldest is not None:
-            oldest.num_averagings += 1
+        run.count_averagings(1, run.ledger.oldest)
         run.note_norms(rnd.divergences, rnd.norm)
         if rnd.epoch is not None:
             rnd.epoch.worked = True
             rnd.epoch.lead = rnd.lead
         for rank in rnd.ranks:
-            run.global_step += run.ledger.settle(rank)
+            run.settle(rank)
 
 
 class Progress(Enum):
@@ -279,7 +276,7 @@ class SnapshotTransport(Transport):
             rnd.move(RoundState.COMPUTING)
             rnd.deadline = None
             order = [rnd.snapshots[r] for r in rnd.ranks]
-            self._run.out.append(
+            self._run.emit(
                 Average(
                     round=rnd.id,
                     ranks=rnd.ranks,
@@ -430,7 +427,7 @@ class CollectiveTransport(Transport):
     def undo(self) -> list[int]:
         """Abort the group: some ranks may wait in it while others have the average."""
         rnd = self._round
-        self._run.out.append(AbortCollective(generation=rnd.generation))
+        self._run.emit(AbortCollective(generation=rnd.generation))
         undo: list[int] = []
         for rank, ack in rnd.acks.items():
             info = self._run.ranks[rank]

@@ -119,9 +119,9 @@ def test_a_limit_on_the_last_rank_is_found(monkeypatch):
     continue_alone = FailureRecovery.continue_alone
 
     def quietly(self):
-        sent = len(self._run.out)
+        sent = len(self._run.commands)
         continue_alone(self)
-        del self._run.out[sent:]
+        del self._run.commands[sent:]
 
     monkeypatch.setattr(FailureRecovery, "continue_alone", quietly)
     assert_is_found(STUCK)

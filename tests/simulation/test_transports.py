@@ -206,8 +206,8 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
 
     def keeping(self, backend, why):
         left = leave(self, backend, why)
-        self.out[:] = [
-            c for c in self.out if not isinstance(getattr(c, "message", None), m.Rollback)
+        self.commands[:] = [
+            c for c in self.commands if not isinstance(getattr(c, "message", None), m.Rollback)
         ]
         return left
 

@@ -182,6 +182,42 @@ def test_importing_coordinator_loads_no_runtime():
     programs.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+class Assignments(ast.NodeVisitor):
+    """Assignments of fields of ``run`` or ``self._run`` in a module."""
+
+    def __init__(self):
+        self.found = []
+
+    def visit_Attribute(self, node):
+        value = node.value
+        owner = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+        changed = isinstance(node.ctx, (ast.Store, ast.Del))
+        if changed and owner in ("run", "_run", "run_state"):
+            self.found.append(node.attr)
+        self.generic_visit(node)
+
+
+def changed_from_outside(source):
+    """Fields of the run's state that a module assigns."""
+    visitor = Assignments()
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+def test_only_its_own_methods_assign_the_state_of_a_run():
+    found = {}
+    for path in sources("coordinator"):
+        for name in changed_from_outside(path.read_text("utf-8")):
+            found.setdefault(name, set()).add(path.name)
+    assert found == {"spent_s": {"service.py"}}, "measured by the thread; all else has a method"
+    assert changed_from_outside(
+        "self._run.plan = None\nrun.global_step += 1\nrun.ranks[0].x = 1"
+    ) == [
+        "plan",
+        "global_step",
+    ]
+
+
 FORBIDDEN = {"print", "sys.exit", "exit", "quit", "os._exit", "logging.basicConfig"}
 FORBIDDEN |= {f"logging.{m}" for m in ("debug", "info", "warning", "error", "exception", "log")}
 
