@@ -149,18 +149,17 @@ class StartEpoch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncNow:
-    """Join the collective of an averaging round at the next step boundary.
+class AverageWork:
+    """A rank's limits after an averaging round, and its calls on the averaged weights.
 
     Attributes:
         round: Id of the round.
         budget: Limits after it.
-        evaluate: Epoch to evaluate on the averaged weights, if any.
+        evaluate: Epoch to evaluate, if any.
         eval_at: See :class:`Evaluate`.
         checkpoint: Version to hand to the checkpoint function, if any.
-        validate: Part of a validation on the averaged weights, if any.
-        callers: Ranks whose :class:`EvaluationRequested` is answered on the averaged weights.
-        capture: The acknowledgement must carry the rank's own state.
+        validate: Part of a validation, if any.
+        callers: Ranks whose :class:`EvaluationRequested` is answered.
     """
 
     round: int
@@ -170,6 +169,22 @@ class SyncNow:
     checkpoint: int | None = None
     validate: ValidationTask | None = None
     callers: tuple[int, ...] = ()
+
+    @property
+    def has_calls(self) -> bool:
+        """True if the rank makes a call."""
+        calls = (self.evaluate, self.checkpoint, self.validate)
+        return bool(self.callers) or any(call is not None for call in calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncNow(AverageWork):
+    """Join the collective of an averaging round at the next step boundary.
+
+    Attributes:
+        capture: The acknowledgement must carry the rank's own state.
+    """
+
     capture: bool = False
 
 
@@ -199,32 +214,18 @@ class TakeCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(AverageWork):
     """Apply the average of a round: add ``average - own snapshot`` to the live state.
 
     Attributes:
-        round: Id of the round whose snapshot the average was made from.
         average: The averaged state; read-only, shared by all ranks.
         num_samples: Sum of the weights; 0: the round changes nothing.
         mean_batches: Batches of a rank in the average since the last one, on average.
-        budget: Limits after it.
-        evaluate: Epoch to evaluate on the average, if any.
-        eval_at: See :class:`Evaluate`.
-        checkpoint: Version to hand to the checkpoint function, if any.
-        validate: Part of a validation on the average, if any.
-        callers: Ranks whose :class:`EvaluationRequested` is answered on the average.
     """
 
-    round: int
     average: Payload
     num_samples: float = 1
     mean_batches: float = 0.0
-    budget: BatchBudget = field(default_factory=BatchBudget)
-    evaluate: int | None = None
-    eval_at: int | None = None
-    checkpoint: int | None = None
-    validate: ValidationTask | None = None
-    callers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

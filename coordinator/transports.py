@@ -198,9 +198,18 @@ class Round:
             return False
         return during and reply is not None and reply.round == event.round
 
-    def task(self, rank: int) -> m.ValidationTask | None:
-        """Part of a rank in the validation, if any."""
-        return None if self.validation is None else self.validation.task(rank)
+    def work(self, rank: int, budget: m.BatchBudget) -> dict[str, Any]:
+        """The fields of :class:`~coordinator.messages.AverageWork` for a rank."""
+        is_lead = rank == self.lead
+        return {
+            "round": self.id,
+            "budget": budget,
+            "evaluate": self.evaluate if is_lead else None,
+            "eval_at": self.eval_at if is_lead else None,
+            "checkpoint": self.checkpoint if is_lead else None,
+            "validate": None if self.validation is None else self.validation.task(rank),
+            "callers": self.callers,
+        }
 
     def drop_snapshots(self) -> None:
         """Drop the references to the snapshots."""
@@ -309,23 +318,17 @@ class SnapshotTransport(Transport):
             self._saving.commit(event.kept)
         self._run.round_schedule.new_round()
         for rank in rnd.ranks:
-            info, lead = self._run.ranks[rank], rank == rnd.lead
+            info = self._run.ranks[rank]
             info.commit_freeze()
             budget = self._run.initial_budget(rank)
             info.set_limit(budget.limit)
             self._run.send(
                 rank,
                 m.Update(
-                    round=event.round,
                     average=event.average,
                     num_samples=event.num_samples,
                     mean_batches=mean_batches,
-                    budget=budget,
-                    evaluate=rnd.evaluate if lead else None,
-                    eval_at=rnd.eval_at if lead else None,
-                    checkpoint=rnd.checkpoint if lead else None,
-                    validate=rnd.task(rank),
-                    callers=rnd.callers,
+                    **rnd.work(rank, budget),
                 ),
             )
             self._run.send(rank, m.SetGlobalStep(step=self._run.position))
@@ -357,21 +360,9 @@ class CollectiveTransport(Transport):
         rnd = self._round
         rnd.deadline = None
         for rank in rnd.ranks:
-            budget, lead = self._run.initial_budget(rank), rank == rnd.lead
+            budget = self._run.initial_budget(rank)
             rnd.limits[rank] = budget.limit
-            self._run.send(
-                rank,
-                m.SyncNow(
-                    round=rnd.id,
-                    budget=budget,
-                    evaluate=rnd.evaluate if lead else None,
-                    eval_at=rnd.eval_at if lead else None,
-                    checkpoint=rnd.checkpoint if lead else None,
-                    validate=rnd.task(rank),
-                    callers=rnd.callers,
-                    capture=rnd.capture,
-                ),
-            )
+            self._run.send(rank, m.SyncNow(capture=rnd.capture, **rnd.work(rank, budget)))
 
     def receive(self, event: m.ParamSnapshot | m.Averaged | m.SyncAck, now: float) -> Progress:
         """Handle a rank that left the collective, with or without the average."""

@@ -754,12 +754,8 @@ class RunSettings:
         strategy = self.sharding.strategy
         check_strategy(strategy, world, self.sharding.intra_node_size)
         way = f"sharded(ShardingStrategy.{strategy.name})"
-        c, w = self.coordinator, self.worker
-        if c.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way} is for SYNC, which reduces gradients; {c.policy.name} averages whole "
-                'replicas: leave it out or call policy("sync")'
-            )
+        w = self.worker
+        self._require_sync(way, "which reduces gradients", "averages whole replicas")
         if not self.is_sharded:
             return
         group = "needs another group of ranks, in which shards would be missing"
@@ -788,16 +784,19 @@ class RunSettings:
             if is_set:
                 raise ValueError(f"{way} cannot be combined with {name}, which {reason}")
 
+    def _require_sync(self, way: str, reason: str, other: str) -> None:
+        policy = self.coordinator.policy
+        if policy is not ApplyPolicy.SYNC:
+            raise ValueError(
+                f"{way} is for SYNC, {reason}; {policy.name} {other}: leave it out or call "
+                'policy("sync")'
+            )
+
     def _check_buckets(self) -> None:
         if not self.requested_bucket_mb:
             return
         way = f"bucket_cap_mb({self.requested_bucket_mb:g})"
-        if self.coordinator.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way} is for SYNC, which exchanges gradients; "
-                f"{self.coordinator.policy.name} averages parameters: leave it out or call "
-                'policy("sync")'
-            )
+        self._require_sync(way, "which exchanges gradients", "averages parameters")
         for name in _EXCLUDE_BUCKETS:
             if getattr(self.worker, name):
                 raise ValueError(
@@ -811,12 +810,7 @@ class RunSettings:
         if not asked:
             return
         way = f"{asked[0]}(True)"
-        if self.coordinator.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way} is for SYNC, where all ranks train one batch; under "
-                f"{self.coordinator.policy.name} each trains its own: leave it out or call "
-                'policy("sync")'
-            )
+        self._require_sync(way, "where all ranks train one batch", "trains each rank's own")
         if self.worker.cuda_graphs:
             raise ValueError(
                 f"{way} cannot be combined with cuda_graphs(True): a graph cannot hold the "

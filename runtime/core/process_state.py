@@ -29,18 +29,21 @@ _FORWARD_AD = threading.RLock()
 
 
 class ProcessState:
-    """Restores modes of the process when the last run of the process ends."""
+    """Restores modes of the process when the last run of the process ends.
+
+    Subclasses restore other settings of the process.
+    """
 
     _lock = threading.Lock()
     _users = 0
-    _before: _Modes
+    _before: Any
 
     @classmethod
     def acquire(cls) -> None:
         """Register a run that starts."""
         with cls._lock:
             if cls._users == 0:
-                cls._before = _Modes.capture()
+                cls._before = cls._capture()
             cls._users += 1
 
     @classmethod
@@ -49,7 +52,15 @@ class ProcessState:
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
-                cls._before.restore()
+                cls._restore(cls._before)
+
+    @classmethod
+    def _capture(cls) -> Any:
+        return _Modes.capture()
+
+    @classmethod
+    def _restore(cls, before: Any) -> None:
+        before.restore()
 
 
 class _Modes(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from runtime.core.process_state import make_thread_safe
+from runtime.core.process_state import ProcessState, make_thread_safe
 
 # PyTorch computes ``sqrt``, ``exp`` etc. of contiguous CPU tensors with MKL's VML, which selects a
 # function's kernel in its first call. If two threads make that call concurrently, one of them may
@@ -53,15 +53,13 @@ class _ThreadOverride(threading.local):
     before = 0
 
 
-class IntraOpThreads:
+class IntraOpThreads(ProcessState):
     """Restores ``torch.set_num_threads`` when the last run of the process ends.
 
     A worker's setting would otherwise be inherited by every thread created later.
     """
 
-    _lock = threading.Lock()
     _users = 0
-    _before = 0
     _override = _ThreadOverride()
 
     @classmethod
@@ -73,21 +71,13 @@ class IntraOpThreads:
         return min(num_cores(), before)
 
     @classmethod
-    def acquire(cls) -> None:
-        """A run starts."""
-        with cls._lock:
-            cls._recover()
-            if cls._users == 0:
-                cls._before = torch.get_num_threads()
-            cls._users += 1
+    def _capture(cls) -> int:
+        cls._recover()
+        return torch.get_num_threads()
 
     @classmethod
-    def release(cls) -> None:
-        """A run has ended. Thread-safe."""
-        with cls._lock:
-            cls._users -= 1
-            if cls._users == 0:
-                torch.set_num_threads(cls._before)
+    def _restore(cls, before: int) -> None:
+        torch.set_num_threads(before)
 
     @classmethod
     def override(cls, num_threads: int) -> int:
@@ -118,17 +108,17 @@ class IntraOpThreads:
         if thread == threading.get_ident() and cls._override.times:
             cls._override.times -= 1
             if not cls._override.times:
-                cls._restore()
+                cls._end_override()
 
     @classmethod
     def _recover(cls) -> None:
         """Restore this thread's number if another thread has ended the run."""
         if cls._users == 0 and cls._override.times:
             cls._override.times = 0
-            cls._restore()
+            cls._end_override()
 
     @classmethod
-    def _restore(cls) -> None:
+    def _end_override(cls) -> None:
         if torch.get_num_threads() == cls._override.now:  # else user code has changed it
             torch.set_num_threads(cls._override.before)
 

@@ -217,16 +217,14 @@ class MessageHandler:
             self._evaluate_average(message)
             callbacks_s = self._clock.now() - before
 
-        work = (message.evaluate, message.checkpoint, message.validate)
-        calls_due = bool(message.callers) or any(part is not None for part in work)
         arrival: PendingCopy | None = None
         if self._finite_check.is_bad:
             arrival = self._replace(message)
             callbacks()
-        elif message.num_samples > 0 or calls_due:
+        elif message.num_samples > 0 or message.has_calls:
             # Without samples the average equals all replicas. If callbacks are due, they must not
             # see the lead's training since its snapshot.
-            at_average = callbacks if calls_due else None
+            at_average = callbacks if message.has_calls else None
             arrival = self._averager.apply(message.average, at_average, message.mean_batches)
         sync_s = self._snapshot_s + self._clock.now() - start - callbacks_s
         # The acknowledgement releases the average, which is overwritten two rounds later.
@@ -246,7 +244,7 @@ class MessageHandler:
         self._finite_check.healed(self._protocol.discard_samples())
         return arrival
 
-    def _evaluate_average(self, message: m.SyncNow | m.Update) -> None:
+    def _evaluate_average(self, message: m.AverageWork) -> None:
         """Call the functions that are due on the average of a round, which is the live state."""
         self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at, message.validate)
         if message.callers:

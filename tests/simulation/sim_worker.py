@@ -366,7 +366,7 @@ class SimWorker:
             yield from self._receive(self._deferred.popleft() if self._deferred else (yield GET))
         self._calls = False
 
-    def _answer_calls(self, message: m.SyncNow | m.Update) -> Steps:
+    def _answer_calls(self, message: m.AverageWork) -> Steps:
         if not message.callers:
             return
         yield self._sim.schedule.evaluate_s
@@ -597,13 +597,11 @@ class SimWorker:
             # live + (average - snapshot)
             self.local = [b for b in self.local if b not in self._snapshot]
             self.base = average.base
-        evaluated, checkpoint = message.evaluate, message.checkpoint
-        wanted = any(w is not None for w in (evaluated, checkpoint, message.validate))
-        wanted |= bool(message.callers)
-        if self.replica is not None and (message.num_samples > 0 or wanted):
-            self.replica.take(average, wanted=wanted)
+        if self.replica is not None and (message.num_samples > 0 or message.has_calls):
+            self.replica.take(average, wanted=message.has_calls)
         self._expect("updated")
-        yield from self._per_epoch(evaluated, checkpoint, message.eval_at, message.validate)
+        work = message.evaluate, message.checkpoint, message.eval_at, message.validate
+        yield from self._per_epoch(*work)
         yield from self._answer_calls(message)
         self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
