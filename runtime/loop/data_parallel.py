@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from runtime.core.launchers import refuse_launcher
 from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.batches import movable_parts, move_batch
+from runtime.loop.buffer_backup import BufferBackup, make_writable
 from runtime.loop.collective_group import CollectiveGroup, resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
@@ -34,7 +35,13 @@ from runtime.loop.rank_replica import (
 )
 from runtime.loop.rank_threads import Task
 from runtime.loop.runner import Runner
-from runtime.loop.shard_loss import SecondValueClassifier, ShardLoss, ShardLossFn, read_result
+from runtime.loop.shard_loss import (
+    SecondValueClassifier,
+    ShardLoss,
+    ShardLossFn,
+    read_result,
+    weights_of,
+)
 from runtime.loop.shard_samples import count_samples, holds_columns, shard_samples
 from runtime.replica.build import (
     CopyingFactory,
@@ -133,12 +140,10 @@ class DataParallelCoordinator(Closeable):
         self._second_values = SecondValueClassifier()
         self._loss_fn = loss_fn
         self._busy = threading.Lock()
-        self._saved: list[SavedBuffer] | None = None
         self._num_batches = 0
         self._checked = [False] * len(self._devices)
-        kind = self.backend.value if self.backend in _GROUPS else "thread"
         group = CollectiveGroup(
-            partial(create_collectives, len(self._devices), kind, self._devices)
+            partial(create_collectives, len(self._devices), self.backend.collective, self._devices)
         )
         recorder = LoopRecorder(None)
         self._runner = Runner(
@@ -146,10 +151,11 @@ class DataParallelCoordinator(Closeable):
         )
         try:
             build = partial(build_model, model_factory)
-            self._model: nn.Module = self._on_first(partial(build, self._devices[0]))
+            self._model: nn.Module = self._runner.run_first(partial(build, self._devices[0]))
             if not any(module.training for module in self._model.modules()):
                 self._model.train()
             self._mirror = ModelMirror(self._model, self._devices, build)
+            self._buffers = BufferBackup(self._model)
             params = [p for p in self._model.parameters() if p.requires_grad]
             self._optimizer = build_optimizer(optim_factory, self._model, params, None)
         except BaseException:
@@ -237,7 +243,7 @@ class DataParallelCoordinator(Closeable):
             shards.sort(key=lambda shard: count_samples(shard) == 0)
             counts = [count_samples(shard) for shard in shards]
             self._follow()
-            self._saved = [SavedBuffer.of(*slot) for slot in self._buffers()]
+            self._buffers.save()
             try:
                 loss, correct, weights, rows = self._compute(shards, counts)
                 if not any(weights):
@@ -248,7 +254,8 @@ class DataParallelCoordinator(Closeable):
                 if self._runner.fault is None:
                     self._undo()
                 raise
-            self._on_first(self._step, changes=True)
+            tasks: list[Task | None] = [self._step, *[None] * (self.num_devices - 1)]
+            self._runner.run(tasks, self._batch_name, changes=True)
             self._num_batches += 1
         return BatchResult(loss, correct, total, norm)
 
@@ -276,16 +283,7 @@ class DataParallelCoordinator(Closeable):
         for rank, part in enumerate(found):
             with self._failing(rank):
                 parts.append(self._second_values.resolve(part))
-        has_weight = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
-        if any(has_weight) and not all(has_weight):
-            raise ValueError(
-                "loss_fn returned a weight on some replicas only, so the weights of the other "
-                "losses are unknown: return it for every shard, 0 where nothing counts"
-            )
-        weights = [
-            float(n) if part.weight is None else part.weight
-            for part, n in zip(parts, counts, strict=True)
-        ]
+        weights = weights_of(parts, counts)
         counted = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True)]
         for rank, (loss, weight) in enumerate(counted):
             if weight and not math.isfinite(loss):
@@ -306,7 +304,7 @@ class DataParallelCoordinator(Closeable):
                 raise
         leaves = self._replicas[rank].leaves
         if not self._checked[rank]:
-            check_gradients(self._names(), leaves, "loss_fn")
+            check_gradients(self._mirror.names(), leaves, "loss_fn")
             self._checked[rank] = True
         return result._replace(loss=float(loss.detach()))
 
@@ -314,7 +312,7 @@ class DataParallelCoordinator(Closeable):
         """Average the gradients in the model's; returns their norm, before clipping."""
         total = sum(weights)
         params = self._mirror.params
-        names = self._names()
+        names = self._mirror.names()
         own: list[Row] = []
         for rank, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             grads = [g for g in row if g is not None]
@@ -349,17 +347,7 @@ class DataParallelCoordinator(Closeable):
         """Step the optimizer; run in the first replica's thread, which no interrupt stops."""
         self._optimizer.step()
         self._mirror.mark_stepped()
-        self._saved = None
-
-    def _names(self) -> list[str]:
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        return [names.get(id(p), "a tensor of the model") for p in self._mirror.params]
-
-    def _buffers(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-        for module in self._model.modules():
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    yield module._buffers, key, buffer
+        self._buffers.discard()
 
     def sync_params(self) -> None:
         """Copy the primary's parameters, frozen ones too, and buffers to every replica.
@@ -374,34 +362,17 @@ class DataParallelCoordinator(Closeable):
     def _follow(self) -> None:
         """Bring all replicas to the primary's state, and clear the gradients."""
         self._undo(keep_grads=True)
-        for slots, key, buffer in self._buffers():
-            if buffer.is_inference():  # created in inference mode: not writable elsewhere
-                with torch.inference_mode(False):
-                    slots[key] = buffer.clone()
+        make_writable(self._model)
         self._mirror.follow()
 
     def _undo(self, *, keep_grads: bool = False) -> None:
         """Restore the buffers of a batch that did not step, and clear its gradients."""
-        saved = self._saved
-        if saved is not None:
-            for buffer in saved:
-                buffer.restore()
-        if saved is not None or not keep_grads:
+        if self._buffers.is_held or not keep_grads:
             for replica in self._replicas:
                 take_grads(replica.leaves)
             for p in self._mirror.params:
                 p.grad = None
-        self._saved = None
-
-    def _on_first(self, task: Callable[[], Any], *, changes: bool = False) -> Any:
-        """Run a task in the first replica's thread."""
-        tasks: list[Task | None] = [task, *[None] * (self.num_devices - 1)]
-        if changes:
-            return self._runner.run(tasks, self._batch_name, changes=True)[0].value
-        outcome = self._runner.execute(tasks)[0]
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+        self._buffers.restore()
 
     @contextmanager
     def _failing(self, rank: int) -> Iterator[None]:
@@ -447,9 +418,6 @@ class DataParallelCoordinator(Closeable):
         self._runner.close()
 
 
-_GROUPS = (AverageBackend.NCCL, AverageBackend.GLOO)
-
-
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     """The result of training on a mini-batch.
@@ -466,30 +434,3 @@ class BatchResult:
     correct: int
     total: int
     grad_norm: float
-
-
-class SavedBuffer(NamedTuple):
-    """A buffer of the model before a batch.
-
-    Attributes:
-        slots: The dictionary that holds it.
-        key: Its name there.
-        tensor: The buffer.
-        content: A copy of its content.
-    """
-
-    slots: dict[str, Tensor | None]
-    key: str
-    tensor: Tensor
-    content: Tensor
-
-    @classmethod
-    def of(cls, slots: dict[str, Tensor | None], key: str, tensor: Tensor) -> SavedBuffer:
-        """Save a buffer."""
-        return cls(slots, key, tensor, tensor.detach().clone())
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the buffer back, with its content."""
-        self.tensor.copy_(self.content)
-        self.slots[self.key] = self.tensor

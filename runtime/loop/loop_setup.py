@@ -27,7 +27,6 @@ from runtime.loop.mirror import ModelMaker, ModelMirror
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.one_device import SingleDeviceEngine
 from runtime.loop.rank_replica import RankReplica
-from runtime.loop.rank_threads import Task
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
@@ -134,12 +133,7 @@ def _on_threads(
         recorder.finish(error)
         raise
     try:
-        tasks: list[Task | None] = [None] * len(devices)
-        tasks[0] = partial(source.first, devices[0])
-        outcome = runner.execute(tasks)[0]
-        if outcome.error is not None:
-            raise outcome.error
-        model = outcome.value
+        model = runner.run_first(partial(source.first, devices[0]))
         mirror = ModelMirror(model, devices, source.maker)
         optimizer = new_optimizer(model)
         if not mirror.shares_memory:

@@ -112,6 +112,11 @@ class ModelMirror:
             self._structure = Structure(self._model)
             self._slots = SlotSwap(self._structure, self.params, self.leaves[0])
 
+    def names(self) -> list[str]:
+        """Name of each of the model's parameters, in order of ``params``."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [names.get(id(p), "a tensor of the model") for p in self.params]
+
     def mark_stepped(self) -> None:
         """Record that all parameters may have changed."""
         self._memory.is_current = False

@@ -277,10 +277,9 @@ class GradientReduction:
         if self._mirror.shares_memory:
             found = self._add_in_place(rows, params)
         else:
-            names = {id(p): name for name, p in self._mirror.models[0].named_parameters()}
-            labels = [names.get(id(p), "a tensor of the model") for p in params]
+            names = self._mirror.names()
             ends = zip(self._replicas, self._runner.collectives(), rows, strict=True)
-            tasks = [partial(self._all_reduce, *end, has_grad, labels) for end in ends]
+            tasks = [partial(self._all_reduce, *end, has_grad, names) for end in ends]
             found = self._runner.run(tasks, "reduce")[0].value
         self._recorder.record_reductions(self._replicas)
         return found

@@ -219,4 +219,4 @@ def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> 
     over_group = backend in (AverageBackend.NCCL, AverageBackend.GLOO)
     if not over_group and all(device.type == "cpu" for device in devices):
         return CpuReduction()
-    return GroupReduction(devices, backend.value if over_group else "thread")
+    return GroupReduction(devices, backend.collective)

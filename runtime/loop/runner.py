@@ -225,6 +225,13 @@ class Runner:
                 self.fault = f"rank {failure[0]} failed while the replicas were changed"
             self._changing = None
 
+    def run_first(self, task: Task) -> Any:
+        """Run a task in rank 0's thread alone; returns its value, or raises its exception."""
+        outcome = self.execute([task, *[None] * (len(self._devices) - 1)])[0]
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
     def drain(self) -> None:
         """Wait for tasks that an interrupted call left running."""
         self.run([_no_op] * len(self._devices), "drain")

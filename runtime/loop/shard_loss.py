@@ -79,6 +79,24 @@ def read_correct(number: float) -> int:
     return int(number)
 
 
+def weights_of(parts: Sequence[ShardLoss], counts: Sequence[int]) -> list[float]:
+    """The weight of each replica's loss in the mean: as returned, or its samples.
+
+    Raises:
+        ValueError: Some replicas returned a weight, and others with samples did not.
+    """
+    has_weight = [part.weight is not None for part, n in zip(parts, counts, strict=True) if n]
+    if any(has_weight) and not all(has_weight):
+        raise ValueError(
+            "loss_fn returned a weight on some replicas only, so the weights of the other losses "
+            "are unknown: return it for every shard, 0 where nothing counts"
+        )
+    return [
+        float(n) if part.weight is None else part.weight
+        for part, n in zip(parts, counts, strict=True)
+    ]
+
+
 class SecondValueClassifier:
     """Classifies the second value of ``(loss, number)`` as a weight or a count of right samples.
 

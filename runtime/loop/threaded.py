@@ -205,10 +205,11 @@ class ThreadedEngine:
         trial = self._mirror.new_copy()
         if trial is not None:
             task = partial(check_split, trial, scatter, self._rules, self.devices[0])
-            outcome = self._runner.execute([task, *self._idle])[0]
-            if outcome.error is not None:
+            try:
+                self._runner.run_first(task)
+            except BaseException:
                 self._rules.is_checked = False
-                raise outcome.error
+                raise
 
     def backward(
         self,

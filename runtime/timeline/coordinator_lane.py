@@ -57,7 +57,6 @@ class CoordinatorLane:
 
     Attributes:
         busy_s: Seconds that the coordinator spent on events.
-        num_events: Events that it handled.
         num_batches: Batches reported by each rank.
         num_samples: Samples reported by each rank.
         anchor_curve: ``(time, anchor)`` at each change.
@@ -79,7 +78,6 @@ class CoordinatorLane:
         self.num_batches = [0] * world_size
         self.num_samples = [0] * world_size
         self.busy_s = 0.0
-        self.num_events = 0
         self.num_averagings = 0
         self.num_failed_rounds = 0
         self.transport: tuple[str, str] | None = None
@@ -106,7 +104,6 @@ class CoordinatorLane:
         except Exception:
             self._run = None
             logger.exception("the timeline failed to observe the coordinator, and stops")
-        self.num_events += 1
         self.busy_s += time.monotonic() - now
 
     def release(self) -> None:

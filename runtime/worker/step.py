@@ -95,7 +95,6 @@ class WorkerSteps:
         self._lane = lane
         self._config = config
         self._can_repeat = self._is_lockstep and (config.redoes or config.falls_back)
-        self._redoes = config.redoes
         # Failed steps are undone to be repeated, and to save the state before them.
         self._undoes = (config.redoes and self._is_lockstep) or config.saves
         # Launched steps are undone together, with the positions of the schedule.
