@@ -20,6 +20,7 @@ from coordinator.metrics import (
 from coordinator.run_state import RankState, RunState
 from coordinator.schema import (
     Check,
+    entries,
     fail,
     integer,
     items,
@@ -203,14 +204,21 @@ _TRANSPORT = record(
         "look_after": integer(1),
     }
 )
+
+
+def _check_weight(value: Any, where: str) -> None:
+    """A sum of weights: a number, or a list of its parts."""
+    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
+
+
 _COUNTS = {"num_batches": integer(), "num_samples": integer(), "compute_s": number(0.0)}
 _SUMS = record(
     {
         **_COUNTS,
         "num_skipped": integer(),
         "loss_sum": items(number()),
-        "loss_samples": lambda v, w: _check_weight(v, w),
-        "scalars": mapping(of_type(str), lambda v, w: _check_scalar(v, w)),
+        "loss_samples": _check_weight,
+        "scalars": mapping(of_type(str), entries(items(number()), _check_weight)),
     },
     may={"learning_rate": number()},
 )
@@ -227,17 +235,6 @@ _MACHINE_METRICS = record(
         "throughput": number(0.0),
     }
 )
-
-
-def _check_scalar(value: Any, where: str) -> None:
-    items(lambda _, __: None, 2)(value, where)
-    items(number())(value[0], f"{where}[0]")
-    _check_weight(value[1], f"{where}[1]")
-
-
-def _check_weight(value: Any, where: str) -> None:
-    """A sum of weights: a number, or a list of its parts."""
-    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
 
 
 def check_run(

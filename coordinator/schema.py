@@ -31,14 +31,27 @@ def integer(low: int = 0, high: int | None = None) -> Check:
     return check
 
 
-def number(low: float | None = None) -> Check:
-    """A number; with ``low``, finite and at least that."""
+def number(low: float | None = None, high: float = math.inf) -> Check:
+    """A number; with ``low``, finite, at least that and at most ``high``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) not in (int, float):
             fail(where, value, "a number")
-        if low is not None and not (math.isfinite(value) and value >= low):
-            fail(where, value, f"a finite number from {low:g} up")
+        if low is not None and not (math.isfinite(value) and low <= value <= high):
+            end = "up" if high == math.inf else f"to {high:g}"
+            fail(where, value, f"a finite number from {low:g} {end}")
+
+    return check
+
+
+def text(low: int, high: int, characters: str = "") -> Check:
+    """A string of ``low`` to ``high`` characters, with ``characters`` only of these."""
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str) or not low <= len(value) <= high:
+            fail(where, value, f"a text of {low} to {high} characters")
+        if characters and set(value) - set(characters):
+            fail(where, value, f"a text of the characters {characters}")
 
     return check
 
@@ -68,15 +81,29 @@ def optional(check: Check) -> Check:
     return lambda value, where: None if value is None else check(value, where)
 
 
-def items(check: Check, length: int | None = None) -> Check:
-    """A list or tuple, with ``length`` of exactly that length."""
+def items(check: Check, length: int | None = None, most: int | None = None) -> Check:
+    """A list or tuple, with ``length`` of exactly that length, with ``most`` of at most that."""
 
     def check_all(values: Any, where: str) -> None:
         if not isinstance(values, (list, tuple)):
             fail(where, values, "a list")
         if length is not None and len(values) != length:
             raise ValueError(f"{where} has {len(values)} entries, expected {length}")
+        if most is not None and len(values) > most:
+            raise ValueError(f"{where} has {len(values)} entries, expected at most {most}")
         for i, value in enumerate(values):
+            check(value, f"{where}[{i}]")
+
+    return check_all
+
+
+def entries(*checks: Check) -> Check:
+    """A list or tuple with one value for each check."""
+    of_length = items(lambda value, where: None, len(checks))
+
+    def check_all(values: Any, where: str) -> None:
+        of_length(values, where)
+        for i, (check, value) in enumerate(zip(checks, values, strict=True)):
             check(value, f"{where}[{i}]")
 
     return check_all

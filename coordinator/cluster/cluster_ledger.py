@@ -10,20 +10,21 @@ from typing import Any
 
 from coordinator.cluster.grant import Grant, compute_grants, round_interval_s
 from coordinator.cluster.machine_report import (
+    COUNT,
+    LINEAGE,
     MAX_OPEN_EPOCHS,
     PROTOCOL_VERSION,
+    RANGES,
     LedgerError,
     MachineReport,
     canonical_json,
     is_subset,
     normalize,
     num_batches,
-    parse_bool,
-    parse_count,
-    parse_text,
     ranges_from_json,
     ranges_to_json,
 )
+from coordinator.schema import entries, items, of_type, record
 from coordinator.splitting import BatchSet
 
 NUM_RECENT = 2
@@ -260,30 +261,24 @@ class ClusterLedger:
         Raises:
             ValueError: The state is malformed or of other settings; nothing is changed.
         """
+        _LEDGER(state, "a ledger's state")
+        differences = describe_differences(state["settings"], self.settings)
+        if differences:
+            raise ValueError(f"a ledger of other settings: {differences}")
         new = self.copy()
-        try:
-            differences = describe_differences(state["settings"], self.settings)
-            if differences:
-                raise ValueError(f"a ledger of other settings: {differences}")
-            new.step = parse_count(state, "step")
-            new.lineage = parse_text(state, "lineage", 64)
-            new.stopped = parse_bool(state, "stopped")
-            new._first_open = parse_count(state, "first")
-            new._open = {
-                number: _OpenEpoch(BatchSet(_spans_from_json(number, pairs)), dict(tallies))
-                for number, pairs, tallies in state["open"]
-            }
-            new.grants = {
-                name: Grant(batches=ranges_from_json(value, f"grant of {name}"))
-                for name, value in state["grants"]
-            }
-            new.recent = tuple(
-                ClosedEpoch(epoch=epoch, tallies=dict(tallies))
-                for epoch, tallies in state["recent"]
-            )
-            new.consumed = parse_count(state, "consumed")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"a ledger's state is broken: {error!r}") from error
+        new.step, new.lineage, new.stopped = state["step"], state["lineage"], state["stopped"]
+        new._first_open, new.consumed = state["first"], state["consumed"]
+        new._open = {
+            number: _OpenEpoch(BatchSet(_spans_from_json(number, pairs)), dict(tallies))
+            for number, pairs, tallies in state["open"]
+        }
+        new.grants = {
+            name: Grant(batches=ranges_from_json(value, f"grant of {name}"))
+            for name, value in state["grants"]
+        }
+        new.recent = tuple(
+            ClosedEpoch(epoch=epoch, tallies=dict(tallies)) for epoch, tallies in state["recent"]
+        )
         new._check_consistent()
         self.__dict__.update(new.__dict__)
 
@@ -398,6 +393,21 @@ def describe_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
 
 def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"machine {name} {reason}" for name, reason in reasons.items())
+
+
+_LEDGER = record(
+    {
+        "settings": of_type(dict),
+        "step": COUNT,
+        "lineage": LINEAGE,
+        "consumed": COUNT,
+        "stopped": of_type(bool),
+        "first": COUNT,
+        "open": items(entries(COUNT, items(entries(COUNT, COUNT)), of_type(dict))),
+        "grants": items(entries(of_type(str), RANGES)),
+        "recent": items(entries(COUNT, of_type(dict))),
+    }
+)
 
 
 def _spans_from_json(number: int, pairs: Any) -> tuple[range, ...]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from coordinator.run_errors import GpuWorkerError
+from coordinator.schema import entries, integer, items, number, of_type, optional, record, text
 from coordinator.splitting import BatchSet
 
 EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]
@@ -87,34 +88,39 @@ class MachineReport:
             raise ValueError("report: nested too deeply") from None
         if not isinstance(value, dict) or set(value) != set(_FIELDS):
             raise ValueError(f"report: not an object with the fields {', '.join(_FIELDS)}")
-        seconds = value["seconds_per_batch"]
-        lineage = parse_text(value, "lineage", 64)
-        if len(lineage) != 64 or set(lineage) - set("0123456789abcdef"):
-            raise ValueError(f"lineage: not 64 hexadecimal digits: {lineage!r}")
-        if not isinstance(value["settings"], dict):
-            raise ValueError("settings: not an object")
-        machine = parse_text(value, "machine", 256)
-        if not machine:
-            raise ValueError("machine: empty")
+        _REPORT(value, "report")
         return cls(
-            machine=machine,
-            run=parse_count(value, "run"),
-            step=parse_count(value, "step"),
-            lineage=lineage,
-            consumed=parse_count(value, "consumed"),
-            settings=value["settings"],
-            done=ranges_from_json(value["done"], "done"),
-            kept=ranges_from_json(value["kept"], "kept"),
-            weight=_parse_float(value, "weight"),
-            num_samples=parse_count(value, "num_samples"),
-            seconds_per_batch=None if seconds is None else _parse_float(value, "seconds_per_batch"),
-            tallies=_parse_tallies(value["tallies"]),
-            leaving=parse_bool(value, "leaving"),
-            stop=parse_bool(value, "stop"),
-            void=parse_text(value, "void", 4096),
+            **{
+                **value,
+                "done": ranges_from_json(value["done"], "done"),
+                "kept": ranges_from_json(value["kept"], "kept"),
+                "tallies": tuple((epoch, stats) for epoch, stats in value["tallies"]),
+            }
         )
 
 
+COUNT = integer(0, MAX_COUNT)
+LINEAGE = text(64, 64, "0123456789abcdef")
+RANGES = items(entries(COUNT, items(entries(COUNT, COUNT), most=MAX_RANGES)), most=MAX_OPEN_EPOCHS)
+_REPORT = record(
+    {
+        "machine": text(1, 256),
+        "run": COUNT,
+        "step": COUNT,
+        "lineage": LINEAGE,
+        "consumed": COUNT,
+        "settings": of_type(dict),
+        "done": RANGES,
+        "kept": RANGES,
+        "weight": number(0, 1e300),
+        "num_samples": COUNT,
+        "seconds_per_batch": optional(number(1e-12, 1e300)),
+        "tallies": items(entries(COUNT, of_type(dict)), most=MAX_OPEN_EPOCHS),
+        "leaving": of_type(bool),
+        "stop": of_type(bool),
+        "void": text(0, 4096),
+    }
+)
 _FIELDS = tuple(MachineReport.__dataclass_fields__)
 
 
@@ -139,53 +145,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"report: {name} is not a number")
 
 
-def parse_text(value: Mapping[str, Any], name: str, max_length: int) -> str:
-    """A string field; ``ValueError`` otherwise, as from the other parsers."""
-    text = value[name]
-    if not isinstance(text, str) or len(text) > max_length:
-        raise ValueError(f"{name}: not a string of at most {max_length} characters")
-    return text
-
-
-def parse_count(value: Mapping[str, Any], name: str) -> int:
-    """An integer field from 0 to :data:`MAX_COUNT`."""
-    number = value[name]
-    if not _is_count(number):
-        raise ValueError(f"{name}: not a whole number from 0 to 2**53: {number!r:.40}")
-    return int(number)
-
-
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 0 <= number <= MAX_COUNT
-
-
-def _parse_float(value: Mapping[str, Any], name: str) -> float:
-    number = value[name]
-    if type(number) not in (int, float) or not 0 <= number < 1e300:
-        raise ValueError(f"{name}: not a finite number from 0 up: {number!r:.40}")
-    if name == "seconds_per_batch" and number < 1e-12:
-        raise ValueError(f"{name}: not above 0: {number!r:.40}")
-    return float(number)
-
-
-def parse_bool(value: Mapping[str, Any], name: str) -> bool:
-    """A Boolean field."""
-    flag = value[name]
-    if not isinstance(flag, bool):
-        raise ValueError(f"{name}: neither true nor false")
-    return flag
-
-
-def _parse_tallies(value: Any) -> tuple[tuple[int, dict[str, Any]], ...]:
-    if not isinstance(value, list) or len(value) > MAX_OPEN_EPOCHS:
-        raise ValueError(f"tallies: not a list of at most {MAX_OPEN_EPOCHS}")
-    for item in value:
-        valid = isinstance(item, list) and len(item) == 2
-        if not valid or not _is_count(item[0]) or not isinstance(item[1], dict):
-            raise ValueError("tallies: not pairs of an epoch and an object")
-    return tuple((epoch, stats) for epoch, stats in value)
-
-
 def ranges_to_json(ranges: EpochRanges) -> list[Any]:
     """``[epoch, [[start, stop], ...]]`` for each epoch."""
     return [[epoch, [[s.start, s.stop] for s in spans]] for epoch, spans in ranges]
@@ -197,25 +156,17 @@ def ranges_from_json(value: Any, name: str) -> EpochRanges:
     Raises:
         ValueError: The value is malformed; the message begins with ``name``.
     """
-    if not isinstance(value, list) or len(value) > MAX_OPEN_EPOCHS:
-        raise ValueError(f"{name}: not a list of at most {MAX_OPEN_EPOCHS} epochs")
+    RANGES(value, name)
     ranges, previous = [], -1
-    for item in value:
-        if not isinstance(item, list) or len(item) != 2 or not _is_count(item[0]):
-            raise ValueError(f"{name}: not pairs of an epoch and ranges")
-        epoch, pairs = item
-        if epoch <= previous:
-            raise ValueError(f"{name}: epochs are not ascending")
-        if not isinstance(pairs, list) or not 0 < len(pairs) <= MAX_RANGES:
-            raise ValueError(f"{name}: not a list of 1 to {MAX_RANGES} ranges")
+    for epoch, pairs in value:
+        if epoch <= previous or not pairs:
+            raise ValueError(f"{name}: epochs are empty or not ascending")
         spans, stop = [], -1
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_count, pair)):
-                raise ValueError(f"{name}: a range is not a pair of whole numbers")
-            if not stop < pair[0] < pair[1]:
+        for first, end in pairs:
+            if not stop < first < end:
                 raise ValueError(f"{name}: ranges are empty, touch or are not ascending")
-            stop = pair[1]
-            spans.append(range(*pair))
+            stop = end
+            spans.append(range(first, end))
         ranges.append((epoch, tuple(spans)))
         previous = epoch
     return tuple(ranges)
