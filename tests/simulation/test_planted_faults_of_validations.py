@@ -61,12 +61,13 @@ def test_batches_evaluated_twice_after_a_death_are_found(monkeypatch):
 
 
 def test_a_rank_without_its_part_is_found(monkeypatch):
-    task = Round.task
+    work = Round.work
 
-    def first_alone(self, rank):
-        return task(self, rank) if rank == self.lead else None
+    def first_alone(self, rank, budget):
+        found = work(self, rank, budget)
+        return found if rank == self.lead else found | {"validate": None}
 
-    monkeypatch.setattr(Round, "task", first_alone)
+    monkeypatch.setattr(Round, "work", first_alone)
     assert_is_found(STUCK, VALIDATES)
 
 
