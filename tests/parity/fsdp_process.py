@@ -21,7 +21,7 @@ from tests.support.rank_processes import serve_jobs
 
 VOCABULARY = 17
 LENGTH = 8
-NUM_STEPS = 10
+NUM_STEPS = 4
 BATCH_SIZE = 3
 
 

@@ -71,9 +71,9 @@ def output_of(run_example):
     return run
 
 
-def run_program(name, *arguments, run=programs.run):
+def run_program(name, *arguments):
     """Runs an example in a separate process."""
-    return run(
+    return programs.run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -85,7 +85,7 @@ def run_program(name, *arguments, run=programs.run):
 
 
 def test_an_example_runs_as_a_program():
-    done = run_program("digits.py", "--epochs", 1, run=subprocess.run)
+    done = run_program("digits.py", "--epochs", 1)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "accuracy" in done.stdout
