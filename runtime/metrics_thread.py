@@ -14,6 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.core.errors import UnknownMetric
 from runtime.core.threads import in_own_context
@@ -141,9 +144,16 @@ class MetricsThread:
         if self._metrics_fn is None:
             return
         try:
-            if self._metrics_fn(metrics) is False:
+            if _is_false(self._metrics_fn(metrics)):
                 self._on_stop()
         except UnknownMetric as error:
             self._on_error(error)
         except BaseException:  # SystemExit would end the thread
             logger.exception("metrics_fn failed for epoch %d; training continues", metrics.epoch)
+
+
+def _is_false(result: object) -> bool:
+    """True for ``False``, also of NumPy or as a tensor, as comparisons of metrics return."""
+    if isinstance(result, Tensor | np.generic) and result.ndim == 0:
+        result = result.item()
+    return result is False

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -191,3 +191,23 @@ def _dataclass(kind: Any, values: dict[str, Any]) -> Any:
 
 def _name(kind: type | None) -> str:
     return "no container" if kind is None else f"a {kind.__name__}"
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply ``change`` to every tensor and other object with ``.to()`` in nested containers.
+
+    Containers are copied; other values are kept.
+    """
+    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(part, change) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_batch(part, change) for part in batch)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)  # keeps a subclass's attributes, such as a default factory
+        made.update({key: map_batch(part, change) for key, part in batch.items()})
+        return made
+    if isinstance(batch, Mapping):
+        return {key: map_batch(part, change) for key, part in batch.items()}
+    return batch

@@ -7,9 +7,8 @@ or a loader process, on any rank and however far it is read ahead.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
+from runtime.core.nested import map_batch
 from runtime.core.rng import seeded_globals, thread_generator
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
@@ -135,26 +135,6 @@ def read_batch(
                 f"the data set raised {error!r} for batch {position.batch} of epoch "
                 f"{position.epoch}: raise another exception there, such as ValueError"
             ) from error
-
-
-def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply ``change`` to every tensor and other object with ``.to()`` in nested containers.
-
-    Containers are copied; other values are kept.
-    """
-    if isinstance(batch, Tensor) or callable(getattr(batch, "to", None)):
-        return change(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(part, change) for part in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_batch(part, change) for part in batch)
-    if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)  # keeps a subclass's attributes, such as a default factory
-        made.update({key: map_batch(part, change) for key, part in batch.items()})
-        return made
-    if isinstance(batch, Mapping):
-        return {key: map_batch(part, change) for key, part in batch.items()}
-    return batch
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes
+from runtime.data.shared_reads import SharedReads
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +223,15 @@ class _UserCodeAdapter(DatasetAdapter):
         self._dataset = dataset
         self.num_samples = self.current_length()
         self._lock = threading.Lock() if lock else None
+        self._reads = SharedReads()
+
+    def load(self, indices: Tensor) -> Any:
+        """Read one batch; one thread at a time if the data set changes its state in a read."""
+        return self._reads.read(self._dataset, lambda: self._load(indices))
+
+    @abstractmethod
+    def _load(self, indices: Tensor) -> Any:
+        """Read one batch."""
 
     @property
     def dataset(self) -> Any:
@@ -256,7 +266,7 @@ class MapAdapter(_UserCodeAdapter):
         self._get_items = getattr(dataset, "__getitems__", None) is not None
         self._is_checked = collate_fn is not None  # by the first batch
 
-    def load(self, indices: Tensor) -> Any:
+    def _load(self, indices: Tensor) -> Any:
         """Read the samples ``indices`` and collate them."""
         dataset, positions = self._dataset, indices.tolist()
         with self._reading():
@@ -308,7 +318,7 @@ def _warn_of_lists(sample: Any) -> None:
 class BatchAdapter(_UserCodeAdapter):
     """An object whose ``get_batch(indices)`` reads a whole batch."""
 
-    def load(self, indices: Tensor) -> Any:
+    def _load(self, indices: Tensor) -> Any:
         """Call ``get_batch`` with a copy of ``indices``, which it may modify."""
         with self._reading():
             batch = self._dataset.get_batch(indices.clone())

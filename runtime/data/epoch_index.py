@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -230,7 +231,7 @@ class SampledOrder:
         require_length("sampler", epoch, len(self._sampler), self._length)
         seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
         with self._seeded(seed):
-            order = torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
+            order = torch.tensor([_position(key) for key in self._sampler], dtype=torch.int64)
         if len(order) != self._length:
             raise ValueError(
                 f"the sampler yielded {len(order)} samples in epoch {epoch}, and its length is "
@@ -249,6 +250,16 @@ class SampledOrder:
             return
         with thread_generator(torch.Generator().manual_seed(seed)), seeded_globals():
             yield
+
+
+def _position(key: Any) -> int:
+    try:
+        return operator.index(key)
+    except TypeError as error:
+        raise TypeError(
+            f"the sampler yielded {key!r:.60}, of type {type(key).__name__}: yield integers, and "
+            "translate them to keys of another kind in the data set"
+        ) from error
 
 
 def require_length(kind: str, epoch: int, length: int, expected: int) -> None:

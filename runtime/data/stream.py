@@ -18,6 +18,7 @@ from runtime.core.rng import thread_generator
 from runtime.data.batches import epoch_generator
 from runtime.data.dataset import Collate, DatasetAdapter, check_batch
 from runtime.data.epoch_index import require_length
+from runtime.data.shared_reads import SharedReads
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class StreamAdapter(DatasetAdapter):
             raise ValueError("the data set is empty: give it at least one sample")
         self._released = 0
         self._reading = threading.Lock()
+        self._reads = SharedReads()
         # Guarded by _reading: items that were read and not released, by index.
         self._items: dict[int, Any] = {}
         self._first = 0  # index of the first item kept
@@ -153,7 +155,8 @@ class StreamAdapter(DatasetAdapter):
             items = [self._items[index] for index in indices.tolist()]
         if self._collate is None:
             return check_batch(default_collate(items), len(items))
-        return check_batch(self._collate(items), None)
+        collate = self._collate
+        return self._reads.read(collate, lambda: check_batch(collate(items), None))
 
     def _free_items(self) -> None:
         floor = self._released

@@ -21,7 +21,8 @@ from torch.utils.data import (
 )
 
 from coordinator.splitting import batch_bounds
-from runtime.data.batches import Position, map_batch, movable_parts, read_batch
+from runtime.core.nested import map_batch
+from runtime.data.batches import Position, movable_parts, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader

@@ -19,7 +19,7 @@ from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
 from runtime.replica.flat import FlatState, collapsed, is_expanded
-from runtime.replica.optimizers import Optimizers
+from runtime.replica.optimizers import Optimizers, copy_tensor_settings
 from runtime.replica.scaled_rates import ScaledRates
 from runtime.replica.schedule import Schedule, SchedulerFactories
 
@@ -92,6 +92,7 @@ def build_replica(
             else:
                 params = state.params.params
                 optimizer = build_optimizer(optim_factory, model, params, param_groups)
+            copy_tensor_settings(optimizer)
             rates = ScaledRates(optimizer, warns=rank == 0) if auto_lr else None
             schedule = Schedule(optimizer, scheduler, total_steps, schedule_every, scheduler_steps)
             finish()

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.core.loss_weights import Weight
-from runtime.data.batches import map_batch, movable_parts
+from runtime.core.nested import map_batch
+from runtime.data.batches import movable_parts
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import ValueLog

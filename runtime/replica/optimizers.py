@@ -92,6 +92,18 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
 
 
+def copy_tensor_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Give its groups settings of their own that are tensors: schedulers write them in place, and
+    the factories of all workers may have passed one learning rate.
+    """
+    copies: dict[Tensor, Tensor] = {}
+    for each in members_of(optimizer):
+        for group in (getattr(each, "defaults", {}), *each.param_groups):
+            for name, value in group.items():
+                if isinstance(value, Tensor):
+                    group[name] = copies.setdefault(value, value.detach().clone())
+
+
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     """True if it has ``train()`` and ``eval()`` modes, as schedule-free optimizers do: gradients
     are taken at other weights than those to be evaluated.

@@ -79,6 +79,8 @@ class Schedule:
                 f"scheduler(f): f(optimizer) returned {type(scheduler).__name__}, "
                 "not a torch.optim.lr_scheduler.LRScheduler"
             )
+        for each in scheduler.members if isinstance(scheduler, Schedulers) else (scheduler,):
+            self._check_optimizer(each)
         if isinstance(scheduler, Schedulers):
             by_metric = scheduler.by_metric
         else:
@@ -104,6 +106,17 @@ class Schedule:
         self._base = self._read()
         if self._scale != 1.0:
             self._write([rate * self._scale for rate in self._base])
+
+    def _check_optimizer(self, scheduler: Any) -> None:
+        """Raise ``ValueError`` if a scheduler sets the learning rates of other parameters."""
+        target = getattr(scheduler, "optimizer", None)
+        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        other = [p for group in getattr(target, "param_groups", ()) for p in group["params"]]
+        if other and own.isdisjoint(other):
+            raise ValueError(
+                f"scheduler(f): f(optimizer) returned a {type(scheduler).__name__} of another "
+                "optimizer, so that it would have no effect: make it for the one that it receives"
+            )
 
     def _with_total(self, factory: SchedulerFactory) -> SchedulerFactory:
         if not takes_total(factory):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,12 +197,13 @@ def test_poll_metrics_returns_unread_metrics_at_once():
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)], **by_name)
-def test_metrics_fn_that_returns_false_ends_the_run(way):
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
+def test_metrics_fn_that_returns_false_ends_the_run(way, kind):
     names = []
 
     def metrics_fn(metrics):
         names.append(threading.current_thread().name)
-        return metrics.epoch < 2
+        return kind(metrics.epoch < 2)
 
     handle = builder(dataset=FOREVER // 100, epochs=FOREVER, way=way).metrics_fn(metrics_fn).run()
     state = handle.join(WAIT_S)

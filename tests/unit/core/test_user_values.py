@@ -22,10 +22,9 @@ from runtime.core.loss_weights import (
     named_inputs,
     output_weight,
 )
-from runtime.core.nested import flatten
+from runtime.core.nested import flatten, map_batch
 from runtime.core.process_state import _entering
 from runtime.core.tracebacks import fold_tracebacks
-from runtime.data.batches import map_batch
 from runtime.evaluation.pending_means import EvaluationView
 
 CPU = torch.device("cpu")

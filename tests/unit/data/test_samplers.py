@@ -172,6 +172,8 @@ class WrongLength(Sampler):
         (WrongLength(), "yielded 22 samples in epoch 0, and its length is 23"),
         ([0, 1, N], "yielded index 23 in epoch 0, and the data set has 23"),
         ([0, -1], "yielded index -1"),
+        ([0, 1.5], "yielded 1.5, of type float: yield integers"),
+        (["a", "b"], "yielded 'a', of type str: yield integers"),
     ],
 )
 def test_an_invalid_order_ends_the_run_with_the_reason(sampler, message):

@@ -111,6 +111,27 @@ def test_an_object_without_step_is_refused_as_a_scheduler():
         Schedule(optimizer(), lambda o: 3)
 
 
+def test_a_scheduler_of_another_optimizer_is_refused():
+    other = optimizer()
+    with pytest.raises(ValueError, match="StepLR of another optimizer"):
+        Schedule(optimizer(), lambda o: StepLR(other, 1))
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_workers_have_rates_of_their_own_if_their_factories_pass_one_tensor(way):
+    rate, made = torch.tensor(0.5), []
+
+    def optim(params):
+        made.append(SGD(params, rate))
+        return made[-1]
+
+    b = builder(optim=optim, dataset=8, ranks=2, way=way)
+    b.scheduler(lambda o: StepLR(o, 1, gamma=0.5)).run().join(WAIT_S)
+    first, second = (o.param_groups[0]["lr"] for o in made)
+    assert first is not second
+    assert float(rate) == 0.5
+
+
 class TestByMetric:
     def halving(self, o):
         return ReduceLROnPlateau(o, factor=0.5, patience=0)
