@@ -81,6 +81,13 @@ class ReplicatedParameters:
     def unshard(self) -> None:
         """No effect: full values always exist."""
 
+    def full_states(self) -> list[tuple[int, int]]:
+        """Empty: every rank changes its own parameters alike."""
+        return []
+
+    def check_unchanged(self, states: Sequence[tuple[int, int]]) -> None:
+        """No effect: nothing is gathered."""
+
     def reshard(self) -> None:
         """No effect: full values are kept."""
 

@@ -20,6 +20,7 @@ from runtime.fsdp.layout import Layout, Slot, make_layouts
 from runtime.fsdp.param_prefetch import ParamPrefetch
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.fsdp.strategy import ShardGroups
+from runtime.replica.flat import checksum
 
 
 class ShardedParameters:
@@ -57,6 +58,7 @@ class ShardedParameters:
         self.names = [each.name for each in found]
         self.generation = 0
         self.is_unsharded = False
+        self._sums_values = True
         self._world = world
         self._groups = groups
         self._keep_full = keep_full
@@ -165,6 +167,30 @@ class ShardedParameters:
         # A step may follow: fused optimizers write without a change of the version counter.
         self._may_be_stale = any(shard.grad is not None for shard in self.shards)
         self._install_params()
+
+    def full_states(self) -> list[tuple[int, int]]:
+        """Memory and version counter of each full parameter, to detect changes; for the first
+        forward checksums, which writes through ``.data`` change, too.
+        """
+        if self._sums_values:
+            return [(p.data_ptr(), int(checksum(p))) for p in self._params]
+        return [(p.data_ptr(), p._version) for p in self._params]
+
+    def check_unchanged(self, states: Sequence[tuple[int, int]]) -> None:
+        """Check the full parameters, whose values are gathered from the shards, after a forward.
+
+        Raises:
+            RuntimeError: They have changed since :meth:`full_states`, which would be lost.
+        """
+        for name, old, new in zip(self.names, states, self.full_states(), strict=True):
+            if old != new:
+                raise RuntimeError(
+                    f"FSDP: forward changes the parameter {name!r}, whose value is gathered from "
+                    "the shards, so that the change would be lost: change the shards of "
+                    "fsdp.parameters() after optimizer.step(), make it a buffer if it is not "
+                    "trained, or use NO_SHARD"
+                )
+        self._sums_values = False
 
     def reshard(self) -> None:
         """Install the shards in the module, and free the full values unless they are kept."""

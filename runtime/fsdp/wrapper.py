@@ -177,8 +177,10 @@ class FSDP(nn.Module):
         with self._aborting():
             parameters.unshard()
         keeps_full = torch.is_grad_enabled() and parameters.is_trainable
+        states = parameters.full_states()
         try:
             output = self.module(*args, **kwargs)
+            parameters.check_unchanged(states)
         except BaseException as error:
             if not was_unsharded:
                 parameters.reshard()

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runtime.core.errors import ReplicaMismatch
 from runtime.replica.build import Template, copy_template
+from runtime.replica.flat import checksum
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _OPAQUE = (*_PLAIN, type, ModuleType, BuiltinFunctionType)
@@ -36,6 +37,16 @@ UNFOLLOWED = (
     "the model was changed between two steps (a module, hook, buffer or other object was added or "
     "replaced), and the models of the other devices, made by the factory because this model "
     "cannot be copied, do not follow: make the change in the factory, or train on one device"
+)
+CHANGED_IN_FORWARD = (
+    "forward changes parameter {name!r} in place, and does so on each of {num} replicas, which "
+    "share its memory: change it between two steps, under torch.no_grad(), or assign a new "
+    "tensor to its .data in forward"
+)
+REPLACED = (
+    "parameter {name!r} of the model was replaced by a computed tensor, as by "
+    "torch.func.functional_call, which the other devices do not have: apply such functions to "
+    "model.module, which runs on the first device only"
 )
 ModelMaker = Callable[[torch.device], nn.Module]
 
@@ -87,6 +98,7 @@ class ModelMirror:
         self.params: list[Tensor] = []
         self.leaves: list[list[Tensor]] = [[] for _ in devices]
         self.models: list[nn.Module] = []
+        self._sums_values = True
         self._build()
 
     def follow(self) -> None:
@@ -103,8 +115,41 @@ class ModelMirror:
                     self._set_flags(flags)
                 self._memory.refresh()
                 self._buffers.refresh()
+                self._record_values()
                 return
         self._build()
+        self._record_values()
+
+    def adopt_forward(self) -> None:
+        """As :meth:`adopt`, after a forward pass; also sets parameters to what it assigned to their
+        ``.data``, which each rank computed alike.
+
+        Raises:
+            RuntimeError: The ranks have changed a parameter in memory that they share.
+        """
+        if self._before and self._before != self._values():
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            pairs = zip(self.params, self._before, self._values(), strict=True)
+            name = next(names.get(id(p)) for p, old, new in pairs if old != new)
+            raise RuntimeError(CHANGED_IN_FORWARD.format(name=name, num=len(self._devices)))
+        for index, (p, leaf) in enumerate(zip(self.params, self.leaves[0], strict=True)):
+            if leaf.data_ptr() != p.data_ptr() and leaf.shape == p.shape:
+                p.data.copy_(leaf.data)
+                for rank, leaves in enumerate(self.leaves):
+                    leaves[index].data = self._memory.data(rank, index)
+                self.mark_stepped()
+        self._sums_values = False
+        self.adopt()
+
+    def _values(self) -> list[int]:
+        """Versions of the parameters; before and after the first pass checksums, which writes
+        through ``.data`` change, too.
+        """
+        return [int(checksum(p)) if self._sums_values else version_of(p) for p in self.params]
+
+    def _record_values(self) -> None:
+        shares = self.shares_memory and len(self._devices) > 1
+        self._before = self._values() if shares else []
 
     def adopt(self) -> None:
         """Record changes that rank 0's own pass made; the other ranks' copies made them too."""
@@ -150,6 +195,9 @@ class ModelMirror:
         """Build the copies."""
         self._is_built = False
         model = self._model
+        for name, p in model.named_parameters():
+            if not p.is_leaf:
+                raise RuntimeError(REPLACED.format(name=name))
         self._structure = Structure(model)
         params: list[Tensor] = list(model.parameters())
         known = set(map(id, params))

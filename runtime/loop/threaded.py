@@ -171,7 +171,7 @@ class ThreadedEngine:
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
             outcomes = self._runner.run(tasks, "forward", scatter.tensors)
-            self._mirror.adopt()
+            self._mirror.adopt_forward()
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
         gather = OutputGather(scatter, shards, self.devices[0], self.backward, params)
@@ -335,7 +335,7 @@ class ThreadedEngine:
                     outcomes = self._runner.run(tasks, "accumulate", tensors)
                 finally:
                     rows = [take_grads(replica.leaves) for replica in self._replicas]
-                self._mirror.adopt()
+                self._mirror.adopt_forward()
                 self._add_local(rows)
                 for outcome, weights in zip(outcomes, self._weights, strict=True):
                     weights += [] if outcome.value is None else outcome.value[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,16 @@ from runtime.worker.replica import WorkerReplica
 from runtime.worker.step import BeforeStep, WorkerSteps
 from runtime.worker.worker_config import WorkerConfig
 
+logger = logging.getLogger(__name__)
+
 Loop = Callable[["LoopWorker"], object]
+
+CHANGED_GRADIENTS = (
+    "the loop changes gradients before worker.step(), such as by clip_grad_norm_, when they are "
+    "those of one worker's samples, and step() reduces them afterwards: clip by max_grad_norm(f) "
+    "on the builder, or change them in a hook, worker.optimizer.register_step_pre_hook(f), which "
+    "runs after the reduction"
+)
 
 
 class OwnLoop:
@@ -134,6 +144,13 @@ class OwnLoop:
             each.register_step_pre_hook(self._require_worker_step)
             for each in self.worker.optimizers.values()
         ]
+        # A parameter of each optimizer, with its gradient and the version after a backward pass.
+        self._has_warned = replica.rank > 0
+        self._watched: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        if self._is_lockstep and config.world_size > 1:
+            for name in self._names or ("",):
+                p = replica.stepper.params_of(name)[-1]
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._watch))  # type: ignore[no-untyped-call]
 
     # The iterator, called in the body.
 
@@ -246,6 +263,7 @@ class OwnLoop:
         elif weight is not None:
             raise ValueError("worker.step(weight=...) without a loss: pass it to worker.backward")
         window = self._windows.get(name) or self._open_by_hand(name)
+        self._warn_of_changed_gradients()
         if self._micro:
             if self._has_stepped:
                 raise RuntimeError("with accumulate(k), call worker.step once for each batch")
@@ -434,6 +452,8 @@ class OwnLoop:
                 losses[-1] = losses[-1] + loss
         elif not is_first:
             self._log.values.merge_last()
+        for p in self._watched:
+            self._watch(p)
 
     def _open(self, name: str) -> AccumulationWindow:
         if self._was_averaged:
@@ -514,6 +534,19 @@ class OwnLoop:
                 "worker.step(loss), or worker.step() after loss.backward(), which also clips by "
                 "max_grad_norm(...) and clears the gradients"
             )
+
+    def _watch(self, p: nn.Parameter) -> None:
+        """Record the version of a gradient after a backward pass."""
+        self._watched[p] = p.grad, -1 if p.grad is None else p.grad._version
+
+    def _warn_of_changed_gradients(self) -> None:
+        """Warn once if the body has changed a gradient, such as by clipping."""
+        watched, self._watched = self._watched, {}
+        for p, (grad, version) in watched.items():
+            is_same = grad is not None and p.grad is grad
+            if is_same and grad._version != version and not self._has_warned:
+                self._has_warned = True
+                logger.warning(CHANGED_GRADIENTS)
 
     def _finish(self, window: AccumulationWindow, number: int) -> StepEnd:
         """Reduce and step; under lockstep only if no rank skips the batch."""

@@ -404,6 +404,7 @@ class WorkerReplica:
     def check_structure(self) -> None:
         """Check the model after user code may have changed it; see :class:`StructureCheck`."""
         self._structure.check()
+        self.state.params.check()
         for reducer in self._reducers:
             reducer.run_hooks_last()
 
@@ -447,7 +448,10 @@ class WorkerReplica:
         if not repairs or donor is None:
             raise ReplicaMismatch(
                 f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
-                "act alike on every rank, or call on_drift('repair')"
+                "act alike on every rank, or call on_drift('repair'). If train_fn or the body of "
+                "a loop changes weights or settings of the optimizer, which a rank without samples "
+                "in the short last batch does not do: call drop_last(True), or make the change in "
+                "a hook, optimizer.register_step_post_hook(f), which runs on every rank"
             )
         if donor is self:
             hint = ""

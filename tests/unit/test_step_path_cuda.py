@@ -72,7 +72,7 @@ ALLOWED = {
     ("runtime/checkpoint/tensor_file.py", "encode", "numpy"): "tensors of the CPU",
     ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "content", "numpy"): "indices, of the CPU",
-    ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
+    ("runtime/data/dataset.py", "_load", "tolist"): "indices, of the CPU",
     ("runtime/device/metering.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads of no device, and documented ones."""

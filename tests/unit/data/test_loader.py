@@ -302,11 +302,14 @@ def test_the_loader_does_not_keep_a_taken_batch_alive():
     consumer = Consumer(ThreadLoader, Counted())
     consumer.loader._adapter = adapt_dataset(Counted(), collate_fn=collate)
     with consumer:
-        (loaded,) = consumer.take(EpochPlan(epoch=0, batches=(range(1),)))
+        for epoch in range(3):  # the first batches are compared with each other
+            consumer.take(EpochPlan(epoch=epoch, batches=(range(1),)))
+        (loaded,) = consumer.take(EpochPlan(epoch=3, batches=(range(1),)))
         reference = weakref.ref(alive.pop())
+        alive.clear()
         del loaded
         # Without the GIL the thread that created the batch frees it when it runs again.
-        consumer.take(EpochPlan(epoch=1, batches=(range(1),)))
+        consumer.take(EpochPlan(epoch=4, batches=(range(1),)))
         assert reference() is None
 
 

@@ -785,3 +785,81 @@ def test_the_losses_of_several_optimizers_exclude_a_batch_whose_step_was_dropped
     state = run(b, ranks=1)
     assert all(torch.isfinite(torch.tensor(m.avg_loss)) for m in state.metrics)
     assert [m.num_skipped > 0 for m in state.metrics] == [True, False]
+
+
+# -- gradients that the body changes ------------------------------------------------------------
+
+
+def clipping(backward, *steps):
+    def loop(worker):
+        for batch in worker.batches():
+            backward(worker, square_loss(worker.model, batch))
+            for step in steps:
+                step(worker)
+            worker.step()
+
+    return loop
+
+
+def by_worker(worker, loss):
+    worker.backward(loss)
+
+
+def by_parts(worker, loss):
+    worker.backward(loss * 0.5, retain_graph=True)
+    worker.backward(loss * 0.5)
+
+
+def by_hand(worker, loss):
+    loss.backward()
+
+
+def clip(worker):
+    nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
+
+
+every_backward = pytest.mark.parametrize("backward", [by_worker, by_parts, by_hand])
+
+
+@every_backward
+def test_a_body_that_clips_gradients_before_their_reduction_is_warned_of(backward, caplog):
+    run(Trainer.loop(smooth_net, adam_of, clipping(backward, clip)), ranks=2)
+    (record,) = [each for each in caplog.records if "clip by max_grad_norm" in each.message]
+    assert "before worker.step()" in record.message
+
+
+@every_backward
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1}, {"precision": "bf16"}])
+def test_a_body_that_leaves_gradients_alone_is_not_warned_of(backward, settings, caplog):
+    run(Trainer.loop(smooth_net, adam_of, clipping(backward)), ranks=2, **settings)
+    assert "before worker.step()" not in caplog.text
+
+
+@pytest.mark.parametrize(("ranks", "policy"), [(1, "sync"), (2, "cadence")])
+def test_local_gradients_may_be_clipped_where_they_are_not_reduced(ranks, policy, caplog):
+    loop = clipping(by_worker, clip)
+    run(Trainer.loop(smooth_net, adam_of, loop), ranks=ranks, policy=policy)
+    assert "before worker.step()" not in caplog.text
+
+
+def test_a_hook_of_the_optimizer_clips_reduced_gradients():
+    data = points(24)
+
+    def loop(worker):
+        worker.optimizer.register_step_pre_hook(lambda *_: clip(worker))
+        square_loop(worker)
+
+    def body(model):
+        optimizer = adam(model.parameters())
+
+        def step(batch):
+            optimizer.zero_grad()
+            square_loss(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        return step
+
+    state = run(Trainer.loop(smooth_net, adam_of, loop), data, ranks=2)
+    expected = one_device(body, data=data, batch=8)
+    torch.testing.assert_close(weights(state), expected)
