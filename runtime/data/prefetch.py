@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.core.nested import map_batch
 from runtime.data.batches import (
     Position,
     batch_bytes,
     copy_batch_to_device,
-    map_batch,
     movable_parts,
     pin_batch,
 )

@@ -543,8 +543,8 @@ class OwnLoop:
         """Warn once if the body has changed a gradient, such as by clipping."""
         watched, self._watched = self._watched, {}
         for p, (grad, version) in watched.items():
-            is_same = grad is not None and p.grad is grad
-            if is_same and grad._version != version and not self._has_warned:
+            is_changed = grad is not None and p.grad is grad and grad._version != version
+            if is_changed and not self._has_warned:
                 self._has_warned = True
                 logger.warning(CHANGED_GRADIENTS)
 
