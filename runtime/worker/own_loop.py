@@ -144,13 +144,8 @@ class OwnLoop:
             each.register_step_pre_hook(self._require_worker_step)
             for each in self.worker.optimizers.values()
         ]
-        # A parameter of each optimizer, with its gradient and the version after a backward pass.
         self._has_warned = replica.rank > 0
-        self._watched: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
-        if self._is_lockstep and config.world_size > 1:
-            for name in self._names or ("",):
-                p = replica.stepper.params_of(name)[-1]
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._watch))  # type: ignore[no-untyped-call]
+        self._watch_gradients(config.world_size)
 
     # The iterator, called in the body.
 
@@ -534,6 +529,16 @@ class OwnLoop:
                 "worker.step(loss), or worker.step() after loss.backward(), which also clips by "
                 "max_grad_norm(...) and clears the gradients"
             )
+
+    def _watch_gradients(self, world_size: int) -> None:
+        """Watch the gradient of a parameter of each optimizer, where ranks reduce gradients."""
+        self._watched: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        if not self._is_lockstep or world_size == 1:
+            return
+        for name in self._names or ("",):
+            p = self._replica.stepper.params_of(name)[-1]
+            hook = p.register_post_accumulate_grad_hook(self._watch)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def _watch(self, p: nn.Parameter) -> None:
         """Record the version of a gradient after a backward pass."""
