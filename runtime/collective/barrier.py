@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.device import capture_gate
@@ -203,6 +203,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
         slots: Each rank's request of the collective in progress.
         writing: Held by a rank while it writes to its peers' tensors. It must call
             :meth:`require_intact` once it holds its lock, and after each block.
+        kept: Work on registered tensors, kept for the next call. Used by the planner alone.
     """
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
@@ -211,6 +212,7 @@ class Rendezvous(Generic[RequestT, PlanT]):
         self.slots: list[RequestT | None] = [None] * world_size
         self._plans: list[PlanT | None] = [None] * world_size
         self.writing = [threading.Lock() for _ in range(world_size)]
+        self.kept: Any = None
 
     def meet(
         self,

@@ -297,10 +297,11 @@ class Collective(ABC):
 
     def _plan(self, requests: Sequence[Request]) -> Plan:
         """Makes the plan; runs on the last rank to arrive, while all others wait."""
-        first = requests[0]
         fault = find_fault(requests, self._placement_fault)
-        if fault is not None:
-            return Plan(fault=fault)
+        return self._plan_valid(requests) if fault is None else Plan(fault=fault)
+
+    def _plan_valid(self, requests: Sequence[Request]) -> Plan:
+        first = requests[0]
         if first.name in ("all_gather_number", "agree", _ROWS):
             return Plan(tallies=tuple(request.tally for request in requests))
         num_elements = max([sum([t.numel() for t in request.tensors]) for request in requests])
@@ -460,6 +461,13 @@ class Meeting:
             self._lane.record_interval(AVERAGING, self._exchanging, self._before)
 
 
+class RegisteredTensors(tuple[Tensor, ...]):
+    """Tensors that a rank passes to many calls: checked once, and kept by the group until the next.
+
+    They keep their memory, shapes and dtypes.
+    """
+
+
 class Request(NamedTuple):
     """One rank's call of a collective.
 
@@ -561,11 +569,16 @@ def own_fault(
         return f"passed src={detail!r}; pass a rank from 0 to {world_size - 1}"
     if name in ("all_reduce_", "reduce_scatter_into") and not isinstance(detail, ReduceOp):
         return f"passed op={detail!r}; pass a ReduceOp"
-    if not isinstance(weight, (int, float)) or not 0 <= weight < _MAX_WEIGHT:
+    if not is_weight(weight):
         return f"passed the weight {weight!r}; pass a finite number, not negative"
     if name in ("all_gather_into", "reduce_scatter_into"):
         return _size_fault(name, tensors, world_size)
     return None
+
+
+def is_weight(weight: object) -> bool:
+    """True for a valid weight of a rank."""
+    return isinstance(weight, (int, float)) and 0 <= weight < _MAX_WEIGHT
 
 
 def _allowed_dtypes(name: str, detail: object) -> frozenset[torch.dtype] | None:

@@ -33,7 +33,7 @@ from runtime.collective.process_group import (
     as_summed,
     connect_ranks,
 )
-from runtime.collective.thread import reduce_at_once
+from runtime.collective.thread import Scratch, reduce_at_once, work_of
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, mark_failed
 from runtime.device import capture_gate, cuda_api
 from runtime.device.cuda_api import Event
@@ -255,7 +255,8 @@ class NcclCollective(ProcessGroupCollective):
         if plan.done:
             return plan
         if on_cpu:
-            return reduce_at_once(self._group, self.rank, requests, plan)
+            work = work_of(requests, at_once=True)
+            return reduce_at_once(self._group, self.rank, work, plan, Scratch())
         self._launch(requests, plan)
         return plan
 

@@ -223,8 +223,11 @@ class StepFiniteCheck:
 
     def write_flag(self, slot: Tensor, losses: Sequence[Tensor]) -> None:
         """Write NaN to ``slot`` if a loss of this rank's step is not finite, else 0."""
-        slot.zero_()
-        for loss in losses:
+        if not losses:
+            slot.zero_()
+            return
+        torch.mul(losses[0].reshape(-1), 0, out=slot)
+        for loss in losses[1:]:
             slot.add_(loss.reshape(-1) * 0)
 
     def accept_reduced(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION, BucketedMean, CollectiveWork
+from runtime.collective.base import LOW_PRECISION, BucketedMean, CollectiveWork, RegisteredTensors
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatLayout, FlatParams, FlatState, NamedParams
@@ -94,7 +94,7 @@ class GradientReducer:
         self._mean: BucketedMean | None = None
         self._armed: tuple[int, WindowWeight | None] | None = None
         self._failure: BaseException | None = None
-        self._aborted_flats: list[Tensor] = []
+        self._aborted_flats: Sequence[Tensor] = ()
         self.packed = NOTHING
         self.is_empty = False
         device = self._params[0].device
@@ -124,10 +124,10 @@ class GradientReducer:
             layout.end(number, len(group) - 1) * width
             for number, (group, width) in enumerate(zip(layout.groups, widths, strict=True))
         ]
-        self._flats = [
+        self._flats = RegisteredTensors(
             torch.zeros(length + more, dtype=dtype, device=like[0].device)
             for length, more, dtype in zip(lengths, room, dtypes, strict=True)
-        ]
+        )
         self._grads = [flat[:length] for flat, length in zip(self._flats, lengths, strict=True)]
         start = self._grads[0].numel()
         self._flags = self._flats[0][start : start + num]
@@ -182,7 +182,7 @@ class GradientReducer:
         self._has_order = self._bucket_bytes is None
         self._overlaps = False
         self._own_order, self._order = [], None
-        self._aborted_flats = []
+        self._aborted_flats = ()
         self.skip_flag.zero_()  # a graph of the step reads it over any collective
 
     def run_hooks_last(self) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.collective import (
     AbortableBarrier,
@@ -28,6 +29,7 @@ from runtime.collective import (
 )
 from runtime.collective import process_group as process_group_module
 from runtime.collective import thread as thread_module
+from runtime.collective.base import RegisteredTensors
 from runtime.collective.process_group import FLIGHT_RECORDER
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.support import programs
@@ -505,6 +507,78 @@ def test_thread_returns_the_same_bits_in_any_order_of_arrival(size):
             assert [future.result(TIMEOUT_S) for future in futures] == [6.0] * 3
             seen.extend(tensors)
     assert_same_bits(seen)
+
+
+class _Arithmetic(TorchDispatchMode):
+    """Records the memory that operators other than copies write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = (kwargs or {}).get("out")
+        if out is None and func._schema.name.endswith("_"):
+            out = args[0]
+        if out is not None and "copy_" not in func._schema.name:
+            for tensor in out if isinstance(out, (list, tuple)) else [out]:
+                self.written.add(tensor.untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@each_size
+def test_a_weighted_mean_is_computed_in_no_memory_of_a_peer(size):
+    tensors = values_of(3, size)
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+    def work(end: Collective) -> set[int]:
+        with _Arithmetic() as arithmetic:
+            end.weighted_mean_([tensors[end.rank]], end.rank + 1)
+        return arithmetic.written & set(memory)
+
+    with group_of(3, "thread") as ends:
+        written = on_ranks(ends, work)
+    assert any(written)
+    for rank, addresses in enumerate(written):
+        assert addresses <= {memory[rank]}
+
+
+@each_size
+def test_registered_tensors_are_reduced_as_others_in_every_call(size):
+    values = values_of(3, size)
+    weights = [(1, 2, 5), (3, 0, 1), (0, 0, 0), (0, 0, 7)]
+    means = []
+    for kind in (tuple, RegisteredTensors):
+        tensors = [kind([value.clone()]) for value in values]
+
+        def work(end: Collective, tensors: Any = tensors) -> Tensor:
+            own, seen = tensors[end.rank], []
+            for each in weights:
+                own[0].copy_(values[end.rank])
+                end.barrier()
+                assert end.weighted_mean_(own, each[end.rank]) == sum(each)
+                seen.append(own[0].clone())
+            return torch.stack(seen)
+
+        with group_of(3, "thread") as ends:
+            means.append(on_ranks(ends, work))
+    for rank in range(3):
+        assert_same_bits([means[0][rank], means[1][rank]])
+
+
+def test_invalid_requests_with_registered_tensors_raise_on_every_rank():
+    tensors = [RegisteredTensors([torch.full((7,), float(rank))]) for rank in range(2)]
+    other = torch.ones(8)
+    with group_of(2, "thread") as ends:
+        on_ranks(ends, lambda end: end.weighted_mean_(tensors[end.rank], 1))
+        for invalid in (
+            lambda end: end.weighted_mean_(tensors[end.rank], -end.rank),
+            lambda end: end.weighted_mean_([other] if end.rank else tensors[0], 1),
+            lambda end: end.barrier() if end.rank else end.weighted_mean_(tensors[0], 1),
+        ):
+            assert [type(error) for error in errors_of(ends, invalid)] == [ValueError] * 2
+        assert on_ranks(ends, lambda end: end.weighted_mean_(tensors[end.rank], 1)) == [2.0] * 2
+    assert_same_bits([torch.full((7,), 0.5), tensors[0][0], tensors[1][0]])
 
 
 @each_kind
