@@ -293,6 +293,24 @@ class Event:
         return _scheduler().block(lambda: self._is_set, timeout, "an event")
 
 
+class SimpleQueue:
+    def __init__(self):
+        self._items = []
+
+    def put(self, item):
+        self._items.append(item)
+
+    def get(self):
+        _scheduler().block(lambda: self._items, None, "an item")
+        return self._items.pop(0)
+
+
+class Queue:
+    """Replaces the module ``queue``."""
+
+    SimpleQueue = SimpleQueue
+
+
 class Thread:
     def __init__(self, target=None, args=(), kwargs=None, name="thread", daemon=None):
         self._work = lambda: target(*args, **(kwargs or {}))
@@ -351,10 +369,10 @@ class Time:
 
 @contextmanager
 def stepped(*modules):
-    """Replace the modules ``threading`` and ``time`` in these modules."""
+    """Replace the modules ``threading``, ``queue`` and ``time`` in these modules."""
     before = []
     for module in modules:
-        for name, stand_in in (("threading", Threading), ("time", Time)):
+        for name, stand_in in (("threading", Threading), ("queue", Queue), ("time", Time)):
             if hasattr(module, name):
                 before.append((module, name, getattr(module, name)))
                 setattr(module, name, stand_in)
