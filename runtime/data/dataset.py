@@ -227,7 +227,10 @@ class _UserCodeAdapter(DatasetAdapter):
 
     def load(self, indices: Tensor) -> Any:
         """Read one batch; one thread at a time if the data set changes its state in a read."""
-        return self._reads.read(self._dataset, lambda: self._load(indices))
+        if self._reads.are_free:
+            return self._load(indices)
+        with self._reads.turn(self._dataset) as take:
+            return take(self._load(indices))
 
     @abstractmethod
     def _load(self, indices: Tensor) -> Any:

@@ -6,6 +6,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,23 +42,29 @@ class SharedReads:
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedReads, ()  # for another process
 
-    def read(self, source: object, load: Callable[[], Any]) -> Any:
-        """Return the batch that ``load`` returns.
+    @property
+    def are_free(self) -> bool:
+        """True once reads may be made at the same time, outside :meth:`turn`."""
+        return self._kept is None and not self._reason
+
+    @contextmanager
+    def turn(self, source: object) -> Iterator[Callable[[Any], Any]]:
+        """Context of one read; yields a function that is called with its batch, and returns a copy.
 
         Args:
             source: The data set, or a function that makes its batches.
-            load: Reads one batch.
         """
-        if self._kept is None and not self._reason:
-            return load()
         is_locked = self._lock.acquire(timeout=-1 if self._reason else _WAIT_S)
         try:
             before = None if self._reason else dict(_state_of(source))
-            batch = load()
-            copied = map_batch(batch, lambda part: _copy(part) if _is_plain(part) else part)
-            if before is not None:
-                self._observe(source, before, batch)
-            return copied
+
+            def take(batch: Any) -> Any:
+                copied = map_batch(batch, lambda part: _copy(part) if _is_plain(part) else part)
+                if before is not None:
+                    self._observe(source, before, batch)
+                return copied
+
+            yield take
         finally:
             if is_locked:
                 self._lock.release()

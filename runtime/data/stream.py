@@ -156,7 +156,10 @@ class StreamAdapter(DatasetAdapter):
         if self._collate is None:
             return check_batch(default_collate(items), len(items))
         collate = self._collate
-        return self._reads.read(collate, lambda: check_batch(collate(items), None))
+        if self._reads.are_free:
+            return check_batch(collate(items), None)
+        with self._reads.turn(collate) as take:
+            return take(check_batch(collate(items), None))
 
     def _free_items(self) -> None:
         floor = self._released

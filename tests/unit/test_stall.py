@@ -131,8 +131,8 @@ def test_a_data_set_that_does_not_return_ends_the_run_and_names_its_thread(stuck
             return torch.tensor(i)
 
     error = report_of(builder(dataset=Slow()))
-    (stack, *_) = error.report.split("thread prefetch-0:")[1].split("\nthread ")
-    assert "in stand_still" in stack
+    stacks = [part for part in error.report.split("thread ") if part.startswith("prefetch-")]
+    assert any("in stand_still" in stack for stack in stacks)  # the other may wait for its turn
 
 
 def test_steps_shorter_than_the_timeout_are_no_stall_however_many():
