@@ -6,7 +6,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -116,13 +116,12 @@ def _state_of(source: object) -> Iterator[tuple[str, Any]]:
             ):
                 yield name, zlib.crc32(value.tobytes())
         elif callable(getattr(type(value), "tell", None)):
-            try:
-                yield name, value.tell()  # type: ignore[attr-defined]
-            except (OSError, ValueError):  # a pipe, or a closed file
-                continue
+            with suppress(Exception):  # of a pipe, a closed file, or a method of another meaning
+                yield name, int(value.tell())  # type: ignore[attr-defined]
         elif len(found) < _MAX_OBJECTS and type(value).__module__ != "builtins":
             parts = getattr(value, "__dict__", {})
             if isinstance(parts, dict):
-                found += [(name or f"its {key!r}", part) for key, part in parts.items()]
+                # A copy: another thread may add an attribute.
+                found += [(name or f"its {key!r}", part) for key, part in parts.copy().items()]
         elif len(found) < _MAX_OBJECTS and isinstance(value, list | tuple) and len(value) <= 8:
             found += [(name, part) for part in value]

@@ -190,6 +190,20 @@ def test_a_data_set_that_only_reads_is_read_by_several_threads():
     assert reads_together(Reader(torch.zeros(2)))
 
 
+class Study:
+    """Has a method ``tell`` that is not that of a file, and an attribute that grows."""
+
+    def __init__(self):
+        self.results = {}
+
+    def tell(self, trial, value):
+        self.results[trial] = value
+
+
+def test_a_method_tell_of_another_meaning_is_no_position():
+    assert reads_together(Reader(Study()))
+
+
 def test_an_observed_read_that_waits_for_another_one_is_not_a_deadlock():
     barrier = threading.Barrier(2)
     dataset = Reader(None)
