@@ -479,3 +479,23 @@ STUDIES = {
 }
 SIX = ("logistic", "mlp", "lenet", "autoencoder", "char-rnn", "gpt")
 """Studies of the tables of policies."""
+
+
+def _long_warm_up(progress: float) -> float:
+    if progress < 0.2:
+        return progress / 0.2
+    return (1 + math.cos(math.pi * (progress - 0.2) / 0.8)) / 2
+
+
+def _recipe(name: str, lr: float) -> Study:
+    study = STUDIES[name]
+    what = f"{study.what}, with learning rate and epochs of flodl's ddp-bench"
+    return replace(study, name=f"flodl-{name}", what=what, lr=lr, num_epochs=5, schedule=constant)
+
+
+FLODL = (
+    *(_recipe(name, 1e-3) for name in ("logistic", "mlp", "lenet", "autoencoder")),
+    _recipe("char-rnn", 2e-3),
+    replace(_recipe("gpt", 3e-4), make_optimizer=_adam, schedule=_long_warm_up),
+)
+STUDIES |= {study.name: study for study in FLODL}
