@@ -128,11 +128,23 @@ class Schedule:
             )
         return partial(_call_with_total, factory, self._num_steps)
 
+    @property
+    def cycled_settings(self) -> tuple[str, ...]:
+        """Settings of the optimizer other than the rate that a scheduler changes."""
+        pending: list[Any] = list(self._members())
+        for each in pending:
+            pending += getattr(each, "_schedulers", ())  # of SequentialLR and ChainedScheduler
+        cycles = any(getattr(each, "cycle_momentum", False) for each in pending)
+        return ("momentum", "betas") if cycles else ()
+
+    def _members(self) -> tuple[Any, ...]:
+        found = self.scheduler
+        return tuple(found.members) if isinstance(found, Schedulers) else (found,)
+
     def _one_cycles(self) -> Iterator[torch.optim.lr_scheduler.OneCycleLR]:
         """The schedulers that end, and raise if they are stepped beyond."""
-        found = self.scheduler
-        members = found.members if isinstance(found, Schedulers) else (found,)
-        yield from (s for s in members if isinstance(s, torch.optim.lr_scheduler.OneCycleLR))
+        one_cycle = torch.optim.lr_scheduler.OneCycleLR
+        yield from (each for each in self._members() if isinstance(each, one_cycle))
 
     def _check_length(self) -> None:
         """Check that no scheduler ends before the run.

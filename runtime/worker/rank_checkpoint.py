@@ -248,11 +248,12 @@ class RankCheckpoint:
         """Warn of settings of the built optimizer that the checkpoint replaces."""
         theirs = saved["optimizer"]["param_groups"]
         scales = {"lr": self._lr_scale / float(saved["lr_scale"])}
+        others = ("lr", "initial_lr", "params", *self._schedule.cycled_settings)
         # Groups that a callback has added follow those that were built.
         for number, (group, held) in enumerate(zip(built, theirs, strict=False)):
             # A scheduler changes the rate and keeps the initial one.
             rate = "initial_lr" if {"initial_lr"} <= {*group} & {*held} else "lr"
-            for name in (rate, *(n for n in group if n not in ("lr", "initial_lr", "params"))):
+            for name in (rate, *(n for n in group if n not in others)):
                 new, old = _numbers(group[name]), _numbers(held.get(name))
                 expected = [scales.get(name, 1.0) * value for value in old]
                 if len(new) == len(expected) and not np.allclose(

@@ -85,6 +85,28 @@ def test_a_learning_rate_scaled_by_the_number_of_workers_is_not_logged(tmp_path,
     assert not [r for r in caplog.records if "is used in group" in r.getMessage()]
 
 
+def cyclic(optimizer):
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, step_size_up=3)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=200)
+
+
+def cyclic_later(optimizer):
+    first = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    both = [first, cyclic(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, both, milestones=[1])
+
+
+@pytest.mark.parametrize("scheduler", [cyclic, one_cycle, cyclic_later])
+def test_a_momentum_that_the_scheduler_changes_is_not_logged(tmp_path, scheduler, caplog):
+    for epochs in (1, 2):
+        made = builder(optim=lambda p: torch.optim.SGD(p, 0.25, momentum=0.5), epochs=epochs)
+        made.scheduler(scheduler).resume(tmp_path, True).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert not [r for r in caplog.records if "is used in group" in r.getMessage()]
+
+
 def test_an_optimizer_of_another_class_is_refused(tmp_path):
     builder(optim=lambda p: torch.optim.SGD(p, 1.0)).checkpoint_dir(tmp_path).run().join(WAIT_S)
     b = builder(optim=lambda p: torch.optim.AdamW(p), epochs=2)
