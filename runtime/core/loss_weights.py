@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -217,13 +217,38 @@ class WeightAccumulator:
             torch._foreach_div_(grads, units)
 
 
-def checked_loss(loss: object, function: str, *, has_run_backward: bool = False) -> Tensor:
+def with_graph(loss: Tensor, weight: Weight | None, params: Iterable[Tensor]) -> Tensor:
+    """The loss; one of weight 0 that has no graph gets one with gradients of 0.
+
+    So can a rank return a constant for a batch of padding only, as the others train on.
+    """
+    if loss.requires_grad or weight is None or float(weight) != 0:
+        return loss
+    for p in params:
+        if p.requires_grad:
+            loss = loss + p.flatten()[:0].abs().sum()
+    return loss
+
+
+def checked_loss(
+    loss: object,
+    function: str,
+    weight: Weight | None = None,
+    params: Iterable[Tensor] = (),
+    *,
+    has_run_backward: bool = False,
+) -> Tensor:
     """Check that a user function returned a scalar loss with a graph.
 
     Args:
         loss: The value that it returned.
         function: Its name, for messages.
+        weight: The weight of the loss, if it returned one.
+        params: Of the model; see :func:`with_graph`.
         has_run_backward: True if it has run a backward pass itself.
+
+    Returns:
+        The loss, with a graph.
 
     Raises:
         TypeError, ValueError: It did not; the message has the remedy.
@@ -237,6 +262,7 @@ def checked_loss(loss: object, function: str, *, has_run_backward: bool = False)
             f"{function} returned a loss of shape {tuple(loss.shape)}: return a scalar, the "
             "batch's mean loss, for instance loss.mean()"
         )
+    loss = with_graph(loss, weight, params)
     if not loss.requires_grad:
         if has_run_backward:
             raise ValueError(

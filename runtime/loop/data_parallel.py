@@ -297,7 +297,7 @@ class DataParallelCoordinator(Closeable):
             samples = move_batch(samples, self._devices[rank])
         with self._mirror.computing(rank) as model:
             try:
-                loss, result = read_result(self._loss_fn(model, samples))
+                loss, result = read_result(self._loss_fn(model, samples), model.parameters())
                 loss.backward()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 explain_error(error, "loss_fn", model, samples, owns_backward=True, place="samples")

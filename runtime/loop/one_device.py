@@ -111,7 +111,8 @@ class SingleDeviceEngine:
         self._remove_guards()
         try:
             for batch in batches:
-                loss, weight = read_loss(loss_fn(self.model, nested_to_device(batch, self._device)))
+                result = loss_fn(self.model, nested_to_device(batch, self._device))
+                loss, weight = read_loss(result, self._params)
                 losses.append(weighted_backward(loss, weight, self._params))
                 self._num_accumulated += 1
                 self._weights.append(weight)

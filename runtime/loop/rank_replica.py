@@ -146,7 +146,9 @@ class RankReplica:
             for batch in batches:
                 self.batch_timer.start()
                 try:
-                    loss, weight = read_loss(loss_fn(model, nested_to_device(batch, self.device)))
+                    loss, weight = read_loss(
+                        loss_fn(model, nested_to_device(batch, self.device)), self.leaves
+                    )
                     losses.append(weighted_backward(loss, weight, self.leaves))
                 except RuntimeError as error:
                     explain_error(error, "loss_fn", model, batch, owns_backward=True)
@@ -389,12 +391,13 @@ def divide_grads_(params: Sequence[Tensor], weight: Weight, times: float = 1.0) 
     multiply_([p.grad for p in params if p.grad is not None], inverse_of(weight) * times)
 
 
-def read_loss(result: object) -> tuple[Tensor, Weight | None]:
-    """The loss and weight that a ``loss_fn`` of ``accumulate`` returned."""
+def read_loss(result: object, params: Sequence[Tensor]) -> tuple[Tensor, Weight | None]:
+    """The loss and weight that a ``loss_fn`` of ``accumulate`` returned for these parameters."""
     if isinstance(result, tuple) and (len(result) == 2 or isinstance(result, Weighted)):
         if not isinstance(result, Weighted):
             check_meant_as_weight(result[1], "loss_fn", "else return the loss alone")
-        return checked_loss(result[0], "loss_fn"), check_weight("the weight of the loss", result[1])
+        weight = check_weight("the weight of the loss", result[1])
+        return checked_loss(result[0], "loss_fn", weight, params), weight
     return checked_loss(result, "loss_fn"), None
 
 

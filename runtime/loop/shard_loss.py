@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ class ShardLoss(NamedTuple):
     correct: int = 0
 
 
-def read_result(result: object) -> tuple[Tensor, ShardLoss]:
-    """The mean loss, and the other values that ``loss_fn`` returned."""
+def read_result(result: object, params: Iterable[Tensor]) -> tuple[Tensor, ShardLoss]:
+    """The mean loss, and the other values that ``loss_fn`` returned for these parameters."""
     loss, part = result, ShardLoss()
     if isinstance(result, Weighted):
         loss = result.loss
@@ -47,7 +47,7 @@ def read_result(result: object) -> tuple[Tensor, ShardLoss]:
             f"loss_fn returned {type(result).__name__}: return the mean loss of the samples as a "
             "tensor, (loss, weight), (loss, number correct), or Weighted(loss, weight, correct)"
         )
-    return checked_loss(loss, "loss_fn"), part
+    return checked_loss(loss, "loss_fn", part.weight, params), part
 
 
 def _number(value: object) -> float:

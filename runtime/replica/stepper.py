@@ -440,7 +440,8 @@ class AccumulationWindow:
         weight: Weight | None = None
         if not isinstance(result, Tensor):
             result, weight = split_loss(result, stepper._model, batch)
-        loss = checked_loss(result, "train_fn", has_run_backward=checks.has_run_backward)
+        params, ran = stepper._model.parameters(), checks.has_run_backward
+        loss = checked_loss(result, "train_fn", weight, params, has_run_backward=ran)
         checks.check_graph(loss)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         return self._run_backward(loss, weight, num_samples, fraction, num_scalars)

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
-from runtime.core.loss_weights import check_weight
+from runtime.core.loss_weights import check_weight, with_graph
 from runtime.device.metering import LogMark, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationFn
@@ -421,9 +421,11 @@ class OwnLoop:
         self, loss: Any, weight: Any, name: str, call: str, *, retain_graph: bool = False
     ) -> None:
         """Run the backward pass of a loss on the batch."""
-        _check_loss(loss, call)
         if weight is not None:
             weight = check_weight(f"worker.{call}: weight", weight)
+            if isinstance(loss, Tensor):
+                loss = with_graph(loss, weight, self._replica.model.parameters())
+        _check_loss(loss, call)
         window = self._windows.get(name) or self._open(name)
         is_first = name not in self._added
         if is_first:

@@ -103,6 +103,22 @@ def test_data_parallel_coordinator_averages_by_weight(world_size, class_weights,
         assert_same(coordinator.models[-1], one_device([batch], class_weights))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_of_weight_0_may_have_a_constant_loss_in_a_data_parallel_coordinator(world_size):
+    def loss_fn(model, samples):
+        ids, labels = samples
+        weight = token_weight(labels)
+        loss = token_loss(model.logits(ids), labels) if weight > 0 else torch.zeros(())
+        return Weighted(loss, weight)
+
+    batch = make_tokens(BATCH, blank=BATCH // world_size if world_size > 1 else 2)
+    places = ["cpu"] * world_size
+    with DataParallelCoordinator(lambda device: TinyGpt(), adamw, loss_fn, places) as coordinator:
+        coordinator.train_batch(batch)
+        coordinator.train_batch(batch)
+        assert_same(coordinator.models[-1], one_device([batch]))
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_batch_of_weight_0_changes_nothing_in_a_data_parallel_coordinator(world_size):
     def loss_fn(model, samples):
@@ -324,13 +340,16 @@ def test_accumulation_in_trainer_setup_averages_by_weight(world_size, class_weig
     class_weights=CLASSES,
     world_size=[1, 2, 3, 4],
 )
-def test_whole_batches_in_trainer_setup_are_averaged_by_weight(world_size, class_weights):
+@pytest.mark.parametrize("constant", [False, True])
+def test_whole_batches_in_trainer_setup_are_averaged_by_weight(world_size, class_weights, constant):
     batches = [make_tokens(4, blank=4), *(make_tokens(n, seed=n, blank=1) for n in (3, 6, 5))]
 
     def loss_fn(module, batch):
         ids, labels = batch
-        loss = token_loss(module.logits(ids), labels, class_weights)
-        return loss, token_weight(labels, class_weights)
+        weight = token_weight(labels, class_weights)
+        if constant and weight == 0:
+            return torch.zeros(()), weight
+        return token_loss(module.logits(ids), labels, class_weights), weight
 
     with on_devices(TinyGpt(), world_size) as model:
         for _ in range(2):

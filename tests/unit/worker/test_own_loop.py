@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter as Tally
+from functools import partial
 
 import pytest
 import torch
@@ -182,6 +183,33 @@ def test_weights_make_the_mean_over_the_units_of_all_ranks():
     formed = run(Trainer.builder(smooth_net, adam, weighted), data, accumulate=3)
     looped = run(Trainer.loop(smooth_net, adam_of, accumulated), data)
     torch.testing.assert_close(weights(looped), weights(formed), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_loss_of_a_batch_of_weight_0_may_be_a_constant(policy, split):
+    x, y = points(32)
+    data = (x, y, (torch.arange(32) % 8 == 0) * 1.0)  # most batches have no unit
+
+    def loss_of(worker, batch, constant):
+        units = batch[2].sum()
+        if constant and units == 0:
+            return torch.zeros(()), units
+        per = (worker.model(batch[0]) - batch[1]).square().squeeze(1)
+        return (per * batch[2]).sum() / units.clamp(min=1), units
+
+    def loop(worker, constant):
+        for number, batch in enumerate(worker.batches()):
+            loss, weight = loss_of(worker, batch, constant)
+            call = worker.backward if split and number % 2 == 0 else worker.step
+            call(loss, weight=weight)
+
+    ways = [partial(loop, constant=constant) for constant in (False, True)]
+    ranks = 2 if policy == "sync" else 1
+    graphs, constants = (
+        run(Trainer.loop(smooth_net, adam_of, way), data, ranks, policy) for way in ways
+    )
+    assert torch.equal(weights(graphs), weights(constants))
 
 
 class Gan(nn.Module):
