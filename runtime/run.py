@@ -103,8 +103,8 @@ class Run:
         devices: The device of each rank.
         total_batches: Batches of the whole run.
         resumed: The checkpoint to resume from; ``None``: start from the beginning.
-        model_digest: Hash of the names, shapes and dtypes of the weights; empty until the model
-            is built.
+        model_digest: Hash of the names, shapes, dtypes and formats of the weights; empty until the
+            model is built.
 
     Raises:
         ValueError: Settings are incompatible.

@@ -165,10 +165,15 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 of the names, shapes and dtypes of a model's weights."""
-    described = [
-        [key, list(value.shape), str(value.dtype)] for key, value in named_weights(model).items()
-    ]
+    """SHA-256 of the names, shapes and dtypes of a model's weights, and of the memory formats of
+    its trainable parameters, if they are not contiguous.
+    """
+    described: list[list[Any]] = []
+    for key, value in named_weights(model).items():
+        described.append([key, list(value.shape), str(value.dtype)])
+        if value.requires_grad and not value.is_contiguous():
+            strides = zip(value.size(), value.stride(), strict=True)
+            described[-1].append([stride for size, stride in strides if size != 1])
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 

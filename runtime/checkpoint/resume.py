@@ -292,6 +292,7 @@ _RANK_STATE = record(
         "requires_grad": _FLAGS,
         "groups": items(items(of_type(str))),
         "train_point": items(of_type(Tensor)),
+        "strides": items(items(integer())),
         "body_steps": integer(high=_MAX),
         "shards": SHARD_FACTS,
     },

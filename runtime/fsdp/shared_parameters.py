@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from runtime.collective import Collective, ReduceOp
 from runtime.collective.base import FLOATS
 from runtime.core.errors import ReplicaMismatch
+from runtime.replica.flat import memory_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ def describe_module(module: nn.Module, found: Sequence[SharedParameter]) -> list
     for each in found:
         p = each.parameter
         kind = "trainable" if p.requires_grad else "frozen"
-        lines.append(f"{kind} {each.name!r} of shape {tuple(p.shape)} and {p.dtype}")
+        form = f"shape {tuple(p.shape)}, strides {memory_order(p)} and {p.dtype}"
+        lines.append(f"{kind} {each.name!r} of {form}")
     for name, buffer in module.named_buffers():
         lines.append(f"a buffer {name!r} of shape {tuple(buffer.shape)} and {buffer.dtype}")
     return lines

@@ -18,7 +18,13 @@ from typing_extensions import TypeVar
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
-from runtime.replica.flat import FlatState, collapsed, is_expanded
+from runtime.replica.flat import (
+    FlatState,
+    collapsed,
+    dense_stride,
+    is_expanded,
+    memory_order,
+)
 from runtime.replica.optimizers import Optimizers, copy_tensor_settings
 from runtime.replica.scaled_rates import ScaledRates
 from runtime.replica.schedule import Schedule, SchedulerFactories
@@ -260,6 +266,9 @@ class Template:
 def copy_template(model: nn.Module, template: Template, rank: int) -> None:
     """Copy rank 0's weights and buffers into a replica.
 
+    Trainable parameters get rank 0's memory format, with a warning if it is another one: flat
+    tensors of the ranks are exchanged element by element.
+
     Raises:
         ReplicaMismatch: The models differ; the message has the first difference.
         ValueError: A parameter is the same object as rank 0's.
@@ -277,7 +286,23 @@ def copy_template(model: nn.Module, template: Template, rank: int) -> None:
                 f"model_factory returned rank 0's own parameter {name!r} on rank {rank}: "
                 "return a new module at each call, for instance copy.deepcopy(model)"
             )
+    moved = [
+        name
+        for name, tensor in own.tensors.items()
+        if own.kinds[name] == "trainable"
+        and memory_order(tensor) != memory_order(template.tensors[name])
+    ]
+    if moved:
+        logger.warning(
+            "rank %d: %s has another memory format than on rank 0, and takes rank 0's: use one "
+            "format on all devices, for instance model.to(memory_format=torch.channels_last)",
+            rank,
+            moved[0] if len(moved) == 1 else f"{moved[0]} and {len(moved) - 1} more",
+        )
     with torch.no_grad():
+        for name in moved:
+            tensor, source = own.tensors[name], template.tensors[name]
+            tensor.data = tensor.new_empty_strided(source.size(), dense_stride(source))
         for name, tensor in own.tensors.items():
             if not is_expanded(tensor):
                 tensor.copy_(template.tensors[name])

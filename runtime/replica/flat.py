@@ -235,6 +235,31 @@ class FlatParams:
         layout = self._layout
         return lambda flats: layout.views(flats, like)
 
+    def strides(self) -> list[list[int]]:
+        """The strides of each parameter, which order its elements in flat tensors."""
+        return [list(p.stride()) for p in self.params]
+
+    @torch.no_grad()
+    def reordered(
+        self, flats: Sequence[Tensor], strides: Sequence[Sequence[int]] | None
+    ) -> Sequence[Tensor]:
+        """Flat tensors of the same parameters with other strides, in the order of :attr:`flats`.
+
+        Args:
+            flats: The flat tensors.
+            strides: The parameters' :meth:`strides` in them; ``None``: as here.
+        """
+        if strides is None or [list(s) for s in strides] == self.strides():
+            return flats
+        like = [
+            torch.empty_strided(p.size(), s, dtype=p.dtype, device="meta")
+            for p, s in zip(self.params, strides, strict=True)
+        ]
+        own = [torch.zeros_like(flat) for flat in flats]
+        for target, source in zip(self.views(own), self._layout.views(flats, like), strict=True):
+            target.copy_(source)
+        return own
+
     def shard_facts(self) -> dict[str, Any] | None:
         """Description of the optimizer's shards in a checkpoint; ``None``: it has the whole."""
         return None
@@ -540,6 +565,12 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
                 return torch.empty(tensor.size(), device="meta").stride()
             extent *= size
     return tensor.stride()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that order a tensor's elements in a flat tensor, of dimensions above 1."""
+    strides = zip(tensor.size(), dense_stride(tensor), strict=True)
+    return tuple(stride for size, stride in strides if size != 1)
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:

@@ -128,6 +128,8 @@ class RankCheckpoint:
                 state["train_point"] = self.train_point
             if self._ema is not None:
                 state["ema"] = self._ema.state_dict()
+            if "ema" in state or "train_point" in state:  # flat tensors
+                state["strides"] = self._state.params.strides()
             kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
             return kept
 
@@ -218,7 +220,8 @@ class RankCheckpoint:
         lockstep.step, lockstep.num_syncs, lockstep.buffer_samples = saved["together"]
         lockstep.equal_step = lockstep.step
         if self._ema is not None and "ema" in saved:
-            self._ema.load_state_dict(saved["ema"])
+            flats = self._state.params.reordered(saved["ema"]["flats"], saved.get("strides"))
+            self._ema.load_state_dict({**saved["ema"], "flats": flats})
         elif self._ema is not None and self._rank == 0:
             logger.warning(
                 "the checkpoint has no moving average: ema(decay) starts from its weights"

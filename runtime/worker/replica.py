@@ -210,7 +210,10 @@ class WorkerReplica:
         """Restore this rank's part of a checkpoint."""
         progress = self.progress
         self.checkpoint.restore(saved)
-        self._set_train_mode(saved.get("train_point"))
+        flats = saved.get("train_point")
+        if flats is not None:
+            flats = self.state.params.reordered(flats, saved.get("strides"))
+        self._set_train_mode(flats)
         progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
         progress.body_steps = saved.get("body_steps", saved["local_step"])
 
