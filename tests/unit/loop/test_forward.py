@@ -220,7 +220,7 @@ class Meeting(torch.autograd.Function):
 
 
 def test_replicas_run_forward_and_backward_concurrently_in_their_own_threads():
-    Meeting.barrier, Meeting.threads = threading.Barrier(3), defaultdict(set)
+    Meeting.barrier, Meeting.threads = threading.Barrier(3), {"forward": set(), "backward": set()}
     with on_cpus(Echo(lambda m, x: Meeting.apply(x * m.w)), 3) as model:
         model(numbers(6)).sum().backward()
         model.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from contextlib import suppress
+from itertools import groupby
 
 import pytest
 import torch
@@ -95,13 +96,13 @@ class Watched:
     """Records the samples of all ranks in each step."""
 
     def __init__(self):
-        self.batches = defaultdict(dict)
+        self.batches = {}  # by epoch, step and rank; no two threads share an entry
         self._counts = Counter()
 
     def judge(self, model, batch):
         worker = current_worker()
         epoch, rank = worker.current_epoch, worker.rank
-        self.batches[epoch, self._counts[epoch, rank]][rank] = batch[0].clone()
+        self.batches[epoch, self._counts[epoch, rank], rank] = batch[0].clone()
         self._counts[epoch, rank] += 1
         return judge_loss(model, batch)
 
@@ -110,8 +111,11 @@ class Watched:
         return {"judge": self.judge, "maker": maker_loss}
 
     def by_hand(self, **kwargs):
-        steps = [self.batches[key] for key in sorted(self.batches)]
-        return by_hand([(torch.cat([*step.values()]), len(step)) for step in steps], **kwargs)
+        steps = [
+            [self.batches[key] for key in keys]
+            for _, keys in groupby(sorted(self.batches), lambda key: key[:2])
+        ]
+        return by_hand([(torch.cat(step), len(step)) for step in steps], **kwargs)
 
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO])
