@@ -300,3 +300,11 @@ def require_modules(feature: str, modules: tuple[str, ...], extra: str) -> None:
             f"{feature} needs {' and '.join(missing)}, which {verb} not installed: "
             f"pip install '{PROJECT}[{extra}]'"
         )
+
+
+def in_func_transform() -> bool:
+    """True in a function that a transform of ``torch.func`` (grad, vmap, jacrev, jvp) calls.
+
+    Its tensors are wrapped, and the transform belongs to the calling thread.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None

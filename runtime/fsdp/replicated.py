@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from runtime.collective import Collective, ReduceOp
+from runtime.core.errors import ReplicaMismatch
 from runtime.fsdp.exchange import from_rank0, used_on_any_rank
 from runtime.fsdp.layout import Bucket, make_layouts
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
-from runtime.replica.flat import dense_stride, views_of
+from runtime.replica.flat import checksum, dense_stride, states_of, views_of
+
+CHANGED_IN_FORWARD = (
+    "FSDP: forward changes the parameter {name!r} by its batch, so that it differs between ranks: "
+    "change it after optimizer.step(), alike on every rank, or make it a buffer if it is not "
+    "trained; build an embedding without max_norm, and limit its norm after the step"
+)
 
 
 class ReplicatedParameters:
@@ -48,6 +55,8 @@ class ReplicatedParameters:
         for each in found:
             describe_original(each.parameter, each.parameter, each.name)
         self._world = world
+        self._sums_values = True  # in the first forward
+        self._is_changed = False  # by a forward since the last reduction
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
         self._added: set[int] = set()  # indices of gradients not yet reduced
@@ -82,11 +91,13 @@ class ReplicatedParameters:
         """No effect: full values always exist."""
 
     def full_states(self) -> list[tuple[int, int]]:
-        """Empty: every rank changes its own parameters alike."""
-        return []
+        """State of each parameter, to detect changes; see :class:`ShardedParameters`."""
+        return states_of(self.shards, with_values=self._sums_values)
 
     def check_unchanged(self, states: Sequence[tuple[int, int]]) -> None:
-        """No effect: nothing is gathered."""
+        """Record that forward has changed parameters, which :meth:`reduce` compares."""
+        self._is_changed |= self.full_states() != states
+        self._sums_values = False
 
     def reshard(self) -> None:
         """No effect: full values are kept."""
@@ -132,6 +143,9 @@ class ReplicatedParameters:
         """Average the gradients over all ranks, in place; a collective call.
 
         Call after :meth:`check_gradients`.
+
+        Raises:
+            ReplicaMismatch: Forward has changed parameters, and not alike on all ranks.
         """
         used = [parameter.grad is not None for parameter in self._trainable]
         for parameter in self._trainable:
@@ -146,17 +160,32 @@ class ReplicatedParameters:
                     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
                     copied.append((flat, gradients))
                 flats.append(flat)
-        self._world.all_reduce_coalesced_(flats, ReduceOp.AVG, tally=used.count(False))
+        self._world.all_reduce_coalesced_(
+            flats, ReduceOp.AVG, tally=used.count(False) + self._is_changed
+        )
         num_missing = self._world.tally
         for flat, gradients in copied:
             torch._foreach_copy_(gradients, views_of(flat, [g.size() for g in gradients]))
         if num_missing:
-            for parameter, is_used in zip(
-                self._trainable, used_on_any_rank(used, self._world), strict=True
-            ):
+            *used, is_changed = used_on_any_rank([*used, self._is_changed], self._world)
+            for parameter, is_used in zip(self._trainable, used, strict=True):
                 if not is_used:
                     parameter.grad = None
+            if is_changed:
+                self._compare_values()
         self._added.clear()
+
+    def _compare_values(self) -> None:
+        """Compare the parameters with those of the other ranks; a collective call."""
+        self._is_changed = False
+        sums = torch.stack([checksum(p).cpu() for p in self.shards])
+        gathered = sums.new_empty(self._world.world_size * len(sums))
+        self._world.all_gather_into(gathered, sums)
+        by_rank = gathered.view(self._world.world_size, -1)
+        differs = (by_rank != by_rank[0]).any(0)
+        if differs.any():
+            name = self.names[int(differs.int().argmax())]
+            raise ReplicaMismatch(CHANGED_IN_FORWARD.format(name=name))
 
     @property
     def has_unreduced(self) -> bool:

@@ -20,7 +20,7 @@ from runtime.fsdp.layout import Layout, Slot, make_layouts
 from runtime.fsdp.param_prefetch import ParamPrefetch
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.fsdp.strategy import ShardGroups
-from runtime.replica.flat import checksum
+from runtime.replica.flat import states_of
 
 
 class ShardedParameters:
@@ -172,9 +172,7 @@ class ShardedParameters:
         """Memory and version counter of each full parameter, to detect changes; for the first
         forward checksums, which writes through ``.data`` change, too.
         """
-        if self._sums_values:
-            return [(p.data_ptr(), int(checksum(p))) for p in self._params]
-        return [(p.data_ptr(), p._version) for p in self._params]
+        return states_of(self._params, with_values=self._sums_values)
 
     def check_unchanged(self, states: Sequence[tuple[int, int]]) -> None:
         """Check the full parameters, whose values are gathered from the shards, after a forward.

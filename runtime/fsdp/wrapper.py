@@ -13,6 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from runtime.checkpoint.format import plain_key
 from runtime.collective import Collective, split
+from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
 from runtime.fsdp.call_agreement import agreement_of
@@ -28,13 +29,18 @@ from runtime.fsdp.shared_parameters import (
     describe_module,
     find_parameters,
 )
-from runtime.fsdp.step_checks import STEP_CHECKS
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.flat import views_of
 from runtime.replica.gradients import scale_for_mean_
+from runtime.replica.step_checks import STEP_CHECKS
 
 logger = logging.getLogger(__name__)
 
+IN_TRANSFORM = (
+    "FSDP: forward was called inside a transform of torch.func (grad, vmap, jacrev), which would "
+    "include the gathering of parameters: use torch.autograd.grad(..., create_graph=True), or "
+    "NO_SHARD"
+)
 CHANGED_GRADIENTS = (
     "FSDP: gradients were changed between sync_gradients() and the optimizer's step. A rank holds "
     "a part of them: torch.nn.utils.clip_grad_norm_, and other helpers that read all gradients, "
@@ -155,8 +161,10 @@ class FSDP(nn.Module):
             self._store: ParameterStore = _make_parameters(found, collective, groups, strategy)
             CLAIMS.claim(zip(self._store.names, self._store.shards, strict=True), self)
             sync_buffers(module, collective)
-        is_replicated = strategy is ShardingStrategy.NO_SHARD
-        STEP_CHECKS.watch(self._check_synced, self._store.shards, () if is_replicated else found)
+        sharded = {}
+        if strategy is not ShardingStrategy.NO_SHARD:
+            sharded = {each.name: each.parameter for each in found}
+        STEP_CHECKS.watch(self._check_synced, self._store.shards, sharded)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with full parameters; a collective call if they must be gathered.
@@ -165,7 +173,8 @@ class FSDP(nn.Module):
         :meth:`sync_gradients`, and further calls before that use them.
 
         Raises:
-            RuntimeError: The shards were changed after a prefetch had started.
+            RuntimeError: The shards were changed after a prefetch had started; a transform of
+                ``torch.func`` calls it.
             BaseException: The module's exception; aborts the collective unless every rank
                 raises.
         """
@@ -173,6 +182,8 @@ class FSDP(nn.Module):
         was_unsharded = parameters.is_unsharded
         with self._agreeing(counts=parameters.is_prefetching or parameters.needs_all_gather):
             self._check_open()
+            if self.strategy is not ShardingStrategy.NO_SHARD and in_func_transform():
+                raise RuntimeError(IN_TRANSFORM)
             parameters.check()
         with self._aborting():
             parameters.unshard()

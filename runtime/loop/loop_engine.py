@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from runtime.core.loss_weights import Weight
 from runtime.loop.learning_rate import LearningRate
-from runtime.loop.rank_replica import LossFn
+from runtime.loop.rank_replica import FollowingOptimizer, LossFn
+from runtime.replica.step_checks import STEP_CHECKS
 
 
 class LoopEngine(Protocol):
@@ -77,22 +78,30 @@ class LoopEngine(Protocol):
 
 
 class DirectSteps:
-    """Observes steps of an optimizer that the caller makes, directly or by a ``GradScaler``.
+    """Observes steps that the caller makes, directly or by a ``GradScaler``.
 
-    An optimizer that does not initialise its base class has no hooks, and is not observed.
+    These are steps of the model's optimizer, and of others that train parameters of the model: the
+    latter are refused after the engine's step, which has cleared their gradients. An optimizer
+    that does not initialise its base class has no hooks, and is not observed.
 
     Args:
-        optimizer: The optimizer; it may outlive the engine.
+        model: The model.
+        optimizer: Its optimizer; it may outlive the engine.
         before: A method of the engine, called before such a step; may refuse it.
         after: A method of the engine, called after it.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._stepped: set[int] = set()  # parameters of other optimizers that have stepped
+        self._cleared: set[int] = set()  # and of those whose gradients the engine has cleared
+        STEP_CHECKS.watch(self._check_other, model.parameters())
         self._is_expected = False
         self._handles: list[RemovableHandle] = []
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -113,8 +122,27 @@ class DirectSteps:
         finally:
             self._is_expected = False
 
+    def clearing(self, params: Iterable[Tensor]) -> None:
+        """Record that the engine clears all gradients, after a step of the model's optimizer."""
+        self._cleared = set()
+        known = self._stepped
+        if (optimizer := self._optimizer()) is not None:
+            known = known.union(id(p) for group in optimizer.param_groups for p in group["params"])
+        self._cleared = {id(p) for p in params if p.grad is not None and id(p) not in known}
+        self._stepped = set()
+
+    def _check_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before each step of any optimizer that has parameters of the model."""
+        if optimizer is self._optimizer() or isinstance(optimizer, FollowingOptimizer):
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.grad is None and id(p) in self._cleared for p in params):
+            raise RuntimeError(CLEARED.format(kind=type(optimizer).__name__))
+        self._stepped.update(id(p) for p in params if p.grad is not None)
+
     def close(self) -> None:
         """Observe no more steps. Idempotent."""
+        self._cleared = set()
         for handle in self._handles:
             handle.remove()
 
@@ -126,6 +154,10 @@ def _call(steps: weakref.ref[DirectSteps], name: str, *args: object) -> None:
         method()
 
 
+CLEARED = (
+    "{kind} would step without gradients, which model.step() has cleared: step it before "
+    "model.step(), or pass all parameters to one optimizer, in groups of their own"
+)
 STEPPED_OUTSIDE = (
     "each device keeps its own gradients until model.step() reduces them, after accumulate(...) "
     "and with max_anchor: call model.step() instead of optimizer.step()"

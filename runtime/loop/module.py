@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -142,7 +143,11 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             ValueError: Inputs have no batch, or different sizes along dimension 0.
             ReplicaFailed: The model raised.
         """
-        return self._engine.forward(*args, **kwargs)
+        run = self._engine.forward
+        if "torch._dynamo" in sys.modules:
+            # torch.compile() of the loop would trace the engine.
+            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        return run(*args, **kwargs)
 
     @folds_tracebacks
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:

@@ -60,7 +60,7 @@ class SingleDeviceEngine:
         self._device = device
         self._params = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
-        self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
+        self._steps = DirectSteps(model, optimizer, self._before_direct_step, self._after_step)
         self._max_grad_norm = max_grad_norm
         self._recorder = recorder
         self._num_accumulated = 0
@@ -150,6 +150,7 @@ class SingleDeviceEngine:
         if not empty:
             with self._steps.expected():
                 self.optimizer.step()
+        self._steps.clearing(self._params)
         self.model.zero_grad(set_to_none=True)
         self._after_step(start_s)
 

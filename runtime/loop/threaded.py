@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.splitting import split_by_ratio
+from runtime.core.checks import in_func_transform
 from runtime.core.loss_weights import Weight, fractions_of, inverse_of
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
@@ -54,6 +55,11 @@ logger = logging.getLogger(__name__)
 UNREDUCED_AT_CLOSE = (
     "the gradients of the last %d steps were never reduced, so their batches had no effect: "
     "with max_anchor, call step(reduce=True) for the last batch"
+)
+IN_TRANSFORM = (
+    "the model was called inside a transform of torch.func (grad, vmap, jacrev), which does not "
+    "reach the other devices: apply such transforms to model.module, which runs on the first "
+    "device only, or in train_fn of Trainer.builder"
 )
 LOSS_WEIGHT_GUESSED = (
     "the model returned a loss without a dimension from each device, and the count that it is a "
@@ -125,7 +131,7 @@ class ThreadedEngine:
         self.rate = LearningRate(optimizer)
         self._spans_steps = accumulation.spans_steps
         self._is_deferred = False
-        self._steps = DirectSteps(optimizer, self._before_direct_step, self._after_step)
+        self._steps = DirectSteps(self.model, optimizer, self._before_direct_step, self._after_step)
 
     @property
     def model(self) -> nn.Module:
@@ -151,6 +157,8 @@ class ThreadedEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Scatter a batch, run the ranks and gather their outputs."""
         self._runner.check_caller()
+        if in_func_transform():
+            raise RuntimeError(IN_TRANSFORM)
         scatter = Scatter(args, kwargs, self._rules, self.model)
         modes = CallerModes.capture()
         with self._exclusive():
@@ -375,6 +383,7 @@ class ThreadedEngine:
                 with self._clearing_on_error():
                     empty = self._reduce_accumulated(weight)
                     self._step(empty=empty)
+            self._steps.clearing(self._mirror.params)
             self._clear_model()
             self._after_step(num_stashed, reduces=reduces, start_s=start_s)
 

@@ -756,6 +756,18 @@ def copy_values(model: nn.Module) -> dict[str, Any]:
     return values
 
 
+def states_of(params: Sequence[Tensor], *, with_values: bool) -> list[tuple[int, int]]:
+    """Memory of each parameter and its version counter, to detect changes.
+
+    Args:
+        params: The parameters.
+        with_values: Take checksums in place of versions; writes through ``.data`` change them.
+    """
+    if with_values:
+        return [(p.data_ptr(), int(checksum(p))) for p in params]
+    return [(p.data_ptr(), p._version) for p in params]
+
+
 def checksum(t: Tensor) -> Tensor:
     """A checksum of the tensor's content, on its device.
 

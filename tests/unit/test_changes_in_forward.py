@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DataParallelCoordinator, ShardingStrategy, WorkerFailed
+from runtime import DataParallelCoordinator, ReplicaMismatch, ShardingStrategy, WorkerFailed
 from tests.support.fsdp_ranks import SHARDED, on_ranks, wrap
 from tests.support.own_loop import OneDevice, exchanging_gradients, on_cpus
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
@@ -170,6 +170,31 @@ def test_a_module_that_is_not_sharded_changes_its_parameters():
     def rank(end):
         fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(shrink))
         loss_of(fsdp, batch()).backward()
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("change", ["in place", "through .data"])
+def test_changes_of_parameters_that_depend_on_the_rank_are_refused_without_shards(change):
+    def rank(end):
+        def limit(weight):
+            with torch.no_grad():
+                (weight.data if change == "through .data" else weight).mul_(0.5 + 0.1 * end.rank)
+
+        fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(limit))
+        loss_of(fsdp, batch()).backward()
+        with pytest.raises(ReplicaMismatch, match=r"'first\.weight' by its batch"):
+            fsdp.sync_gradients()
+
+    on_ranks(2, rank)
+
+
+def test_changes_of_parameters_alike_on_all_ranks_are_kept_without_shards():
+    def rank(end):
+        fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(shrink))
+        for _ in range(2):
+            loss_of(fsdp, batch()).backward()
+            fsdp.sync_gradients()
 
     on_ranks(2, rank)
 

@@ -242,3 +242,17 @@ def test_a_module_can_be_wrapped_again_after_unwrap():
 
     (state,) = on_ranks(1, work)
     assert all(torch.equal(state[name], v) for name, v in seeded().state_dict().items())
+
+
+@each_sharded
+def test_forward_inside_a_transform_of_functions_is_refused(strategy):
+    x, _ = data()
+
+    def rank(collective):
+        fsdp = FSDP(seeded(), collective, strategy, node_size(strategy, 2))
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func.*create_graph=True"):
+            torch.func.grad(lambda x: fsdp(x).sum())(x)
+        fsdp(x).sum().backward()
+        fsdp.sync_gradients()
+
+    on_ranks(2, rank)

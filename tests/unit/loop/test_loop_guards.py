@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 
@@ -206,6 +207,64 @@ def test_the_kept_sizes_of_batches_are_bounded():
     for num_samples in range(1, 200):
         assert sum(balancer.sizes(num_samples)) == num_samples
     assert len(balancer._sizes) <= 66
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_transforms_of_functions_are_refused_on_replicas(transform):
+    with on_cpus(make_net()) as model:
+        x, _ = make_batch(8)
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func.*model\.module"):
+            transform(lambda x: model(x).sum())(x)
+        transform(lambda x: model.module(x).sum())(x)
+        model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # read by Dynamo
+@pytest.mark.parametrize("what", ["model", "loss"])
+def test_a_compiled_loop_runs_the_replicas_as_they_are(what):
+    net = make_net()
+    alone = OneDevice(copy.deepcopy(net), sgd)
+    with on_cpus(net) as model:
+        compiled = torch.compile(model, backend="eager") if what == "model" else model
+
+        def loss_of(x, y):
+            return F.cross_entropy(compiled(x), y)
+
+        if what == "loss":
+            loss_of = torch.compile(loss_of, backend="eager")
+        for _ in range(2):
+            x, y = make_batch(8)
+            loss_of(x, y).backward()
+            model.step()
+            train_step(alone, x, y)
+        assert_close(model, alone.model)
+
+
+@one_or_two
+def test_another_optimizer_of_the_model_steps_before_model_step_or_is_refused(num_devices):
+    def first(params):
+        return torch.optim.SGD(list(params)[:2], 0.1)
+
+    net = make_net()
+    alone = copy.deepcopy(net)
+    pair = [torch.optim.SGD(p, 0.1) for p in (list(alone.parameters())[:2], alone[3].parameters())]
+    with on_cpus(net, num_devices, first) as model:
+        other = torch.optim.SGD(model.module[3].parameters(), 0.1)
+        for _ in range(3):
+            x, y = make_batch(8)
+            for way in (model, alone):
+                F.cross_entropy(way(x), y).backward()
+            other.step()
+            model.step()
+            for optimizer in pair:
+                optimizer.step()
+            alone.zero_grad()
+        assert_close(model, alone)
+        other.step()  # without an effect, as on one device
+        F.cross_entropy(model(x), y).backward()
+        model.step()
+        with pytest.raises(RuntimeError, match=r"step it before model\.step\(\)"):
+            other.step()
 
 
 def test_an_optimizer_without_hooks_is_accepted():

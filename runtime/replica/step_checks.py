@@ -1,18 +1,16 @@
-"""Refuses optimizer steps on sharded-away parameters or on unreduced gradients."""
+"""Checks before the steps of any optimizer that has parameters of a wrapped model."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from runtime.fsdp.shared_parameters import SharedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +24,8 @@ GROUPED_BY_SHAPE = (
 class OptimizerStepChecks:
     """Refuses optimizer steps that would train nothing, or each rank separately. Thread-safe.
 
-    These are steps on original parameters, which shards have replaced in the module, and steps
-    on shards whose gradients were not reduced.
+    These are steps on original parameters, which shards have replaced in the module, steps on
+    shards whose gradients were not reduced, and steps whose gradients were cleared before.
     """
 
     # A hook checks each optimizer at its next step: a search of the whole heap for optimizers
@@ -36,7 +34,7 @@ class OptimizerStepChecks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sharded: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-        self._shards: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[StepCheck]]] = {}
+        self._watched: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[StepCheck]]] = {}
         self._version = 0
         self._checked: weakref.WeakKeyDictionary[
             Optimizer, tuple[int, Sequence[weakref.ref[StepCheck]]]
@@ -45,22 +43,22 @@ class OptimizerStepChecks:
     def watch(
         self,
         check: StepCheck,
-        shards: Iterable[nn.Parameter],
-        sharded: Sequence[SharedParameter] = (),
+        parameters: Iterable[nn.Parameter],
+        sharded: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Call ``check``, held weakly, before steps on ``shards``; refuse steps on ``sharded``."""
+        """Call ``check``, held weakly, before steps on ``parameters``; refuse ``sharded``."""
         method = weakref.WeakMethod(check)
         with self._lock:
             if self._version == 0:
                 register_optimizer_step_pre_hook(self._check)
             self._version += 1
-            for known in (self._sharded, self._shards):
+            for known in (self._sharded, self._watched):
                 for key in [key for key, (ref, _) in known.items() if ref() is None]:
                     del known[key]
-            for each in sharded:
-                self._sharded[id(each.parameter)] = weakref.ref(each.parameter), each.name
-            for shard in shards:
-                self._shards[id(shard)] = weakref.ref(shard), method
+            for name, parameter in (sharded or {}).items():
+                self._sharded[id(parameter)] = weakref.ref(parameter), name
+            for parameter in parameters:
+                self._watched[id(parameter)] = weakref.ref(parameter), method
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Allow steps on these parameters again."""
@@ -73,7 +71,7 @@ class OptimizerStepChecks:
 
         Raises:
             ValueError: Its parameters were replaced by shards.
-            RuntimeError: The gradients of its shards were not reduced.
+            RuntimeError: Its gradients were not reduced, or were cleared.
         """
         with self._lock:
             version, checks = self._checked.get(optimizer, (0, ()))
@@ -96,9 +94,9 @@ class OptimizerStepChecks:
                         "was wrapped, and would train nothing; build the optimizer from "
                         "fsdp.parameters()"
                     )
-                shard = self._shards.get(id(p))
-                if shard is not None and shard[0]() is p:
-                    found[id(shard[1])] = shard[1]
+                watched = self._watched.get(id(p))
+                if watched is not None and watched[0]() is p:
+                    found[id(watched[1])] = watched[1]
                     is_sharded |= getattr(p, "original_shape", None) != getattr(p, "shape", None)
         if is_sharded and (suspicion := _grouped_by_shape(optimizer)) is not None:
             logger.warning(GROUPED_BY_SHAPE, type(optimizer).__name__, suspicion)
@@ -119,6 +117,6 @@ def _grouped_by_shape(optimizer: Optimizer) -> str | None:
 
 
 StepCheck = Callable[[Optimizer], None]
-"""Called before an optimizer step; raises if gradients were not reduced."""
+"""Called before an optimizer step; raises if that would train nothing."""
 STEP_CHECKS = OptimizerStepChecks()
 """The checks of this process."""
