@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -129,6 +128,8 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         self._head = head
         self._reported: set[str] = set()
         self._engine = engine
+        # torch.compile() of the caller's loop would trace the engine.
+        self._forward = torch.compiler.disable(engine.forward)  # type: ignore[no-untyped-call]
         self._followers = [FollowingOptimizer(engine.optimizer) for _ in engine.devices[1:]]
         if isinstance(engine, SingleDeviceEngine):
             # Not as an attribute of nn.Module, which would make it a submodule.
@@ -143,11 +144,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             ValueError: Inputs have no batch, or different sizes along dimension 0.
             ReplicaFailed: The model raised.
         """
-        run = self._engine.forward
-        if "torch._dynamo" in sys.modules:
-            # torch.compile() of the loop would trace the engine.
-            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-        return run(*args, **kwargs)
+        return self._forward(*args, **kwargs)
 
     @folds_tracebacks
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
