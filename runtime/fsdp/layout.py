@@ -138,12 +138,17 @@ class Slot:
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """A tensor's elements in the order of the parameter's memory; a view if possible."""
-        if tensor.stride() != self.stride:
+        if tensor.stride() != self.stride and not self._has_same_order(tensor):
             copy = torch.empty_strided(
                 self.shape, self.stride, dtype=tensor.dtype, device=tensor.device
             )
             tensor = copy.copy_(tensor)
         return torch.as_strided(tensor, (self.numel,), (1,), tensor.storage_offset())
+
+    def _has_same_order(self, tensor: Tensor) -> bool:
+        """True if strides differ in dimensions of size 1 alone."""
+        strides = zip(self.shape, tensor.stride(), self.stride, strict=True)
+        return all(own == other for size, own, other in strides if size != 1)
 
 
 def _make_buckets(tensors: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:

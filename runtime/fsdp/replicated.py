@@ -15,7 +15,8 @@ from runtime.core.errors import ReplicaMismatch
 from runtime.fsdp.exchange import from_rank0, used_on_any_rank
 from runtime.fsdp.layout import Bucket, make_layouts
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
-from runtime.replica.flat import checksum, dense_stride, states_of, views_of
+from runtime.replica.flat import checksum, states_of, views_of
+from runtime.replica.gradients import refuse_sparse
 
 CHANGED_IN_FORWARD = (
     "FSDP: forward changes the parameter {name!r} by its batch, so that it differs between ranks: "
@@ -131,12 +132,7 @@ class ReplicatedParameters:
 
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
-        for parameter in self._trainable:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise ValueError(
-                    "a gradient is sparse, which FSDP does not support; use "
-                    "Embedding(..., sparse=False)"
-                )
+        refuse_sparse(self.names, [parameter.grad for parameter in self.shards])
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -152,20 +148,25 @@ class ReplicatedParameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         flats: list[Tensor] = []
-        copied: list[tuple[Tensor, list[Tensor]]] = []
+        copied: list[tuple[list[Tensor], list[Tensor]]] = []
         for layout in self._layouts:
             for bucket in layout.buckets:
                 gradients = self._gradients_of(bucket)
-                if (flat := _flat_view(gradients)) is None:
+                if len(gradients) == 1:
+                    flat = bucket.slots[0].flatten(gradients[0])  # a view in most cases
+                    views = [bucket.slots[0].view_of(flat)]
+                else:
                     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-                    copied.append((flat, gradients))
+                    views = views_of(flat, [g.size() for g in gradients])
+                if flat.data_ptr() != gradients[0].data_ptr():
+                    copied.append((gradients, views))
                 flats.append(flat)
         self._world.all_reduce_coalesced_(
             flats, ReduceOp.AVG, tally=used.count(False) + self._is_changed
         )
         num_missing = self._world.tally
-        for flat, gradients in copied:
-            torch._foreach_copy_(gradients, views_of(flat, [g.size() for g in gradients]))
+        for gradients, views in copied:
+            torch._foreach_copy_(gradients, views)
         if num_missing:
             *used, is_changed = used_on_any_rank([*used, self._is_changed], self._world)
             for parameter, is_used in zip(self._trainable, used, strict=True):
@@ -223,14 +224,6 @@ class ReplicatedParameters:
 
     def mark_loaded(self, *, was_changed: bool) -> None:
         """No effect: there is no other copy."""
-
-
-def _flat_view(gradients: Sequence[Tensor]) -> Tensor | None:
-    """A single dense gradient as a one-dimensional view; ``None`` otherwise."""
-    if len(gradients) != 1 or dense_stride(gradients[0]) != gradients[0].stride():
-        return None
-    (gradient,) = gradients
-    return torch.as_strided(gradient, (gradient.numel(),), (1,), gradient.storage_offset())
 
 
 def _add_index(added: set[int], index: int, _: Tensor) -> None:

@@ -21,6 +21,7 @@ from runtime.fsdp.param_prefetch import ParamPrefetch
 from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.fsdp.strategy import ShardGroups
 from runtime.replica.flat import states_of
+from runtime.replica.gradients import refuse_sparse
 
 
 class ShardedParameters:
@@ -353,12 +354,7 @@ class ShardedParameters:
 
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
-        for name, param in zip(self.names, self._params, strict=True):
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"the gradient of {name!r} is sparse, which FSDP does not support; use "
-                    "Embedding(..., sparse=False)"
-                )
+        refuse_sparse(self.names, [param.grad for param in self._params])
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -315,12 +315,9 @@ class DataParallelCoordinator(Closeable):
         names = self._mirror.names()
         own: list[Row] = []
         for rank, (row, weight) in enumerate(zip(rows, weights, strict=True)):
-            grads = [g for g in row if g is not None]
             with self._failing(rank):
-                for name, grad in zip(names, row, strict=True):
-                    if grad is not None:
-                        refuse_sparse(name, grad)
-            multiply_(grads, weight / total)
+                refuse_sparse(names, row)
+            multiply_([g for g in row if g is not None], weight / total)
             own.append(row if weight else [None] * len(row))
         try:
             found = self._reduction.sum(own, params)

@@ -170,6 +170,7 @@ class RankReplica:
             names: Name of each parameter.
         """
         start_s = time.monotonic()
+        refuse_sparse(names, row)
         used = [i for i, flag in enumerate(has_grad) if flag]
         leaves = [self.leaves[i] for i in used]
         found: list[Tensor | None] = [None] * len(row)
@@ -182,7 +183,6 @@ class RankReplica:
                 found[used[i]] = view
                 grad = row[used[i]]
                 if grad is not None:
-                    refuse_sparse(names[used[i]], grad)
                     targets.append(view)
                     sources.append(grad)
             if targets:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from runtime.core.errors import ReplicaMismatch
 from runtime.device import cuda_api
 from runtime.replica.build import Template
-from runtime.replica.flat import FlatBuffers
+from runtime.replica.flat import FlatBuffers, is_expanded
+from runtime.replica.gradients import refuse_sparse
 
 
 class ReplicaSet:
@@ -98,7 +99,7 @@ class ReplicaSet:
                 if grad is None:
                     grad = torch.zeros_like(counted[0], device=p.device)
                     found.created.append((p, grad))
-                elif _overlaps(grad):  # not writable
+                elif is_expanded(grad):  # not writable
                     grad = grad.detach().clone(memory_format=torch.contiguous_format)
                     found.created.append((p, grad))
                 found.tensors[rank].append(grad)
@@ -219,21 +220,10 @@ def _check_same_dtype(name: str, grads: Sequence[Tensor | None]) -> None:
     for rank, grad in enumerate(grads):
         if grad is None:
             continue
-        if grad.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {name!r} of model {rank} has a sparse gradient, which replicas cannot "
-                "average: build the embedding with sparse=False"
-            )
+        refuse_sparse([name], [grad], f" of model {rank}")
         if dtype is not None and grad.dtype != dtype:
             raise ReplicaMismatch(
                 f"the gradient of {name!r} is {grad.dtype} on model {rank}, {dtype} on another; "
                 "train every model in the same precision"
             )
         dtype = grad.dtype
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """True if elements share memory, like those of an expanded tensor."""
-    return 0 in tensor.stride() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

@@ -402,9 +402,7 @@ class ThreadedEngine:
         total_weight([*self._stashed_weights, weight])
         params = self._mirror.params
         with self._clearing_on_error():
-            for name, p in self.model.named_parameters():
-                if p.grad is not None:
-                    refuse_sparse(name, p.grad)
+            refuse_sparse(self._mirror.names(), [p.grad for p in params])
             self._stashed[0].add(params, [p.grad for p in params])
             for stashed, local in zip(self._stashed[1:], self._local[1:], strict=True):
                 stashed.add(params, local.row(params))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,13 +129,23 @@ def _widest(values: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def refuse_sparse(name: str, grad: Tensor) -> None:
-    """Raise ``ValueError`` for a gradient that cannot be copied into a flat tensor."""
-    if grad.layout is not torch.strided:
-        raise ValueError(
-            f"parameter {name!r} has a sparse gradient, which replicas cannot average: build the "
-            "embedding with sparse=False"
-        )
+def refuse_sparse(names: Iterable[str], grads: Iterable[Tensor | None], where: str = "") -> None:
+    """Check that gradients can be copied into flat tensors.
+
+    Args:
+        names: The name of each parameter.
+        grads: Its gradient, if it has one.
+        where: The model, for the message.
+
+    Raises:
+        ValueError: One is sparse.
+    """
+    for name, grad in zip(names, grads, strict=True):
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {name!r}{where} has a sparse gradient, which replicas cannot average: "
+                "build the embedding with sparse=False"
+            )
 
 
 def check_gradients(names: Sequence[str], params: Sequence[Tensor], function: str) -> None:
@@ -149,9 +159,7 @@ def check_gradients(names: Sequence[str], params: Sequence[Tensor], function: st
             f"{function}'s loss depends on no trainable parameter: every gradient is None after "
             f"backward; compute the loss with the model passed to {function}"
         )
-    for name, p in zip(names, params, strict=True):
-        if p.grad is not None:
-            refuse_sparse(name, p.grad)
+    refuse_sparse(names, [p.grad for p in params])
 
 
 @torch.no_grad()

@@ -468,3 +468,30 @@ def test_an_omitted_broadcast_is_made_by_the_next_forward(options):
         assert logits.equal(net(batch(4)[0]))
 
     on_ranks(2, work)
+
+
+@each_strategy
+def test_gradients_with_strides_of_their_own_are_averaged(strategy):
+    """A gradient of torch.autograd.grad has the strides that its operator has chosen."""
+    x = torch.randn(2, 64, 4, 4, dtype=torch.float64)
+    made = [nn.Conv2d(64, 128, 3, bias=False).double() for _ in range(3)]
+    for module in made[1:]:
+        module.load_state_dict(made[0].state_dict())
+    bare, *models = made
+    (wanted,) = torch.autograd.grad(bare(x).square().sum(), [bare.weight])
+
+    def work(end):
+        model = models[end.rank]
+        weight = model.weight
+        fsdp = wrap(end, strategy, model)
+        inputs = x.to(memory_format=torch.channels_last) if end.rank else x
+        (weight.grad,) = torch.autograd.grad(fsdp(inputs).square().sum(), [weight])
+        strides = weight.grad.stride()
+        fsdp.sync_gradients()
+        (shard,) = fsdp.parameters()
+        return strides, shard.grad.reshape(-1)
+
+    (stride, first), (other, second) = on_ranks(2, work)
+    assert stride != other
+    found = first if strategy is ShardingStrategy.NO_SHARD else torch.cat([first, second])
+    torch.testing.assert_close(found, wanted.reshape(-1))
