@@ -84,6 +84,30 @@ def train_step(model, x, y):
     return loss.detach()
 
 
+def loss_fn(module, batch):
+    """The mean loss of a batch, for ``accumulate``."""
+    x, y = batch
+    return F.cross_entropy(module(x), y)
+
+
+def mean_step(alone, batches, max_norm=None):
+    """One step of one device on the mean loss of several batches."""
+    torch.stack([loss_fn(alone.model, batch) for batch in batches]).mean().backward()
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm)
+    alone.step()
+
+
+def train_both(model, alone, sizes):
+    """One step for each batch size, on the replicas and on one device; compared after each."""
+    for size in sizes:
+        x, y = make_batch(size)
+        train_step(model, x, y)
+        train_step(alone, x, y)
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
 def assert_identical(model):
     """Assert that all replicas hold the same bits: parameters, buffers and optimizer state."""
     first, *others = model.replicas

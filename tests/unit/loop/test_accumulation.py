@@ -21,17 +21,15 @@ from tests.support.own_loop import (
     assert_close,
     assert_identical,
     exchanging_gradients,
+    loss_fn,
     make_batch,
     make_net,
+    mean_step,
     on_cpus,
     sgd,
+    train_both,
     train_step,
 )
-
-
-def loss_fn(module, batch):
-    x, y = batch
-    return F.cross_entropy(module(x), y)
 
 
 def weighted_reference(alone, batches, counts, max_norm=None):
@@ -75,46 +73,28 @@ def test_a_round_is_the_weighted_mean_of_accumulated_gradients(optim, max_norm):
         assert_close(model, alone.model)
 
 
-def test_without_clipping_a_round_equals_the_mean_over_its_batches():
-    net = make_net()
-    alone = OneDevice(net)
-    config = DdpConfig(speed_hint=(0, 3.0), max_anchor=1)
-    with on_cpus(net, 2, config=config) as model:
-        assert model.batch_counts == (1, 3)
-        batches = [make_batch(5) for _ in range(4)]
-        model.accumulate(loss_fn, batches)
-        model.step()
-        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
-        alone.step()
-        assert_close(model, alone.model)
-
-
-@pytest.mark.parametrize("num_batches", [1, 3, 5])
-def test_a_short_round_is_divided_in_proportion_and_idle_devices_have_weight_zero(num_batches):
+@pytest.mark.parametrize(
+    ("hint", "anchor", "counts", "calls"),
+    [
+        ((0, 3.0), 1, (1, 3), [4]),
+        ((1, 2.0), 4, (8, 4), [1]),  # a short round is divided in proportion,
+        ((1, 2.0), 4, (8, 4), [3]),  # and idle devices have weight zero
+        ((1, 2.0), 4, (8, 4), [5]),
+        (None, 1, (1, 1), [2, 2, 2]),
+    ],
+)
+def test_without_clipping_a_round_equals_the_mean_over_its_batches(hint, anchor, counts, calls):
     net = make_net()
     alone = OneDevice(net, adamw)
-    config = DdpConfig(speed_hint=(1, 2.0), max_anchor=4)
-    with on_cpus(net, 2, adamw, config) as model:
-        assert model.batch_counts == (8, 4)
-        batches = [make_batch(5) for _ in range(num_batches)]
-        model.accumulate(loss_fn, batches)
+    with on_cpus(net, 2, adamw, DdpConfig(speed_hint=hint, max_anchor=anchor)) as model:
+        assert model.batch_counts == counts
+        batches = []
+        for num_batches in calls:
+            batches += [make_batch(5) for _ in range(num_batches)]
+            model.accumulate(loss_fn, batches[-num_batches:])
         model.step()
-        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
-        alone.step()
+        mean_step(alone, batches)
         assert_identical(model)
-        assert_close(model, alone.model)
-
-
-def test_rounds_may_accumulate_in_several_calls():
-    net = make_net()
-    alone = OneDevice(net)
-    with on_cpus(net, 2, config=DdpConfig(max_anchor=1)) as model:
-        batches = [make_batch(5) for _ in range(6)]
-        for start in (0, 2, 4):
-            model.accumulate(loss_fn, batches[start : start + 2])
-        model.step()
-        torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
-        alone.step()
         assert_close(model, alone.model)
 
 
@@ -130,8 +110,7 @@ def test_the_loop_is_the_same_on_one_device(num_devices):
             assert len(batches) == num_devices
             model.accumulate(loss_fn, batches)
             model.step()
-            torch.stack([loss_fn(alone.model, b) for b in batches]).mean().backward()
-            alone.step()
+            mean_step(alone, batches)
         assert_identical(model)
         assert_close(model, alone.model)
 
@@ -156,14 +135,6 @@ def test_a_round_on_one_device_is_clipped_and_divided_too(num_devices):
 def config_with_anchor(anchor, **settings):
     """Reductions at every ``anchor``-th step, independent of their cost."""
     return DdpConfig(max_anchor=anchor, overhead_target=0.5, **settings)
-
-
-def mean_step(alone, batches, max_norm=None):
-    """One step of one device on the mean loss of several batches."""
-    torch.stack([loss_fn(alone.model, batch) for batch in batches]).mean().backward()
-    if max_norm is not None:
-        nn.utils.clip_grad_norm_(alone.model.parameters(), max_norm)
-    alone.step()
 
 
 @pytest.mark.parametrize("how", ["directly", "meeting", "copies"])
@@ -296,12 +267,7 @@ def test_a_plain_loop_trains_with_elche_too():
     alone = OneDevice(net)
     with on_cpus(net, 2, config=DdpConfig(speed_hint=(0, 2.0))) as model:
         assert model.batch_counts == (10, 20)
-        for _ in range(12):
-            x, y = make_batch(7)
-            train_step(model, x, y)
-            train_step(alone, x, y)
-        assert_identical(model)
-        assert_close(model, alone.model)
+        train_both(model, alone, [7] * 12)
 
 
 @pytest.fixture
@@ -380,22 +346,6 @@ def test_rounds_read_the_batch_counts_for_each_list():
 # -- errors ------------------------------------------------------------------------
 
 
-def test_backward_and_accumulate_cannot_share_a_step():
-    with on_cpus(make_net(), 2) as model:
-        x, y = make_batch(4)
-        model.accumulate(loss_fn, [(x, y)] * 2)
-        with pytest.raises(RuntimeError, match="cannot share a step"):
-            F.cross_entropy(model(x), y).backward()
-        with pytest.raises(RuntimeError, match="max_grad_norm"):
-            model.clip_grad_norm_(1.0)
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        with pytest.raises(RuntimeError, match="cannot share a step"):
-            model.accumulate(loss_fn, [(x, y)] * 2)
-        model.step()
-        assert_identical(model)
-
-
 def bad_loss(value):
     return lambda module, batch: value
 
@@ -416,18 +366,6 @@ def test_invalid_losses_are_refused_and_the_module_stays_usable(bad, match, num_
             model.accumulate(bad, [make_batch(4)] * 2)
         train_step(model, *make_batch(4))
         assert_identical(model)
-
-
-def test_a_failure_on_one_rank_clears_all_ranks_accumulated_gradients():
-    def failing(module, batch):
-        if threading.current_thread().name.endswith("-1"):
-            raise ZeroDivisionError("bad batch")
-        return loss_fn(module, batch)
-
-    with on_cpus(make_net(), 2) as model:
-        with pytest.raises(ReplicaFailed, match="rank 1 on cpu failed in accumulate"):
-            model.accumulate(failing, [make_batch(4)] * 2)
-        assert all(p.grad is None for r in model.replicas for p in r.parameters())
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -454,7 +392,9 @@ def test_bad_arguments_are_refused(num_devices):
         ({"max_anchor": -1}, ValueError, "at least 0"),
         ({"max_anchor": 1.5}, TypeError, "whole number"),
         ({"max_grad_norm": 0.0}, ValueError, "above 0"),
-        ({"timeline": object()}, TypeError, "Timeline"),
+        ({"timeline": object()}, TypeError, r"pass a gpuworker\.Timeline\(\)"),
+        ({"whole": "bank"}, TypeError, r'pass names of inputs, whole=\["bank"\]'),
+        ({"whole": [1.5]}, TypeError, r'pass names of inputs, whole=\["bank"\]'),
     ],
 )
 def test_settings_out_of_range_are_refused(kwargs, error, match):

@@ -33,6 +33,7 @@ from tests.support.own_loop import (
     make_net,
     on_cpus,
     sgd,
+    train_both,
     train_step,
 )
 
@@ -71,27 +72,19 @@ class Bomb(nn.Module):
             raise ZeroDivisionError("backward went wrong")
 
 
-def continues_as_one_device(model, alone):
-    x, y = make_batch(7)
-    train_step(model, x, y)
-    train_step(alone, x, y)
-    assert_identical(model)
-    assert_close(model, alone.model)
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_error_in_forward_names_the_rank_and_the_module_stays_usable(rank):
     net = Bomb()
     alone = OneDevice(net)
     with on_cpus(net, 3) as model:
-        continues_as_one_device(model, alone)
+        train_both(model, alone, [7])
         model.forward_ranks = (rank,)
         with pytest.raises(ReplicaFailed, match=f"rank {rank} on cpu failed in forward") as found:
             model(make_batch(6)[0])
         assert isinstance(found.value.__cause__, ZeroDivisionError)
         assert (found.value.rank, found.value.what) == (rank, "forward")
         model.forward_ranks = ()
-        continues_as_one_device(model, alone)
+        train_both(model, alone, [7])
 
 
 class BadBatch(LookupError):
@@ -135,7 +128,7 @@ def test_a_loop_catches_errors_by_their_class_on_any_number_of_devices(error, ki
         assert getattr(caught.value, "number", 3) == 3
         assert str(error) in str(caught.value)
         model.module.forward_ranks = ()
-        continues_as_one_device(model, OneDevice(net))
+        train_both(model, OneDevice(net), [7])
 
 
 @pytest.mark.parametrize("error", [StopIteration(1), Unbuildable(1), KeyboardInterrupt()])
@@ -158,7 +151,7 @@ def test_an_error_in_backward_names_the_rank_and_clears_the_gradients(rank):
         assert time.monotonic() - start < FAST_S
         assert all(p.grad is None for r in model.replicas for p in r.parameters())
         model.backward_ranks = ()
-        continues_as_one_device(model, alone)
+        train_both(model, alone, [7])
 
 
 def test_errors_of_several_ranks_are_all_reported():
@@ -186,13 +179,13 @@ def test_an_error_in_a_step_is_that_of_the_optimizer_and_clears_the_gradients(mo
     momentum = {"lr": 0.1, "momentum": 0.9}
     alone = OneDevice(net, lambda params: torch.optim.SGD(params, **momentum))
     with on_cpus(net, 3, lambda params: Grenade(params, **momentum)) as model:
-        continues_as_one_device(model, alone)
+        train_both(model, alone, [7])
         monkeypatch.setattr(Grenade, "armed", True)
         with pytest.raises(ZeroDivisionError, match="step went wrong"):
             train_step(model, *make_batch(5))
         monkeypatch.setattr(Grenade, "armed", False)
         assert all(p.grad is None for p in net.parameters())
-        continues_as_one_device(model, alone)
+        train_both(model, alone, [7])
 
 
 @pytest.mark.parametrize("what", ["forward", "backward"])
@@ -231,15 +224,6 @@ def twin(model):
     alone = OneDevice(model.module, adamw)
     alone.optimizer.load_state_dict(copy.deepcopy(model.optimizer_state_dict()))
     return alone
-
-
-def test_a_replica_that_calls_the_model_it_is_part_of_is_refused():
-    net = Bomb()
-    with on_cpus(net, 2) as model:
-        holder = [model]
-        net.net.register_forward_pre_hook(lambda m, args: holder[0](*args))
-        with pytest.raises(ReplicaFailed, match="cannot call the model that it is a part of"):
-            model(make_batch(4)[0])
 
 
 def replica_threads():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 
 import pytest
@@ -19,11 +18,11 @@ from runtime import (
     Weighted,
 )
 from runtime.loop.balance import Balancer
-from runtime.loop.loop_engine import LOCAL_GRADIENTS, WEIGHTED_TWICE
-from runtime.loop.scatter import _parameter_names
+from runtime.loop.loop_engine import WEIGHTED_TWICE
 from tests.support.own_loop import (
     OneDevice,
     assert_close,
+    loss_fn,
     make_batch,
     make_net,
     on_cpus,
@@ -31,17 +30,11 @@ from tests.support.own_loop import (
     train_step,
 )
 from tests.support.wrapping import fill, nets, wrap
-from tests.unit.loop.test_accumulation import loss_fn
 
 one_or_two = pytest.mark.parametrize("num_devices", [1, 2])
 
 
 # -- Trainer.setup -------------------------------------------------------------------
-
-
-def test_the_ratios_of_one_device_are_the_whole_batch():
-    with on_cpus(make_net(), 1) as model:
-        assert model.chunk_ratios == (1.0,)
 
 
 @one_or_two
@@ -65,48 +58,6 @@ def test_accumulated_batches_of_weight_0_make_no_step(num_devices):
         assert not all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-@one_or_two
-def test_clip_grad_norm_clips_the_gradients_of_the_whole_batch(num_devices):
-    net = make_net()
-    alone = OneDevice(net)
-    x, y = make_batch(8)
-    with on_cpus(net, num_devices) as model:
-        F.cross_entropy(model(x), y).backward()
-        F.cross_entropy(alone.model(x), y).backward()
-        norm = model.clip_grad_norm_(0.01)
-        expected = nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
-        assert float(norm) == pytest.approx(float(expected))
-        model.step()
-        alone.step()
-        assert_close(model, alone.model)
-
-
-@one_or_two
-def test_max_grad_norm_applies_to_a_step_of_the_optimizer(num_devices):
-    net = make_net()
-    alone = OneDevice(net)
-    x, y = make_batch(8)
-    with on_cpus(net, num_devices, config=DdpConfig(max_grad_norm=0.01)) as model:
-        F.cross_entropy(model(x), y).backward()
-        model.optimizer.step()
-        F.cross_entropy(alone.model(x), y).backward()
-        nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
-        alone.step()
-        assert_close(model, alone.model)
-
-
-def test_a_backward_within_accumulated_batches_is_refused():
-    with on_cpus(make_net(), 2) as model:
-        x, y = make_batch(8)
-        loss = F.cross_entropy(model(x), y)
-        model.accumulate(loss_fn, [make_batch(4)])
-        with pytest.raises(RuntimeError) as caught:
-            model.clip_grad_norm_(1.0)
-        assert str(caught.value) == LOCAL_GRADIENTS
-        model.zero_grad()
-        del loss
-
-
 def test_a_model_that_calls_itself_is_refused():
     class Inner(nn.Module):
         def __init__(self):
@@ -121,12 +72,6 @@ def test_a_model_that_calls_itself_is_refused():
         with engine._exclusive(), pytest.raises(RuntimeError, match="inside one of its own calls"):
             model(torch.ones(8, 2))
         assert tuple(model(torch.ones(8, 2)).shape) == (8, 2)
-
-
-@pytest.mark.parametrize("whole", ["bank", [1.5]])
-def test_inputs_that_are_kept_whole_are_given_by_name(whole):
-    with pytest.raises(TypeError, match=r'pass names of inputs, whole=\["bank"\]'):
-        DdpConfig(whole=whole)
 
 
 def test_a_scheduler_after_removed_parameter_groups_starts_from_their_rates():
@@ -191,15 +136,6 @@ def test_a_number_that_is_a_sum_over_the_samples_is_refused():
     net = Summed("mean")
     with on_cpus(net, 2) as model:
         torch.testing.assert_close(model(x, y)["loss"], net(x, y)["loss"])
-
-
-def test_names_of_inputs_are_unknown_without_a_signature():
-    model = nn.Linear(1, 1)
-    assert _parameter_names(model) == ("input",)
-    model.forward = type("Opaque", (), {"__signature__": 0, "__call__": lambda *_: None})()
-    with pytest.raises((TypeError, ValueError)):
-        inspect.signature(model.forward)
-    assert _parameter_names(model) == ()
 
 
 def test_the_kept_sizes_of_batches_are_bounded():

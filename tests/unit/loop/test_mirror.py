@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from runtime import DdpConfig
 from runtime.loop.scatter import to_replica
 from tests.support.own_loop import (
     NUM_FEATURES,
@@ -20,9 +19,12 @@ from tests.support.own_loop import (
     assert_close,
     assert_identical,
     exchanging_gradients,
+    loss_fn,
     make_batch,
     make_net,
+    mean_step,
     on_cpus,
+    train_both,
     train_step,
 )
 
@@ -275,9 +277,6 @@ def test_a_scale_applies_to_an_added_group_and_a_scheduler_must_be_set_again(num
 def test_gradients_zeroed_by_the_optimizer_are_not_restored(num_devices):
     net, batches = make_net(), [make_batch(4) for _ in range(4)]
 
-    def loss_fn(module, batch):
-        return F.cross_entropy(module(batch[0]), batch[1])
-
     with on_cpus(net, num_devices) as model:
         alone = OneDevice(model.module)
         for order in (batches, batches[2:]):
@@ -285,15 +284,12 @@ def test_gradients_zeroed_by_the_optimizer_are_not_restored(num_devices):
             model.optimizer.zero_grad()
             if order is batches:
                 model.accumulate(loss_fn, order[2:])
-                (sum(loss_fn(alone, b) for b in order[2:]) / 2).backward()
+                mean_step(alone, order[2:])
             model.step()
-            alone.step()
             assert_close(model, alone.model)
         model.accumulate(loss_fn, batches[:2])
         model.optimizer.zero_grad()
-        train_step(model, *batches[0])  # not mixed: no accumulated gradients are left
-        train_step(alone, *batches[0])
-        assert_close(model, alone.model)
+        train_both(model, alone, [4])  # not mixed: no accumulated gradients are left
 
 
 def test_a_cleared_optimizer_state_is_cleared_on_all_replicas():
@@ -441,16 +437,3 @@ def test_a_shard_of_one_sample_is_not_made_where_batch_statistics_are_used():
         model(x[:2]).sum().backward()
         assert seen == [5, 2]
         assert_identical(model)
-
-
-def test_a_step_of_the_caller_is_clipped_by_the_configured_norm():
-    net = make_net()
-    alone = OneDevice(net)
-    x, y = make_batch(6)
-    with on_cpus(net, 2, config=DdpConfig(max_grad_norm=0.01, max_anchor=0)) as model:
-        F.cross_entropy(model(x), y).backward()
-        model.optimizer.step()
-        F.cross_entropy(alone(x), y).backward()
-        nn.utils.clip_grad_norm_(alone.model.parameters(), 0.01)
-        alone.step()
-        assert_close(list(model.parameters()), list(alone.model.parameters()))

@@ -33,10 +33,12 @@ from tests.support.own_loop import (
     assert_close,
     assert_identical,
     exchanging_gradients,
+    loss_fn,
     make_batch,
     make_net,
     on_cpus,
     sgd,
+    train_both,
     train_step,
 )
 
@@ -226,11 +228,7 @@ def test_settings_of_the_first_optimizer_apply_to_all():
         for lr in (0.1, 0.5, 0.01):
             for optimizer in (model.optimizer, alone.optimizer):
                 optimizer.param_groups[0]["lr"] = lr
-            x, y = make_batch(5)
-            train_step(model, x, y)
-            train_step(alone, x, y)
-        assert_identical(model)
-        assert_close(model, alone.model)
+            train_both(model, alone, [5])
 
 
 def test_a_tensor_learning_rate_reaches_all_optimizers():
@@ -344,12 +342,7 @@ def test_models_that_cannot_be_copied_come_from_the_factory_and_share_parameters
         alone.model.load_state_dict(model.state_dict())
         alone.optimizer = sgd(alone.model.parameters())
         model.eval()
-        for _ in range(3):
-            x, y = make_batch(6)
-            train_step(model, x, y)
-            train_step(alone, x, y)
-        assert_identical(model)
-        assert_close(model, alone.model)
+        train_both(model, alone, [6] * 3)
 
 
 def test_factories_that_differ_are_refused():
@@ -417,22 +410,11 @@ def test_one_device_calls_the_model_directly():
     net = make_net()
     with on_cpus(net, 1) as model:
         assert model.__dict__["forward"] is net
+        assert model.chunk_ratios == (1.0,)
         x, _ = make_batch(4)
         before = threading.enumerate()
         assert torch.equal(model(x), net(x))
         assert threading.enumerate() == before
-
-
-def test_one_device_equals_a_plain_loop_bit_for_bit():
-    net = make_net()
-    alone = OneDevice(net, adamw)
-    with on_cpus(net, 1, adamw) as model:
-        for _ in range(5):
-            x, y = make_batch(6)
-            train_step(model, x, y)
-            train_step(alone, x, y)
-        for a, b in zip(net.parameters(), alone.model.parameters(), strict=True):
-            assert torch.equal(a, b)
 
 
 def test_the_default_is_every_gpu_or_one_cpu():
@@ -510,59 +492,52 @@ def test_the_timeline_of_a_garbage_collected_model_ends():
     assert timeline.summary().state == "finished"
 
 
-def test_an_invalid_timeline_is_refused():
-    with pytest.raises(TypeError, match=r"pass a gpuworker\.Timeline\(\)"):
-        DdpConfig(timeline=object())
-
-
 def test_a_state_loaded_into_the_first_optimizer_directly_reaches_all():
-    with own_loop_model() as model:
-        train_steps(model, 3)
+    with on_cpus(make_net(), 2, adamw) as model:
+        train_step(model, *make_batch(4))
         saved = copy.deepcopy(model.optimizer.state_dict())
-        train_steps(model, 3)
+        train_step(model, *make_batch(4))
         model.optimizer.load_state_dict(saved)
-        train_steps(model, 2)
-        first, second = (list(replica.parameters()) for replica in model.replicas)
-        for a, b in zip(first, second, strict=True):
-            assert torch.equal(a, b)
+        train_step(model, *make_batch(4))
+        assert_identical(model)
 
 
-@pytest.mark.parametrize("touch", ["zero_grad", "attribute"])
-def test_a_replica_that_uses_the_model_raises_instead_of_hanging(touch):
-    with own_loop_model() as model:
+def call(model, out):
+    model(make_batch(4)[0])
 
-        def loss_fn(module, batch):
-            if touch == "zero_grad":
-                model.zero_grad()
-            else:
-                model.seen = 1
-            return module(batch).square().mean()
+
+def zero_grad(model, out):
+    model.zero_grad()
+
+
+def set_attribute(model, out):
+    model.seen = 1
+
+
+def run_backward(model, out):
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("use", [call, zero_grad, set_attribute, run_backward])
+def test_a_replica_that_uses_the_model_raises_instead_of_hanging(use):
+    with on_cpus(make_net(), 2) as model:
+        out = model(make_batch(4)[0])
+
+        def using_the_model(module, batch):
+            use(model, out)
+            return loss_fn(module, batch)
 
         with pytest.raises(ReplicaFailed, match="cannot call the model that it is a part of"):
-            model.accumulate(loss_fn, [torch.ones(2, 3), torch.ones(2, 3)])
+            model.accumulate(using_the_model, [make_batch(4)] * 2)
+        train_step(model, *make_batch(4))
+        assert_identical(model)
 
 
 def test_a_models_own_attribute_head_is_accessible():
-    class Headed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(3, 1)
-
-        def forward(self, x):
-            return self.head(x)
-
-    with Trainer.setup(Headed(), lambda p: torch.optim.SGD(p, 0.1), ["cpu", "cpu"]) as model:
-        assert isinstance(model.head, nn.Linear)
-
-
-def own_loop_model():
-    return Trainer.setup(nn.Linear(3, 1), lambda p: torch.optim.Adam(p, 0.1), ["cpu", "cpu"])
-
-
-def train_steps(model, count):
-    for _ in range(count):
-        model(torch.randn(4, 3)).square().mean().backward()
-        model.step()
+    net = make_net()
+    net.head = nn.Identity()
+    with on_cpus(net, 2) as model:
+        assert model.head is net.head
 
 
 @one_or_two

@@ -32,9 +32,9 @@ from tests.support.own_loop import (
     adamw,
     assert_close,
     assert_identical,
+    loss_fn,
     make_batch,
 )
-from tests.unit.loop.test_accumulation import loss_fn
 
 OTHER = torch.device("cuda", 1)
 NUM_REPLICAS = 2
