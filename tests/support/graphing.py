@@ -119,5 +119,11 @@ def assert_equal_runs(actual, expected):
         assert a.num_samples == e.num_samples
 
 
+def assert_graphs_change_nothing(make):
+    """Train a run of ``make`` without graphs and one with them: the results are equal."""
+    expected = train(make().cuda_graphs(False))
+    assert_equal_runs(train(make().cuda_graphs(True)), expected)
+
+
 def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]

@@ -232,8 +232,7 @@ def average_over_cpu(replicas, weights):
     return result.divergences
 
 
-def average_over(kind, replicas, weights, then=None):
-    """Average over a collective; then call ``then`` with each rank's averager."""
+def average_over(kind, replicas, weights):
     collectives = create_collectives(len(replicas), kind, None, WAIT_S)
     found = {}
 
@@ -241,8 +240,6 @@ def average_over(kind, replicas, weights, then=None):
         averager = ReplicaAverager(replicas[i][1], Device(1), collectives[i])
         with torch.no_grad():
             found[i] = averager.all_reduce(weights[i])[0]
-            if then is not None:
-                then(i, averager)
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(replicas))]
     for thread in threads:
@@ -284,38 +281,6 @@ def test_integers_are_copied_from_the_rank_of_largest_weight(kind, weights, heav
     for model, _ in replicas:
         assert int(model.count) == 10 * (heaviest + 1)
         assert model.flag.tolist() == [True, False]
-
-
-# -- undoing a round -------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["thread", "gloo"])
-def test_an_undone_round_leaves_the_earlier_state_plus_the_training_since(kind):
-    replicas = states(VALUES[:2])
-    for rank, (model, _) in enumerate(replicas):
-        model.flag.copy_(torch.tensor([rank == 0, False]))
-    averaged = {}
-
-    def train_on_and_undo(rank, averager):
-        model = replicas[rank][0]
-        averaged[rank] = (model.w.tolist(), int(model.count), model.flag.tolist())
-        model.w.add_(0.5)
-        model.single.add_(0.25)
-        model.mean.add_(2.0)
-        model.count.add_(7)
-        model.flag[1] = True
-        averager.undo_all_reduce()
-        assert averager.version == 0
-
-    average_over(kind, replicas, WEIGHTS[:2], train_on_and_undo)
-    assert averaged[1] == (pytest.approx([1.25, 1.0, 2.25]), 10, [True, False])  # it took place
-    for rank, (model, _) in enumerate(replicas):
-        w, single, mean, count = VALUES[rank]
-        assert model.w.tolist() == pytest.approx([v + 0.5 for v in w])
-        assert model.single.tolist() == pytest.approx([single + 0.25] * 2)
-        assert model.mean.tolist() == pytest.approx([mean + 2.0] * 4)
-        assert int(model.count) == count + 7
-        assert model.flag.tolist() == [rank == 0, True]
 
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])

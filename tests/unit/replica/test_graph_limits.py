@@ -11,6 +11,7 @@ from tests.support.graphing import (
     DATA,
     a_run,
     assert_equal_runs,
+    assert_graphs_change_nothing,
     capturable_on_cpu,
     loss_of,
     posing,
@@ -49,23 +50,17 @@ def test_an_optimizer_that_reads_the_device_steps_behind_a_graph(posing, caplog)
             float(self.param_groups[0]["params"][0].detach().sum())
             return super().step(closure)
 
-    def run(flag):
-        return train(a_run(optim=lambda params: Reading(params, 0.01)).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(optim=lambda params: Reading(params, 0.01)))
     (warning,) = warnings_of(caplog)
     assert "the optimizer steps without a graph" in warning
     assert posing.num_replays == [45]
 
 
 def test_a_setting_that_moves_with_each_step_leaves_the_optimizer_out(posing, caplog):
-    def run(flag):
-        b = a_run(optim=sgd).scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.99))
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(optim=sgd).scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.99))
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     (warning,) = warnings_of(caplog)
     assert "(lr)" in warning
     assert "fused=True" in warning
@@ -77,11 +72,7 @@ def test_a_learning_rate_that_is_set_once_is_captured_again(posing, caplog):
         if epoch == 2:
             worker.set_lr(0.001)
 
-    def run(flag):
-        return train(a_run(optim=sgd).epoch_fn(slower).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(optim=sgd).epoch_fn(slower))
     assert warnings_of(caplog) == []
     assert posing.num_replays == [29, 16]
 
@@ -100,12 +91,10 @@ class Replacing(nn.Module):
 
 
 def test_a_buffer_that_is_replaced_keeps_the_step_eager(posing, caplog):
-    def run(flag):
-        b = a_run(model=lambda d: Replacing().to(d, torch.float64), loss=loss_of)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(model=lambda d: Replacing().to(d, torch.float64), loss=loss_of)
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     (warning,) = warnings_of(caplog)
     assert "'seen'" in warning
     assert "in place" in warning
@@ -168,11 +157,7 @@ class Counting(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("where", ["group", "state"])
 def test_an_optimizer_that_counts_in_python_steps_behind_the_graph(where, posing, caplog):
-    def run(flag):
-        return train(a_run(optim=lambda params: Counting(params, where)).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(optim=lambda params: Counting(params, where)))
     (warning,) = warnings_of(caplog)
     assert "the optimizer steps without a graph" in warning
     assert "in Python" in warning
@@ -193,11 +178,7 @@ class Carrying(nn.Module):
 
 
 def test_an_attribute_that_is_replaced_keeps_the_step_eager(posing, caplog):
-    def run(flag):
-        return train(a_run(model=lambda d: Carrying().to(d, torch.float64)).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(model=lambda d: Carrying().to(d, torch.float64)))
     (warning,) = warnings_of(caplog)
     assert "'hidden'" in warning
 
@@ -216,12 +197,10 @@ def test_a_buffer_that_is_replaced_between_steps_is_captured_again(posing, caplo
     def shift(epoch, worker):
         worker.model.shift = torch.full((3,), 0.1 * epoch, dtype=torch.float64)
 
-    def run(flag):
-        b = a_run(model=lambda d: Shifted().to(d, torch.float64)).epoch_fn(shift)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(model=lambda d: Shifted().to(d, torch.float64)).epoch_fn(shift)
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     assert posing.num_replays == [13, 13, 13]
     assert warnings_of(caplog) == []
 
@@ -235,12 +214,10 @@ def test_under_lockstep_an_unused_parameter_leaves_the_optimizer_out(posing, cap
         def forward(self, x):
             return self.used(x)
 
-    def run(flag):
-        b = a_run(model=lambda d: Half().to(d, torch.float64), way=(SYNC, THREAD), ranks=2)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(model=lambda d: Half().to(d, torch.float64), way=(SYNC, THREAD), ranks=2)
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     (warning,) = warnings_of(caplog)
     assert "has no gradient" in warning
     replays = [n for n in posing.num_replays if n]

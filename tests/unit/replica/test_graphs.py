@@ -16,6 +16,7 @@ from tests.support.graphing import (
     a_run,
     adamw,
     assert_equal_runs,
+    assert_graphs_change_nothing,
     capturable_on_cpu,
     loss_of,
     posing,
@@ -35,23 +36,16 @@ every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].nam
 @pytest.mark.parametrize("optim", [adamw, sgd])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_steps_of_a_graph_equal_eager_steps(optim, accumulate, posing):
-    def run(flag):
-        b = a_run(optim=optim).accumulate(accumulate).max_grad_norm(0.5)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(optim=optim).accumulate(accumulate).max_grad_norm(0.5)
 
-    expected = run(False)
-    assert posing.num_replays == []
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     windows = 3 * (16 // accumulate)  # each epoch ends with a short batch
     assert posing.num_replays == [windows - 3]
 
 
 def test_in_lockstep_one_graph_precedes_the_reduction_and_one_follows(posing):
-    def run(flag):
-        return train(a_run(way=(SYNC, THREAD), ranks=2).max_grad_norm(0.5).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(way=(SYNC, THREAD), ranks=2).max_grad_norm(0.5))
     assert len(posing.fake.graphs) == 4
     assert all(n >= 8 for n in posing.num_replays)
 
@@ -64,15 +58,14 @@ def test_pieces_of_four_sizes_are_captured(turns, posing, monkeypatch):
     def sizes(shares, total, ranks):
         return turns[next(dealt) % len(turns)] if total == 8 else (total - total // 2, total // 2)
 
-    def run(flag):
+    def make():
         nonlocal dealt
         dealt = count()
         b = a_run(way=(SYNC, THREAD), ranks=2, dataset=(DATA[:64],), epochs=20)
-        return train(b.balance(True).cuda_graphs(flag))
+        return b.balance(True)
 
     monkeypatch.setattr(Shares, "sizes", sizes)
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     assert all(n > 0 for n in posing.num_replays)
     # Two around each reduction, on each of two ranks.
     assert len(posing.fake.graphs) == 4 * min(len(turns), MAX_SIZES)
@@ -88,13 +81,12 @@ def test_every_policy_trains_every_sample_with_graphs(way, posing):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_scheduler_changes_the_learning_rate_of_a_graph(ranks, posing):
-    def run(flag):
+    def make():
         b = a_run(way=(SYNC, THREAD), ranks=ranks)
         b.scheduler(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60))
-        return train(b.cuda_graphs(flag))
+        return b
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     assert sum(posing.num_replays) > 15
 
 
@@ -133,11 +125,7 @@ def test_a_graph_is_dropped_when_the_state_of_its_optimizer_is_replaced(posing):
         if epoch == 1:
             worker.optimizer.load_state_dict(worker.optimizer.state_dict())
 
-    def run(flag):
-        return train(a_run(optim=sgd).epoch_fn(restart).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(optim=sgd).epoch_fn(restart))
     assert posing.num_replays == [13, 29]
 
 
@@ -151,11 +139,7 @@ def test_forget_graphs_applies_a_change_made_in_python(posing):
         weight[0] = 1.0 + epoch
         worker.forget_graphs()
 
-    def run(flag):
-        return train(a_run(loss=weighted).epoch_fn(heavier).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(loss=weighted).epoch_fn(heavier))
     assert posing.num_replays == [13, 13, 13]
 
 
@@ -194,12 +178,10 @@ def test_batches_of_several_shapes_have_a_graph_each(posing):
     def loss(model, batch):
         return (model.w * batch).sum(1).square().mean() + model.w.square().sum()
 
-    def run(flag):
-        b = a_run(model=_one_number, loss=loss, dataset=Ragged(), optim=sgd)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(model=_one_number, loss=loss, dataset=Ragged(), optim=sgd)
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     assert len(posing.num_replays) == 2
     assert sum(posing.num_replays) == 48 - 6
 

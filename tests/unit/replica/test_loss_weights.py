@@ -35,6 +35,7 @@ from tests.support.graphing import (
     a_run,
     adamw,
     assert_equal_runs,
+    assert_graphs_change_nothing,
     capturable_on_cpu,
     loss_of,
     posing,
@@ -440,23 +441,17 @@ def fused(params):
 @pytest.mark.parametrize("optim", [adamw, sgd, fused])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_weighted_steps_of_a_graph_equal_eager_steps(optim, accumulate, posing):
-    def run(flag):
-        b = a_run(optim=optim, loss=of_tokens).accumulate(accumulate).max_grad_norm(0.5)
-        return train(b.cuda_graphs(flag))
+    def make():
+        return a_run(optim=optim, loss=of_tokens).accumulate(accumulate).max_grad_norm(0.5)
 
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(make)
     (replays, *second) = posing.num_replays
     assert replays == 3 * (16 // accumulate) - 3
     assert len(second) == (optim is not fused)  # otherwise a read comes between two graphs
 
 
 def test_weighted_steps_of_graphs_on_several_ranks_equal_eager_steps(posing):
-    def run(flag):
-        return train(a_run(loss=of_tokens, way=(SYNC, THREAD), ranks=2).cuda_graphs(flag))
-
-    expected = run(False)
-    assert_equal_runs(run(True), expected)
+    assert_graphs_change_nothing(lambda: a_run(loss=of_tokens, way=(SYNC, THREAD), ranks=2))
     assert all(n >= 8 for n in posing.num_replays)
 
 

@@ -32,8 +32,8 @@ class Mixed(nn.Module):
         self.register_buffer("flags", torch.tensor([rank == 0, rank == 1, rank == 2, True, False]))
 
 
-def averagers(models, ranks):
-    ends = create_collectives(len(ranks), "thread", None, WAIT_S)
+def averagers(models, ranks, kind):
+    ends = create_collectives(len(ranks), kind, None, WAIT_S)
     return [
         ReplicaAverager(FlatState(models[rank]), Device(1), end)
         for rank, end in zip(ranks, ends, strict=True)
@@ -65,12 +65,12 @@ def copy_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.fixture
-def undone():
-    """Three averaged replicas, their earlier states, and a function that undoes the round."""
+@pytest.fixture(params=["thread", "gloo"])
+def undone(request):
+    """Three averaged replicas, their earlier states and their averagers."""
     models = [Mixed(rank) for rank in range(3)]
     before = [copy_of(model) for model in models]
-    group = averagers(models, range(3))
+    group = averagers(models, range(3), request.param)
     on_threads(group, WEIGHTS)
     yield models, before, group
     close(group)
@@ -136,7 +136,7 @@ def test_a_round_undone_and_repeated_without_the_dead_rank_counts_once(undone):
     models, before, group = undone
     for averager in group:
         averager.undo_all_reduce()
-    survivors = averagers(models, (0, 1))
+    survivors = averagers(models, (0, 1), "thread")
     on_threads(survivors, WEIGHTS[:2])
     close(survivors)
     total = sum(WEIGHTS[:2])
