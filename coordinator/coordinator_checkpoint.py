@@ -408,7 +408,7 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
         info = run.ranks[rank % len(run.ranks)]
         for name in _TOTALS:
             setattr(info, name, getattr(info, name) + totals[name])
-    run.outcome.metrics = [metrics_from_state(saved) for saved in state["metrics"]]
+    run.outcome.restore(metrics_from_state(saved) for saved in state["metrics"])
     # Epochs opened ahead may exceed a smaller num_epochs.
     last = run.config.num_epochs
     run.ledger.restore(

@@ -622,7 +622,7 @@ class EpochScheduler:
             },
             partial=partial,
         )
-        self._run.outcome.metrics.append(metrics)
+        self._run.outcome.close_epoch(metrics)
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._run.emit(PublishEpoch(metrics=given))

@@ -50,7 +50,7 @@ class FailureRecovery:
             in_round: The round in progress holds what the rank trained since the last one.
         """
         run = self._run
-        run.outcome.failures.append(failure)
+        run.outcome.survive(failure)
         run.elche.drop(failure.rank)
         if run.lockstep:
             self.halt()

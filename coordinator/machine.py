@@ -342,7 +342,7 @@ class Coordinator:
             self._finalizer.fail(failure, now, saves=saves)
         elif is_leaving:
             # Its last state counts if it was received; the others are leaving.
-            self._run.outcome.failures.append(failure)
+            self._run.outcome.survive(failure)
             if not had_left and self._run.lockstep:
                 self._run.abort_collective()
         elif is_last:
@@ -416,9 +416,8 @@ class Coordinator:
         return is_new and shares.may_fit(self._run.slice_samples(ranks), ranks)
 
     def _on_stop(self, reason: str) -> None:
-        outcome = self._run.outcome
-        if self._run.phase in (Phase.STARTING, Phase.RUNNING) and not outcome.stopped:
-            outcome.stopped, outcome.reason = True, reason
+        if self._run.phase in (Phase.STARTING, Phase.RUNNING):
+            self._run.outcome.stop(reason)
         if self._run.phase is Phase.RUNNING:
             self._run.enter(Phase.STOPPING)
 

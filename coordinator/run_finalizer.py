@@ -14,7 +14,6 @@ from coordinator import messages as m
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.messages import FINAL_ROUND, AbortCollective, Average, Payload
-from coordinator.run_errors import RunStalled
 from coordinator.run_state import Phase, RankState, RunState
 from coordinator.transports import Round
 
@@ -77,11 +76,13 @@ class RunFinalizer:
         if not finals and sent:
             fault = sent[0].fault
             assert fault is not None
-            self._run.outcome.failure = m.WorkerFailure(
-                error=fault.error, rank=fault.rank, epoch=fault.epoch, step=fault.step
+            self._run.outcome.fail(
+                m.WorkerFailure(
+                    error=fault.error, rank=fault.rank, epoch=fault.epoch, step=fault.step
+                )
             )
         elif not finals and self._run.outcome.failures:
-            self._run.outcome.failure = self._run.outcome.failures[-1]
+            self._run.outcome.fail(self._run.outcome.failures[-1])
         if self._run.outcome.failure is None:
             self._freeze(finals)
             limited = self._run.config.max_steps is not None and not self._run.config.granted
@@ -89,7 +90,7 @@ class RunFinalizer:
                 # Not in the checkpoint: a resumed run publishes the whole epoch.
                 self._epochs.publish_partial()
         if len(finals) <= 1 or not any(weights):
-            self._run.outcome.payload = finals[0].payload if finals else None
+            self._run.outcome.conclude(finals[0].payload if finals else None)
             self._saving.emit_final(self._run.outcome.payload)
             self.finish()
             return
@@ -123,8 +124,8 @@ class RunFinalizer:
         elif self._run.phase is not Phase.AVERAGING:
             return
         elif event.error is not None:
-            outcome.failure = m.WorkerFailure(error=event.error)
-        outcome.payload = average
+            outcome.fail(m.WorkerFailure(error=event.error))
+        outcome.conclude(average)
         self._saving.emit_final(average)
         self.finish()
 
@@ -151,9 +152,7 @@ class RunFinalizer:
         """
         run, rnd = self._run, self._round
         self._collects = self.collects(saves=saves)
-        if run.outcome.failure is None:
-            run.outcome.failure = failure
-            run.outcome.reason = "stalled" if isinstance(failure.error, RunStalled) else "failed"
+        run.outcome.fail(failure)
         if run.phase is Phase.FAILING:
             return
         run.enter(Phase.FAILING)
@@ -189,7 +188,7 @@ class RunFinalizer:
         if self._is_averaging:
             self.finish()
             return
-        self._run.outcome.missing = tuple(r.rank for r in self._run.ranks if r.present)
+        self._run.outcome.miss(r.rank for r in self._run.ranks if r.present)
         self.collect_after_failure(now)
 
     def collect_after_failure(self, now: float) -> None:
@@ -221,7 +220,7 @@ class RunFinalizer:
             self.deadline = now + MAX_COLLECT_S
             self._average(finals, payloads)
             return
-        run.outcome.payload = lead
+        run.outcome.conclude(lead)
         self._saving.emit_final(lead)
         self.finish()
 

@@ -30,6 +30,7 @@ from coordinator.messages import (
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
 from coordinator.requested_evaluations import RequestedEvaluations
+from coordinator.run_errors import RunStalled
 from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 
 
@@ -554,7 +555,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run.
+    """The outcome of a run, changed by its own methods only.
 
     Attributes:
         payload: The final average; after a failure, of the ranks that left a usable state.
@@ -573,6 +574,42 @@ class Outcome:
     stopped: bool = False
     reason: str = "finished"
     missing: tuple[int, ...] = ()
+
+    def restore(self, metrics: Iterable[EpochMetrics]) -> None:
+        """Set the closed epochs of the run that is resumed."""
+        self.metrics = list(metrics)
+
+    def close_epoch(self, metrics: EpochMetrics) -> None:
+        """Add a closed epoch."""
+        self.metrics.append(metrics)
+
+    def survive(self, failure: WorkerFailure) -> None:
+        """Add the death of a rank that the run survives."""
+        self.failures.append(failure)
+
+    def fail(self, failure: WorkerFailure) -> None:
+        """Set the cause of a failed run; the first one counts."""
+        if self.failure is None:
+            self.failure = failure
+            self.reason = "stalled" if isinstance(failure.error, RunStalled) else "failed"
+
+    def stop(self, reason: str) -> None:
+        """Record an early stop; the first one counts."""
+        if not self.stopped:
+            self.stopped, self.reason = True, reason
+
+    def miss(self, ranks: Iterable[int]) -> None:
+        """Set the ranks that did not leave in time."""
+        self.missing = tuple(ranks)
+
+    def conclude(self, payload: Payload | None) -> None:
+        """Set the final average; ``None``: there is none."""
+        self.payload = payload
+
+    def release(self) -> None:
+        """Free the average, and the failures with their frames."""
+        self.payload = None
+        self.failures.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

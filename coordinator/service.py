@@ -131,7 +131,7 @@ class Service:
             # Python's queues never disconnect: waiting workers need a message.
             logger.exception("the coordinator's thread died")
             with self._lock:
-                machine.outcome.failure = m.WorkerFailure(error=error)
+                machine.outcome.fail(m.WorkerFailure(error=error))
             self._abort_collective(None)
             for outbox in self._outboxes:
                 outbox.put(m.Shutdown(snapshot=False))

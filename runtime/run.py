@@ -715,7 +715,7 @@ class Run:
             if error is None:
                 whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
                 if whole is not None:
-                    self._machine.outcome.payload = whole
+                    self._machine.outcome.conclude(whole)
                 state = self._state(errors)
                 load_given(state)
             else:
@@ -794,8 +794,7 @@ class Run:
         self._workers = [None] * len(self._workers)  # a stuck one may still write its own
         self._resume = self.resumed = None
         # The run object lives until garbage collection; free its tensors now.
-        self._machine.outcome.payload = None
-        self._machine.outcome.failures.clear()
+        self._machine.outcome.release()
         INTERRUPTS.remove(self)
         if self._holds_threads:
             self._holds_threads = False

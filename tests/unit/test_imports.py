@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import sys
 import tomllib
 
 import pytest
 
+from coordinator.run_state import Outcome
 from tests import house
 from tests.house import (
     OPENINGS,
@@ -183,23 +185,34 @@ def test_importing_coordinator_loads_no_runtime():
 
 
 class Assignments(ast.NodeVisitor):
-    """Assignments of fields of ``run`` or ``self._run`` in a module."""
+    """Assignments of fields of objects in a module, and calls that change their lists.
 
-    def __init__(self):
+    Args:
+        owners: The names of the objects, alone or as attributes.
+    """
+
+    def __init__(self, owners):
+        self.owners = owners
         self.found = []
 
     def visit_Attribute(self, node):
-        value = node.value
+        field = node
+        if node.attr in MUTATORS and isinstance(node.value, ast.Attribute):
+            field = node.value
+        value = field.value
         owner = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
-        changed = isinstance(node.ctx, (ast.Store, ast.Del))
-        if changed and owner in ("run", "_run", "run_state"):
-            self.found.append(node.attr)
+        changed = field is not node or isinstance(node.ctx, (ast.Store, ast.Del))
+        if changed and owner in self.owners:
+            self.found.append(field.attr)
         self.generic_visit(node)
 
 
-def changed_from_outside(source):
-    """Fields of the run's state that a module assigns."""
-    visitor = Assignments()
+MUTATORS = ("append", "clear", "extend", "insert", "pop", "remove")
+
+
+def changed_from_outside(source, owners=("run", "_run", "run_state")):
+    """Fields of the run's state, or of other objects, that a module changes."""
+    visitor = Assignments(owners)
     visitor.visit(ast.parse(source))
     return visitor.found
 
@@ -216,6 +229,15 @@ def test_only_its_own_methods_assign_the_state_of_a_run():
         "plan",
         "global_step",
     ]
+
+
+def test_only_its_own_methods_change_the_outcome_of_a_run():
+    fields = {field.name for field in dataclasses.fields(Outcome)}
+    for path in (*sources("coordinator"), *sources("runtime")):
+        found = changed_from_outside(path.read_text("utf-8"), ("outcome",))
+        assert not fields.intersection(found), path
+    code = "run.outcome.failure = None\noutcome.metrics.append(x)\nouter.outcome.fail(failure)"
+    assert changed_from_outside(code, ("outcome",)) == ["failure", "metrics"]
 
 
 FORBIDDEN = {"print", "sys.exit", "exit", "quit", "os._exit", "logging.basicConfig"}
