@@ -276,7 +276,7 @@ class DataParallelCoordinator(Closeable):
             outcomes = self._runner.run(tasks, self._batch_name, tensors)
         finally:
             rows: list[Row] = [take_grads(replica.leaves) for replica in self._replicas]
-        self._mirror.adopt_forward()
+        self._mirror.adopt_forward([rank for rank, n in enumerate(counts) if n])
         found: list[ShardLoss] = [outcome.value or ShardLoss() for outcome in outcomes]
         self._second_values.classify(found, counts)
         parts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runtime.core.errors import ReplicaMismatch
+from runtime.device.cuda import devices_differ
 from runtime.replica.build import Template, copy_template
 from runtime.replica.flat import checksum
+from runtime.replica.rank_statistics import first_difference, statistics_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _OPAQUE = (*_PLAIN, type, ModuleType, BuiltinFunctionType)
@@ -43,11 +46,17 @@ CHANGED_IN_FORWARD = (
     "share its memory: change it between two steps, under torch.no_grad(), or assign a new "
     "tensor to its .data in forward"
 )
+RANK_STATISTICS = (
+    "buffer %r of the model is computed from the samples of each device, and those of the first "
+    "device are kept, while one device computes it from the whole batch: compute it in the loop, "
+    "from what the model returns for the whole batch"
+)
 REPLACED = (
     "parameter {name!r} of the model was replaced by a computed tensor, as by "
     "torch.func.functional_call, which the other devices do not have: apply such functions to "
     "model.module, which runs on the first device only"
 )
+logger = logging.getLogger(__name__)
 ModelMaker = Callable[[torch.device], nn.Module]
 
 
@@ -99,6 +108,8 @@ class ModelMirror:
         self.leaves: list[list[Tensor]] = [[] for _ in devices]
         self.models: list[nn.Module] = []
         self._sums_values = True
+        self._num_passes = 0  # of forward in training
+        self._has_warned = False
         self._build()
 
     def follow(self) -> None:
@@ -120,9 +131,12 @@ class ModelMirror:
         self._build()
         self._record_values()
 
-    def adopt_forward(self) -> None:
+    def adopt_forward(self, ranks: Sequence[int]) -> None:
         """As :meth:`adopt`, after a forward pass; also sets parameters to what it assigned to their
         ``.data``, which each rank computed alike.
+
+        Args:
+            ranks: Those that had samples.
 
         Raises:
             RuntimeError: The ranks have changed a parameter in memory that they share.
@@ -139,7 +153,30 @@ class ModelMirror:
                     leaves[index].data = self._memory.data(rank, index)
                 self.mark_stepped()
         self._sums_values = False
+        if not self._has_warned:
+            self._compare_statistics(ranks)
         self.adopt()
+
+    def _compare_statistics(self, ranks: Sequence[int]) -> None:
+        """Warn once if ranks compute a buffer from their samples: those of other ranks than 0 are
+        dropped. Compares at passes 1, 2, 4, 8, and so on, as a model may begin to do so late.
+        """
+        if not (torch.is_grad_enabled() and self._model.training and len(ranks) > 1):
+            return
+        self._num_passes += 1
+        if self._num_passes & (self._num_passes - 1):
+            return
+        own = statistics_of(self._model)
+        for rank in ranks:
+            if rank == 0 or devices_differ([self._devices[0], self._devices[rank]]):
+                continue
+            device = self._devices[0]
+            others = {n: b.to(device) for n, b in statistics_of(self.models[rank]).items()}
+            name = first_difference(own, others)
+            if name is not None:
+                self._has_warned = True
+                logger.warning(RANK_STATISTICS, name)
+                return
 
     def _values(self) -> list[int]:
         """Versions of the parameters; before and after the first pass checksums, which writes

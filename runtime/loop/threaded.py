@@ -179,7 +179,7 @@ class ThreadedEngine:
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
             outcomes = self._runner.run(tasks, "forward", scatter.tensors)
-            self._mirror.adopt_forward()
+            self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
         gather = OutputGather(scatter, shards, self.devices[0], self.backward, params)
@@ -343,7 +343,7 @@ class ThreadedEngine:
                     outcomes = self._runner.run(tasks, "accumulate", tensors)
                 finally:
                     rows = [take_grads(replica.leaves) for replica in self._replicas]
-                self._mirror.adopt_forward()
+                self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
                 self._add_local(rows)
                 for outcome, weights in zip(outcomes, self._weights, strict=True):
                     weights += [] if outcome.value is None else outcome.value[1]

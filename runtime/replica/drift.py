@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from runtime.collective import Collective
 from runtime.replica.flat import FlatState, checksum
 
+logger = logging.getLogger(__name__)
+
 ON_DRIFT = ("raise", "repair")
 INTERVAL = 1000
 """Steps between two comparisons within an epoch."""
@@ -19,6 +22,13 @@ _TOLERANCE_EPS = 8.0
 _MIXED_TOLERANCE = 0.02
 """The same between devices of different kinds, whose kernels round differently."""
 _MASK = (1 << 52) - 1  # exact as a float, which is what ranks exchange on the host
+
+DIFFERENT_FLAGS = (
+    "%s differs between the ranks of SYNC: %s. A step mixes gradients of samples that were trained "
+    "in different ways: set it in epoch_fn, by the epoch, or by worker.global_step, which are the "
+    "same on all ranks. Batches that a rank counts itself are not, as one without samples in a "
+    "short last batch does not see it"
+)
 
 
 class Drift(NamedTuple):
@@ -53,6 +63,8 @@ class DriftCheck:
         self._state = state
         self._optimizer = optimizer
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._model = model
+        self._has_warned = False
 
     @torch.no_grad()
     def compare(self, collective: Collective, *, frozen: bool) -> Drift | None:
@@ -70,7 +82,32 @@ class DriftCheck:
         digests = collective.all_gather_number(self._digest(frozen=frozen))
         if len(set(digests)) == 1:
             return None
-        return self._first_difference(collective)
+        drift = self._first_difference(collective)
+        if drift is None:
+            self._warn_of_flags(collective)
+        return drift
+
+    def _flags(self) -> list[tuple[str, bool]]:
+        """What decides how each parameter and module trains, by description."""
+        named = self._model.named_parameters()
+        modules = self._model.named_modules()
+        return [
+            *((f"requires_grad of parameter {name!r}", p.requires_grad) for name, p in named),
+            *((f"training of module {name!r}", module.training) for name, module in modules),
+        ]
+
+    def _warn_of_flags(self, collective: Collective) -> None:
+        """Warn once if flags differ, which makes no difference between replicas. Collective."""
+        flags = self._flags()
+        if self._has_warned or len(set(collective.all_gather_number(len(flags)))) > 1:
+            return
+        for name, flag in flags:
+            values = collective.all_gather_number(float(flag))
+            if len(set(values)) > 1:
+                self._has_warned = True
+                if collective.rank == 0:
+                    logger.warning(DIFFERENT_FLAGS, name, [bool(value) for value in values])
+                return
 
     def _digest(self, *, frozen: bool) -> float:
         """A checksum of the parameters, and of the norms of all other tensors."""
@@ -91,7 +128,7 @@ class DriftCheck:
                 factors = torch.arange(1, 2 * len(floats), 2, device=kind)
                 total = total * 31 + (words * factors).sum().to(device)
         numbers = [v for _, v in self._optimizer_state() if not isinstance(v, Tensor)]
-        return _mixed(int(total), *numbers)
+        return _mixed(int(total), *numbers, *(flag for _, flag in self._flags()))
 
     def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
         """Name and value of each tensor and number of the optimizer's state."""

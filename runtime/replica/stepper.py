@@ -202,6 +202,11 @@ class Stepper:
             yield
         torch.clear_autocast_cache()
 
+    def check_rows(self, part: str, batch: Any, num_samples: int) -> None:
+        """See :meth:`TrainFnChecks.check_rows`; for a loss that the caller has computed."""
+        if self._sum_scale is None:
+            self._checks[part].check_rows(batch, num_samples)
+
     def params_of(self, part: str) -> Sequence[nn.Parameter]:
         """The parameters of an optimizer; ``""``: of the only one."""
         return (self._parts[part] if part else self._whole).params.params
@@ -443,6 +448,8 @@ class AccumulationWindow:
         params, ran = stepper._model.parameters(), checks.has_run_backward
         loss = checked_loss(result, "train_fn", weight, params, has_run_backward=ran)
         checks.check_graph(loss)
+        if weight is None and stepper._sum_scale is None:
+            checks.check_rows(batch, num_samples)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
         return self._run_backward(loss, weight, num_samples, fraction, num_scalars)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class TrainFnChecks:
         self._next = 0
         self._num_graphs = 0
         self._leaves: list[Tensor] = []
+        self._rows_per_sample: float | None = None
+        self._has_warned_of_rows = False
 
     def probe(self) -> list[_Probe]:
         """The present gradients of the parameters that :meth:`check_untouched` compares."""
@@ -84,6 +86,28 @@ class TrainFnChecks:
             for i, grad, version in probes
         )
         self.has_run_backward = any(changed)
+
+    def check_rows(self, batch: Any, num_samples: int) -> None:
+        """Warn once if batches without a weight of their own have a varying number of rows per
+        sample: their losses are means over rows, and are weighted by samples.
+        """
+        if not self._is_reduced or self._has_warned_of_rows:
+            return
+        rows = _num_rows(batch, num_samples)
+        if rows is None:
+            return
+        ratio, self._rows_per_sample = self._rows_per_sample, rows / num_samples
+        if ratio is not None and ratio != self._rows_per_sample:
+            self._has_warned_of_rows = True
+            logger.warning(
+                "a batch of %d samples has %d rows, as where collate_fn leaves out samples or "
+                "joins them: its loss counts as the mean of %d samples, while that of a plain loop "
+                "is a mean over rows. Give the number of rows as the weight of the loss: "
+                "return loss, len(batch[0]) in train_fn, worker.step(loss, weight=...) in a loop",
+                num_samples,
+                rows,
+                num_samples,
+            )
 
     def check_graph(self, loss: Tensor) -> None:
         """Warn of leaves of the first losses that receive gradients but that no optimizer has."""
@@ -156,6 +180,24 @@ class _Probe(NamedTuple):
     number: int
     grad: Tensor | None
     version: int
+
+
+def _num_rows(batch: Any, num_samples: int) -> int | None:
+    """The common length of the batch's tensors along dimension 0; ``None`` if there is none, or
+    if all of them have the samples in another dimension.
+    """
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, (tuple, list, Mapping)):
+        parts = (batch,)
+    elif isinstance(batch, list) and len(batch) == num_samples:
+        return None  # a list of samples
+    shapes = [part.shape for part in parts if isinstance(part, Tensor) and part.dim()]
+    if not shapes or any(shape[0] != shapes[0][0] for shape in shapes):
+        return None
+    rows = shapes[0][0]
+    if rows != num_samples and all(num_samples in shape[1:] for shape in shapes):
+        return None
+    return rows
 
 
 def _version(grad: Tensor | None) -> int:

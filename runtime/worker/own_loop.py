@@ -43,6 +43,12 @@ CHANGED_GRADIENTS = (
     "on the builder, or change them in a hook, worker.optimizer.register_step_pre_hook(f), which "
     "runs after the reduction"
 )
+CHANGED_WEIGHTS = (
+    "the loop changes weights between backward() and worker.step(), when gradients are those of "
+    "one worker's samples: weights that it computes from them, as SAM does, are others on each "
+    "worker. Trainer.setup has the gradients of the whole batch after loss.backward(); a change "
+    "that is the same on all workers belongs behind worker.step()"
+)
 
 
 class OwnLoop:
@@ -144,7 +150,7 @@ class OwnLoop:
             each.register_step_pre_hook(self._require_worker_step)
             for each in self.worker.optimizers.values()
         ]
-        self._has_warned = replica.rank > 0
+        self._has_warned = self._has_warned_of_weights = replica.rank > 0
         self._watch_gradients(config.world_size)
 
     # The iterator, called in the body.
@@ -431,6 +437,8 @@ class OwnLoop:
         if is_first:
             self._added.add(name)
             window.num_samples += self._size
+        if weight is None:
+            self._stepper.check_rows(name, self._data, self._size)
         size, total = self._size, self._total
         fraction = size / total if self._micro and size != total else 1.0
         add = partial(
@@ -535,6 +543,7 @@ class OwnLoop:
     def _watch_gradients(self, world_size: int) -> None:
         """Watch the gradient of a parameter of each optimizer, where ranks reduce gradients."""
         self._watched: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        self._weights: dict[nn.Parameter, int] = {}  # versions at the first backward pass
         if not self._is_lockstep or world_size == 1:
             return
         for name in self._names or ("",):
@@ -545,10 +554,16 @@ class OwnLoop:
     def _watch(self, p: nn.Parameter) -> None:
         """Record the version of a gradient after a backward pass."""
         self._watched[p] = p.grad, -1 if p.grad is None else p.grad._version
+        self._weights.setdefault(p, p._version)
 
     def _warn_of_changed_gradients(self) -> None:
-        """Warn once if the body has changed a gradient, such as by clipping."""
+        """Warn once if the body has changed a gradient, such as by clipping, or a weight."""
         watched, self._watched = self._watched, {}
+        weights, self._weights = self._weights, {}
+        is_changed = any(p._version != version for p, version in weights.items())
+        if is_changed and not self._has_warned_of_weights:
+            self._has_warned_of_weights = True
+            logger.warning(CHANGED_WEIGHTS)
         for p, (grad, version) in watched.items():
             is_changed = grad is not None and p.grad is grad and grad._version != version
             if is_changed and not self._has_warned:
@@ -722,6 +737,7 @@ class OwnLoop:
         self._num_samples += size
         self._has_stepped = False
         self._added.clear()
+        self._weights.clear()
         self._log.num_samples = size
 
     def _end_batch(self) -> bool:

@@ -42,6 +42,7 @@ from runtime.replica.optimizers import (
     set_mode,
 )
 from runtime.replica.param_ema import ParamEma
+from runtime.replica.rank_statistics import first_difference, statistics_of
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
 from runtime.replica.structure import StructureCheck
@@ -52,6 +53,12 @@ from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+RANK_STATISTICS = (
+    "buffer %r differs between the ranks of SYNC, as each computes it from its own samples: all "
+    "take the mean when an epoch ends, while one device computes it from the whole batch. "
+    "gpuworker.all_gather(x) in train_fn has the samples of all ranks"
+)
 
 
 class WorkerReplica:
@@ -94,6 +101,8 @@ class WorkerReplica:
     Raises:
         TypeError, ValueError: A factory's result cannot be trained.
     """
+
+    _has_compared_statistics = False
 
     def __init__(
         self,
@@ -417,8 +426,22 @@ class WorkerReplica:
             with self._recorder.averaging():
                 if self.global_batch is not None:
                     self.global_batch.share_statistics()
+                own = None
+                if not self._has_compared_statistics:
+                    with self.context.comm():
+                        own = {n: b.clone() for n, b in statistics_of(self.model).items()}
                 self.averager.sync_buffers(self.lockstep.buffer_samples)
                 self.lockstep.synced()
+                if own is not None:
+                    self._compare_statistics(own)
+
+    def _compare_statistics(self, own: dict[str, Tensor]) -> None:
+        """Warn once if this rank's buffers differ from the mean over the ranks."""
+        self._has_compared_statistics = True
+        with self.context.comm():
+            name = first_difference(own, statistics_of(self.model))
+        if name is not None and self.rank == 0:
+            logger.warning(RANK_STATISTICS, name)
 
     def check_drift(self, peers: RunPeers | None, *, frozen: bool = False) -> bool:
         """In lockstep, compare the replicas; every rank calls it between the same two steps.

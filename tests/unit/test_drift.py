@@ -140,6 +140,31 @@ def test_a_change_of_frozen_parameters_on_one_rank_is_repaired(caplog):
     assert "frozen parameter 'teacher.weight' of rank 1" in caplog.text
 
 
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (SYNC, GLOO)])
+def test_flags_that_differ_between_ranks_are_named_once(way, caplog):
+    def freeze(worker):
+        worker.model.body.weight.requires_grad_(False)
+        worker.model.head.eval()
+
+    run(freeze, epochs=4, way=way)
+    (record,) = [each for each in caplog.records if "requires_grad" in each.message]
+    assert "'body.weight' differs between the ranks of SYNC: [True, False]" in record.message
+
+
+def test_modes_that_differ_between_ranks_are_named(caplog):
+    run(lambda worker: worker.model.head.eval())
+    assert "training of module 'head' differs between the ranks of SYNC" in caplog.text
+
+
+def test_flags_that_change_alike_are_not_reported(caplog):
+    def epoch_fn(epoch, worker):
+        worker.model.body.requires_grad_(epoch != 1)
+        worker.model.head.train(epoch != 1)
+
+    run(lambda worker: None, configure=lambda b: b.epoch_fn(epoch_fn))
+    assert "differs between" not in caplog.text
+
+
 def test_a_change_in_the_last_epoch_is_noticed():
     with pytest.raises(gpuworker.ReplicaMismatch):
         run(negated, at=2)

@@ -38,6 +38,12 @@ def make(change=lambda net: None):
     return factory
 
 
+def make_plain(device):
+    net = Net()
+    net.norm = nn.Identity()
+    return net
+
+
 def mse(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -439,3 +445,100 @@ def test_a_hook_added_in_an_epoch_acts_before_the_reduction(bucket_mb):
         for ranks in (1, 2)
     )
     torch.testing.assert_close(one, two)
+
+
+# Batches with fewer rows than samples
+
+
+def kept(samples):
+    """Every fifth sample is broken, and left out."""
+    return torch.utils.data.default_collate([s for s in samples if int(s[2]) % 5])
+
+
+def collated(b, collate_fn=kept):
+    samples = [(x, y, i) for i, (x, y) in enumerate(zip(X, Y, strict=True))]
+    return b.dataset(samples).collate_fn(collate_fn)
+
+
+def weighted(model, batch):
+    return mse(model, batch), len(batch[0])
+
+
+def test_batches_that_leave_out_samples_train_as_one_device_by_the_number_of_rows(caplog):
+    states = [
+        run(train=weighted, ranks=ranks, configure=collated, model=make_plain) for ranks in (1, 2)
+    ]
+    for name, p in states[0].params.items():
+        torch.testing.assert_close(states[1].params[name], p)
+    assert "rows" not in caplog.text
+
+
+def body(worker):
+    for batch in worker.batches():
+        worker.step(mse(worker.model, batch))
+
+
+@pytest.mark.parametrize("door", ["train_fn", "loop"])
+def test_batches_that_leave_out_samples_are_reported_without_a_weight(door, caplog):
+    if door == "train_fn":
+        run(configure=collated, model=make_plain)
+    else:
+        b = gpuworker.Trainer.loop(make_plain, lambda model: sgd(model.parameters()), body)
+        b.batch_size(8).num_epochs(2).devices(["cpu"] * 2).policy("sync").progress(False)
+        collated(b).run().join(WAIT_S)
+    found = [each for each in caplog.records if "leaves out samples" in each.message]
+    assert 1 <= len(found) <= 2  # one for each rank
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        torch.utils.data.default_collate,
+        lambda samples: torch.stack([s[0] for s in samples], 1)[: 2 + len(samples) % 2],
+        lambda samples: [s[0] for s in samples],
+        lambda samples: (torch.cat([s[0] for s in samples]), torch.stack([s[1] for s in samples])),
+        lambda samples: torch.stack([s[0] for s in samples for _ in range(2)]),
+    ],
+    ids=["default", "sequence first", "list", "tokens", "two views"],
+)
+def test_batches_in_another_form_are_not_reported(collate, caplog):
+    def loss(model, batch):
+        parts = batch if isinstance(batch, (list, tuple)) else [batch]
+        sums = torch.stack([part.sum() for part in parts])
+        return model.head(sums.sum() * torch.ones(1, 4, dtype=torch.float64)).square().mean() * 1e-6
+
+    run(train=loss, configure=lambda b: collated(b, collate), model=make_plain)
+    assert "rows" not in caplog.text
+
+
+# Buffers that each rank computes from its own samples
+
+
+class Centred(nn.Module):
+    """Subtracts a moving average of the samples, or of ones."""
+
+    def __init__(self, *, of_samples):
+        super().__init__()
+        self.of_samples = of_samples
+        self.head = nn.Linear(3, 1, dtype=torch.float64)
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.centre.lerp_((x if self.of_samples else torch.ones_like(x)).mean(0), 0.1)
+        return self.head(x - self.centre)
+
+
+@pytest.mark.parametrize("of_samples", [True, False])
+@pytest.mark.parametrize("policy", [SYNC, CADENCE])
+def test_buffers_that_depend_on_the_ranks_samples_are_named_once_under_sync(
+    of_samples, policy, caplog
+):
+    run(lambda device: Centred(of_samples=of_samples), policy=policy, epochs=3)
+    found = [each for each in caplog.records if "buffer 'centre' differs" in each.message]
+    assert len(found) == (of_samples and policy is SYNC)
+
+
+def test_statistics_of_batch_normalization_are_not_reported(caplog):
+    run()
+    assert "buffer" not in caplog.text

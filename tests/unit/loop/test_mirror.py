@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
+from runtime import DataParallelCoordinator
 from runtime.loop.scatter import to_replica
 from tests.support.own_loop import (
+    NUM_CLASSES,
     NUM_FEATURES,
     OneDevice,
     adamw,
@@ -24,6 +26,7 @@ from tests.support.own_loop import (
     make_net,
     mean_step,
     on_cpus,
+    sgd,
     train_both,
     train_step,
 )
@@ -437,3 +440,46 @@ def test_a_shard_of_one_sample_is_not_made_where_batch_statistics_are_used():
         model(x[:2]).sum().backward()
         assert seen == [5, 2]
         assert_identical(model)
+
+
+class Centred(nn.Module):
+    """Subtracts a moving average of the samples, or of ones."""
+
+    def __init__(self, *, of_samples):
+        super().__init__()
+        self.of_samples = of_samples
+        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.float64)
+        self.register_buffer("centre", torch.zeros(NUM_FEATURES, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.centre.lerp_((x if self.of_samples else torch.ones_like(x)).mean(0), 0.1)
+        return self.head(x - self.centre)
+
+
+@pytest.mark.parametrize("of_samples", [True, False])
+@pytest.mark.parametrize("door", ["setup", "coordinator"])
+def test_a_buffer_that_depends_on_the_devices_samples_is_named_once(door, of_samples, caplog):
+    net = Centred(of_samples=of_samples)
+    if door == "setup":
+        with on_cpus(net) as model:
+            for _ in range(3):
+                train_step(model, *make_batch(8))
+    else:
+
+        def loss_fn(model, samples):
+            return F.cross_entropy(model(samples[0]), samples[1])
+
+        with DataParallelCoordinator(net, sgd, loss_fn, ["cpu", "cpu"]) as replicas:
+            for _ in range(3):
+                replicas.train_batch(make_batch(8))
+    found = [each for each in caplog.records if "buffer 'centre'" in each.message]
+    assert len(found) == of_samples
+
+
+def test_a_buffer_that_a_device_without_samples_lacks_is_not_reported(caplog):
+    with on_cpus(Centred(of_samples=True)) as model:
+        train_step(model, *make_batch(1))
+        model.eval()
+        train_step(model, *make_batch(8))
+    assert "buffer" not in caplog.text

@@ -863,6 +863,42 @@ def test_a_body_that_leaves_gradients_alone_is_not_warned_of(backward, settings,
     assert "before worker.step()" not in caplog.text
 
 
+@torch.no_grad()
+def perturb(worker, sign=1.0):
+    for p in worker.model.parameters():
+        p.add_(0.1 * sign)
+
+
+def sharpness_aware(worker, loss):
+    loss.backward()
+    perturb(worker)
+    worker.optimizer.zero_grad()
+    by_worker(worker, square_loss(worker.model, points(4)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backward", [by_worker, sharpness_aware])
+def test_a_body_that_changes_weights_before_the_reduction_is_warned_of(backward, ranks, caplog):
+    steps = [partial(perturb, sign=-1.0)]
+    if backward is by_worker:
+        steps.insert(0, perturb)
+    run(Trainer.loop(smooth_net, adam_of, clipping(backward, *steps)), ranks=ranks)
+    found = [each for each in caplog.records if "changes weights between" in each.message]
+    assert len(found) == ranks - 1
+
+
+def test_a_body_that_steps_and_changes_weights_in_turn_is_not_warned_of(caplog):
+    def loop(worker):
+        for batch in worker.batches():
+            perturb(worker)
+            for _ in range(2):
+                worker.step(square_loss(worker.model, batch))
+                perturb(worker)
+
+    run(Trainer.loop(smooth_net, adam_of, loop), ranks=2)
+    assert "changes weights" not in caplog.text
+
+
 @pytest.mark.parametrize(("ranks", "policy"), [(1, "sync"), (2, "cadence")])
 def test_local_gradients_may_be_clipped_where_they_are_not_reduced(ranks, policy, caplog):
     loop = clipping(by_worker, clip)
