@@ -11,16 +11,10 @@ from torch import nn
 from coordinator.averaging import Averager
 from runtime import current_worker
 from runtime.collective import Collective
-from tests.support.running import LOCAL_WAYS, SYNC, WAIT_S, builder
+from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder
 
 KINDS = ("loss", "gradient", "value")
 """NaN in loss and gradients; an infinite gradient under a finite loss; NaN in the loss alone."""
-
-AVERAGED_WAYS = [way for way in LOCAL_WAYS if way[0] is not SYNC]
-
-
-def way_id(way):
-    return f"{way[0].name}-{way[1].name}"
 
 
 class Pair(nn.Module):
@@ -185,7 +179,7 @@ class Watch:
 
 def spoilt_run(mode, train, *, watch=None, ranks=2, way=None, anchor=3, **kwargs):
     """A builder of a run of :class:`Pair`, shares fixed, every epoch evaluated."""
-    way = way or AVERAGED_WAYS[0]
+    way = way or (CADENCE, OVER_CPU)
     kwargs = {"model": pair, "dataset": 40, "batch_size": 2, "epochs": 3} | kwargs
     b = builder(train=train, ranks=ranks, way=way, **kwargs).progressive_dispatch(False)
     if watch is not None:

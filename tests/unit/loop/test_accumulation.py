@@ -30,6 +30,7 @@ from tests.support.own_loop import (
     train_both,
     train_step,
 )
+from tests.support.pairs import pairwise
 
 
 def weighted_reference(alone, batches, counts, max_norm=None):
@@ -137,9 +138,7 @@ def config_with_anchor(anchor, **settings):
     return DdpConfig(max_anchor=anchor, overhead_target=0.5, **settings)
 
 
-@pytest.mark.parametrize("how", ["directly", "meeting", "copies"])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pairwise(how=["directly", "meeting", "copies"], max_norm=[None, 0.1], num_devices=[1, 2, 3])
 def test_with_max_anchor_several_steps_of_a_plain_loop_share_a_reduction(
     how, max_norm, num_devices
 ):

@@ -18,19 +18,15 @@ from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
-    WAYS,
     Trace,
     builder,
+    every_way,
+    local_ways,
 )
-
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-
 
 # -- no training is lost ---------------------------------------------------
 

@@ -23,6 +23,7 @@ from tests.support.running import (
     THREAD,
     WAIT_S,
     builder,
+    over,
 )
 
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, GLOO)]
@@ -85,7 +86,7 @@ def measured(state):
     return [metrics for metrics in state.metrics if not math.isnan(metrics.divergence)]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+@over(WAYS)
 def test_a_replica_that_drifts_shows_in_metrics_and_statistics(way):
     handle = run(way)
     state = handle.join(WAIT_S)

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from runtime.replica.flat import ALIGNMENT_BYTES, FlatState, norm
-from tests.support.running import LOCAL_WAYS, WAIT_S, builder
-
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+from tests.support.running import LOCAL_WAYS, WAIT_S, builder, local_ways
 
 
 class Mixed(nn.Module):

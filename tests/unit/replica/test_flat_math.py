@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime.replica import flat as flat_math
+from tests.support.pairs import pairwise
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
@@ -32,9 +33,7 @@ def test_a_copy_equals_its_source_and_returns_the_squared_norm(dtype, numel):
     assert square == pytest.approx(float(wide.abs().square().sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("where", [0, 500, 1002])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pairwise(where=[0, 500, 1002], bad=[float("nan"), float("inf"), float("-inf")], dtype=DTYPES)
 def test_a_value_that_is_not_finite_shows_in_the_norm(dtype, bad, where):
     source = torch.ones(1003, dtype=dtype)
     source[where] = bad

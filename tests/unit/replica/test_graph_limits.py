@@ -19,11 +19,9 @@ from tests.support.graphing import (
     train,
     warnings_of,
 )
-from tests.support.running import LOCAL_WAYS, SYNC, THREAD
+from tests.support.running import SYNC, THREAD, local_ways
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
-
-every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
 # -- steps that cannot be captured -----------------------------------------------------------------
@@ -249,7 +247,7 @@ def test_three_ranks_of_a_lockstep_run_are_all_captured(posing):
     assert min(posing.num_replays) > 0
 
 
-@every_way
+@local_ways
 def test_workers_that_share_a_gpu_make_eager_steps_with_one_warning(way, posing, caplog):
     """A capture in one would break the random draws of the others."""
     posing.shared = True

@@ -23,11 +23,9 @@ from tests.support.graphing import (
     sgd,
     train,
 )
-from tests.support.running import LOCAL_WAYS, SYNC, THREAD
+from tests.support.running import SYNC, THREAD, local_ways
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
-
-every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
 # -- captured runs equal eager ones ---------------------------------------------------------
@@ -71,7 +69,7 @@ def test_pieces_of_four_sizes_are_captured(turns, posing, monkeypatch):
     assert len(posing.fake.graphs) == 4 * min(len(turns), MAX_SIZES)
 
 
-@every_way
+@local_ways
 def test_every_policy_trains_every_sample_with_graphs(way, posing):
     state = train(a_run(way=way, ranks=3, epochs=6).cuda_graphs(True))
     assert [e.num_samples for e in state.metrics] == [66] * 6

@@ -53,6 +53,7 @@ from tests.support.running import (
     Trace,
     builder,
     counter,
+    over,
     plain_sgd,
 )
 from tests.support.tape import Tape
@@ -61,7 +62,7 @@ from tests.unit.test_survival import Dies
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
 
 AVERAGED = [(policy, backend) for policy in (CADENCE, ASYNC) for backend in (OVER_CPU, THREAD)]
-averaged = pytest.mark.parametrize("way", AVERAGED, ids=lambda w: f"{w[0].name}-{w[1].name}")
+averaged = over(AVERAGED)
 both = pytest.mark.parametrize("is_prompt", [True, False], ids=["host", "device"])
 
 

@@ -22,22 +22,21 @@ from tests.support.faulty import (
     count_pair,
     pair,
     spoilt_run,
-    way_id,
 )
 from tests.support.running import (
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
     builder,
     expect_finite,
+    local_ways,
+    over,
     train,
 )
 
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=way_id)
 kinds = pytest.mark.parametrize("kind", KINDS)
 modes = pytest.mark.parametrize("mode", ON_NON_FINITE)
 
@@ -88,7 +87,7 @@ def test_a_fault_of_one_rank_ends_the_run_before_anything_is_used(monkeypatch, w
 
 
 @kinds
-@local_ways
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_one_device_publishes_no_metrics_of_the_epoch_of_the_fault(monkeypatch, way, kind):
     watch = Watch(monkeypatch)
     # The last batch of the second epoch: only the end of the plan follows.
@@ -102,7 +101,7 @@ def test_one_device_publishes_no_metrics_of_the_epoch_of_the_fault(monkeypatch, 
 
 
 @kinds
-@local_ways
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_one_device_does_not_close_the_epoch_of_the_fault(monkeypatch, way, kind):
     # Every batch is reported as soon as it may be; the epoch closes with its last batch.
     monkeypatch.setattr(Reporter, "report_if_due", Reporter.report_timing)
@@ -269,7 +268,7 @@ def test_an_overflow_of_fp16s_scale_is_no_fault(way, mode):
     assert w == -9.0 if way[0] is SYNC else -20 < w < 0  # of ten steps of both ranks
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=way_id)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_a_loss_that_is_not_finite_is_a_fault_under_fp16_too(way):
     def spoilt(model, batch):
         worker = current_worker()

@@ -14,27 +14,24 @@ from runtime.device.base import Device
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
 from tests.support.faulty import (
-    AVERAGED_WAYS,
     Pair,
     Spoilt,
     SpoiltLater,
     Watch,
     is_finite,
     spoilt_run,
-    way_id,
 )
 from tests.support.running import (
     CADENCE,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
     expect_finite,
+    local_averaged_ways,
 )
 
-PEERLESS = [(way, 1) for way in LOCAL_WAYS] + [((SYNC, THREAD), 2)]
-averaged_ways = pytest.mark.parametrize("way", AVERAGED_WAYS, ids=way_id)
+PEERLESS = [((SYNC, THREAD), 1), ((CADENCE, OVER_CPU), 1), ((SYNC, THREAD), 2)]
 ruinous = pytest.mark.parametrize("kind", ["loss", "gradient"])
 
 
@@ -51,7 +48,7 @@ def warned(caplog):
 
 @ruinous
 @pytest.mark.parametrize("rank", [0, 1])  # rank 0 evaluates
-@averaged_ways
+@local_averaged_ways
 def test_a_replica_that_is_not_finite_is_replaced_by_the_average(
     monkeypatch, caplog, way, rank, kind
 ):
@@ -74,7 +71,7 @@ def test_a_replica_that_is_not_finite_is_replaced_by_the_average(
     assert repr(parameter) in line
 
 
-@averaged_ways
+@local_averaged_ways
 def test_the_optimizer_state_of_a_healed_replica_is_reset(monkeypatch, way):
     watch = Watch(monkeypatch)
     inner = SpoiltLater("loss", 1, lambda: ("evaluated", True) in watch.seen)
@@ -95,7 +92,7 @@ def test_the_optimizer_state_of_a_healed_replica_is_reset(monkeypatch, way):
     assert all(state == [True, True] for state in states[healed + 1 :])
 
 
-@averaged_ways
+@local_averaged_ways
 def test_a_bad_loss_with_finite_parameters_is_ignored(monkeypatch, caplog, way):
     watch = Watch(monkeypatch)
     spoilt = Spoilt("value", (1, 3))
@@ -132,7 +129,7 @@ def assert_fails(handle, ranks):
 
 
 @ruinous
-@averaged_ways
+@local_averaged_ways
 def test_a_round_without_a_finite_replica_ends_the_run(monkeypatch, way, kind):
     watch = Watch(monkeypatch)
     spoilt = Spoilt(kind, (0, 1), (1, 1))
@@ -150,7 +147,9 @@ def test_a_stopped_run_without_a_healthy_state_returns_none():
 
 @ruinous
 @pytest.mark.parametrize(
-    ("way", "ranks"), PEERLESS, ids=lambda x: x if isinstance(x, int) else way_id(x)
+    ("way", "ranks"),
+    PEERLESS,
+    ids=lambda x: x if isinstance(x, int) else f"{x[0].name}-{x[1].name}",
 )
 def test_a_bad_state_without_peers_ends_the_run(monkeypatch, way, ranks, kind):
     watch = Watch(monkeypatch, collectives=False)
@@ -202,7 +201,7 @@ def test_an_idle_replica_heals_one_that_trained_over_a_collective(samples, expec
     assert found == [[[expected] * 2, [expected] * 3]] * 2
 
 
-@averaged_ways
+@local_averaged_ways
 def test_an_idle_replica_heals_the_only_one_that_trained(monkeypatch, way):
     """Rank 0 gets no data, so that no other rank has samples in any round."""
     watch = Watch(monkeypatch)

@@ -11,27 +11,25 @@ from torch import nn
 
 from runtime import current_worker, record_scalar
 from tests.support.faulty import (
-    AVERAGED_WAYS,
     KINDS,
     Single,
     Spoilt,
     Watch,
     is_finite,
     spoilt_run,
-    way_id,
 )
 from tests.support.running import (
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
+    local_averaged_ways,
+    local_ways,
+    over,
 )
 
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=way_id)
-averaged_ways = pytest.mark.parametrize("way", AVERAGED_WAYS, ids=way_id)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -149,7 +147,7 @@ def test_only_the_rank_at_fault_warns(caplog):
 
 
 @kinds
-@averaged_ways
+@local_averaged_ways
 def test_a_dropped_step_has_no_weight_and_changes_no_replica(monkeypatch, caplog, way, kind):
     watch = Watch(monkeypatch)
     spoilt = Spoilt(kind, (1, 3))
@@ -167,7 +165,7 @@ def test_a_dropped_step_has_no_weight_and_changes_no_replica(monkeypatch, caplog
         assert part in line
 
 
-@averaged_ways
+@local_averaged_ways
 def test_a_run_whose_every_step_is_dropped_ends_with_the_first_weights(monkeypatch, way):
     watch = Watch(monkeypatch)
     every = [(rank, step) for rank in (0, 1) for step in range(200)]
@@ -235,7 +233,7 @@ class Normed(nn.Module):
         return self.out(self.norm(x))
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=way_id)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_changes_of_buffers_by_a_bad_batch_are_undone(way):
     x = X.clone()
     x[9] = float("nan")

@@ -22,9 +22,9 @@ from tests.support.running import (
     SYNC,
     THREAD,
     WAIT_S,
-    WAYS,
     builder,
     count_up,
+    every_way,
 )
 
 FACTORIES = {
@@ -229,7 +229,7 @@ def test_a_window_is_one_position_of_the_schedule():
     assert found.of == {0: windows, 1: windows}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+@every_way
 def test_the_position_ends_at_the_batches_of_all_ranks(way):
     """No rate is beyond the last position, and a late one is near it."""
     found = Rates()

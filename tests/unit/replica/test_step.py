@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from runtime import current_worker
+from tests.support.pairs import pairwise
 from tests.support.running import (
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
     Trace,
     builder,
+    local_ways,
 )
 
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 N = 43
 X = torch.randn(N, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = X.pow(2).sum(1)
@@ -94,9 +94,7 @@ def test_accumulation_equals_the_big_batch_the_short_last_one_included(accumulat
     assert_same(state, by_hand(steps))
 
 
-@pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pairwise(backend=[THREAD, GLOO], ranks=[2, 3], accumulate=[1, 2])
 def test_lockstep_equals_one_device_on_the_union(backend, ranks, accumulate):
     state, steps = run((SYNC, backend), ranks, accumulate=accumulate)
     assert_same(state, by_hand(steps))

@@ -15,10 +15,17 @@ from runtime.device.cuda import CudaDevice, open_device
 from runtime.replica import build as replica
 from tests.support.fake_cuda import GPU, FakeCuda, standing_in
 from tests.support.graphing import Boundless
-from tests.support.running import ASYNC, CADENCE, LOCAL_WAYS, SYNC, WAIT_S, builder, train
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    builder,
+    local_ways,
+    train,
+)
 from tests.unit.worker.test_worker import BATCH, Alone
-
-every_way = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
 @pytest.fixture
@@ -191,7 +198,7 @@ def posing(monkeypatch):
     assert [fake.violations for fake in fakes] == [[] for _ in fakes]
 
 
-@every_way
+@local_ways
 def test_a_run_trains_every_sample_once(way, posing):
     state = train(way=way, dataset=41, epochs=3)
     steps = state.params["w"].item()
@@ -202,8 +209,7 @@ def test_a_run_trains_every_sample_once(way, posing):
         assert steps == 3 * 11  # 21 batches an epoch, two a step
 
 
-@pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is SYNC], ids=lambda w: w[1].name)
-def test_a_lockstep_run_on_devices_equals_one_on_cpus(way, monkeypatch):
+def test_a_lockstep_run_on_devices_equals_one_on_cpus(monkeypatch):
     def linear(device):
         layers = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
         return torch.nn.Sequential(*layers).to(device, torch.float64)
@@ -214,7 +220,7 @@ def test_a_lockstep_run_on_devices_equals_one_on_cpus(way, monkeypatch):
     def state():
         settings = {"model": linear, "train": loss, "dataset": (data,), "batch_size": 4}
         optim = {"optim": lambda params: torch.optim.Adam(params, 0.01)}
-        b = builder(**settings, **optim, way=way, epochs=2).seed(3)
+        b = builder(**settings, **optim, way=(SYNC, THREAD), epochs=2).seed(3)
         return b.run().join(WAIT_S)
 
     data = torch.randn(64, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -241,7 +247,7 @@ def test_two_workers_on_one_gpu_exchange_through_pinned_memory(policy, monkeypat
 
     monkeypatch.setattr(run_module, "create_collectives", create)
     with standing_in(fake):
-        state = train(way=(policy, LOCAL_WAYS[1][1]), dataset=80)
+        state = train(way=(policy, THREAD), dataset=80)
     assert [type(end) for end in ends] == [StagedThreadCollective] * 2
     assert state.metrics[0].num_samples == 80
     assert state.metrics[0].num_averagings > 0

@@ -26,10 +26,10 @@ from tests.support.looping import (
     one,
     points,
 )
-from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, THREAD, WAIT_S
+from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, THREAD, WAIT_S, over
 
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, THREAD)]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+ways = over(WAYS)
 HELD_OUT = (torch.arange(37),)  # 19 batches, the last of one sample
 
 
@@ -51,7 +51,7 @@ class Once:
         return first
 
 
-@pytest.mark.parametrize("way", [*WAYS, (CADENCE, GLOO)], ids=lambda w: f"{w[0].name}-{w[1].name}")
+@over([*WAYS, (CADENCE, GLOO)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_evaluate_the_average_and_the_caller_gets_the_means(way, ranks):
     first, seen, samples, found = Once(), [], [], []

@@ -21,14 +21,24 @@ from runtime.worker import recorder
 from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recorder import LaneRecorder, RunRecorder, WorkerRecorder
 from tests.support.graphing import DATA, loss_of, net, posing, sgd  # noqa: F401
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Gate, builder
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Gate,
+    builder,
+    over,
+)
 from tests.support.trace_format import load_trace
 from tests.unit.coordinator.test_machine import at_a_round
 from tests.unit.timeline.test_runs import causes_of, check_totals
 from tests.unit.worker.test_worker import Alone, plan
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+ways = over(WAYS)
 
 
 class Counting(WorkerRecorder):
