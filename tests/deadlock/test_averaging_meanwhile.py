@@ -23,9 +23,8 @@ from tests.support.running import (
     ASYNC,
     CADENCE,
     OVER_CPU,
-    SYNC,
     THREAD,
-    WAYS,
+    averaged_ways,
     builder,
     count_up,
     counter,
@@ -33,7 +32,6 @@ from tests.support.running import (
 from tests.unit.coordinator.test_machine import at_a_round
 from tests.unit.worker.test_worker import MANY, Alone, payload, start
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 both = pytest.mark.parametrize("policy", [CADENCE, ASYNC], ids=lambda p: p.name)
 
 
@@ -186,7 +184,7 @@ def write_rank(model, batch):
     return -model.w.sum()
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
+@averaged_ways
 def test_every_transport_weights_by_samples_and_averages_buffers(way):
     """S9: rank 0 trains six samples and rank 1 two, in one round."""
     b = builder(model=lambda d: Seen(), train=write_rank, dataset=8, batch_size=1, way=way)

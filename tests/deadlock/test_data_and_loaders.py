@@ -14,15 +14,21 @@ from runtime.data.loader import ThreadLoader
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.support.loading import ALL, PLANS, Consumer, Noisy, assert_is_plan
-from tests.support.running import LOCAL_WAYS, OVER_CPU, SYNC, WAYS, builder
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    averaged_ways,
+    builder,
+    every_way,
+    local_ways,
+    over,
+)
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-every_way = pytest.mark.parametrize("way", WAYS, **by_name)
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
-rounds = pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
 
-
-@rounds
+@averaged_ways
 def test_a_stalled_loader_delays_no_acknowledgement(way, faults, tap):
     """D8: rank 1 has trained its count and waits for data when the round begins."""
     loading, ready = threading.Event(), threading.Event()
@@ -70,7 +76,7 @@ def test_a_data_set_that_fails_ends_the_run(way, faults):
     assert failed.value.epoch == 1
 
 
-@rounds
+@averaged_ways
 def test_a_failing_read_while_the_peer_waits_for_data_ends_the_run(way, faults):
     """D8: the peer is woken from its wait for a batch that never comes."""
     loading = threading.Event()
@@ -143,7 +149,7 @@ def test_a_data_set_is_read_by_all_ranks_at_once(way):
     assert state.metrics[0].num_samples == 24
 
 
-@pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if OVER_CPU in w], **by_name)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)])
 def test_a_run_that_fails_before_its_first_plan_leaves_no_loader(way, faults):
     """D31: the data set was never read."""
     planted = faults().fail_in_build(rank=1)

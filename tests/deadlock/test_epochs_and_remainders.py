@@ -17,19 +17,21 @@ from tests.deadlock.tap import Sent, within
 from tests.support.running import (
     ASYNC,
     CADENCE,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAYS,
     Trace,
+    averaged_ways,
     builder,
     count_up,
+    local_ways,
+    over,
 )
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-every_way = pytest.mark.parametrize("way", WAYS, **by_name)
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+every_way_and_one_device = pytest.mark.parametrize(
+    ("way", "ranks"), [*((way, ranks) for way in WAYS for ranks in (2, 3)), ((SYNC, THREAD), 1)]
+)
 
 
 def each_sample_once(trace, num_samples, num_epochs):
@@ -41,8 +43,7 @@ def each_sample_once(trace, num_samples, num_epochs):
 # -- remainders -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@every_way
+@every_way_and_one_device
 def test_a_short_last_batch_is_trained_and_the_epoch_closes(way, ranks):
     """D25, S15: 103 samples in batches of 10."""
     trace = Trace()
@@ -54,8 +55,7 @@ def test_a_short_last_batch_is_trained_and_the_epoch_closes(way, ranks):
     each_sample_once(trace, 103, 2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@every_way
+@every_way_and_one_device
 def test_a_data_set_smaller_than_a_batch_is_trained_as_one_short_batch(way, ranks):
     """S3: it neither waits for more batches nor ends without a batch."""
     trace = Trace()
@@ -130,7 +130,7 @@ def is_plan(entry):
 
 
 @pytest.mark.parametrize("progressive", [True, False], ids=["chunks", "partitions"])
-@pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
+@averaged_ways
 def test_partition_ratios_hold_under_progressive_dispatch(way, progressive, faults, tap):
     """S16: the rank with three quarters is slow, so that measured speed says the opposite."""
     planted = faults().slow(rank=0, seconds=0.002)
@@ -163,7 +163,7 @@ class _Means:
 @pytest.mark.parametrize(
     ("num_samples", "ranks", "accumulate"), [(40, 2, 1), (103, 3, 1), (7, 3, 2)]
 )
-@pytest.mark.parametrize("way", [w for w in WAYS if w[0] is SYNC], **by_name)
+@over([w for w in WAYS if w[0] is SYNC])
 def test_gradients_are_averaged_once_in_every_global_step(
     way, num_samples, ranks, accumulate, monkeypatch
 ):
@@ -177,7 +177,7 @@ def test_gradients_are_averaged_once_in_every_global_step(
     assert [e.num_averagings for e in state.metrics] == [steps, steps]
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if w[0] is SYNC], **by_name)
+@over([w for w in WAYS if w[0] is SYNC])
 def test_no_rank_steps_ahead_while_gradients_are_reduced(way, faults, monkeypatch):
     """D18: rank 0 waits in the reduction of a step that rank 1 has not made."""
     held, trace, means = threading.Event(), Trace(), _Means(monkeypatch)
@@ -195,7 +195,7 @@ def test_no_rank_steps_ahead_while_gradients_are_reduced(way, faults, monkeypatc
         assert abs(seen[0] - seen[1]) <= 1  # the two of one step, in either order
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if w[0] is SYNC], **by_name)
+@over([w for w in WAYS if w[0] is SYNC])
 def test_fewer_samples_than_replicas_leave_replicas_identical(way, tap):
     """S27: two samples for three ranks; the third has weight 0 and steps as the others."""
     builder(dataset=2, batch_size=1, epochs=3, ranks=3, way=way).run().join(BOUND_S)
@@ -208,7 +208,7 @@ def test_fewer_samples_than_replicas_leave_replicas_identical(way, tap):
 # -- the schedule -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)], **by_name)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
 def test_the_schedule_keeps_the_scale_of_the_world_size(way):
     """D34: three ranks at a ratio of 0.35 train at 1.7 times what the schedule gives."""
     rates, lock = [], threading.Lock()

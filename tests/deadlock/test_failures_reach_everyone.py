@@ -16,20 +16,20 @@ from runtime.collective import AbortableBarrier, process_group
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.support.running import (
+    ASYNC,
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAYS,
     builder,
     count_up,
+    every_way,
+    local_ways,
+    over,
 )
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-every_way = pytest.mark.parametrize("way", WAYS, **by_name)
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 FAST_S = 4.0
 """Far more than a failure takes to reach all ranks, far less than any timeout of a run."""
 
@@ -73,7 +73,7 @@ def test_a_vanished_worker_is_detected_at_any_step(way, rank, faults):
 
 
 @pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
-@pytest.mark.parametrize("way", [w for w in WAYS if OVER_CPU not in w], **by_name)
+@over([w for w in WAYS if OVER_CPU not in w])
 def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatch):
     """S2, D23: rank 0 sleeps in the collective when rank 1 dies; its abort comes first."""
     waiting, held = threading.Event(), threading.Event()
@@ -133,7 +133,7 @@ def test_a_failure_after_the_last_step_fails_the_run(way, faults):
 
 @pytest.mark.parametrize("what", ["fail_in_build", "fail_in_optimizer"])
 @pytest.mark.parametrize("rank", range(RANKS))
-@every_way
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, GLOO)])
 def test_a_failed_build_is_raised_and_ends_the_peers(way, rank, what, faults):
     """D32: those that are built wait for a plan, the others for their turn."""
     planted = getattr(faults(), what)(rank=rank)
@@ -325,7 +325,7 @@ def test_a_failing_average_does_not_hang_the_run(monkeypatch):
     assert num_calls[0] == 3 + 1  # and that of the last states
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, THREAD), (CADENCE, GLOO)], **by_name)
+@over([(SYNC, THREAD), (CADENCE, THREAD), (CADENCE, GLOO)])
 def test_a_stop_during_rounds_returns_a_state_and_leaves_no_rank_waiting(way, faults, tap):
     """D23: over collectives, asked for while one is in flight."""
     planted = faults().slow(rank=1, seconds=0.005)

@@ -8,9 +8,7 @@ import pytest
 
 from runtime import WorkerFailed
 from tests.deadlock.faults import BOUND_S, Faults, Planted, Vanish
-from tests.support.running import LOCAL_WAYS, SYNC, THREAD, Trace
-
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+from tests.support.running import SYNC, THREAD, Trace, local_ways
 
 
 def test_a_fault_that_never_fired_fails_the_block():

@@ -15,12 +15,21 @@ from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage
 from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
-from tests.support.running import ASYNC, CADENCE, GLOO, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, builder
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAYS,
+    builder,
+    every_way,
+    local_averaged_ways,
+    over,
+)
 from tests.unit.test_survival import BATCH, NUM_SAMPLES, effects, train_samples
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-MOST_WAYS = [*LOCAL_WAYS, (SYNC, GLOO), (ASYNC, GLOO)]
-most_ways = pytest.mark.parametrize("way", MOST_WAYS, **by_name)
 both = pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
 RANKS, STEPS = 3, 3
 FAST_S = 5.0
@@ -47,7 +56,7 @@ def check_books(state, dead, *, epochs=1):
 
 @both
 @pytest.mark.parametrize("rank", range(RANKS))
-@most_ways
+@every_way
 def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
     """S2: in any wait of the others, none hangs and no sample is lost."""
     for step in range(STEPS):
@@ -108,7 +117,7 @@ def test_a_round_with_a_dead_rank_excludes_its_training(backend, dying, monkeypa
 
 
 @both
-@most_ways
+@every_way
 def test_ranks_die_down_to_one(way, how, faults):
     """S2: rank 0 first, then rank 2; the last trains what is left."""
     planted = faults(train_samples, effects)
@@ -119,7 +128,7 @@ def test_ranks_die_down_to_one(way, how, faults):
     check_books(state, [0, 2], epochs=2)
 
 
-@most_ways
+@every_way
 def test_the_death_of_the_last_rank_fails_the_run(way, faults):
     """S2: no rank is left."""
     planted = faults().meet_at(ranks=range(RANKS), step=0)
@@ -131,7 +140,7 @@ def test_the_death_of_the_last_rank_fails_the_run(way, faults):
 
 
 @both
-@pytest.mark.parametrize("way", [w for w in MOST_WAYS if OVER_CPU not in w], **by_name)
+@over([w for w in WAYS if OVER_CPU not in w])
 def test_a_survivor_leaves_the_collective_and_continues(way, how, faults, tap, monkeypatch):
     """D1: rank 0 sleeps in the round that rank 1 will never join."""
     waiting, held = threading.Event(), threading.Event()
@@ -160,7 +169,7 @@ def test_a_survivor_leaves_the_collective_and_continues(way, how, faults, tap, m
     assert tap.came(m.Exiting, 0)
 
 
-@pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name)
+@local_averaged_ways
 def test_a_throttled_survivor_is_released_by_the_death_of_the_slow_rank(way, faults, tap):
     """D11: no rank will ever catch up with it."""
     held, planted = threading.Event(), faults()
@@ -173,7 +182,7 @@ def test_a_throttled_survivor_is_released_by_the_death_of_the_slow_rank(way, fau
     assert state.params["w"].item() == planted.steps[0] == 60
 
 
-@pytest.mark.parametrize("way", [(ASYNC, OVER_CPU), (ASYNC, THREAD)], **by_name)
+@over([(ASYNC, OVER_CPU), (ASYNC, THREAD)])
 def test_a_survivor_parked_at_the_overshoot_limit_is_woken(way, faults, tap):
     """D27: the averaging that would have woken it never comes."""
     held, planted = threading.Event(), faults()
@@ -229,16 +238,17 @@ def test_a_batch_that_kills_every_reader_ends_the_run(faults):
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-@most_ways
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, GLOO)])
 def test_the_run_continues_without_a_rank_that_cannot_be_built(way, rank, faults):
     """D32: the others wait for its turn to build, and no longer."""
     planted = faults(train_samples, effects).fail_in_build(rank=rank)
     with within(FAST_S):
         state = run_with(planted, way).join(BOUND_S)
     check_books(state, [rank])
+    assert state.failures[0].step == 0
 
 
-@most_ways
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, GLOO)])
 def test_a_failed_build_of_rank_0_ends_the_run(way, faults):
     """D32: there are no weights to begin from."""
     planted = faults().fail_in_build(rank=0)

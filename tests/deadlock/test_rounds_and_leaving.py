@@ -19,23 +19,17 @@ from tests.deadlock.tap import Sent, within
 from tests.support.running import (
     ASYNC,
     CADENCE,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
-    WAYS,
     Trace,
+    averaged_ways,
     builder,
     count_up,
+    every_way,
+    local_averaged_ways,
 )
 from tests.unit.worker.test_worker import Alone, plan, start
-
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-rounds = pytest.mark.parametrize("way", [w for w in WAYS if w[0] is not SYNC], **by_name)
-local_rounds = pytest.mark.parametrize(
-    "way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name
-)
-
 
 # -- leaving ---------------------------------------------------------------------------
 
@@ -160,7 +154,7 @@ def test_a_leaving_worker_skips_messages_after_the_shutdown(ends, faults):
     assert (planted.steps[0], alone.w) == (1, 1.0)
 
 
-@rounds
+@averaged_ways
 def test_shutdown_behind_a_round_loses_neither(way, faults, tap):
     """D2: the run is stopped while the round lies in the inbox of a rank that is busy."""
     held = threading.Event()
@@ -197,7 +191,7 @@ def test_an_idle_rank_still_joins_a_round(ends):
         assert [alone.w for alone in ranks] == [3.0, 3.0]
 
 
-@rounds
+@averaged_ways
 def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
     """D4, D7: acknowledgements do not depend on batches, so the next round can start."""
     b = builder(dataset=20, batch_size=1, epochs=2, way=way).anchor(2).max_anchor(2)
@@ -211,7 +205,7 @@ def test_a_rank_that_never_has_a_batch_acknowledges_every_round(way, tap):
     assert state.params["w"].item() == 40.0
 
 
-@pytest.mark.parametrize("way", WAYS, **by_name)
+@every_way
 def test_ranks_without_a_batch_do_not_block_the_others(way):
     """D7: one batch for three ranks."""
     with within(5):
@@ -292,7 +286,7 @@ def test_a_snapshot_of_an_abandoned_round_is_not_averaged_into_the_next(tap):
     assert 0 < float(update.average.params[0][0]) < 1000
 
 
-@local_rounds
+@local_averaged_ways
 def test_ten_batches_and_their_acknowledgements_are_ten_batches(way, tap):
     """D5: only batches advance the schedule, acknowledgements do not."""
     handle = builder(dataset=10, batch_size=1, way=way).anchor(1).max_anchor(1).run()

@@ -11,7 +11,7 @@ from torch import nn
 from runtime import record_scalar
 from runtime.replica.stepper import AccumulationWindow, Stepper
 from tests.deadlock.faults import BOUND_S
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, builder, over
 
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 
@@ -68,9 +68,7 @@ def train(model, batch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "way", [(CADENCE, OVER_CPU), (ASYNC, THREAD)], ids=lambda w: f"{w[0].name}-{w[1].name}"
-)
+@over([(CADENCE, OVER_CPU), (ASYNC, THREAD)])
 def test_a_step_reads_no_value_of_a_tensor(way, ranks, monkeypatch):
     """S22: neither a loss nor a norm; recorded values arrive later."""
     reads = Reads(monkeypatch)

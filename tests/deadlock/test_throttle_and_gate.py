@@ -14,12 +14,18 @@ from tests.deadlock.stage import running
 from tests.deadlock.tap import Sent, within
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.test_unequal_speeds import schedule_of
-from tests.support.running import ASYNC, LOCAL_WAYS, OVER_CPU, SYNC, THREAD, Trace, builder
+from tests.support.running import (
+    ASYNC,
+    OVER_CPU,
+    THREAD,
+    Trace,
+    builder,
+    local_averaged_ways,
+    over,
+)
 from tests.unit.worker.test_worker import MANY, Alone, payload, start
 
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-held_ways = pytest.mark.parametrize("way", [w for w in LOCAL_WAYS if w[0] is not SYNC], **by_name)
-async_ways = pytest.mark.parametrize("way", [(ASYNC, OVER_CPU), (ASYNC, THREAD)], **by_name)
+async_ways = over([(ASYNC, OVER_CPU), (ASYNC, THREAD)])
 
 
 # -- one worker, held back at its second batch of three ------------------------------------
@@ -100,7 +106,7 @@ def a_rank_too_far_ahead(planted, tap, way, held, mode="raise"):
     yield handle
 
 
-@held_ways
+@local_averaged_ways
 def test_catching_up_alone_releases_a_throttled_rank(way, faults, tap):
     """D11: no round is due soon; the slow rank's batches release the fast one."""
     held, planted = threading.Event(), faults()
@@ -115,7 +121,7 @@ def test_catching_up_alone_releases_a_throttled_rank(way, faults, tap):
     assert sum(planted.steps.values()) == 60
 
 
-@held_ways
+@local_averaged_ways
 def test_a_stop_ends_a_run_with_a_throttled_rank(way, faults, tap):
     """D14: ``stop()`` while rank 0 is parked and rank 1 in a step."""
     held, planted = threading.Event(), faults()
@@ -128,7 +134,7 @@ def test_a_stop_ends_a_run_with_a_throttled_rank(way, faults, tap):
     assert sum(planted.steps.values()) < 60
 
 
-@held_ways
+@local_averaged_ways
 def test_a_rank_too_far_ahead_is_released_by_the_death_of_the_other(way, faults, tap):
     """D11: no rank can catch up any more."""
     held, planted = threading.Event(), faults()
@@ -139,7 +145,7 @@ def test_a_rank_too_far_ahead_is_released_by_the_death_of_the_other(way, faults,
             handle.join(BOUND_S)
 
 
-@held_ways
+@local_averaged_ways
 def test_an_idle_rank_does_not_throttle_the_others(way, tap):
     """D11: rank 1 has nothing to catch up with."""
     b = builder(dataset=40, batch_size=1, way=way).anchor(100).max_batch_diff(0)
@@ -152,7 +158,7 @@ def test_an_idle_rank_does_not_throttle_the_others(way, tap):
 
 @pytest.mark.parametrize(("anchor", "max_batch_diff"), [(10, 2), (10, 0), (1, 0)])
 @pytest.mark.parametrize("ranks", [2, 3])
-@held_ways
+@local_averaged_ways
 def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(
     way, ranks, anchor, max_batch_diff, tap
 ):
@@ -177,7 +183,7 @@ class _Parked(Hooks):
 
 
 @pytest.mark.parametrize(("anchor", "max_batch_diff"), [(10, 2), (10, 0)])
-@held_ways
+@local_averaged_ways
 def test_a_throttled_fast_rank_keeps_the_pace_of_the_slow_one(way, anchor, max_batch_diff):
     """S1: three times faster, on the virtual clock; nothing hangs and no time is lost."""
     hooks = _Parked()

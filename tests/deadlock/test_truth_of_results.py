@@ -16,15 +16,12 @@ from tests.simulation.harness import Simulation
 from tests.simulation.test_unequal_speeds import FAST_S, schedule_of
 from tests.support.running import (
     CADENCE,
-    LOCAL_WAYS,
     OVER_CPU,
     builder,
     count_up,
     expect_finite,
+    local_ways,
 )
-
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 
 
 @local_ways

@@ -19,7 +19,6 @@ from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
@@ -28,6 +27,7 @@ from tests.support.running import (
     Trace,
     builder,
     count_up,
+    local_ways,
 )
 
 SEED = 11
@@ -162,7 +162,7 @@ def test_gloo_trains_every_index_exactly_once(policy, n, batch_size, ranks):
     assert_exactly_once(case, *run(case))
 
 
-@pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+@local_ways
 def test_a_rank_delayed_by_others_loses_no_sample(way):
     """Rank 1 takes no step before rank 0 has taken all that it can."""
     policy, backend = way
@@ -184,7 +184,7 @@ def test_a_rank_delayed_by_others_loses_no_sample(way):
 
 
 def test_every_policy_and_backend_visits_the_same_permutation():
-    for policy, backend in WAYS:
+    for policy, backend in [*WAYS, (SYNC, OVER_CPU)]:
         case = Case(31, 4, 2, policy, backend)
         trace, state = run(case)
         assert_exactly_once(case, trace, state)  # against the permutation of (seed, epoch)

@@ -99,17 +99,6 @@ def assert_whole(state, fault, *, epochs=1):
         assert bool((state.params["w"] > 0).all()), state.params["w"]
 
 
-@pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("rank", range(3))
-@every_way
-def test_a_death_at_any_step_of_any_rank_loses_no_sample(way, rank, step):
-    fault = Dies((rank, step))
-    state = run(fault, way, epochs=2).join(WAIT_S)
-    assert_whole(state, fault, epochs=2)
-    for failure in state.failures:
-        assert (failure.rank, str(failure.error)) == (rank, "planted")
-
-
 @pytest.mark.parametrize("step", [0, 2])
 def test_under_sync_every_sample_has_its_effect_exactly_once(step):
     """Each step holds 6 of the 24 samples, also with two ranks of three: each has a sixth."""
@@ -134,25 +123,6 @@ def test_under_sync_every_sample_has_its_effect_exactly_once(step):
 
 
 @every_way
-def test_ranks_die_one_by_one_until_one_is_left(way):
-    fault = Dies((0, 1), (2, 2))
-    # Equal shares, or a fast rank might leave another too little to die of.
-    state = run(fault, way, epochs=3, partition_ratios=(1, 1, 1)).join(WAIT_S)
-    assert fault.num_shots == 2
-    assert {f.rank for f in state.failures} == {0, 2}
-    assert_whole(state, fault, epochs=3)
-
-
-@every_way
-def test_when_the_last_rank_dies_the_run_fails_with_its_error(way):
-    fault = Dies((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
-    handle = run(fault, way)
-    with pytest.raises(WorkerFailed, match="planted") as caught:
-        handle.join(WAIT_S)
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
-@every_way
 def test_ranks_that_die_at_once_are_survived(way):
     meeting = threading.Barrier(2)
 
@@ -164,28 +134,6 @@ def test_ranks_that_die_at_once_are_survived(way):
     state = run(fault, way, epochs=2).join(WAIT_S)
     assert fault.num_shots == 2
     assert_whole(state, fault, epochs=2)
-
-
-@every_way
-def test_the_run_continues_without_a_rank_that_cannot_be_built(way):
-    def brittle(device):
-        if current_worker().rank == 1:
-            raise MemoryError("planted")
-        return effects(device)
-
-    state = run(train_samples, way, model=brittle).join(WAIT_S)
-    assert [(f.rank, f.step) for f in state.failures] == [(1, 0)]
-    assert bool((state.params["w"] > 0).all())
-
-
-def test_rank_0_that_cannot_be_built_ends_the_run():
-    def brittle(device):
-        if current_worker().rank == 0:
-            raise MemoryError("planted")
-        return effects(device)
-
-    with pytest.raises(WorkerFailed, match="planted"):
-        run(train_samples, (CADENCE, OVER_CPU), model=brittle).join(WAIT_S)
 
 
 def test_replicas_that_differ_end_the_run_in_any_case():
@@ -220,14 +168,6 @@ def test_an_evaluation_that_kills_the_lead_is_done_by_the_next(way):
     assert [f.rank for f in state.failures] == [0]
     assert [m.scalars["eval/seen"] for m in state.metrics] == [NUM_SAMPLES] * 3
     assert evaluated == [(0, 0), (1, 1), (1, 2)]
-
-
-def test_without_the_setting_the_first_death_ends_the_run():
-    fault = Dies((1, 1))
-    handle = builder(train=fault, model=effects, dataset=NUM_SAMPLES, ranks=3).run()
-    with pytest.raises(WorkerFailed) as caught:
-        handle.join(WAIT_S)
-    assert (caught.value.rank, caught.value.step, caught.value.epoch) == (1, 1, 0)
 
 
 class Wave(nn.Module):
