@@ -128,7 +128,7 @@ class DirectSteps:
         known = self._stepped
         if (optimizer := self._optimizer()) is not None:
             known = known.union(id(p) for group in optimizer.param_groups for p in group["params"])
-        self._cleared = {id(p) for p in params if p.grad is not None and id(p) not in known}
+        self._cleared = {id(p) for p in params if id(p) not in known and p.grad is not None}
         self._stepped = set()
 
     def _check_other(self, optimizer: torch.optim.Optimizer) -> None:
