@@ -1,13 +1,15 @@
-"""Make the pictures of the README: ``python docs/pictures.py [speed] [timeline]``.
+"""Make the pictures of README and docs: ``python docs/pictures.py [speed] [rounds] [timeline]``.
 
-``speed`` draws ``images/speed.svg`` from records of ``benchmarks/speed.py``; the same records
-give the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
+``speed`` draws ``images/speed.svg`` from records of ``benchmarks/speed.py``, and ``rounds`` draws
+``images/rounds.svg`` from those of ``benchmarks/quality.py drift --rounds``; the same records give
+the same file. ``timeline`` trains ``examples/profile_timeline.py`` for some seconds and
 takes ``images/timeline.png`` of its page with a headless Chromium, which ``.ci/browser`` installs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 RECORD = RESULTS / "peers-2-cores-2026-11-22.json"
 SHARES = RESULTS / "shares-2-cores-2026-11-25.json"
 """A record with measured shares under ``SYNC``, and DDP on the same devices."""
-SPEED, TIMELINE = DOCS / "images" / "speed.svg", DOCS / "images" / "timeline.png"
+ROUNDS = {
+    "LeNet, SGD with momentum": RESULTS / "drift-rounds-lenet-2-cores-2026-11-27.json",
+    "GPT, AdamW": RESULTS / "drift-rounds-gpt-2-cores-2026-11-27.json",
+}
+"""Records of ``benchmarks/quality.py drift --rounds``, of one model each."""
+SPEED, AVERAGINGS = DOCS / "images" / "speed.svg", DOCS / "images" / "rounds.svg"
+TIMELINE = DOCS / "images" / "timeline.png"
 
 MODELS = {"mlp": "MLP", "lenet": "LeNet"}
 SYSTEMS = {
@@ -35,6 +43,8 @@ DEVICES = {1: "equal", 2: "one 2x slower", 3: "one 3x slower", 5: "one 5x slower
 
 BAR, GAP, PLOT_HEIGHT = 19, 20, 170
 TOP, LEFT, PANEL_GAP = 58, 34, 40
+PANEL_WIDTH, PANEL_HEIGHT, PANEL_SPACE = 380, 130, 56
+LINE = "#3a9d76"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PAGE_WIDTH, PAGE_HEIGHT = 1280, 656
 
@@ -101,6 +111,59 @@ def ratios_to_ddp(record: dict[str, Any]) -> dict[tuple[str, int, str], float]:
     }
 
 
+def rounds_svg(records: dict[str, Path] = ROUNDS) -> str:
+    """Loss and accuracy relative to one device by the number of averagings, as SVG."""
+    width = LEFT + len(records) * (PANEL_WIDTH + PANEL_SPACE)
+    height = 2 * (PANEL_HEIGHT + PANEL_SPACE) + 20
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12" fill="#1d2530">',
+        "<title>Loss and accuracy relative to one device by the number of averagings</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for column, (name, path) in enumerate(records.items()):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        (num_steps,) = record["steps"].values()
+        ways = sorted(record["summary"], key=lambda way: way["every"])
+        numbers = [num_steps / way["every"] for way in ways]
+        losses = [(100 * way["mean"], 100 * way["se"]) for way in ways]
+        accuracies = [(way["points"]["mean"], way["points"]["se"]) for way in ways]
+        left = LEFT + 10 + column * (PANEL_WIDTH + PANEL_SPACE)
+        lines += panel_of(left, 44, f"{name}: loss above one device, %", numbers, losses)
+        below = 44 + PANEL_HEIGHT + PANEL_SPACE
+        lines += panel_of(left, below, f"{name}: accuracy, points", numbers, accuracies)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def panel_of(
+    left: float, top: float, title: str, numbers: list[float], points: list[tuple[float, float]]
+) -> list[str]:
+    """A panel of means with their errors, by a number on a logarithmic axis."""
+    low = min(0.0, *(mean - error for mean, error in points))
+    high = max(0.0, *(mean + error for mean, error in points))
+    unit = 10.0 ** math.floor(math.log10(high - low))
+    unit = next(u for u in (unit / 5, unit / 2, unit, 2 * unit) if (high - low) / u < 7)
+    xs = [left + PANEL_WIDTH * math.log10(n) / math.log10(max(numbers)) for n in numbers]
+    bottom = top + PANEL_HEIGHT
+
+    def y_of(value: float) -> float:
+        return top + PANEL_HEIGHT * (high - value) / (high - low)
+
+    lines = [text(left, top - 8, title, 12)]
+    for value in (unit * i for i in range(math.ceil(low / unit), math.floor(high / unit) + 1)):
+        color = "#e3e7ec" if value else "#8c95a1"
+        lines.append(f'<path d="M{left} {y_of(value):.1f}h{PANEL_WIDTH}" stroke="{color}"/>')
+        lines.append(text(left - 6, y_of(value) + 4, f"{value:g}", 11, "end"))
+    line = " L".join(f"{x:.1f} {y_of(mean):.1f}" for x, (mean, _) in zip(xs, points, strict=True))
+    lines.append(f'<path d="M{line}" fill="none" stroke="{LINE}" stroke-width="2"/>')
+    for x, number, (mean, error) in zip(xs, numbers, points, strict=True):
+        bar = f"M{x:.1f} {y_of(mean - error):.1f}V{y_of(mean + error):.1f}"
+        lines.append(f'<path d="{bar}" stroke="{LINE}"/>')
+        lines.append(f'<circle cx="{x:.1f}" cy="{y_of(mean):.1f}" r="3" fill="{LINE}"/>')
+        lines.append(text(x, bottom + 15, f"{round(number):,}", 11, "middle"))
+    return [*lines, text(left + PANEL_WIDTH, bottom + 30, "averagings", 11, "end")]
+
+
 def text(x: float, y: float, content: str, size: int, anchor: str = "start") -> str:
     """A line of text."""
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
@@ -123,11 +186,14 @@ def take_timeline() -> None:
 
 
 def main() -> None:
-    wanted = set(sys.argv[1:]) or {"speed", "timeline"}
-    if unknown := wanted - {"speed", "timeline"}:
-        sys.exit(f"there is no picture {', '.join(sorted(unknown))}; pass speed, timeline or both")
+    names = {"speed", "rounds", "timeline"}
+    wanted = set(sys.argv[1:]) or names
+    if unknown := wanted - names:
+        sys.exit(f"there is no picture {', '.join(sorted(unknown))}; pass any of {sorted(names)}")
     if "speed" in wanted:
         SPEED.write_text(speed_svg(), encoding="utf-8")
+    if "rounds" in wanted:
+        AVERAGINGS.write_text(rounds_svg(), encoding="utf-8")
     if "timeline" in wanted:
         take_timeline()
 

@@ -162,12 +162,14 @@ def test_the_readme_is_read_in_five_minutes_and_names_both_commands():
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_chart_is_drawn_from_the_record():
+def test_the_charts_are_drawn_from_the_records():
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
     pictures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pictures)
     drawn = pictures.speed_svg()
     assert drawn == pictures.SPEED.read_text(encoding="utf-8"), "run docs/pictures.py speed"
+    drawn = pictures.rounds_svg()
+    assert drawn == pictures.AVERAGINGS.read_text(encoding="utf-8"), "run docs/pictures.py rounds"
     assert pictures.TIMELINE.stat().st_size < 300_000
 
 
