@@ -63,8 +63,7 @@ class SingleDeviceEngine:
         self._steps = DirectSteps(model, optimizer, self._before_direct_step, self._after_step)
         self._max_grad_norm = max_grad_norm
         self._recorder = recorder
-        self._num_accumulated = 0
-        self._weights: list[Weight | None] = []
+        self._weights: list[Weight | None] = []  # of accumulated batches
         self._guards: list[RemovableHandle] = []
         self._nodes: dict[
             int, Any
@@ -104,7 +103,7 @@ class SingleDeviceEngine:
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Run forward, loss and backward of each batch sequentially."""
         self._detect_zero_grad()
-        if not self._num_accumulated and any(p.grad is not None for p in self._params):
+        if not self._weights and any(p.grad is not None for p in self._params):
             raise RuntimeError(MIXED_GRADIENTS)
         start_s = time.monotonic()
         losses = []
@@ -114,13 +113,12 @@ class SingleDeviceEngine:
                 result = loss_fn(self.model, nested_to_device(batch, self._device))
                 loss, weight = read_loss(result, self._params)
                 losses.append(weighted_backward(loss, weight, self._params))
-                self._num_accumulated += 1
                 self._weights.append(weight)
             total_weight(self._weights)
         except BaseException:
             self.zero_grad()  # partial gradients are invalid
             raise
-        if self._num_accumulated:
+        if self._weights:
             self._guard_gradients()
         self._recorder.record("accumulate", start_s)
         self._recorder.record_batches(0, batches)
@@ -132,17 +130,16 @@ class SingleDeviceEngine:
         self.rate.check()
         self._detect_zero_grad()
         empty = False
-        if self._num_accumulated:
+        if self._weights:
             if weight is not None:
                 raise ValueError(WEIGHTED_TWICE)
             weight = total_weight(self._weights)
         if weight is not None:
-            divide_grads_(self._params, weight, max(1, self._num_accumulated))
+            divide_grads_(self._params, weight, max(1, len(self._weights)))
             empty = isinstance(weight, float) and weight == 0
-        if self._num_accumulated:
+        if self._weights:
             grads = [p.grad for p in self._params if p.grad is not None]
-            clip_and_scale_(grads, self._max_grad_norm, 1.0, 1.0 / self._num_accumulated)
-            self._num_accumulated = 0
+            clip_and_scale_(grads, self._max_grad_norm, 1.0, 1.0 / len(self._weights))
             self._weights = []
         elif self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
@@ -157,7 +154,7 @@ class SingleDeviceEngine:
     def _before_direct_step(self) -> None:
         """Prepare a step of the optimizer that the caller makes."""
         self._detect_zero_grad()
-        if self._num_accumulated:
+        if self._weights:
             raise RuntimeError(STEPPED_OUTSIDE)
         self.rate.check()
         if self._max_grad_norm is not None:
@@ -168,12 +165,11 @@ class SingleDeviceEngine:
         self._recorder.record_step(1, start_s)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        if self._num_accumulated:
+        if self._weights:
             raise RuntimeError(LOCAL_GRADIENTS)
         return nn.utils.clip_grad_norm_(self._params, max_norm)
 
     def zero_grad(self) -> None:
-        self._num_accumulated = 0
         self._weights = []
         self._remove_guards()
         self.model.zero_grad(set_to_none=True)
@@ -195,8 +191,7 @@ class SingleDeviceEngine:
 
     def _detect_zero_grad(self) -> None:
         """Account for accumulated gradients that ``optimizer.zero_grad()`` cleared."""
-        if self._num_accumulated and all(p.grad is None for p in self._params):
-            self._num_accumulated = 0
+        if self._weights and all(p.grad is None for p in self._params):
             self._weights = []
 
     def _guard_gradients(self) -> None:
@@ -218,5 +213,5 @@ class SingleDeviceEngine:
 def _check_mixed(engine: weakref.ref[SingleDeviceEngine], grads: Any) -> None:
     if (self := engine()) is not None:
         self._detect_zero_grad()
-        if self._num_accumulated:
+        if self._weights:
             raise RuntimeError(MIXED_GRADIENTS)

@@ -286,6 +286,11 @@ class GradientReduction:
         self._recorder.record_reductions(self._replicas)
         return found
 
+    def sum_into(self, params: Sequence[Tensor], rows: Sequence[Row]) -> None:
+        """Set the gradients of the parameters to the :meth:`sum`."""
+        for p, grad in zip(params, self.sum(rows, params), strict=True):
+            p.grad = grad
+
     def _add_in_place(
         self, rows: Sequence[Row], params: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:

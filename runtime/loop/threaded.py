@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coordinator.splitting import split_by_ratio
 from runtime.core.checks import in_func_transform
-from runtime.core.loss_weights import Weight, fractions_of, inverse_of
+from runtime.core.loss_weights import Weight
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
@@ -25,7 +25,6 @@ from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_engine import (
     LOCAL_GRADIENTS,
-    MIXED_GRADIENTS,
     STEPPED_DEFERRED,
     STEPPED_OUTSIDE,
     WEIGHTED_TWICE,
@@ -34,6 +33,7 @@ from runtime.loop.loop_engine import (
 )
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
+from runtime.loop.pending_gradients import GradientSource, PendingGradients
 from runtime.loop.rank_replica import (
     GradientReduction,
     LossFn,
@@ -117,12 +117,7 @@ class ThreadedEngine:
         self._max_grad_norm = max_grad_norm
         self._rules = rules or InputRules()
         self._exclusive = ReentrancyGuard(runner.check_not_replica_thread)
-        self._source = GradientSource.EMPTY
-        self._local = [RankGradients() for _ in replicas]
-        self._stashed = [RankGradients() for _ in replicas]
-        self._counts = [0] * len(replicas)
-        self._weights: list[list[Weight | None]] = [[] for _ in replicas]
-        self._stashed_weights: list[Weight | None] = []  # for steps not reduced yet
+        self._pending = PendingGradients(len(replicas))
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
         self._coupling = SampleCoupling.UNKNOWN
@@ -237,7 +232,7 @@ class ThreadedEngine:
                 if self._spans_steps and wanted is not None:
                     raise RuntimeError(LOCAL_GRADIENTS)
                 if wanted is None:
-                    self._set_source(GradientSource.BACKWARD)
+                    self._pending.begin(GradientSource.BACKWARD)
             tasks: list[Task | None] = [None] * len(self._replicas)
             for shard, given in zip(shards, grads, strict=True):
                 replica = self._replicas[shard.rank]
@@ -282,33 +277,25 @@ class ThreadedEngine:
             The model's gradients: the sum, or those of rank 0 while the others are kept.
         """
         if into_grads and (self._spans_steps or self._is_deferred):
-            for local, row in zip(self._local[1:], rows[1:], strict=True):
-                local.add(params, row)
+            self._pending.hold(params, rows)
             return rows[0]
         if into_grads and self._has_deferred:
-            for rank, local in enumerate(self._local[1:], 1):
-                local.add(params, rows[rank])
-                rows[rank] = local.row(params)
-                local.clear()
+            self._pending.hold(params, rows)
+            rows[1:] = self._pending.take(params)[1:]
         return self._reduction.sum(rows, params)
 
     @property
     def _has_deferred(self) -> bool:
         """True if ranks keep gradients of backward passes within :meth:`no_sync`."""
-        return (
-            not self._spans_steps and self._source is GradientSource.BACKWARD and any(self._local)
-        )
+        is_backward = self._pending.source is GradientSource.BACKWARD
+        return not self._spans_steps and is_backward and self._pending.is_held
 
     def _reduce_deferred(self) -> None:
         """Sum the gradients that ranks keep of passes within :meth:`no_sync` in the model."""
         if not self._has_deferred:
             return
         params = self._mirror.params
-        rows = [[p.grad for p in params], *(local.row(params) for local in self._local[1:])]
-        for local in self._local:
-            local.clear()
-        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
-            p.grad = grad
+        self._reduction.sum_into(params, self._pending.take(params))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -329,7 +316,7 @@ class ThreadedEngine:
             self._prepare()
             if batches:
                 self._detect_caller_gradients()
-                self._set_source(GradientSource.ACCUMULATED)
+                self._pending.begin(GradientSource.ACCUMULATED)
             sizes = split_by_ratio(len(batches), self.batch_counts)
             tasks: list[Task | None] = []
             start = 0
@@ -344,23 +331,21 @@ class ThreadedEngine:
                 finally:
                     rows = [take_grads(replica.leaves) for replica in self._replicas]
                 self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
-                self._add_local(rows)
-                for outcome, weights in zip(outcomes, self._weights, strict=True):
+                self._hold(rows)
+                for outcome, weights in zip(outcomes, self._pending.weights, strict=True):
                     weights += [] if outcome.value is None else outcome.value[1]
-                total_weight([weight for own in self._weights for weight in own])
-            self._counts = [a + b for a, b in zip(self._counts, sizes, strict=True)]
+                self._pending.total_weight()
         losses = [o.value[0].to(self.devices[0]) for o in outcomes if o.value is not None]
         return torch.cat(losses) if losses else torch.empty(0, device=self.devices[0])
 
-    def _add_local(self, rows: Sequence[Row]) -> None:
+    def _hold(self, rows: Sequence[Row]) -> None:
         """Keep gradients by rank until the step; rank 0's are those of the model."""
         params = self._mirror.params
         mine = [p.grad for p in params]
         add_rows(mine, rows[0])
         for p, grad in zip(params, mine, strict=True):
             p.grad = grad
-        for local, row in zip(self._local[1:], rows[1:], strict=True):
-            local.add(params, row)
+        self._pending.hold(params, rows)
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
         """Step the optimizer with the gradients of the whole batch, and clear them."""
@@ -370,14 +355,13 @@ class ThreadedEngine:
             self.rate.check()
             self._detect_caller_gradients()
             num_stashed, reduces = 0, True
-            if self._spans_steps and self._source is not GradientSource.ACCUMULATED:
+            if self._spans_steps and not self._pending.is_accumulated:
                 self._stash_step(weight)
-                num_stashed = len(self._stashed_weights)
+                num_stashed = len(self._pending.stashed_weights)
                 reduces = num_stashed >= min(self.batch_counts) if reduce is None else reduce
                 if reduces:
                     with self._clearing_on_error():
-                        weight = self._reduce_stashed()
-                        divide_grads_(self._mirror.params, weight)
+                        self._reduce_stashed()
                         self._step(empty=False)
             else:
                 with self._clearing_on_error():
@@ -392,33 +376,25 @@ class ThreadedEngine:
         self._mirror.mark_stepped()
         if empty:
             return
-        if self._max_grad_norm is not None and self._source is not GradientSource.ACCUMULATED:
+        if self._max_grad_norm is not None and not self._pending.is_accumulated:
             nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
         with self._steps.expected():
             self.optimizer.step()
 
     def _stash_step(self, weight: Weight | None) -> None:
         """Stash the gradients of a step until the reduction of several steps."""
-        total_weight([*self._stashed_weights, weight])
+        total_weight([*self._pending.stashed_weights, weight])
         params = self._mirror.params
         with self._clearing_on_error():
             refuse_sparse(self._mirror.names(), [p.grad for p in params])
-            self._stashed[0].add(params, [p.grad for p in params])
-            for stashed, local in zip(self._stashed[1:], self._local[1:], strict=True):
-                stashed.add(params, local.row(params))
-        self._stashed_weights.append(weight)
+            self._pending.stash(params, weight)
 
-    def _reduce_stashed(self) -> Weight:
-        """Sum all stashed gradients in the model; returns the divisor of their mean."""
-        weight = total_weight(self._stashed_weights)
-        divisor = float(len(self._stashed_weights)) if weight is None else weight
+    def _reduce_stashed(self) -> None:
+        """Average the gradients of all stashed steps in the model."""
         params = self._mirror.params
-        rows = [stashed.row(params) for stashed in self._stashed]
-        self._clear_stashed()
-        self._source = GradientSource.BACKWARD
-        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
-            p.grad = grad
-        return divisor
+        rows, divisor = self._pending.take_stashed(params)
+        self._reduction.sum_into(params, rows)
+        divide_grads_(params, divisor)
 
     def _reduce_accumulated(self, weight: Weight | None) -> bool:
         """Average gradients of :meth:`accumulate` in the model, or divide those of backward.
@@ -427,51 +403,32 @@ class ThreadedEngine:
             True if the total weight is 0, so that there is nothing to step with.
         """
         params = self._mirror.params
-        if self._source is not GradientSource.ACCUMULATED:
+        if not self._pending.is_accumulated:
             self._reduce_deferred()
             if weight is not None:
                 divide_grads_(params, weight)
             return isinstance(weight, float) and weight == 0
         if weight is not None:
             raise ValueError(WEIGHTED_TWICE)
-        weight = total_weight([weight for own in self._weights for weight in own])
+        weight = self._pending.total_weight()
         if isinstance(weight, float) and weight == 0:
             return True
-        rows = [[p.grad for p in params], *(local.row(params) for local in self._local[1:])]
-        tasks = []
-        for row, (before, after) in zip(rows, self._rank_factors(weight), strict=True):
+        rows, tasks = self._pending.take(params), []
+        factors = self._pending.mean_factors(weight, self.devices)
+        for row, (before, after) in zip(rows, factors, strict=True):
             own = [g for g in row if g is not None]
             tasks.append(
                 partial(clip_and_scale_, own, self._max_grad_norm, before, after) if own else None
             )
         self._runner.run(tasks, "average")
-        for p, grad in zip(params, self._reduction.sum(rows, params), strict=True):
-            p.grad = grad
+        self._reduction.sum_into(params, rows)
         return False
-
-    def _rank_factors(self, weight: Weight | None) -> list[tuple[Weight, Weight]]:
-        """Each rank's factors of its accumulated gradient before and after clipping."""
-        if weight is None:
-            return [(1.0, 1.0 / sum(self._counts))] * len(self._replicas)
-        totals = [total_weight(own) for own in self._weights]
-        given: list[Weight] = [0.0 if total is None else total for total in totals]
-        if any(isinstance(own, Tensor) for own in given):
-            parts = fractions_of(given, self.devices[0])
-        else:
-            parts = [own / weight for own in given]
-        found: list[tuple[Weight, Weight]] = []
-        for own, part, count, device in zip(given, parts, self._counts, self.devices, strict=True):
-            factors = (inverse_of(own) * count, part / max(1, count))
-            found.append(
-                tuple(f.to(device) if isinstance(f, Tensor) else f for f in factors)  # type: ignore[arg-type]
-            )
-        return found
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole batch."""
         with self._exclusive():
             self._recover()
-            if self._spans_steps or self._source is GradientSource.ACCUMULATED:
+            if self._spans_steps or self._pending.is_accumulated:
                 raise RuntimeError(LOCAL_GRADIENTS)
             with self._clearing_on_error():
                 self._reduce_deferred()
@@ -484,7 +441,7 @@ class ThreadedEngine:
 
     def _before_direct_step(self) -> None:
         """Prepare a step of the optimizer that the caller makes."""
-        if self._spans_steps or self._source is GradientSource.ACCUMULATED:
+        if self._spans_steps or self._pending.is_accumulated:
             raise RuntimeError(STEPPED_OUTSIDE)
         self._detect_caller_gradients()
         if self._has_deferred:
@@ -498,7 +455,7 @@ class ThreadedEngine:
     ) -> None:
         self._mirror.mark_stepped()
         self._update_shares(num_stashed, reduces=reduces)
-        self._reset_source()
+        self._pending.end_step()
         self.rate.advance()
         self._recorder.record_step(len(self._replicas), start_s)
 
@@ -515,7 +472,7 @@ class ThreadedEngine:
             self._balancer.observe(replica.rank, num_samples, seconds)
             if num_stashed:
                 self._stashed_s[replica.rank] += seconds
-        if self._source is GradientSource.ACCUMULATED:
+        if self._pending.is_accumulated:
             times = [r.batch_timer.take(wait=False) for r in self._replicas]
             shares = self._accumulation.report(times, self._reduction_s())
             if shares is not None:
@@ -542,9 +499,9 @@ class ThreadedEngine:
         """End the ranks' threads, once running tasks end or a timeout has passed."""
         acquired = self._exclusive.lock.acquire(timeout=STOP_TIMEOUT_S)
         try:
-            if self._stashed_weights:
-                logger.warning(UNREDUCED_AT_CLOSE, len(self._stashed_weights))
-                self._stashed_weights = []
+            if num_stashed := len(self._pending.stashed_weights):
+                logger.warning(UNREDUCED_AT_CLOSE, num_stashed)
+                self._pending.drop_stashed()
             self._runner.close()
             self._steps.close()
             self._recorder.finish()
@@ -570,39 +527,23 @@ class ThreadedEngine:
     def _detect_caller_gradients(self) -> None:
         """Account for gradients that the caller added to or cleared on the model directly."""
         if any(p.grad is not None for p in self._mirror.params):
-            if self._source is GradientSource.EMPTY:
-                self._source = GradientSource.BACKWARD
-        elif self._source is GradientSource.BACKWARD or any(map(_has_backward, self._weights[0])):
+            if self._pending.source is GradientSource.EMPTY:
+                self._pending.begin(GradientSource.BACKWARD)
+        elif self._pending.has_run_backward:
             self._clear_gradients(stashed=False)  # cleared by optimizer.zero_grad()
-
-    def _set_source(self, source: GradientSource) -> None:
-        is_mixed = self._stashed_weights and source is GradientSource.ACCUMULATED
-        if is_mixed or self._source not in (GradientSource.EMPTY, source):
-            raise RuntimeError(MIXED_GRADIENTS)
-        self._source = source
 
     def _clear_model(self) -> None:
         for p in self._mirror.params:
             p.grad = None
-        for local in self._local:
-            local.clear()
+        self._pending.drop()
 
     def _clear_gradients(self, *, stashed: bool = True) -> None:
         """Clear all gradients; stashed ones too unless ``stashed`` is false."""
         self._clear_model()
         if stashed:
-            self._clear_stashed()
+            self._pending.drop_stashed()
             self._stashed_s = [0.0] * len(self._replicas)
-        self._reset_source()
-
-    def _clear_stashed(self) -> None:
-        self._stashed_weights = []
-        for stashed in self._stashed:
-            stashed.clear()
-
-    def _reset_source(self) -> None:
-        self._source, self._counts = GradientSource.EMPTY, [0] * len(self._replicas)
-        self._weights = [[] for _ in self._replicas]
+        self._pending.end_step()
 
     @contextmanager
     def _clearing_on_error(self) -> Iterator[None]:
@@ -615,29 +556,6 @@ class ThreadedEngine:
             raise
 
 
-class RankGradients:
-    """Gradients of one rank that are not reduced yet, by parameter."""
-
-    def __init__(self) -> None:
-        self._grads: dict[Tensor, Tensor | None] = {}
-
-    def add(self, params: Sequence[Tensor], row: Row) -> None:
-        """Add gradients, in order of ``params``."""
-        mine = self.row(params)
-        add_rows(mine, row)
-        self._grads = dict(zip(params, mine, strict=True))
-
-    def row(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients in order of ``params``."""
-        return [self._grads.get(p) for p in params]
-
-    def __bool__(self) -> bool:
-        return bool(self._grads)
-
-    def clear(self) -> None:
-        self._grads = {}
-
-
 def _without_ones(num_samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Shard sizes of two samples or none, as batch statistics of one sample are not defined."""
     num_ranks = max(1, min(len(ratios), num_samples // 2))
@@ -646,11 +564,6 @@ def _without_ones(num_samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
     if num_samples < 2:
         sizes = [num_samples]
     return (*sizes, *[0] * (len(ratios) - len(sizes)))
-
-
-def _has_backward(weight: Weight | None) -> bool:
-    """True if a batch of this weight ran backward."""
-    return weight is None or isinstance(weight, Tensor) or weight > 0
 
 
 def _forward(
@@ -706,16 +619,6 @@ class ReentrancyGuard:
                 yield
             finally:
                 self._owner = None
-
-
-class GradientSource(Enum):
-    """Origin of the gradients since the last step."""
-
-    EMPTY = auto()
-    BACKWARD = auto()
-    """``loss.backward()``, or gradients set by the caller."""
-    ACCUMULATED = auto()
-    """``accumulate``: each rank holds its own gradients; the model has those of rank 0."""
 
 
 class SampleCoupling(Enum):
