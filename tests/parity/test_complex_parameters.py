@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from runtime import ApplyPolicy, AverageBackend, DataParallelCoordinator, Trainer
+from tests.support.pairs import pairwise
 
 NUM_SAMPLES, NUM_STEPS = 24, 12
 X = torch.randn(NUM_SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -64,11 +65,10 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual[name], tensor, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("only", [False, True], ids=["mixed", "complex-only"])
-@pytest.mark.parametrize("backend", [AverageBackend.THREAD, AverageBackend.GLOO])
-@pytest.mark.parametrize(
-    "settings",
-    [
+@pairwise(
+    only=[False, True],
+    backend=[AverageBackend.THREAD, AverageBackend.GLOO],
+    settings=[
         {},
         {"bucket_cap_mb": 1e-5},
         {"max_grad_norm": 0.1},
@@ -76,7 +76,6 @@ def assert_same(actual, expected):
         {"batch_size": [10, 14]},
         {"accumulate": 2, "batch_size": [6, 6]},
     ],
-    ids=lambda settings: next(iter(settings), "plain"),
 )
 def test_sync_equals_one_device(settings, backend, only):
     builder = (

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from coordinator.splitting import permutation
 from runtime import Trainer, current_worker
+from tests.support.pairs import pairwise
 from tests.support.running import ASYNC, CADENCE, SYNC, WAIT_S
 
 N, SIZE, EPOCHS = 53, 10, 3
@@ -127,9 +128,7 @@ def test_training_is_that_of_a_plain_loop(name, ranks):
         assert sum(m.num_averagings for m in state.metrics) == wanted[1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("optim", [sgd, adamw])
+@pairwise(ranks=[1, 2, 3], accumulate=[1, 3], optim=[sgd, adamw])
 def test_sums_over_samples_are_those_of_a_plain_loop(ranks, accumulate, optim):
     b = builder(ranks, optim, sum_loss).loss_reduction("sum").accumulate(accumulate)
     b.max_grad_norm(5.0)
@@ -176,9 +175,7 @@ def test_the_batch_size_of_a_data_loader_is_not_used():
     check(builder(2, dataset=loader).run().join(WAIT_S), plain())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("ranks", [(2, 2), (2, 3), (3, 1), (1, 2)])
-@pytest.mark.parametrize("steps", [7, 12])
+@pairwise(accumulate=[1, 2], ranks=[(2, 2), (2, 3), (3, 1), (1, 2)], steps=[7, 12])
 def test_a_run_resumed_in_mid_epoch_trains_as_a_plain_loop(tmp_path, ranks, accumulate, steps):
     before, after = (builder(n).accumulate(accumulate).scheduler(cosine) for n in ranks)
     before.max_steps(steps).checkpoint_dir(tmp_path).run().join(WAIT_S)
@@ -208,9 +205,7 @@ class DyingAt:
         return mean_loss(model, batch)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("at", [1, 6])
+@pairwise(accumulate=[1, 2], ranks=[2, 3], at=[1, 6])
 def test_the_global_batch_is_kept_when_a_worker_dies(ranks, accumulate, at):
     b = builder(ranks, loss=DyingAt(ranks, at)).on_worker_failure("continue").scheduler(cosine)
     state = b.accumulate(accumulate).run().join(WAIT_S)

@@ -14,6 +14,7 @@ from torch import nn
 from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
 from runtime import AverageBackend, WorkerFailed, current_worker
+from tests.support.pairs import pairwise
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 203, 2, 4, 5
@@ -437,9 +438,7 @@ class Small(Trace):
         return super().__call__(model, batch)
 
 
-@pytest.mark.parametrize("failure", ["raise", "continue"])
-@pytest.mark.parametrize("backend", [THREAD, AverageBackend.GLOO])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pairwise(failure=["raise", "continue"], backend=[THREAD, AverageBackend.GLOO], accumulate=[1, 2])
 def test_a_step_without_memory_for_a_piece_is_repeated(caplog, failure, backend, accumulate):
     ranks, trace = 3, Small((4, 99, 99))
     # The pieces of the first steps are of 4 samples, those of the probe of up to 5.

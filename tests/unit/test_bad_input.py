@@ -26,23 +26,21 @@ from tests.support.running import (
     ASYNC,
     CADENCE,
     GLOO,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
-    WAYS,
     Counter,
     builder,
     count_up,
     counter,
+    every_way,
+    local_ways,
     numbers,
     plain_sgd,
 )
 
 BOUND_S = 5.0
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
 class Planted(Exception):

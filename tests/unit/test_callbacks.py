@@ -27,10 +27,10 @@ from runtime import (
 from runtime.callbacks import MetricReader, MetricTracker
 from runtime.checkpoint.tensor_file import load_file
 from runtime.run import Run
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up, over
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
-each_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+each_way = over(WAYS)
 
 
 def run_with(values, *callbacks, way=(SYNC, THREAD), epochs=None, **settings):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from runtime import CsvLogger, StepMetrics, WorkerFailed, current_worker
+from tests.support.pairs import pairwise
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -24,10 +25,11 @@ from tests.support.running import (
     Counter,
     builder,
     count_up,
+    over,
 )
 
 WAYS = [(SYNC, THREAD), (SYNC, GLOO), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+ways = over(WAYS)
 
 
 class Recorder:
@@ -54,9 +56,7 @@ def run(recorder, *, way, every=8, ranks=2, dataset=96, epochs=2, **more):
     return b.eval_fn(value).eval_every(every).metrics_fn(recorder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("backend", [THREAD, GLOO])
+@pairwise(ranks=[1, 2, 3], accumulate=[1, 3], backend=[THREAD, GLOO])
 def test_sync_stops_at_each_multiple_and_shows_the_weights_of_that_step(ranks, accumulate, backend):
     """``w`` counts the optimizer steps."""
     recorder = Recorder()

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 import runtime
 from runtime import CheckpointError, StepMetrics, Trainer, WorkerFailed
+from tests.support.pairs import pairwise
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -58,9 +59,7 @@ def builder(ranks, way=WAYS[0], seen=None, *, size=SIZE, dataset=None, **setting
 # -- parts -------------------------------------------------------------------------------------
 
 
-@every_way
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pairwise(way=WAYS, accumulate=[1, 2], ranks=[1, 2, 3])
 def test_each_rank_trains_its_part_and_each_sample_once(way, ranks, accumulate):
     seen = Seen()
     state = builder(ranks, way, seen, accumulate=accumulate).run().join(WAIT_S)
@@ -140,9 +139,7 @@ class Rates:
         return LambdaLR(optimizer, rate)
 
 
-@every_way
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pairwise(way=WAYS, accumulate=[1, 2], ranks=[1, 2, 3])
 def test_schedules_and_progress_count_global_batches(way, ranks, accumulate):
     rates = Rates()
     handle = builder(ranks, way, scheduler=rates, accumulate=accumulate).run()

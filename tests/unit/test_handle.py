@@ -16,22 +16,20 @@ from runtime import current_worker
 from tests.support.running import (
     ASYNC,
     CADENCE,
-    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
     WAIT_S,
-    WAYS,
     Gate,
     Trace,
     builder,
     count_up,
+    every_way,
+    local_ways,
+    over,
 )
 
 FOREVER = 100_000
-by_name = {"ids": lambda way: f"{way[0].name}-{way[1].name}"}
-every_way = pytest.mark.parametrize("way", WAYS, **by_name)
-local_ways = pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
 
 
 # -- join ----------------------------------------------------------------------
@@ -196,7 +194,7 @@ def test_poll_metrics_returns_unread_metrics_at_once():
     assert handle.poll_metrics() == []
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)], **by_name)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
 @pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
 def test_metrics_fn_that_returns_false_ends_the_run(way, kind):
     names = []

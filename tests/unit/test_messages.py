@@ -19,10 +19,10 @@ from runtime import DataParallelCoordinator, Ddp, ReplicaFailed, Trainer, Worker
 from runtime.core.checks import check_devices
 from runtime.data.process_loader import refuse_import_of_main
 from tests.support import programs
-from tests.support.running import CPU, WAIT_S, WAYS
+from tests.support.running import ASYNC, CADENCE, CPU, OVER_CPU, SYNC, THREAD, WAIT_S, over
 
 N = 64
-local_ways = pytest.mark.parametrize("way", WAYS[::3], ids=lambda w: w[0].name)
+local_ways = over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)])
 
 
 def mse(model, batch):

@@ -22,6 +22,7 @@ from tests.support.running import (
     Counter,
     builder,
     count_up,
+    over,
 )
 
 NUM_RUNS = 20
@@ -62,7 +63,7 @@ def fail_once(model, batch):
 
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+@over(WAYS)
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 def test_runs_leave_no_thread_and_no_file_descriptor(way, fails):
     before = set(threading.enumerate())
@@ -86,7 +87,7 @@ def test_runs_leave_no_thread_and_no_file_descriptor(way, fails):
     assert min(natives[-5:]) <= max(natives[:NUM_WARM]) + 1
 
 
-@pytest.mark.parametrize("way", WAYS[:3], ids=lambda w: f"{w[0].name}-{w[1].name}")
+@over(WAYS[:3])
 def test_an_ended_run_keeps_no_model(way):
     models = []
 

@@ -25,6 +25,7 @@ from tests.support.running import (
     Gate,
     builder,
     count_up,
+    over,
     train,
 )
 from tests.unit.coordinator.test_service import Bench, Scripted
@@ -75,11 +76,7 @@ def report_of(run):
     return caught.value
 
 
-@pytest.mark.parametrize(
-    "way",
-    [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)],
-    ids=lambda way: f"{way[0].name}-{way[1].name}",
-)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
 def test_a_step_that_does_not_return_ends_the_run_with_a_report(way, stuck, caplog):
     gate = Gate(rank=1)
     gate.opened = stuck.released

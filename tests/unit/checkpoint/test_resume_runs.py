@@ -61,8 +61,13 @@ def in_two_halves(path, *, first, second, num_steps=11):
     return end
 
 
-@pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: "-".join(w.value for w in way))
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (2, 3), (3, 2), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *((way, ranks) for way in LOCAL_WAYS for ranks in ((2, 3), (3, 2))),
+        *((way, ranks) for way in LOCAL_WAYS[:2] for ranks in ((1, 1), (2, 2), (1, 2), (2, 1))),
+    ],
+)
 def test_every_sample_is_trained_once_over_the_two_halves(way, ranks, tmp_path):
     first, second = (MarkingRun(n=N, ranks=r, way=way) for r in ranks)
     in_two_halves(tmp_path, first=first, second=second)

@@ -40,12 +40,13 @@ from tests.support.running import (
     WAIT_S,
     builder,
     count_up,
+    over,
 )
 from tests.unit.checkpoint.test_writer import SlowDisk
 
 N = 60
 WAYS = [(SYNC, THREAD), (SYNC, GLOO), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
-every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+every_way = over(WAYS)
 
 
 class Net(nn.Module):
@@ -162,7 +163,7 @@ def test_a_run_under_sync_continues_from_the_step_before_an_exception(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+@over(WAYS)
 def test_every_sample_is_trained_once_before_or_after_an_exception(tmp_path, way, ranks):
     steps, rest = Steps(ranks - 1, 3, fail), Steps()
     expect_failed(run_of(steps, way, ranks, 1).checkpoint_dir(tmp_path).run(), WorkerFailed)

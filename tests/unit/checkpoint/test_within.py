@@ -28,17 +28,13 @@ from tests.simulation.schedule import draw_schedule
 from tests.support import programs
 from tests.support.checkpointing import make, names
 from tests.support.resuming import MarkingRun, consumed, marked
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, over
 
 ROOT = Path(__file__).parents[3]
 AUTO = AverageBackend.AUTO
 
 
-@pytest.mark.parametrize(
-    "way",
-    [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, AUTO)],
-    ids=lambda way: f"{way[0].name}-{way[1].name}",
-)
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, AUTO)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_is_written_every_n_batches(tmp_path, way, ranks):
     run = MarkingRun(n=240, ranks=ranks, way=way, epochs=1)

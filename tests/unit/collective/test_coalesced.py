@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from runtime.collective import ReduceOp, ThreadCollective
+from tests.support.pairs import pairwise
 from tests.unit.collective.test_collectives import (
+    KINDS,
     assert_same_bits,
     each_kind,
     errors_of,
@@ -59,9 +60,7 @@ def reduced(end, *, coalesced):
     return tensors
 
 
-@pytest.mark.parametrize("limit", [1, 30_000, float("inf")])
-@pytest.mark.parametrize("call", [gathered, scattered, reduced], ids=lambda call: call.__name__)
-@each_kind
+@pairwise(limit=[1, 30_000, float("inf")], call=[gathered, scattered, reduced], kind=KINDS)
 def test_a_coalesced_call_gives_the_values_of_single_calls(kind, call, limit, monkeypatch):
     monkeypatch.setattr(ThreadCollective, "coalesced_bytes", limit)
     with group_of(WORLD_SIZE, kind) as ends:

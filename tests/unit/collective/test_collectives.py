@@ -33,6 +33,7 @@ from runtime.collective.base import RegisteredTensors
 from runtime.collective.process_group import FLIGHT_RECORDER
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.support import programs
+from tests.support.pairs import pairwise
 from tests.support.posing import POSING, posing_group
 
 KINDS = ("thread", "gloo", *POSING)
@@ -164,9 +165,7 @@ def assert_all_reduced(ends, size, op, dtype):
     assert_same_bits(tensors)
 
 
-@each_kind
-@each_world_size
-@pytest.mark.parametrize("op", list(ReduceOp))
+@pairwise(kind=KINDS, world_size=WORLD_SIZES, op=list(ReduceOp))
 def test_all_reduce_equals_the_reference(kind, world_size, op):
     with group_of(world_size, kind) as ends:
         for dtype in FLOATS if op is ReduceOp.AVG else (*FLOATS, *INTEGERS):
@@ -207,9 +206,7 @@ def test_nan_wins_in_max_and_min(kind, size):
                     assert tensor.isnan().nonzero().flatten().tolist() == [3]
 
 
-@each_kind
-@each_world_size
-@each_size
+@pairwise(kind=KINDS, world_size=WORLD_SIZES, size=[7, LARGE])
 def test_weighted_mean_equals_the_reference(kind, world_size, size):
     with group_of(world_size, kind) as ends:
         for dtype in FLOATS:
@@ -377,9 +374,7 @@ def test_infinite_and_huge_values_keep_their_place_in_a_mean(kind):
     assert_same_bits([mask, *tensors])
 
 
-@each_kind
-@each_world_size
-@each_size
+@pairwise(kind=KINDS, world_size=WORLD_SIZES, size=[7, LARGE])
 def test_broadcast_copies_the_source_of_any_dtype(kind, world_size, size):
     with group_of(world_size, kind) as ends:
         for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64):
@@ -406,9 +401,7 @@ def test_a_tensor_without_dimensions_is_served(kind):
     assert [f.item() for f in flags] == [True, True]
 
 
-@each_kind
-@each_world_size
-@each_size
+@pairwise(kind=KINDS, world_size=WORLD_SIZES, size=[7, LARGE])
 def test_all_gather_puts_inputs_in_order_of_rank(kind, world_size, size):
     with group_of(world_size, kind) as ends:
         for dtype in (torch.bool, torch.float32, torch.int16):
@@ -432,9 +425,7 @@ def assert_gathered(ends, size, dtype, in_place):
     assert_same_bits([torch.cat(inputs), *outputs])
 
 
-@each_kind
-@each_world_size
-@pytest.mark.parametrize("size", [7, LARGE // 2])
+@pairwise(kind=KINDS, world_size=WORLD_SIZES, size=[7, LARGE // 2])
 def test_reduce_scatter_gives_each_rank_its_part(kind, world_size, size):
     ways = (
         (ReduceOp.SUM, torch.float64),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator import averaging as mixing
 from coordinator.averaging import Averager, empty_like
 from coordinator.messages import Payload
+from tests.support.pairs import pairwise
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 TOLERANCES = {
@@ -55,9 +56,11 @@ def distances(tensors, average):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("weights", [[3], [3, 5], [1, 1], [1, 0], [0, 2], [5, 1, 7], [0, 3, 0, 4]])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 16, 103])
+@pairwise(
+    weights=[[3], [3, 5], [1, 1], [1, 0], [0, 2], [5, 1, 7], [0, 3, 0, 4]],
+    dtype=DTYPES,
+    numel=[0, 1, 16, 103],
+)
 def test_average_and_divergences_match_their_definitions(dtype, weights, numel):
     tensors = [torch.randn(numel).to(dtype) + 1 for _ in weights]
     result = Averager().average([params(t) for t in tensors], weights)

@@ -11,6 +11,7 @@ import torch
 
 from coordinator import averaging as blocks
 from coordinator import averaging as mixing
+from tests.support.pairs import pairwise
 from tests.unit.coordinator.test_averaging import DTYPES, bits
 
 
@@ -30,9 +31,11 @@ def mixed(tensors, weights, num_threads):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("weights", [[3, 5], [5, 3], [1, 0], [5, 1, 7], [0, 3, 0, 4]])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 1000, 4099])
+@pairwise(
+    weights=[[3, 5], [5, 3], [1, 0], [5, 1, 7], [0, 3, 0, 4]],
+    dtype=DTYPES,
+    numel=[0, 1, 1000, 4099],
+)
 def test_the_mean_is_bitwise_equal_for_any_number_of_threads(dtype, weights, numel):
     tensors = [torch.randn(numel).to(dtype) + 1 for _ in weights]
     alone, divergences = mixed(tensors, weights, 1)

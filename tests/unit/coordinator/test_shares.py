@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.shares import ImbalanceDetector, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
+from tests.support.pairs import pairwise
 
 STEPS = 6
 """Global steps per measurement."""
@@ -100,9 +101,7 @@ def test_steady_ranks_come_within_5_percent_of_the_best_in_a_few_measurements(co
         assert sum(ranks.sizes) == total
 
 
-@pytest.mark.parametrize("at", range(STEPS))
-@pytest.mark.parametrize("factor", [3, 1 / 3])
-@pytest.mark.parametrize("fixed_s", [0.0, 0.005])
+@pairwise(at=range(STEPS), factor=[3, 1 / 3], fixed_s=[0.0, 0.005])
 def test_a_change_of_speed_is_followed_within_20_steps(at, factor, fixed_s):
     before = [(fixed_s, 1e-3), (fixed_s, 1e-3)]
     after = [(fixed_s, 1e-3), (fixed_s, factor * 1e-3)]

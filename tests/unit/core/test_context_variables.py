@@ -12,7 +12,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 import runtime
 from runtime import Trainer
-from tests.support.running import LOCAL_WAYS, WAIT_S, Counter, builder, count_up, plain_sgd
+from tests.support.pairs import pairwise
+from tests.support.running import (
+    LOCAL_WAYS,
+    WAIT_S,
+    Counter,
+    builder,
+    count_up,
+    plain_sgd,
+)
 
 SETTING = ContextVar("setting", default="unset")
 
@@ -48,9 +56,7 @@ def caller():
     SETTING.reset(token)
 
 
-@pytest.mark.parametrize("kind", [Reads, Streams])
-@pytest.mark.parametrize("way", LOCAL_WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pairwise(kind=[Reads, Streams], way=LOCAL_WAYS, prefetch=[0, 2])
 def test_the_builders_functions_see_the_callers_variables(kind, way, prefetch, caller):
     seen = set()
 

@@ -33,11 +33,11 @@ from tests.support.running import (
     WAIT_S,
     builder,
     count_up,
+    local_ways,
     numbers,
 )
 
 N = 23
-by_name = {"ids": lambda w: f"{w[0].name}-{w[1].name}"}
 
 
 class SampleLog:
@@ -187,7 +187,7 @@ def own(seed):
     return RandomSampler(range(N), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("way", LOCAL_WAYS, **by_name)
+@local_ways
 def test_a_resumed_epoch_continues_in_the_order_already_drawn(tmp_path, way):
     seen = SampleLog()
     b = builder(train=seen, dataset=N, epochs=2, way=way).sampler(own(1))

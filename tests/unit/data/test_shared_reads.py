@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from runtime.data.dataset import adapt_dataset
 from runtime.data.shared_reads import SharedReads
+from tests.support.pairs import pairwise
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
 
 N, SIZE = 24, 4
@@ -87,9 +88,11 @@ def test_batches_keep_their_samples_while_later_ones_are_read(make):
     assert torch.equal(torch.cat(batches), X)
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
-@pytest.mark.parametrize("kind", [OneBuffer, NumpyBuffer, Foreign, Stream])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pairwise(
+    way=[(SYNC, THREAD), (CADENCE, OVER_CPU)],
+    kind=[OneBuffer, NumpyBuffer, Foreign, Stream],
+    ranks=[1, 2],
+)
 def test_a_run_trains_every_sample_of_a_data_set_with_one_buffer(kind, ranks, way):
     seen, source, collates = [], OneBuffer(), kind is Stream
 

@@ -11,6 +11,7 @@ from torch import nn
 from runtime import ShardingStrategy, Trainer, Weighted, WorkerFailed, current_worker
 from runtime.checkpoint.optimizer_shards import check_shards
 from runtime.checkpoint.store import load_newest
+from tests.support.pairs import pairwise
 from tests.support.running import GLOO, SYNC, THREAD, WAIT_S
 
 N, EPOCHS, GLOBAL_BATCH = 26, 2, 12  # the last batch of an epoch has 2 samples
@@ -172,7 +173,13 @@ def one_device():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(r, s) for r in (1, 2, 3) for s in (*SHARDED, (NONE, None))] + [(3, (HYBRID, 3))],
+    [
+        (1, SHARDED[0]),
+        *((3, s) for s in SHARDED),
+        (2, SHARDED[0]),
+        (2, (NONE, None)),
+        (3, (HYBRID, 3)),
+    ],
     ids=lambda x: str(x) if isinstance(x, int) else x[0].name,
 )
 def test_a_sharded_run_equals_one_device(case, ranks, strategy, one_device):
@@ -304,9 +311,7 @@ def stopped(made, path, at):
     return finish(made.max_steps(at).checkpoint_dir(path))
 
 
-@pytest.mark.parametrize("make", [builder, looping])
-@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
-@pytest.mark.parametrize("at", [1, 4])
+@pairwise(make=[builder, looping], strategy=SHARDED, at=[1, 4])
 def test_a_run_stopped_within_an_epoch_resumes_to_the_bit(make, strategy, at, tmp_path):
     straight = finish(make(3, strategy).max_grad_norm(0.1))
     stopped(make(3, strategy).max_grad_norm(0.1), tmp_path, at)

@@ -28,6 +28,7 @@ from tests.support.running import (
     WAIT_S,
     builder,
     count_up,
+    over,
 )
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
@@ -52,7 +53,7 @@ class Kept:
         (self.steps if isinstance(metrics, StepMetrics) else self.epochs).append(metrics)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0].name}-{way[1].name}")
+@over(WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_step_metrics_come_in_order_and_include_every_loss_once(way, ranks):
     kept = Kept()

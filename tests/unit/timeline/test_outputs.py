@@ -15,7 +15,16 @@ from runtime.timeline import export
 from runtime.timeline import text as text_module
 from runtime.timeline.export import _slices
 from runtime.timeline.page import embedded
-from tests.support.running import ASYNC, OVER_CPU, THREAD, WAIT_S, WAYS, Counter, builder, count_up
+from tests.support.running import (
+    ASYNC,
+    OVER_CPU,
+    THREAD,
+    WAIT_S,
+    Counter,
+    builder,
+    count_up,
+    every_way,
+)
 from tests.support.trace_format import check_nesting, load_trace
 
 SCRIPT = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -70,7 +79,7 @@ def busy():
     return timeline
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
+@every_way
 def test_the_trace_of_every_policy_is_valid_and_nested(way, tmp_path):
     timeline = Timeline(poll_s=0.002, min_gap_s=0.0, step_interval_s=0.0)
     b = builder(way=way, ranks=3, dataset=120, epochs=2).timeline(timeline)

@@ -22,11 +22,11 @@ from tests.support.running import (
     SYNC,
     THREAD,
     WAIT_S,
-    WAYS,
     Counter,
     Gate,
     builder,
     count_up,
+    every_way,
 )
 from tests.support.signalling import Waits
 
@@ -39,7 +39,6 @@ policies = pytest.mark.parametrize(
     [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD)],
     ids=["cadence", "sync", "async"],
 )
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0].name}-{w[1].name}")
 
 
 def record(*, change=lambda b: b, **kwargs):
@@ -80,7 +79,7 @@ def check_totals(timeline, wall_s=None, hiccup_s=HICCUP_S):
         assert summary.wall_s >= wall_s - 0.5  # settings are checked before the start
 
 
-@ways
+@every_way
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_causes_of_each_rank_sum_to_the_wall_time(way, ranks):
     own = [0.0] * ranks
