@@ -25,7 +25,7 @@ from tests.support.running import (
     over,
 )
 
-NUM_RUNS = 20
+NUM_RUNS = 10
 NUM_WARM = 3
 WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (CADENCE, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
 

@@ -23,10 +23,13 @@ LEGAL = {
 }
 
 
-def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
-    rnd = Round()
+def begin(rnd, state=RoundState.COLLECTING, ranks=(0, 1)):
     rnd.begin(state, ranks, ranks[0], epoch=None, generation=0, evaluate=None, checkpoint=None)
     return rnd
+
+
+def begun(state=RoundState.COLLECTING, ranks=(0, 1)):
+    return begin(Round(), state, ranks)
 
 
 def snapshot(rank=0, round_id=1):
@@ -48,15 +51,7 @@ def test_a_round_makes_only_legal_transitions(state, target):
 def test_a_round_cannot_start_while_another_is_in_flight():
     rnd = begun(RoundState.SYNCING)
     with pytest.raises(AssertionError):
-        rnd.begin(
-            RoundState.SYNCING,
-            (0, 1),
-            0,
-            epoch=None,
-            generation=0,
-            evaluate=None,
-            checkpoint=None,
-        )
+        begin(rnd, RoundState.SYNCING)
 
 
 def test_every_round_has_its_own_id_and_starts_empty():
@@ -64,15 +59,7 @@ def test_every_round_has_its_own_id_and_starts_empty():
     rnd.snapshots[0] = snapshot()
     rnd.divergences[0] = 1.0
     rnd.move(RoundState.NONE)
-    rnd.begin(
-        RoundState.SYNCING,
-        (0,),
-        0,
-        epoch=None,
-        generation=0,
-        evaluate=2,
-        checkpoint=None,
-    )
+    begin(rnd, RoundState.SYNCING, ranks=(0,))
     assert rnd.id == 2
     assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
 
@@ -81,15 +68,7 @@ def test_a_reply_to_an_old_round_is_ignored():
     """D15."""
     rnd = begun()
     rnd.move(RoundState.NONE)
-    rnd.begin(
-        RoundState.COLLECTING,
-        (0, 1),
-        0,
-        epoch=None,
-        generation=0,
-        evaluate=None,
-        checkpoint=None,
-    )
+    begin(rnd)
     assert not rnd.accepts(snapshot(round_id=1), RoundState.COLLECTING)
     assert rnd.accepts(snapshot(round_id=2), RoundState.COLLECTING)
 

@@ -231,29 +231,6 @@ def test_shutdown_is_returned_and_ends_a_plan():
     assert alone.w == 0.0
 
 
-def released_by(*messages, expect):
-    """A parked worker reads ``messages``; the last one must release it."""
-    alone = Alone()
-    alone.worker.train_step(BATCH)
-    alone.send(m.RequestParams(round=1), m.Throttle(), *messages)
-    assert alone.worker.handle_control() is expect
-    return alone
-
-
-def test_throttle_is_released_by_resume():
-    released_by(m.Resume(), expect=False)
-
-
-def test_throttle_is_released_by_shutdown():
-    released_by(m.Shutdown(), expect=True)
-
-
-def test_throttle_is_released_by_update():
-    alone = released_by(m.Update(round=1, average=payload(5.0), budget=MANY), expect=False)
-    assert alone.w == 5.0
-    assert alone.worker.current_version == 1
-
-
 def test_throttle_is_released_by_sync_now():
     (collective,) = create_collectives(1)
     alone = Alone(collective=collective)
@@ -264,22 +241,6 @@ def test_throttle_is_released_by_sync_now():
     assert (ack.round, ack.ok, ack.divergence) == (3, True, 0.0)
     assert alone.worker.current_version == 1
     collective.close()
-
-
-def test_one_release_resumes_a_worker_after_two_throttles():
-    released_by(m.Throttle(), m.Throttle(), m.Resume(), expect=False)
-
-
-def test_requests_and_plans_are_handled_without_a_release():
-    """Messages between Throttle and Resume are handled, and none is left afterwards."""
-    plans = (start(range(2)), start(range(2, 4)))
-    alone = released_by(m.RequestParams(round=2), *plans, m.Resume(), expect=False)
-    assert alone.control.empty()
-    assert alone.take(m.ParamSnapshot).round == 2
-    assert alone.w == 1.0
-    for _ in plans:
-        alone.worker.run_epoch_plan(alone.worker.wait_for_epoch_plan())
-    assert alone.w == 5.0  # no plan received during the throttle is lost
 
 
 def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
@@ -436,26 +397,6 @@ def test_callbacks_run_inside_the_worker(message):
 
 
 # -- averaging -----------------------------------------------------------------
-
-
-def test_an_update_keeps_training_since_the_snapshot():
-    alone = Alone()
-    for _ in range(2):
-        alone.worker.train_step(BATCH)
-    alone.send(m.RequestParams(round=1))
-    alone.worker.handle_control()
-    snapshot = alone.take(m.ParamSnapshot)
-    assert (snapshot.num_samples, snapshot.num_batches) == (4, 2)
-    for _ in range(3):
-        alone.worker.train_step(BATCH)
-    assert float(snapshot.payload.params[0][0]) == 2.0  # the snapshot has its own memory
-    alone.send(m.Update(round=1, average=payload(10.0)))
-    alone.worker.handle_control()
-    assert alone.w == 13.0
-    # The counts subtract the snapshot, too.
-    alone.send(m.RequestParams(round=2))
-    alone.worker.handle_control()
-    assert alone.take(m.ParamSnapshot).num_samples == 6
 
 
 def test_an_update_of_another_round_changes_nothing():
