@@ -10,7 +10,10 @@ from runtime.replica import flat
 from runtime.replica import non_finite as finite
 from tests.gpu import loading, replicas, runs
 from tests.gpu.delays import CPU
-from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC, WAYS, name_of
+from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC
+from tests.support.running import THREAD, over
+
+each_policy = over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
 
 
 @pytest.mark.parametrize("body", [replicas.average_over_the_cpu, replicas.average_in_shared_memory])
@@ -50,13 +53,12 @@ def test_workers_of_unequal_speed_converge(policy):
     runs.unequal_speeds(CPU, policy)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
-def test_survivors_converge(way, rank):
-    runs.survivors_continue([CPU] * 3, way, rank)
+@each_policy
+def test_survivors_converge(way):
+    runs.survivors_continue([CPU] * 3, way, 0)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@each_policy
 def test_a_rank_that_raises_ends_the_run(way):
     runs.raising([CPU] * 2, way)
 
@@ -70,7 +72,7 @@ def no_memory():
     raise torch.OutOfMemoryError("planted")
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@each_policy
 def test_a_rank_without_memory_ends_the_run(way):
     runs.exhaust([CPU] * 2, way, no_memory, "planted")
 
@@ -101,11 +103,16 @@ class ReadGuard:
         self.is_guarded = False
 
 
-@pytest.mark.parametrize("kind", ["read", "inline", "streamed", "resident", "on_device"])
 @pytest.mark.parametrize(
-    ("way", "ranks"),
-    # On the CPU, SYNC checks each step's gradients, which synchronises with no device.
-    [(way, ranks) for way, ranks in runs.GUARDED_WAYS if (way[0], ranks) != (SYNC, 2)],
+    ("way", "ranks", "kind"),
+    [
+        *(
+            ((CADENCE, OVER_CPU), 2, kind)
+            for kind in ("inline", "streamed", "resident", "on_device")
+        ),
+        # On the CPU, SYNC checks each step's gradients, which synchronises with no device.
+        *((*run, "read") for run in runs.GUARDED_WAYS if (run[0][0], run[1]) != (SYNC, 2)),
+    ],
 )
 def test_steps_between_two_rounds_read_no_values(way, ranks, kind, monkeypatch):
     guard = ReadGuard(monkeypatch)
