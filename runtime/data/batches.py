@@ -175,4 +175,16 @@ def batch_bytes(batch: Any, allocated: Callable[[int], int] = int) -> int:
         batch: The batch.
         allocated: Memory allocated for a tensor of the given size, in bytes.
     """
-    return sum(allocated(part.nbytes) for part in movable_parts(batch) if isinstance(part, Tensor))
+    parts = [part for part in movable_parts(batch) if isinstance(part, Tensor)]
+    return sum(allocated(tensor_bytes(part)) for part in parts)
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Memory of a tensor's elements, or of the indices and values of a sparse one, in bytes."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes

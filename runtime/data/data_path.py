@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from runtime.core.threads import IntraOpThreads
+from runtime.data.batches import tensor_bytes
 from runtime.data.budget import DeviceBudget
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
@@ -164,7 +165,7 @@ class DataPath:
             # dtype on the device, and a pinned one on the host.
             sizes: Counter[torch.dtype] = Counter()
             for tensor in (*worker.model.parameters(), *worker.model.buffers()):
-                sizes[tensor.dtype] += tensor.nbytes
+                sizes[tensor.dtype] += tensor_bytes(tensor)
             self._budgets[device].reserve(sizes.total())
             with self._lock:
                 self._snapshot_bytes += sum(map(pinned_bytes, sizes.values()))

@@ -18,10 +18,11 @@ from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.replica.flat import checksum, states_of, views_of
 from runtime.replica.gradients import refuse_sparse
 
-CHANGED_IN_FORWARD = (
-    "FSDP: forward changes the parameter {name!r} by its batch, so that it differs between ranks: "
-    "change it after optimizer.step(), alike on every rank, or make it a buffer if it is not "
-    "trained; build an embedding without max_norm, and limit its norm after the step"
+DIFFERS = (
+    "FSDP: the parameter {name!r} differs between ranks, as forward changes it by its batch, or a "
+    "rank has changed it since wrapping: change it after optimizer.step(), alike on every rank, or "
+    "make it a buffer if it is not trained; initialize the module before it is wrapped; build an "
+    "embedding without max_norm, and limit its norm after the step"
 )
 
 
@@ -57,7 +58,7 @@ class ReplicatedParameters:
             describe_original(each.parameter, each.parameter, each.name)
         self._world = world
         self._sums_values = True  # in the first forward
-        self._is_changed = False  # by a forward since the last reduction
+        self._is_changed = True  # since the last comparison, possibly: at first by initialization
         trainable = [p for p in self.shards if p.requires_grad]
         self._trainable = trainable
         self._added: set[int] = set()  # indices of gradients not yet reduced
@@ -96,7 +97,7 @@ class ReplicatedParameters:
         return states_of(self.shards, with_values=self._sums_values)
 
     def check_unchanged(self, states: Sequence[tuple[int, int]]) -> None:
-        """Record that forward has changed parameters, which :meth:`reduce` compares."""
+        """Record if forward has changed parameters, which :meth:`reduce` then compares."""
         self._is_changed |= self.full_states() != states
         self._sums_values = False
 
@@ -130,6 +131,11 @@ class ReplicatedParameters:
     def record_gradients(self) -> None:
         """No effect: each rank has all gradients."""
 
+    def begin_backward(self) -> None:
+        """No effect: the parameters hold all gradients."""
+
+    end_forward = check_mark = begin_backward
+
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
         refuse_sparse(self.names, [parameter.grad for parameter in self.shards])
@@ -141,7 +147,7 @@ class ReplicatedParameters:
         Call after :meth:`check_gradients`.
 
         Raises:
-            ReplicaMismatch: Forward has changed parameters, and not alike on all ranks.
+            ReplicaMismatch: Parameters differ, at the first call or after a forward changed some.
         """
         used = [parameter.grad is not None for parameter in self._trainable]
         for parameter in self._trainable:
@@ -186,7 +192,7 @@ class ReplicatedParameters:
         differs = (by_rank != by_rank[0]).any(0)
         if differs.any():
             name = self.names[int(differs.int().argmax())]
-            raise ReplicaMismatch(CHANGED_IN_FORWARD.format(name=name))
+            raise ReplicaMismatch(DIFFERS.format(name=name))
 
     @property
     def has_unreduced(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,20 @@ from runtime.fsdp.shared_parameters import SharedParameter, describe_original
 from runtime.fsdp.strategy import ShardGroups
 from runtime.replica.flat import states_of
 from runtime.replica.gradients import refuse_sparse
+
+logger = logging.getLogger(__name__)
+
+CLEARED = (
+    "gradients were cleared after backward() and before sync_gradients(), by "
+    "optimizer.zero_grad(), which clears those of the shards only: call fsdp.zero_grad() to drop a "
+    "batch after its backward()"
+)
+DIRECT_GRADIENTS = (
+    "FSDP: the loss depends on shards of fsdp.parameters(), of which each rank has a part. "
+    "Gradients of elementwise terms, such as sums of squares, are right; those of norms are not, "
+    "and the value of the loss is that of this rank's part. Compute such terms from "
+    "fsdp.module.parameters() between forward() and backward(), where these are full"
+)
 
 
 class ShardedParameters:
@@ -78,11 +94,16 @@ class ShardedParameters:
         self._prefetch_group: Collective | None = None
         self._may_be_stale = False
         self._grad_versions: dict[int, int] = {}  # by parameter, one of each flat gradient
+        self._mark: _Mark | None = None
+        self._before_backward: Tensor | None = None
+        self._has_warned = False
         shards: dict[int, nn.Parameter] = {}
         for layout in self.layouts:
             self._flats.append(self._shard(layout, world, shards))
         self.shards = [shards[slot.index] for slot in self._slots]
         self._pointers = [shard.data_ptr() for shard in self.shards]
+        trained = [shard for shard in self.shards if shard.requires_grad and shard.numel()]
+        self._marked = min(trained, key=Tensor.numel, default=None)
         self._shard_of_param = {
             id(param): shard for param, shard in zip(self._params, self.shards, strict=True)
         }
@@ -316,6 +337,12 @@ class ShardedParameters:
                 raise RuntimeError(
                     f"requires_grad of {name!r} was changed; freeze and unfreeze before wrapping"
                 )
+            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"the shard of {name!r} has a hook, which would not run: gradients reach "
+                    "shards by sync_gradients(). Register it on the module's parameter before "
+                    "wrapping, where it receives the whole gradient of this rank's samples"
+                )
 
     def start_prefetch(self, make_group: Callable[[], Collective], name: str) -> None:
         """Start an all-gather in another thread.
@@ -352,6 +379,52 @@ class ShardedParameters:
         if prefetch is not None:
             prefetch.wait()
 
+    def end_forward(self) -> None:
+        """Record the gradient of a shard, which a penalty on shards may replace in backward."""
+        if (shard := self._marked) is not None and self._mark is None:
+            self._before_backward = shard.grad
+
+    def begin_backward(self) -> None:
+        """Mark the gradient of a shard, to detect that it is cleared or written to before the
+        reduction.
+        """
+        if (shard := self._marked) is None or self._mark is not None:
+            return
+        before, self._before_backward = self._before_backward, None
+        is_placed = shard.grad is None
+        if shard.grad is None:
+            shard.grad = torch.zeros_like(shard)
+        elif shard.grad is not before:  # made earlier in this backward
+            self._warn_of_direct_gradients()
+        self._mark = _Mark(shard, shard.grad, shard.grad._version, is_placed)
+
+    def check_mark(self) -> None:
+        """Check that no optimizer has cleared gradients since :meth:`begin_backward`.
+
+        Raises:
+            RuntimeError: One has, which leaves those that are not reduced.
+        """
+        mark = self._mark
+        if mark is None:
+            return
+        grad = mark.shard.grad
+        is_written = grad is mark.grad and grad._version != mark.version
+        if grad is None or (is_written and not grad.any()):
+            raise RuntimeError(CLEARED)
+        if is_written:
+            self._warn_of_direct_gradients()
+
+    def _warn_of_direct_gradients(self) -> None:
+        if not self._has_warned and self._groups.shard.world_size > 1:
+            self._has_warned = True
+            logger.warning(DIRECT_GRADIENTS)
+
+    def _remove_mark(self) -> None:
+        mark, self._mark = self._mark, None
+        is_unused = mark is not None and mark.is_placed and mark.grad._version == mark.version
+        if mark is not None and is_unused and mark.shard.grad is mark.grad:
+            mark.shard.grad = None
+
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
         refuse_sparse(self.names, [param.grad for param in self._params])
@@ -369,6 +442,7 @@ class ShardedParameters:
     def reduce_gradients(self) -> None:
         """As :meth:`reduce`, without changing the parameters."""
         self._may_be_stale = True
+        self._remove_mark()
         trained = [
             (layout, flat)
             for layout, flat in zip(self.layouts, self._flats, strict=True)
@@ -422,6 +496,7 @@ class ShardedParameters:
 
     def drop_gradients(self) -> None:
         """Drop full gradients not yet reduced."""
+        self._remove_mark()
         for param in self._params:
             param.grad = None
 
@@ -457,6 +532,22 @@ class ShardedParameters:
             if slot in layout.slots:
                 return slot.padded_of(full, layout.num_shards)
         raise AssertionError("slot is in no layout")
+
+
+class _Mark(NamedTuple):
+    """The gradient of a shard at the start of backward.
+
+    Attributes:
+        shard: The shard.
+        grad: Its gradient.
+        version: The gradient's version counter.
+        is_placed: True if the shard had no gradient, and was given zeros.
+    """
+
+    shard: nn.Parameter
+    grad: Tensor
+    version: int
+    is_placed: bool
 
 
 def _shard_parameter(shard: Tensor, original: nn.Parameter, name: str) -> nn.Parameter:

@@ -16,10 +16,13 @@ from runtime.fsdp.sharded import ShardedParameters
 from runtime.fsdp.shared_parameters import find_parameters
 from runtime.fsdp.strategy import ShardingStrategy, make_groups
 from runtime.replica.flat import FlatParams
-from runtime.replica.optimizers import Optimizers, has_modes, load_optimizer_state, optimizer_kind
-
-_WHOLE_TENSORS = ("Adafactor", "Muon", "LBFGS")
-"""Optimizers of PyTorch whose step on a parameter depends on all its elements or on its shape."""
+from runtime.replica.optimizers import (
+    Optimizers,
+    has_modes,
+    load_optimizer_state,
+    needs_whole_parameters,
+    optimizer_kind,
+)
 
 
 class ShardedParams(FlatParams):
@@ -160,7 +163,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         kind, reason = "a dict of optimizers", "which reduce their gradients separately"
     elif has_modes(optimizer):
         reason = "which has train() and eval() modes and moves the weights itself"
-    elif type(optimizer).__name__ in _WHOLE_TENSORS:
+    elif needs_whole_parameters(optimizer):
         reason = "whose step depends on whole parameters, of which a rank has a part"
     if reason:
         raise ValueError(f"sharded(...) cannot be combined with {kind}, {reason}: leave it out")

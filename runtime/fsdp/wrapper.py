@@ -32,6 +32,7 @@ from runtime.fsdp.shared_parameters import (
 from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy, make_groups
 from runtime.replica.flat import views_of
 from runtime.replica.gradients import scale_for_mean_
+from runtime.replica.optimizers import needs_whole_parameters
 from runtime.replica.step_checks import STEP_CHECKS
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,7 @@ class FSDP(nn.Module):
             raise
         if keeps_full:
             self._has_forward = True
+            parameters.end_forward()
             guard_backward(output, parameters)
         elif not was_unsharded:
             parameters.reshard()
@@ -262,7 +264,10 @@ class FSDP(nn.Module):
 
         Raises:
             TypeError: The weight is neither a number nor a tensor.
-            RuntimeError: No ``forward`` ran with gradients enabled since the last call.
+            RuntimeError: No ``forward`` ran with gradients enabled since the last call, or an
+                optimizer has cleared gradients since ``backward``.
+            ReplicaMismatch: Under ``NO_SHARD``, parameters differ between ranks; compared at the
+                first call, and after a ``forward`` that changes some.
             ValueError: A gradient is sparse; the weight is negative, NaN or not a scalar, or
                 some ranks passed none.
         """
@@ -275,6 +280,7 @@ class FSDP(nn.Module):
                     "backward(), before each call"
                 )
             self._store.check_gradients()
+            self._store.check_mark()
         with self._aborting():
             if checked is not None:
                 gradients = self._store.gradients()
@@ -286,6 +292,14 @@ class FSDP(nn.Module):
         """Called before each step of an optimizer of the shards."""
         if self._closed:
             return
+        shards = (
+            self.strategy is not ShardingStrategy.NO_SHARD and self._groups.shard.world_size > 1
+        )
+        if shards and needs_whole_parameters(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} relates elements of whole parameters, of which a rank "
+                "has a part: use an element-wise optimizer such as AdamW, or NO_SHARD"
+            )
         if self._store.has_unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step without the gradients of the other ranks: "
@@ -595,6 +609,7 @@ def guard_backward(output: Any, parameters: ParameterStore) -> None:
                 "backward() after the full parameters of its forward() were freed or replaced; "
                 "run every backward() before sync_gradients() and reshard()"
             )
+        parameters.begin_backward()
 
     for tensor in _tensors(output):
         if tensor.requires_grad and tensor.grad_fn is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -83,6 +84,11 @@ def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
         if samples.ndim == 0:
             raise ValueError(
                 f"{name} is a tensor without dimension: its first one counts the samples"
+            )
+        if samples.layout is not torch.strided:
+            raise TypeError(
+                f"{name} is a tensor of layout {samples.layout}, which cannot be cut: pass a dense "
+                "one, for instance tensor.to_dense()"
             )
         lengths[name] = len(samples)
     elif holds_columns(samples):

@@ -333,18 +333,22 @@ def build_model(factory: ModelFactory, device: torch.device) -> nn.Module:
     return model
 
 
-def check_model(model: nn.Module, where: str) -> None:
-    """Check that a model can be trained.
-
-    Raises:
-        ValueError: It has lazy parameters, or no trainable parameter.
-    """
+def _refuse_lazy(model: nn.Module, where: str) -> None:
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(t):
             raise ValueError(
                 f"{where}: {name!r} is lazy, without a shape before the first forward; "
                 "give the module its sizes, or run one forward before"
             )
+
+
+def check_model(model: nn.Module, where: str) -> None:
+    """Check that a model can be trained.
+
+    Raises:
+        ValueError: It has lazy parameters, or no trainable parameter.
+    """
+    _refuse_lazy(model, where)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"{where}: no parameter requires a gradient, so nothing can be trained")
 
@@ -479,9 +483,11 @@ class CopyingFactory:
 
     Raises:
         TypeError: It cannot be copied, see :func:`copy_module`; also in a call.
+        ValueError: It has lazy parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_lazy(module, type(module).__name__)
         check_copyable(module)
         self.module = module
 

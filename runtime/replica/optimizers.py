@@ -347,3 +347,13 @@ def make_scheduler(optimizer: torch.optim.Optimizer, factory: Any) -> LRSchedule
         return Schedulers(optimizer, factory)
     scheduler: LRScheduler = factory(optimizer)
     return scheduler
+
+
+def needs_whole_parameters(optimizer: object) -> bool:
+    """True for an optimizer of PyTorch whose step on a parameter depends on all its elements or on
+    its shape.
+    """
+    return any(kind.__name__ in _WHOLE_PARAMETERS for kind in type(optimizer).__mro__)
+
+
+_WHOLE_PARAMETERS = ("Adafactor", "Muon", "LBFGS")

@@ -183,7 +183,7 @@ def test_changes_of_parameters_that_depend_on_the_rank_are_refused_without_shard
 
         fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(limit))
         loss_of(fsdp, batch()).backward()
-        with pytest.raises(ReplicaMismatch, match=r"'first\.weight' by its batch"):
+        with pytest.raises(ReplicaMismatch, match=r"'first\.weight' differs between ranks"):
             fsdp.sync_gradients()
 
     on_ranks(2, rank)

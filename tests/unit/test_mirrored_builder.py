@@ -511,6 +511,22 @@ def test_batches_in_another_form_are_not_reported(collate, caplog):
     assert "rows" not in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batches_of_sparse_tensors_are_trained(layout, policy):
+    def collate(samples):
+        x, y, _ = torch.utils.data.default_collate(samples)
+        return x.to_sparse(layout=layout), y
+
+    def loss(model, batch):
+        assert batch[0].layout is layout
+        return mse(model, (batch[0].to_dense(), batch[1]))
+
+    state = run(train=loss, policy=policy, configure=lambda b: collated(b, collate))
+    assert [m.num_samples for m in state.metrics] == [len(X)] * 2
+
+
 # Buffers that each rank computes from its own samples
 
 

@@ -56,6 +56,10 @@ def exchanges_of_a_step(strategy, num_layers, monkeypatch):
             nodes = 1 if strategy is HYBRID else None
             fsdp = FSDP(layers(num_layers), end, strategy, nodes)
             optimizer = torch.optim.SGD(fsdp.parameters(), 0.1)
+            fsdp(torch.ones(2, 12)).sum().backward()
+            fsdp.sync_gradients()  # the first one compares replicated parameters
+            optimizer.step()
+            fsdp.broadcast_updated_params()
             end.barrier()
             if end.rank == 0:
                 fake.awaited.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from runtime import FSDP, ShardingStrategy, create_collectives
+from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
 from tests.support.fsdp_ranks import SHARDED, STRATEGIES, node_size, on_ranks, outcomes_of
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
@@ -256,3 +256,132 @@ def test_forward_inside_a_transform_of_functions_is_refused(strategy):
         fsdp.sync_gradients()
 
     on_ranks(2, rank)
+
+
+def on_shards(strategy, body, *, module=TwoLayers, world_size=2):
+    """Run ``body(rank, fsdp, optimizer)`` on each rank."""
+    nets = [seeded(module) for _ in range(world_size)]
+
+    def rank(end):
+        fsdp = FSDP(nets[end.rank], end, strategy, node_size(strategy, world_size))
+        body(end.rank, fsdp, torch.optim.SGD(fsdp.parameters(), 0.1))
+
+    on_ranks(world_size, rank)
+
+
+@each_sharded
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_shards_after_backward_is_refused_until_the_wrapper_clears_all(
+    strategy, set_to_none
+):
+    x, y = data()
+
+    def body(_, fsdp, optimizer):
+        for _ in range(2):  # the shards have no gradients, then some
+            for _ in range(2):
+                mse_loss(fsdp(x), y).backward()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            with pytest.raises(RuntimeError, match=r"call fsdp\.zero_grad\(\) to drop a batch"):
+                fsdp.sync_gradients()
+            fsdp.zero_grad()
+            loss = mse_loss(fsdp(x), y)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            fsdp.sync_gradients()
+            optimizer.step()
+
+    on_shards(strategy, body)
+
+
+@each_sharded
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_shards_are_refused(strategy, register):
+    x, _ = data()
+
+    def body(_, fsdp, optimizer):
+        getattr(next(fsdp.parameters()), register)(lambda _: None)
+        with pytest.raises(RuntimeError, match=r"shard of 'used\.weight' has a hook"):
+            fsdp(x)
+
+    on_shards(strategy, body)
+
+
+@each_sharded
+@pytest.mark.parametrize("penalty_first", [True, False])
+def test_a_loss_that_depends_on_shards_is_reported_once_on_each_rank(
+    strategy, penalty_first, caplog
+):
+    x, y = data()
+    alone = seeded()
+
+    def penalty(module):
+        return 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    def loss_of(module):
+        terms = [lambda: penalty(module), lambda: mse_loss(module(x), y)]
+        first, second = terms if penalty_first else terms[::-1]
+        return first() + second()
+
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(alone).backward()
+        optimizer.step()
+
+    def body(rank, fsdp, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(fsdp).backward()
+            fsdp.sync_gradients()
+            optimizer.step()
+        for name, value in fsdp.full_state_dict().items():
+            torch.testing.assert_close(value, alone.state_dict()[name])
+
+    on_shards(strategy, body)
+    assert sum("depends on shards" in record.message for record in caplog.records) == 2
+
+
+def test_a_penalty_on_full_parameters_is_not_reported(caplog):
+    x, y = data()
+
+    def body(_, fsdp, optimizer):
+        loss = mse_loss(fsdp(x), y)
+        (loss + sum(p.norm() for p in fsdp.module.parameters())).backward()
+        fsdp.sync_gradients()
+
+    on_shards(ShardingStrategy.FULL_SHARD, body)
+    assert "depends on shards" not in caplog.text
+
+
+@each_strategy
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_that_need_whole_parameters_are_refused_where_ranks_have_parts(
+    strategy, world_size
+):
+    x, y = data()
+
+    def body(_, fsdp, optimizer):
+        mse_loss(fsdp(x), y).backward()
+        fsdp.sync_gradients()
+        adafactor = torch.optim.Adafactor(fsdp.parameters())
+        if world_size == 1 or strategy is ShardingStrategy.NO_SHARD:
+            adafactor.step()
+        else:
+            with pytest.raises(ValueError, match=r"Adafactor.*use an element-wise optimizer"):
+                adafactor.step()
+
+    on_shards(strategy, body, world_size=world_size)
+
+
+def test_ranks_that_initialize_replicated_parameters_differently_are_refused():
+    x, y = data()
+
+    def body(rank, fsdp, optimizer):
+        fsdp.apply(
+            lambda part: nn.init.constant_(part.weight, rank) if hasattr(part, "weight") else 0
+        )
+        mse_loss(fsdp(x), y).backward()
+        with pytest.raises(ReplicaMismatch, match=r"'used\.weight' differs between ranks"):
+            fsdp.sync_gradients()
+
+    on_shards(ShardingStrategy.NO_SHARD, body)

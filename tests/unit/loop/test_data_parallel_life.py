@@ -39,6 +39,7 @@ WAIT_S = 60.0
         ({"optim": lambda p: "optimizer"}, TypeError, "return a torch.optim.Optimizer"),
         ({"optim": torch.optim.LBFGS}, ValueError, "needs a closure"),
         ({"model": lambda d: nn.LazyLinear(1)}, ValueError, "is lazy"),
+        ({"model": nn.LazyLinear(1)}, ValueError, "LazyLinear: 'weight' is lazy"),
         ({"model": lambda d: nn.ReLU()}, ValueError, "no parameter requires a gradient"),
     ],
 )

@@ -108,6 +108,7 @@ def test_shards_of_tensors_share_their_memory():
         ),
         ({"x": torch.zeros(2), "y": [1]}, 2, ValueError, r"samples\['x'\] has 2, samples\['y'\]"),
         ((torch.zeros(2), 3), 2, TypeError, r"samples\[1\] is a int"),
+        ([torch.eye(2).to_sparse()], 2, TypeError, r"samples\[0\].*tensor\.to_dense"),
         ([torch.zeros(2), None], 2, TypeError, r"samples\[1\] is a NoneType"),
         ({}, 2, ValueError, "samples is an empty dict"),
         ("text", 2, TypeError, "samples is a str"),
