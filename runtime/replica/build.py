@@ -82,6 +82,7 @@ def build_replica(
                 model = build_model(model_factory, device)
             if template is not None:
                 copy_template(model, template, rank)
+                template.check_order(model, rank)
             elif load is not None:
                 load(model)
             if rank == 0 and not model.training:
@@ -261,6 +262,20 @@ class Template:
                     return f"the {what} of {name!r} is {b}, on rank 0 it is {a}"
         extra = next((n for n in other.tensors if n not in self.tensors), None)
         return None if extra is None else f"it has a tensor {extra!r} that rank 0 lacks"
+
+    def check_order(self, model: nn.Module, rank: int) -> None:
+        """Check that a replica's tensors have the order of rank 0's, as in flat tensors.
+
+        Raises:
+            ReplicaMismatch: They do not; the message has the first difference.
+        """
+        for mine, theirs in zip(self.tensors, Template.of(model).tensors, strict=True):
+            if mine != theirs:
+                raise ReplicaMismatch(
+                    f"model_factory registers the modules and parameters of rank {rank} in another "
+                    f"order than those of rank 0: {theirs!r} is in the place of {mine!r}; register "
+                    "them in one order, not in that of a set"
+                )
 
 
 def copy_template(model: nn.Module, template: Template, rank: int) -> None:

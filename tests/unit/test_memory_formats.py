@@ -1,4 +1,4 @@
-"""Ranks, checkpoints and machines whose parameters have different memory formats."""
+"""Ranks, checkpoints and machines whose parameters have other memory formats or another order."""
 
 from __future__ import annotations
 
@@ -97,6 +97,20 @@ def test_an_own_loop_takes_the_memory_format_of_rank_0():
 
     same, mixed = params(LAST), params(LAST, torch.contiguous_format)
     assert all(torch.equal(same[name], mixed[name]) for name in same)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)], ids=str)
+def test_ranks_that_register_their_modules_in_another_order_are_refused(way):
+    names = itertools.cycle([("one", "two"), ("two", "one")])
+
+    def factory(device):
+        model = nn.Module()
+        for name in next(names):
+            model.add_module(name, nn.Linear(3, 3))
+        return model
+
+    with pytest.raises(ReplicaMismatch, match=r"rank 1 in another order .* 'two.weight' is in the"):
+        make(factory, way=way).run().join(WAIT_S)
 
 
 def test_formats_that_differ_in_dimensions_of_size_1_are_equal(caplog):
