@@ -126,7 +126,7 @@ def test_a_run_stopped_at_any_step_equals_an_uninterrupted_one(recipe, tmp_path)
     stops = set()
     # The steps of two epochs; all of them in the simplest recipe.
     num_steps = 2 * N // (2 * recipe.ranks)
-    for step in range(0, num_steps, 1 if recipe == Recipe() else num_steps // 4):
+    for step in range(0, num_steps, 1 if recipe == Recipe() else num_steps // 2):
         path = tmp_path / str(step)
         seed_process(1)
         handle = recipe.start(stop_at=step, configure=lambda b, p=path: b.checkpoint_dir(p))
