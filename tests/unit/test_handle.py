@@ -26,7 +26,6 @@ from tests.support.running import (
     count_up,
     every_way,
     local_ways,
-    over,
 )
 
 FOREVER = 100_000
@@ -194,8 +193,10 @@ def test_poll_metrics_returns_unread_metrics_at_once():
     assert handle.poll_metrics() == []
 
 
-@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor])
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [((SYNC, THREAD), bool), ((CADENCE, OVER_CPU), np.bool_), ((ASYNC, THREAD), torch.tensor)],
+)
 def test_metrics_fn_that_returns_false_ends_the_run(way, kind):
     names = []
 
@@ -203,7 +204,7 @@ def test_metrics_fn_that_returns_false_ends_the_run(way, kind):
         names.append(threading.current_thread().name)
         return kind(metrics.epoch < 2)
 
-    handle = builder(dataset=FOREVER // 100, epochs=FOREVER, way=way).metrics_fn(metrics_fn).run()
+    handle = builder(dataset=100, epochs=FOREVER, way=way).metrics_fn(metrics_fn).run()
     state = handle.join(WAIT_S)
     assert state.stopped
     assert len(state.metrics) >= 3

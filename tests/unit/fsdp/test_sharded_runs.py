@@ -319,23 +319,28 @@ def test_a_run_stopped_within_an_epoch_resumes_to_the_bit(make, strategy, at, tm
     assert_same(resumed, straight)
 
 
+LAYOUTS = [  # of the run that wrote a checkpoint, and of the one that reads it
+    ((3, (FULL, None)), (2, (FULL, None))),
+    ((3, (FULL, None)), (1, (FULL, None))),
+    ((3, (FULL, None)), (2, None)),
+    ((3, (GRADS, None)), (1, None)),
+    ((2, None), (3, (FULL, None))),
+    ((1, None), (2, (GRADS, None))),
+    ((4, (HYBRID, 2)), (3, (FULL, None))),
+    ((2, (FULL, None)), (4, (HYBRID, 2))),
+]
+
+
 @pytest.mark.parametrize(
-    ("wrote", "reads"),
+    ("layouts", "optim"),
     [
-        ((3, (FULL, None)), (2, (FULL, None))),
-        ((3, (FULL, None)), (1, (FULL, None))),
-        ((3, (FULL, None)), (2, None)),
-        ((3, (GRADS, None)), (1, None)),
-        ((2, None), (3, (FULL, None))),
-        ((1, None), (2, (GRADS, None))),
-        ((4, (HYBRID, 2)), (3, (FULL, None))),
-        ((2, (FULL, None)), (4, (HYBRID, 2))),
+        *((layouts, adamw) for layouts in LAYOUTS),
+        *((layouts, lambda p: torch.optim.NAdam(p, 1e-2)) for layouts in LAYOUTS[2:5:2]),
+        *((layouts, lambda p: torch.optim.Rprop(p, 1e-2)) for layouts in LAYOUTS[2:5:2]),
     ],
 )
-@pytest.mark.parametrize(
-    "optim", [adamw, lambda p: torch.optim.NAdam(p, 1e-2), lambda p: torch.optim.Rprop(p, 1e-2)]
-)
-def test_a_checkpoint_loads_at_another_number_of_workers(wrote, reads, optim, tmp_path):
+def test_a_checkpoint_loads_at_another_number_of_workers(layouts, optim, tmp_path):
+    wrote, reads = layouts
     expected = finish(builder(1, optim=optim))
     stopped(builder(*wrote, optim=optim), tmp_path, 4)
     assert_close(finish(builder(*reads, optim=optim).resume(tmp_path)), expected)
