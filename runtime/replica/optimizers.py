@@ -193,6 +193,41 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
         _check_states(each)
 
 
+def state_in_order(
+    state: Mapping[str, Any], theirs: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """An optimizer's state dict for one whose groups have the same parameters in another order.
+
+    State dicts number parameters, so that groups made from sets would exchange their states.
+
+    Args:
+        state: The state dict; not changed.
+        theirs: The names of the parameters in each of its groups; empty for one without a name.
+        own: Those of the optimizer that will load it.
+
+    Raises:
+        ValueError: A group has other parameters.
+    """
+    groups = state["param_groups"]
+    if [len(names) for names in theirs] != [len(names) for names in own] or len(groups) != len(own):
+        return dict(state)  # refused when it is loaded
+    states = dict(state["state"])
+    for number, (group, before, after) in enumerate(zip(groups, theirs, own, strict=True)):
+        if list(before) == list(after) or "" in (*before, *after):
+            continue
+        ids = dict(zip(before, group["params"], strict=True))
+        if ids.keys() != set(after):
+            raise ValueError(
+                f"group {number} has the state of {sorted(ids.keys() - set(after))} in place of "
+                f"{sorted(set(after) - ids.keys())}"
+            )
+        for place, name in zip(group["params"], after, strict=True):
+            states.pop(place, None)
+            if ids[name] in state["state"]:
+                states[place] = state["state"][ids[name]]
+    return {**state, "state": states}
+
+
 def _check_types(optimizer: torch.optim.Optimizer, loaded: Mapping[int, Any]) -> None:
     """Raise ``ValueError`` if the optimizer has lost the class of a tensor that it has loaded."""
     own = optimizer.state_dict()["state"]

@@ -35,7 +35,7 @@ from runtime.replica.error_notes import explain_error
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import StepFiniteCheck
-from runtime.replica.optimizers import load_optimizer_state, optimizer_kind
+from runtime.replica.optimizers import load_optimizer_state, optimizer_kind, state_in_order
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.reducer import GradientReducer, PackedGradients
 from runtime.replica.train_fn_checks import TrainFnChecks
@@ -289,11 +289,20 @@ class Stepper:
         for part in self._parts.values() or (self._whole,):
             part.clear_gradients()
 
-    def copy_from(self, other: Stepper) -> None:
-        """Copy the state of the optimizer and the scaler of another rank's replica."""
+    def copy_from(
+        self, other: Stepper, theirs: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
+    ) -> None:
+        """Copy the state of the optimizer and the scaler of another rank's replica.
+
+        Args:
+            other: The other rank's.
+            theirs: The names of the parameters in each group of its optimizer.
+            own: Those of this one.
+        """
         self._has_stepped = False
         # load_state_dict keeps tensors of the right dtype and device, which are the other's.
-        state = copy.deepcopy(other._whole.optimizer.state_dict())
+        state = state_in_order(other._whole.optimizer.state_dict(), theirs, own)
+        state = copy.deepcopy(state)
         load_optimizer_state(self._whole.optimizer, state)
         if self._scaler is not None and other._scaler is not None:
             self._scaler.load_state_dict(other._scaler.state_dict())

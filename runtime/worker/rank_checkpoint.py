@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.format import numpy_state, packed_arrays, plain
+from runtime.checkpoint.format import numpy_state, packed_arrays, plain, plain_key
 from runtime.checkpoint.subclasses import is_wrapper, restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.metering import ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
+from runtime.replica.optimizers import state_in_order
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
@@ -111,7 +112,7 @@ class RankCheckpoint:
             state = {
                 **self._stepper.state_dict(),
                 **self._module.state_dict(),
-                "groups": self._group_names(),
+                "groups": self.group_names(),
                 "schedule": self._schedule.state_dict(),
                 "lr_scale": self._lr_scale,
                 "generators": _generators(self._generator, self._context),
@@ -201,7 +202,11 @@ class RankCheckpoint:
         built = self._stepper.state_dict()["optimizer"]["param_groups"]
         try:
             self._add_groups(saved.get("groups", []))
-            own = self._state.params.own_part(saved["optimizer"])
+            own = dict(saved["optimizer"])
+            if "groups" in saved:  # earlier versions lack them
+                names = [[plain_key(name) for name in group] for group in saved["groups"]]
+                own = state_in_order(own, names, self.group_names())
+            own = self._state.params.own_part(own)
             self._stepper.load_state_dict({**saved, "optimizer": own})
             self._schedule.load_state_dict(saved["schedule"])
             self._module.load_state_dict(saved)
@@ -231,7 +236,7 @@ class RankCheckpoint:
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
 
-    def _group_names(self) -> list[list[str]]:
+    def group_names(self) -> list[list[str]]:
         """Names of the parameters of each group of the optimizer."""
         names = {id(p): name for name, p in self._params_of_optimizer().items()}
         groups = self._optimizer.param_groups
@@ -239,13 +244,17 @@ class RankCheckpoint:
 
     def _params_of_optimizer(self) -> dict[str, Any]:
         own = self._state.params
-        return dict(self._model.named_parameters()) | dict(zip(own.names, own.trained, strict=True))
+        named = {
+            **dict(self._model.named_parameters()),
+            **dict(zip(own.names, own.trained, strict=True)),
+        }
+        return {plain_key(name): p for name, p in named.items()}
 
     def _add_groups(self, saved: Sequence[Sequence[str]]) -> None:
         """Add the groups that a callback of the earlier run added; settings are loaded later."""
         params = self._params_of_optimizer()
         for names in saved[len(self._optimizer.param_groups) :]:
-            self._optimizer.add_param_group({"params": [params[name] for name in names]})
+            self._optimizer.add_param_group({"params": [params[plain_key(name)] for name in names]})
 
     def _warn_of_settings(self, built: Sequence[State], saved: Mapping[str, Any]) -> None:
         """Warn of settings of the built optimizer that the checkpoint replaces."""

@@ -546,7 +546,8 @@ class WorkerReplica:
         The donor must not change meanwhile.
         """
         self.state.copy_from(donor.state)
-        self.stepper.copy_from(donor.stepper)
+        theirs, own = donor.checkpoint.group_names(), self.checkpoint.group_names()
+        self.stepper.copy_from(donor.stepper, theirs, own)
         self.schedule.copy_from(donor.schedule)
         if self.ema is not None and donor.ema is not None:
             self.ema.load(donor.ema.flats)

@@ -1,4 +1,4 @@
-"""Ranks, checkpoints and machines whose parameters have other memory formats or another order."""
+"""Replicas, checkpoints and machines with other memory formats, or parameters in another order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import ReplicaMismatch, ShardingStrategy, Trainer
+from runtime import CheckpointError, ReplicaMismatch, ShardingStrategy, Trainer
 from runtime.checkpoint.format import digest
 from tests.support.fsdp_ranks import on_ranks, wrap
 from tests.support.running import (
@@ -176,6 +176,66 @@ def test_an_optimizer_with_modes_is_resumed_in_another_memory_format(tmp_path):
     whole = whole.run().join(WAIT_S).params
     resumed = resumed.resume(tmp_path).run().join(WAIT_S).params
     assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
+
+
+def pair():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+
+
+def adam(order):
+    """AdamW with the parameters in an order such as that of a set, which differs by process."""
+    return lambda params, lr: torch.optim.AdamW([{"params": list(params)[::order]}], 0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_with_its_parameters_in_another_order_is_resumed(tmp_path, ranks):
+    whole = make(lambda device: pair(), ranks=ranks, epochs=2, optim=adam(1))
+    whole = whole.run().join(WAIT_S).params
+    first = make(lambda device: pair(), ranks=ranks, optim=adam(1))
+    first.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    again = make(lambda device: pair(), ranks=ranks, epochs=2, optim=adam(-1)).resume(tmp_path)
+    found = again.run().join(WAIT_S).params
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_a_replica_is_repaired_whose_optimizer_has_another_order(caplog):
+    @torch.no_grad()
+    def shift(epoch, worker):
+        if epoch == 1 and worker.rank == 1:
+            worker.model[1].weight.data.neg_()
+
+    def params(*orders):
+        optims = itertools.cycle([adam(order) for order in orders])
+        made = make(
+            lambda device: pair(), epochs=4, optim=lambda params, lr: next(optims)(params, lr)
+        )
+        return made.epoch_fn(shift).on_drift("repair").run().join(WAIT_S).params
+
+    same, mixed = params(1), params(1, -1)
+    assert caplog.text.count("all ranks take the state of rank 0") == 2
+    assert all(torch.equal(same[name], mixed[name]) for name in same)
+
+
+def test_a_group_with_other_parameters_is_not_resumed(tmp_path):
+    def groups(split):
+        def optim(params, lr):
+            params = list(params)
+            return torch.optim.AdamW(
+                [{"params": params[:split] + params[3:]}, {"params": params[split:3]}], 0.01
+            )
+
+        return optim
+
+    def other(params, lr):
+        one, two, three, four = params
+        return torch.optim.AdamW([{"params": [three, two]}, {"params": [one, four]}], 0.01)
+
+    first = make(lambda device: pair(), optim=groups(1))
+    first.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    with pytest.raises(CheckpointError, match=r"group 0 has the state of \['1.weight', '3.bias'\]"):
+        make(lambda device: pair(), optim=other).resume(tmp_path).run().join(WAIT_S)
 
 
 def test_machines_with_another_memory_format_have_another_model_digest():
