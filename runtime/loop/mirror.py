@@ -31,6 +31,8 @@ _NOT_INSPECTED = {*sys.stdlib_module_names, "torch", "numpy"} - {"types", "argpa
 """Packages whose objects are copied, but not inspected for changes in place."""
 SMALL_BUFFER_BYTES = 1 << 16
 """Buffers of up to this size together are copied at each forward, changed or not."""
+SMALL_MODEL_BYTES = 1 << 28
+"""Parameters of a model that is copied to be tried on its first batch, whatever the inputs."""
 _ALIGNMENT_BYTES = 64
 UNCOPYABLE = (
     "the model cannot be copied for the other devices ({reason}); pass a factory "
@@ -223,10 +225,22 @@ class ModelMirror:
         return any(m.training or m.running_mean is None for m in self._batch_norms)
 
     def new_copy(self) -> nn.Module | None:
-        """A copy on rank 0's device with buffers of its own; ``None`` if it cannot be copied."""
+        """A copy on rank 0's device with buffers of its own; ``None`` if it cannot be copied.
+
+        The parameters of a small model are copied, too, as its forward may write to them.
+        """
         if self._made:
             return None
-        return self._copied(self._devices[0], self._memory.homes(0), self.leaves[0])[0]
+        device, homes, leaves = self._devices[0], self._memory.homes(0), self.leaves[0]
+        if self.is_small:
+            copies, _ = copy_tensors(self.params, device, {})
+            homes, leaves = {}, list(map(_new_leaf, self.params, copies))
+        return self._copied(device, homes, leaves)[0]
+
+    @property
+    def is_small(self) -> bool:
+        """True if one more copy of the parameters takes little memory."""
+        return sum(p.numel() * p.element_size() for p in self.params) <= SMALL_MODEL_BYTES
 
     def _build(self) -> None:
         """Build the copies."""

@@ -6,6 +6,7 @@ import logging
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.rank_replica import read_output
@@ -23,8 +24,9 @@ DEPENDS_ON_SPLIT = (
     "prototypes), name it: "
     "Trainer.setup_with(..., config=DdpConfig(whole=[{example!r}])). If the batch is in "
     "another dimension (sequence first), name that: DdpConfig(batch_dim=1), or use "
-    "batch_first=True. If the model relates the samples of a batch to each other by intent, "
-    "pass DdpConfig(whole=[])"
+    "batch_first=True. If the model relates the samples of a batch to each other (a softmax or a "
+    "mean over the batch), return what it relates and do that in the loop, which has the output of "
+    "the whole batch; DdpConfig(whole=[]) accepts the difference"
 )
 
 IS_A_SUM = (
@@ -35,16 +37,18 @@ IS_A_SUM = (
 )
 
 
+def can_check(scatter: Scatter, model: nn.Module) -> bool:
+    """True if a batch has enough samples, and the model uses no statistics of them in eval mode."""
+    norms = (m for m in model.modules() if isinstance(m, _BatchNorm))
+    return scatter.num_samples >= NUM_SAMPLES and all(m.running_mean is not None for m in norms)
+
+
 def needs_check(scatter: Scatter) -> bool:
     """True if an input may belong to no sample, or have its batch in another dimension.
 
     That is so with several inputs, with sequences of features, and with sequences of indices.
     """
-    if scatter.num_samples < NUM_SAMPLES:
-        return False
-    if len(scatter.split_names) > 1:
-        return True
-    return any(
+    return len(scatter.split_names) > 1 or any(
         t.dim() == 3 or (t.dim() == 2 and not t.is_floating_point()) for t in scatter.tensors
     )
 

@@ -47,7 +47,7 @@ from runtime.loop.rank_replica import (
 from runtime.loop.rank_threads import Task
 from runtime.loop.runner import STOP_TIMEOUT_S, Runner
 from runtime.loop.scatter import InputRules, Scatter
-from runtime.loop.split_check import check_split, needs_check
+from runtime.loop.split_check import can_check, check_split, needs_check
 from runtime.replica.gradients import refuse_sparse
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,9 @@ class ThreadedEngine:
 
     def _check_split(self, scatter: Scatter) -> None:
         """Compare the output for some samples with those for two parts of them, once."""
-        if not needs_check(scatter):
+        if not can_check(scatter, self.model):
+            return
+        if not (self._mirror.is_small or needs_check(scatter)):
             return
         self._rules.is_checked = True
         trial = self._mirror.new_copy()

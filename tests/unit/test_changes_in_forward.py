@@ -214,3 +214,18 @@ def test_a_parameter_that_train_fn_moves_ends_the_run_in_its_first_epoch(ranks, 
     with pytest.raises(WorkerFailed, match="was moved to other memory") as caught:
         run.join(WAIT_S)
     assert caught.value.epoch == 0
+
+
+@in_place
+def test_the_trial_of_a_first_batch_of_several_inputs_changes_no_parameter(change):
+    class TwoInputs(Changing):
+        def forward(self, x, shift):
+            return super().forward(x) + shift
+
+    net = TwoInputs(change)
+    alone = copy.deepcopy(net)
+    x, _ = batch()
+    alone(x, x[:, :1])
+    with exchanging_gradients("copies"), on_cpus(net) as model:
+        model(x, x[:, :1])
+        assert_equal(model, alone.state_dict())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import runtime
-from runtime import Trainer
+from runtime import DdpConfig, Trainer
 from tests.support.pairs import pairwise
 from tests.support.running import (
     LOCAL_WAYS,
@@ -107,7 +107,8 @@ class Noting(nn.Linear):
 
 def test_an_own_loops_model_sees_the_variables_of_each_call():
     Noting.seen.clear()
-    model = Trainer.setup(Noting(2, 1), plain_sgd, devices=["cpu"] * 2)
+    config = DdpConfig(whole=[])  # without a trial of the first batch
+    model = Trainer.setup_with(Noting(2, 1), plain_sgd, devices=["cpu"] * 2, config=config)
     for value in ("first", "second"):
         token = SETTING.set(value)
         model(torch.randn(4, 2)).sum().backward()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import GpuWorkerError, ReplicaFailed, Trainer
+from runtime import DdpConfig, GpuWorkerError, ReplicaFailed, Trainer
 from runtime.core.errors import text_of
 from runtime.loop import runner as runner_file
 from runtime.loop import threaded as threaded_file
@@ -288,7 +288,7 @@ def test_activations_are_freed_by_backward():
             held.extend((weakref.ref(hidden), weakref.ref(out)))
             return out
 
-    with on_cpus(Held(), 2) as model:
+    with on_cpus(Held(), 2, config=DdpConfig(whole=[])) as model:
         out = model(torch.ones(4, 3))
         loss = out.sum()
         loss.backward()

@@ -187,7 +187,7 @@ def test_the_callers_gradient_mode_applies_to_the_replicas(mode):
         found.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
         return x * model.w
 
-    with on_cpus(Echo(note), 2) as model, mode():
+    with on_cpus(Echo(note), 2, config=DdpConfig(whole=[])) as model, mode():
         expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         model(numbers(4))
     assert found == [expected] * 2
@@ -222,7 +222,8 @@ class Meeting(torch.autograd.Function):
 
 def test_replicas_run_forward_and_backward_concurrently_in_their_own_threads():
     Meeting.barrier, Meeting.threads = threading.Barrier(3), {"forward": set(), "backward": set()}
-    with on_cpus(Echo(lambda m, x: Meeting.apply(x * m.w)), 3) as model:
+    config = DdpConfig(whole=[])
+    with on_cpus(Echo(lambda m, x: Meeting.apply(x * m.w)), 3, config=config) as model:
         model(numbers(6)).sum().backward()
         model.step()
     assert len(Meeting.threads["forward"]) == 3
@@ -302,7 +303,7 @@ def test_batches_are_divided_by_measured_throughput():
 
 
 def test_a_speed_hint_gives_the_first_ratios():
-    config = DdpConfig(speed_hint=(0, 3.0), max_anchor=0)
+    config = DdpConfig(speed_hint=(0, 3.0), max_anchor=0, whole=[])
     sizes = []
     lock = threading.Lock()
 

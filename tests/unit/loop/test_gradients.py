@@ -162,7 +162,7 @@ def test_parameters_used_on_some_replicas_only_or_on_none():
     before = net.never.weight.clone()
     x = torch.tensor([[1.0], [2.0], [-3.0], [-4.0]], dtype=torch.float64)
     expected = [x[:2].sum(), x[2:].sum()]
-    with on_cpus(net, 2, adamw) as model:
+    with on_cpus(net, 2, adamw, DdpConfig(whole=[])) as model:
         model(x).sum().backward()
         assert net.never.weight.grad is None
         assert [net.plus.weight.grad, net.minus.weight.grad] == expected

@@ -20,6 +20,7 @@ from runtime import (
 from runtime.loop.balance import Balancer
 from runtime.loop.loop_engine import WEIGHTED_TWICE
 from tests.support.own_loop import (
+    NUM_CLASSES,
     OneDevice,
     assert_close,
     loss_fn,
@@ -113,6 +114,46 @@ def test_an_output_that_depends_on_the_split_of_the_batch_is_refused():
     net = Bank()
     with on_cpus(net, 2, config=config) as model:
         torch.testing.assert_close(model(x, bank), net(x, bank))
+
+
+RELATIONS = {
+    "softmax": lambda z: z.softmax(0),
+    "centred": lambda z: z - z.mean(0),
+    "normalized": lambda z: z / z.norm(),
+    "mixed": lambda z: 0.5 * z + 0.5 * z.roll(1, 0),
+    "reversed": lambda z: z.flip(0),
+    "divided by the size of the batch": lambda z: z / len(z),
+    "twice": lambda z: torch.cat([z, 2 * z]),
+}
+
+
+@pytest.mark.parametrize("relate", RELATIONS.values(), ids=RELATIONS)
+def test_a_model_of_one_input_that_relates_samples_is_refused_unless_that_is_accepted(relate):
+    class Relating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            return relate(self.net(x))
+
+    x, _ = make_batch(8)
+    with on_cpus(Relating()) as model:
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"return what it relates.*DdpConfig\(whole=\[\]\)"
+            ):
+                model(x)
+    with on_cpus(Relating(), config=DdpConfig(whole=[])) as model:
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_statistics_of_batch_normalization_are_no_reason_to_refuse_a_model(track):
+    net = make_net()
+    norm = nn.BatchNorm1d(NUM_CLASSES, track_running_stats=track, dtype=torch.float64)
+    with on_cpus(nn.Sequential(net, norm)) as model:
+        model(make_batch(8)[0]).sum().backward()
 
 
 class Summed(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
-from runtime import DataParallelCoordinator
+from runtime import DataParallelCoordinator, DdpConfig
 from runtime.loop.scatter import to_replica
 from tests.support.own_loop import (
     NUM_CLASSES,
@@ -429,7 +429,7 @@ def test_a_shard_of_one_sample_is_not_made_where_batch_statistics_are_used():
 
     net = nn.Sequential(nn.Linear(NUM_FEATURES, 4), Noted(4)).double()
     x, _ = make_batch(5)
-    with on_cpus(net, 3) as model:
+    with on_cpus(net, 3, config=DdpConfig(whole=[])) as model:
         model(x).sum().backward()
         model.step()
         assert sorted(seen) == [2, 3]

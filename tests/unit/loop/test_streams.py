@@ -24,6 +24,7 @@ from runtime.loop.module import ReplicatedModule
 from runtime.loop.rank_replica import RankReplica
 from runtime.loop.rank_threads import Job
 from runtime.loop.runner import Runner
+from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import (
@@ -144,7 +145,15 @@ def posing_module(fake, net, config=None):
     balancer = Balancer(NUM_REPLICAS)
     optimizer = optim(net.parameters())
     engine = ThreadedEngine(
-        mirror, optimizer, replicas, runner, balancer, accumulation, recorder, None
+        mirror,
+        optimizer,
+        replicas,
+        runner,
+        balancer,
+        accumulation,
+        recorder,
+        None,
+        InputRules(whole=()),
     )
     return ReplicatedModule(engine)
 
