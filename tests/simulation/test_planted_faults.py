@@ -125,7 +125,7 @@ def test_late_rounds_counted_over_a_good_one_are_found(monkeypatch):
         self.round.num_failed = num_failed
 
     monkeypatch.setattr(RoundRunner, "_end_round", grudging)
-    assert_is_found("failures in a row end the run", drawn(lambda s: s.late_chance))
+    assert_is_found("failures in a row end the run", drawn(lambda s: s.late_chance), first=351)
 
 
 def test_halts_counted_over_a_step_are_found(monkeypatch):
@@ -401,7 +401,7 @@ def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
 def test_a_rank_that_begins_a_plan_after_the_stop_is_found(monkeypatch):
     """It left the plan in which all stop, and starts the next one in its queue."""
     monkeypatch.setattr(WorkerProtocol, "drop_plans", lambda self: None)
-    assert_is_found("the plan begins at", late_stops(monkeypatch))
+    assert_is_found("the plan begins at", late_stops(monkeypatch), first=596)
 
 
 def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):

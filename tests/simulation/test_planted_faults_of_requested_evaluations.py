@@ -48,9 +48,9 @@ def test_a_wait_for_a_dead_rank_is_found(monkeypatch):
     monkeypatch.setattr(
         RequestedEvaluations, "waits_for", lambda self, live: bool(self._evaluating)
     )
-    assert_is_found(STUCK, drawn(dies))
+    assert_is_found(STUCK, drawn(dies), first=630)
 
 
 def test_an_average_without_the_steps_before_the_call_is_found(monkeypatch):
     monkeypatch.setattr(WorkerProtocol, "pending_snapshot", 0)
-    assert_is_found("evaluates an average without", drawn(calls))
+    assert_is_found("evaluates an average without", drawn(calls), first=112)
