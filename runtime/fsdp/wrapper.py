@@ -508,7 +508,9 @@ class FSDP(nn.Module):
             yield name, self._store.shard_of(parameter)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards and buffers, to be loaded by this rank at this world size."""
+        """This rank's shards and buffers, to be loaded by this rank at this world size, into a
+        module of the same memory format.
+        """
         with self._store.as_shards():
             return super().state_dict(*args, **kwargs)
 
