@@ -94,21 +94,6 @@ def test_clipping_uses_the_whole_batchs_gradient():
     assert min(r.grad_norm for r in results) > 0.1
 
 
-def test_replicas_work_concurrently_in_persistent_threads():
-    meeting = threading.Barrier(3, timeout=WAIT_S)
-    seen = set()
-
-    def meet(model, samples):
-        meeting.wait()  # sequential replicas would never meet
-        seen.add((threading.current_thread().name, threading.get_ident()))
-        return loss_fn(model, samples)
-
-    with replicas(3, loss=meet) as coordinator:
-        for _ in range(3):
-            coordinator.train_batch(samples_of(9))
-    assert sorted(name for name, _ in seen) == [f"data-parallel-{rank}" for rank in range(3)]
-
-
 def test_every_sample_of_any_type_is_trained_exactly_once():
     trained = [[], [], []]
 

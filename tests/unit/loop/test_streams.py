@@ -261,15 +261,6 @@ def test_training_over_streams_equals_one_device(fake):
             assert_close(model.module.net, alone.model)
 
 
-def test_buffers_are_those_of_the_first_rank(fake):
-    with posing_module(fake, Marking(fake)) as model:
-        for _ in range(2):
-            model(make_batch(8)[0]).sum().backward()
-            model.step()
-            assert_identical(model)
-        assert model.module.net[1].num_batches_tracked == 2
-
-
 def test_rounds_are_timed_by_events(fake):
     with posing_module(fake, Marking(fake), DdpConfig(max_anchor=2)) as model:
         assert model.batch_counts == (2, 2)
