@@ -62,7 +62,9 @@ class Faults:
         return self._add(machine, step, point, "fail")
 
     def die_at(self, machine: str, step: int, point: str) -> Faults:
-        """The machine dies: its thread raises :class:`Died`."""
+        """The machine dies in its first such call from the step on: its thread raises
+        :class:`Died`.
+        """
         return self._add(machine, step, point, "die")
 
     def hang_at(self, machine: str, step: int, point: str) -> Faults:
@@ -76,7 +78,8 @@ class Faults:
     def take(self, machine: str, step: int, point: str) -> str | None:
         """Remove and return the kind of the fault that is due."""
         for fault in self.pending:
-            if (fault.machine, fault.step, fault.point) == (machine, step, point):
+            is_due = step == fault.step or (fault.kind == "die" and step > fault.step)
+            if is_due and (fault.machine, fault.point) == (machine, point):
                 self.pending = tuple(other for other in self.pending if other is not fault)
                 self.fired += (fault,)
                 return fault.kind
