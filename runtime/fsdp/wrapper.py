@@ -33,6 +33,7 @@ from runtime.fsdp.strategy import ShardGroups, ShardingStrategy, check_strategy,
 from runtime.replica.flat import views_of
 from runtime.replica.gradients import scale_for_mean_
 from runtime.replica.optimizers import needs_whole_parameters
+from runtime.replica.rank_statistics import warn_of_frequencies
 from runtime.replica.step_checks import STEP_CHECKS
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,8 @@ class FSDP(nn.Module):
             self._store: ParameterStore = _make_parameters(found, collective, groups, strategy)
             CLAIMS.claim(zip(self._store.names, self._store.shards, strict=True), self)
             sync_buffers(module, collective)
+        if collective.rank == 0 and collective.world_size > 1:
+            warn_of_frequencies(module)
         sharded = {}
         if strategy is not ShardingStrategy.NO_SHARD:
             sharded = {each.name: each.parameter for each in found}

@@ -23,7 +23,7 @@ from runtime.core.errors import ReplicaMismatch
 from runtime.device.cuda import devices_differ
 from runtime.replica.build import Template, copy_template
 from runtime.replica.flat import checksum
-from runtime.replica.rank_statistics import first_difference, statistics_of
+from runtime.replica.rank_statistics import first_difference, statistics_of, warn_of_frequencies
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _OPAQUE = (*_PLAIN, type, ModuleType, BuiltinFunctionType)
@@ -113,6 +113,8 @@ class ModelMirror:
         self._num_passes = 0  # of forward in training
         self._has_warned = False
         self._build()
+        if len(devices) > 1:
+            warn_of_frequencies(model)
 
     def follow(self) -> None:
         """Bring all copies up to date with the model.

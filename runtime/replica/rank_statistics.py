@@ -1,13 +1,32 @@
-"""Buffers that each rank computes from its own samples."""
+"""What a model computes from the samples of a rank, and one device from those of a whole batch."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+logger = logging.getLogger(__name__)
+
 _ROUNDING_EPS = 8.0
 """Relative distance of two buffers that counts as rounding, in units of the dtype's precision."""
+
+
+def warn_of_frequencies(model: nn.Module) -> None:
+    """Warn of an embedding whose gradients depend on how often a batch has each index."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            logger.warning(
+                "%s %r has scale_grad_by_freq=True: each device divides the gradient of a row by "
+                "the count of its index in its own samples, one device by that in the whole batch. "
+                "Leave it out, and weight the loss by frequencies of the data set if rare rows "
+                "train too little",
+                type(module).__name__,
+                name,
+            )
+            return
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from runtime.replica.optimizers import (
     set_mode,
 )
 from runtime.replica.param_ema import ParamEma
-from runtime.replica.rank_statistics import first_difference, statistics_of
+from runtime.replica.rank_statistics import first_difference, statistics_of, warn_of_frequencies
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import OptimizerPart, Stepper
 from runtime.replica.structure import StructureCheck
@@ -188,7 +188,9 @@ class WorkerReplica:
     def _join_global_batch(
         self, config: WorkerConfig, collective: Collective | None, timer: StepTimer
     ) -> GlobalBatchComm | None:
-        """Connect the layers that exchange global batches, if any."""
+        """Connect the layers that exchange global batches, if any; warn of those that cannot."""
+        if self.is_lockstep and self.rank == 0:
+            warn_of_frequencies(self.model)
         syncs_layers = config.sync_batchnorm and collective is not None
         if not (syncs_layers or config.all_gather):
             return None
