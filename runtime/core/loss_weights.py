@@ -220,7 +220,7 @@ class WeightAccumulator:
 def with_graph(loss: Tensor, weight: Weight | None, params: Iterable[Tensor]) -> Tensor:
     """The loss; one of weight 0 that has no graph gets one with gradients of 0.
 
-    So can a rank return a constant for a batch of padding only, as the others train on.
+    A rank may return a constant for a batch of padding only, while the others train.
     """
     if loss.requires_grad or weight is None or float(weight) != 0:
         return loss

@@ -291,13 +291,15 @@ def _sample_dim(parts: Sequence[Tensor], shards: Sequence[ShardOutput], batch_di
     """The dimension along which parts are concatenated."""
     sizes = [shard.stop - shard.start for shard in shards]
     for dim in dict.fromkeys((batch_dim, 0)):
-        if _has_rows_per_sample(parts, sizes, dim):
+        others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(others) == 1 and _has_rows_per_sample(parts, sizes, dim):
             return dim
     shapes = ", ".join(str(tuple(part.shape)) for part in parts)
     raise ValueError(
         f"forward returned tensors of shapes {shapes} for {', '.join(map(str, sizes))} samples "
         "on the replicas, which cannot be concatenated: put the batch first in each output, or "
-        "name its dimension, DdpConfig(batch_dim=1)"
+        "name its dimension, DdpConfig(batch_dim=1). Sequences need one length on all replicas, "
+        "not that of the longest one of each: pad_packed_sequence(..., total_length=x.size(1))"
     )
 
 

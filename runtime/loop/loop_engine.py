@@ -124,7 +124,6 @@ class DirectSteps:
 
     def clearing(self, params: Iterable[Tensor]) -> None:
         """Record that the engine clears all gradients, after a step of the model's optimizer."""
-        self._cleared = set()
         known = self._stepped
         if (optimizer := self._optimizer()) is not None:
             known = known.union(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -136,7 +135,8 @@ class DirectSteps:
         if optimizer is self._optimizer() or isinstance(optimizer, FollowingOptimizer):
             return
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.grad is None and id(p) in self._cleared for p in params):
+        cleared = [p for p in params if id(p) in self._cleared]
+        if cleared and all(p.grad is None for p in cleared):  # else of a later backward pass
             raise RuntimeError(CLEARED.format(kind=type(optimizer).__name__))
         self._stepped.update(id(p) for p in params if p.grad is not None)
 

@@ -24,10 +24,10 @@ _MIXED_TOLERANCE = 0.02
 _MASK = (1 << 52) - 1  # exact as a float, which is what ranks exchange on the host
 
 DIFFERENT_FLAGS = (
-    "%s differs between the ranks of SYNC: %s. A step mixes gradients of samples that were trained "
-    "in different ways: set it in epoch_fn, by the epoch, or by worker.global_step, which are the "
-    "same on all ranks. Batches that a rank counts itself are not, as one without samples in a "
-    "short last batch does not see it"
+    "%s differs between the ranks of SYNC: %s. Unless it is set before each step, a step mixes "
+    "gradients of samples that were trained in different ways: set it in epoch_fn, by the epoch, "
+    "or by worker.global_step, which are the same on all ranks. Batches that a rank counts itself "
+    "are not, as one without samples in a short last batch does not see it"
 )
 
 
@@ -88,12 +88,15 @@ class DriftCheck:
         return drift
 
     def _flags(self) -> list[tuple[str, bool]]:
-        """What decides how each parameter and module trains, by description."""
+        """Flags that determine how parameters and modules are trained, by description."""
         named = self._model.named_parameters()
         modules = self._model.named_modules()
         return [
             *((f"requires_grad of parameter {name!r}", p.requires_grad) for name, p in named),
-            *((f"training of module {name!r}", module.training) for name, module in modules),
+            *(
+                (f"training of {f'module {name!r}' if name else 'the model'}", module.training)
+                for name, module in modules
+            ),
         ]
 
     def _warn_of_flags(self, collective: Collective) -> None:

@@ -97,7 +97,8 @@ class OptimizerStepChecks:
                 watched = self._watched.get(id(p))
                 if watched is not None and watched[0]() is p:
                     found[id(watched[1])] = watched[1]
-                    is_sharded |= getattr(p, "original_shape", None) != getattr(p, "shape", None)
+                    shape = getattr(p, "shape", None)
+                    is_sharded |= getattr(p, "original_shape", shape) != shape
         if is_sharded and (suspicion := _grouped_by_shape(optimizer)) is not None:
             logger.warning(GROUPED_BY_SHAPE, type(optimizer).__name__, suspicion)
         return tuple(found.values())

@@ -91,8 +91,8 @@ class TrainFnChecks:
         """Warn once if batches without a weight of their own have a varying number of rows per
         sample: their losses are means over rows, and are weighted by samples.
         """
-        if not self._is_reduced or self._has_warned_of_rows:
-            return
+        if not self._is_reduced or self._has_warned_of_rows or num_samples == 1:
+            return  # the rows of one sample, as of a collate_fn that returns it, may be its steps
         rows = _num_rows(batch, num_samples)
         if rows is None:
             return

@@ -45,9 +45,9 @@ CHANGED_GRADIENTS = (
 )
 CHANGED_WEIGHTS = (
     "the loop changes weights between backward() and worker.step(), when gradients are those of "
-    "one worker's samples: weights that it computes from them, as SAM does, are others on each "
-    "worker. Trainer.setup has the gradients of the whole batch after loss.backward(); a change "
-    "that is the same on all workers belongs behind worker.step()"
+    "one worker's samples: weights that it computes from them, as SAM does, differ between "
+    "workers. Trainer.setup has the gradients of the whole batch after loss.backward(); make a "
+    "change that is the same on all workers after worker.step()"
 )
 
 

@@ -154,6 +154,9 @@ def test_flags_that_differ_between_ranks_are_named_once(way, caplog):
 def test_modes_that_differ_between_ranks_are_named(caplog):
     run(lambda worker: worker.model.head.eval())
     assert "training of module 'head' differs between the ranks of SYNC" in caplog.text
+    caplog.clear()
+    run(lambda worker: worker.model.eval())
+    assert "training of the model differs between the ranks of SYNC" in caplog.text
 
 
 def test_flags_that_change_alike_are_not_reported(caplog):

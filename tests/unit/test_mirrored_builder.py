@@ -511,6 +511,16 @@ def test_batches_in_another_form_are_not_reported(collate, caplog):
     assert "rows" not in caplog.text
 
 
+def test_steps_of_single_sequences_are_not_reported_as_rows(caplog):
+    sequences = [torch.randn(2 + i % 3, 4, dtype=torch.float64) for i in range(8)]
+    run(
+        train=lambda model, x: model.head(x).square().mean(),
+        configure=lambda b: b.dataset(sequences).batch_size(1).collate_fn(lambda s: s[0]),
+        model=make_plain,
+    )
+    assert "rows" not in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.parametrize("policy", POLICIES)
