@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -42,6 +43,8 @@ EndT = TypeVar("EndT", bound=Collective)
 
 _LOOK_S = 0.05
 """Interval at which a rank that waits for parts checks for an abort of the group."""
+EXIT_TIMEOUT_S = 5.0
+"""Longest time for which the exit of the process waits for backends that are being freed."""
 
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Number of collectives that PyTorch's flight recorder keeps: its name, and the older one."""
@@ -418,7 +421,9 @@ class BackendOwner:
         return self._held[0]
 
     def release(self) -> None:
-        """Let the thread drop its reference, and end. Idempotent."""
+        """Let the thread drop its reference, and end. The process's exit waits. Idempotent."""
+        if self._thread.is_alive():
+            _RELEASED.add(self._thread)
         self._released.put(None)
 
     def join(self, timeout_s: float | None) -> bool:
@@ -443,6 +448,19 @@ def _own_backend(
         connected.set()
     released.get()
     held.clear()
+    _RELEASED.discard(threading.current_thread())
+
+
+_RELEASED: set[threading.Thread] = set()
+"""Threads that free a backend. The interpreter's exit would end one within the destructor, which
+terminates the process with an error."""
+
+
+@atexit.register
+def _wait_until_freed() -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    for thread in list(_RELEASED):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGroupCollective]:

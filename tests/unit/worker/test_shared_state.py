@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -381,3 +382,26 @@ def test_a_backend_can_be_released_at_any_point_of_its_thread():
     is_made.set()
     threading.Thread(target=owners[0].release, daemon=True).start()
     assert owners[0].join(10.0)
+
+
+def test_the_exit_of_a_process_waits_for_a_backend_that_is_being_freed():
+    program = """
+import time
+from runtime.collective.process_group import BackendOwner
+
+class Backend:
+    def __del__(self):
+        time.sleep(0.3)
+        print("freed", flush=True)
+
+class User:
+    pass
+
+owner, user = BackendOwner(Backend, "collective-0"), User()
+owner.backend(user)
+owner.release()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "freed\n"
