@@ -1,4 +1,4 @@
-"""What a model computes from the samples of a rank, and one device from those of a whole batch."""
+"""Buffers and gradients that depend on the samples of one rank, not on those of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warnings of what a model computes from the samples of a rank instead of those of the batch."""
+"""Warnings of buffers and gradients that depend on the samples of one rank."""
 
 from __future__ import annotations
 

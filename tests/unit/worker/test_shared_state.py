@@ -386,18 +386,26 @@ def test_a_backend_can_be_released_at_any_point_of_its_thread():
 
 def test_the_exit_of_a_process_waits_for_a_backend_that_is_being_freed():
     program = """
-import time
-from runtime.collective.process_group import BackendOwner
+import threading, time
+from types import SimpleNamespace
+from runtime.collective import process_group
+
+exit_waits = threading.Event()
+
+def monotonic():
+    exit_waits.set()
+    return time.monotonic()
 
 class Backend:
     def __del__(self):
-        time.sleep(0.3)
+        exit_waits.wait()
         print("freed", flush=True)
 
 class User:
     pass
 
-owner, user = BackendOwner(Backend, "collective-0"), User()
+process_group.time = SimpleNamespace(monotonic=monotonic)
+owner, user = process_group.BackendOwner(Backend, "collective-0"), User()
 owner.backend(user)
 owner.release()
 """
