@@ -131,10 +131,14 @@ class ReplicatedParameters:
     def record_gradients(self) -> None:
         """No effect: each rank has all gradients."""
 
+    def end_forward(self) -> None:
+        """No effect: the parameters hold all gradients."""
+
     def begin_backward(self) -> None:
         """No effect: the parameters hold all gradients."""
 
-    end_forward = check_mark = begin_backward
+    def check_mark(self) -> None:
+        """No effect: clearing gradients clears all of them."""
 
     def check_gradients(self) -> None:
         """Raise ``ValueError`` if a gradient is sparse."""
