@@ -267,9 +267,10 @@ def test_a_folder_without_the_packages_is_refused(tmp_path):
 
 
 def test_a_process_that_finds_other_packages_is_refused(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
+    for package in ("runtime", "coordinator"):
+        (tmp_path / package).symlink_to(report.ROOT / package)
     with (
         pytest.raises(RuntimeError, match=r"runtime of 'before' is from .*, not from"),
-        report.tree_child("before", tmp_path / "elsewhere"),
+        report.tree_child("before", tmp_path),
     ):
         pass
