@@ -256,6 +256,8 @@ def _outcome(
     first, inner, last = moments[0], moments[-2], moments[-1]
     rounds = last.stats.num_averagings - first.stats.num_averagings
     batch_size, num_batches = job.workload.batch_size, inner.num_batches - first.num_batches
+    if not num_batches:
+        raise RuntimeError("the run ended before its first epoch was observed: use longer epochs")
     steady = (last.num_batches - first.num_batches) / (last.time - first.time)
     round_s, average_s = _rounds(timeline) if timeline is not None else ((), ())
     tail_s = end - last.time

@@ -43,6 +43,7 @@ FUNCTIONS = (
 """Functions that ``ATen/cpu/vml.h`` passes to MKL, in float32 and float64."""
 
 _THREADS_LOCK = threading.Lock()
+_IMPORTED_IN = os.getpid()
 
 
 class _ThreadOverride(threading.local):
@@ -130,9 +131,19 @@ def prepare_threads() -> None:
     another thread is in it.
     """
     with _THREADS_LOCK:
+        _renew_thread_pool(os.getpid())
         _resolve_vector_math()
         _keep_device_guard()
         make_thread_safe()
+
+
+@functools.cache
+def _renew_thread_pool(process: int) -> None:
+    # After a fork the first torch.set_num_threads() replaces PyTorch's thread pool without a lock
+    # (caffe2/utils/threadpool/pthreadpool-cpp.cc): without the GIL, that of a second thread can
+    # fail meanwhile with "Invalid thread pool!".
+    if process != _IMPORTED_IN:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 @functools.cache

@@ -329,6 +329,8 @@ def simulated():
             stack.enter_context(_replaced(nccl, "_FIRST_NAP_S", 0.002))
             stack.enter_context(_replaced(nccl, "_LONGEST_NAP_S", 0.02))
             stack.enter_context(_replaced(nccl, "ABORT_GRACE_S", 1.0))
+            # The exit of this process does not wait for stepped threads.
+            stack.enter_context(_replaced(process_group, "_RELEASED", set()))
             yield
     finally:
         logging.disable(logging.NOTSET)

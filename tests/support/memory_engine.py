@@ -111,7 +111,7 @@ class MemoryCluster:
     """The shared state of the machines.
 
     Args:
-        min_machines: Fewest machines in a quorum.
+        min_machines: Fewest machines in a quorum; may change.
         timeout_s: Longest wait for a peer, in seconds.
         join_timeout_s: Longest wait of a quorum for live machines that have not requested it.
     """
@@ -122,7 +122,7 @@ class MemoryCluster:
         self.faults = Faults()
         self.changed = threading.Condition()
         self.timeout_s = timeout_s
-        self._min_machines = min_machines
+        self.min_machines = min_machines
         self._join_timeout_s = join_timeout_s
         self._alive: dict[str, MemoryEngine] = {}
         self._waiting: dict[str, MemoryEngine] = {}
@@ -155,7 +155,7 @@ class MemoryCluster:
         """Form a quorum if possible; called under the lock."""
         ready = sorted(self._waiting)
         late = time.monotonic() >= self._since + self._join_timeout_s
-        enough = len(ready) >= self._min_machines and 2 * len(ready) > len(self._alive)
+        enough = len(ready) >= self.min_machines and 2 * len(ready) > len(self._alive)
         if not ready or not enough or (len(ready) < len(self._alive) and not late):
             return
         engines = [self._waiting[name] for name in ready]

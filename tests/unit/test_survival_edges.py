@@ -222,6 +222,9 @@ def test_the_replica_of_a_dead_rank_is_freed_while_the_others_train(way):
     )
     while handle.statistics().ranks[1].alive:
         handle.next_metrics(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name == "gpu-worker-1":
+            thread.join(WAIT_S)
     assert handle.next_metrics(WAIT_S) is not None  # the others go on
     gc.collect()
     assert models[0]() is None

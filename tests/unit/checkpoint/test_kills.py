@@ -30,7 +30,7 @@ def test_every_restart_after_a_kill_resumes_from_a_complete_checkpoint(tmp_path,
         timeout=BOUND_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     found = json.loads(result.read_text())
     assert found["num_kills"] - found["num_before_first"] == count
     assert found["num_while_writing"] >= 1

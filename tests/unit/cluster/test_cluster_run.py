@@ -100,10 +100,15 @@ def test_a_late_machine_starts_from_the_state_of_the_first(way):
 @pytest.mark.parametrize("point", ["quorum", "gather", "all_reduce", "commit"])
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
 def test_the_batches_of_a_machine_that_dies_are_trained_by_the_other(point, way):
-    cluster, trains = MemoryCluster(), threading.Event()
+    cluster, trains = MemoryCluster(min_machines=2), threading.Event()
     cluster.faults.die_at("b", 2, point)
+
+    def begin():  # both have batches
+        cluster.min_machines = 1
+        trains.set()
+
     a = Machine(cluster, "a", way=way, n=403, hold=trains)
-    b = Machine(cluster, "b", way=way, n=403, before_step=trains.set)
+    b = Machine(cluster, "b", way=way, n=403, before_step=begin)
     assert once(a, 403) if a.join() else None
     assert cluster.faults.pending == ()
     with pytest.raises(BaseException, match="b"):
