@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import re
 import socket
 import threading
@@ -78,10 +79,14 @@ def test_the_final_page_equals_the_counters_of_the_run(monitor, recorded):
             "epoch_s": round(metrics.epoch_s, 3),
             "num_samples": metrics.num_samples,
             "scalars": [
-                ["eval/accuracy", metrics.scalars["eval/accuracy"]],
-                ["divergence", metrics.divergence],
-                ["param_norm", metrics.param_norm],
-                ["learning_rate", metrics.learning_rate],
+                [name, value]
+                for name, value in (
+                    ("eval/accuracy", metrics.scalars["eval/accuracy"]),
+                    ("divergence", metrics.divergence),
+                    ("param_norm", metrics.param_norm),
+                    ("learning_rate", metrics.learning_rate),
+                )
+                if not math.isnan(value)  # of an epoch without an averaging
             ],
         }
         for metrics in state.metrics
