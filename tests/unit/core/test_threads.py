@@ -68,7 +68,7 @@ def exit_code(work):
 
 def fork_again():
     torch.set_num_threads(1)
-    os._exit(sum(exit_code(set_in_threads) for _ in range(60)))
+    os._exit(sum(exit_code(set_in_threads) for _ in range(20)))
 
 assert exit_code(fork_again) == 0
 """
