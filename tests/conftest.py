@@ -78,6 +78,14 @@ def _old_objects_are_left_alone() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Without the GIL each collection stops all threads, for 65 ms in the process of the tests."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a thread behind.

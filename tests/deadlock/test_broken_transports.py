@@ -147,6 +147,7 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     assert state.params["w"].equal(plain.params["w"])
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_the_faster_of_collective_and_coordinator_is_chosen(monkeypatch):
     """D36: the cheaper backend is chosen, whichever was first."""
     slow = Collective.weighted_mean_

@@ -30,8 +30,10 @@ from tests.support.running import (
 )
 from tests.support.signalling import Waits
 
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
+
 MAX_UNATTRIBUTED = 0.01
-HICCUP_S = 0.1
+HICCUP_S = 0.05
 """Of a run that is over in no time, this may be the time in which others had the core."""
 WAITS = {Cause.DATA, Cause.SYNC, Cause.PARKED, Cause.IDLE, Cause.GONE}
 policies = pytest.mark.parametrize(
