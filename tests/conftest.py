@@ -80,7 +80,7 @@ def _old_objects_are_left_alone() -> None:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """Without the GIL each collection stops all threads, for 65 ms in the process of the tests."""
+    """For tests of waits: without the GIL each collection stops all threads for many ms."""
     gc.disable()
     yield
     gc.enable()
