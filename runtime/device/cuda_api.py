@@ -81,7 +81,21 @@ def event_query() -> Callable[[int], int] | None:
 
 
 _NUM_STREAMS = 32
-_streams: LiveRegistry[Stream] = LiveRegistry()
+
+
+class _StreamInUse:
+    """Held by a stream of this process, for as long as the stream lives.
+
+    Not a weak reference to the stream itself: the destructor of ``torch.cuda.Stream`` leaves such a
+    reference dangling, and to follow it crashes the process (pytorch#183403).
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.device: torch.device = stream.device
+        self.handle: int = stream.cuda_stream
+
+
+_streams: LiveRegistry[_StreamInUse] = LiveRegistry()
 _streams_lock = threading.Lock()
 
 
@@ -123,12 +137,14 @@ class CudaApi:
         Streams that are in use are passed over; if all are, one is shared.
         """
         with _streams_lock:
-            in_use = {stream.cuda_stream for stream in _streams.all() if stream.device == device}
+            in_use = {held.handle for held in _streams.all() if held.device == device}
             for _ in range(_NUM_STREAMS):
                 stream: Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 if stream.cuda_stream not in in_use:
                     break
-            _streams.add(stream)
+            held = _StreamInUse(stream)
+            stream._gpuworker_in_use = held
+            _streams.add(held)
         return stream
 
     def stream(self, stream: Stream) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from runtime.device import cuda_api
 from runtime.device.cuda_api import CudaApi
 from tests.support.running import WAIT_S
 
@@ -17,8 +18,12 @@ SIZE = 32
 
 
 class PooledStream:
-    """Like ``torch.cuda.Stream``: the next handle of the pool, in use or not."""
+    """Like ``torch.cuda.Stream``: the next handle of the pool, in use or not.
 
+    It has no weak references: those to PyTorch's streams dangle (pytorch#183403).
+    """
+
+    __slots__ = ("__dict__",)
     numbers = itertools.count()
 
     def __init__(self, device):
@@ -58,7 +63,7 @@ def test_a_released_stream_is_reused_and_an_exhausted_pool_yields_a_shared_one(t
 def test_a_stream_is_released_while_another_thread_reads_those_in_use(take, monkeypatch):
     about_to_remove, reading, released = (threading.Event() for _ in range(3))
 
-    class ReadStream(PooledStream):
+    class ReadInUse(cuda_api._StreamInUse):
         """Notes that the streams in use are being read, and waits there for the release."""
 
         @property
@@ -72,7 +77,7 @@ def test_a_stream_is_released_while_another_thread_reads_those_in_use(take, monk
         def device(self, device):
             self._device = device
 
-    monkeypatch.setattr(torch.cuda, "Stream", ReadStream)
+    monkeypatch.setattr(cuda_api, "_StreamInUse", ReadInUse)
     held = [take() for _ in range(4)]
 
     def pause(frame, event, arg):
