@@ -8,8 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from runtime.collective.process_group import (
 from runtime.collective.thread import Scratch, reduce_at_once, work_of
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, mark_failed
 from runtime.device import capture_gate, cuda_api
-from runtime.device.cuda_api import Event
+from runtime.device.cuda_api import Event, Stream
 from runtime.device.timing import EventPool
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ ABORT_GRACE_S = 5.0
 """Longest wait for a kernel to end after its communicator was aborted."""
 _LAUNCH_GRACE_S = 1.0
 """Longest wait of an abort for a launch in progress."""
+_QUERY_GRACE_S = 1.0
+"""Longest wait of an abort for the answer to a query of the device."""
 _WATCH_S = 0.05
 """Interval at which exchanges in flight are inspected."""
 _MARGIN_S = 0.5
@@ -128,6 +130,7 @@ class NcclCollective(ProcessGroupCollective):
         self._read_host: Callable[[Tensor, Tensor], None] | None = None
         self._events = EventPool(self._api)
         self._first_sent: Event | None = None  # in front of the exchange in progress
+        self._begun: dict[Stream, Event] = {}  # in front of the last exchange of each stream
         super().__init__(rank, len(devices), store, prefix, timeout_s, gate)
 
     def _connect(self, store: Store) -> Any:
@@ -138,7 +141,7 @@ class NcclCollective(ProcessGroupCollective):
             self._event = self._api.new_event()
             self._read_host = self._load_reader()
             backend = new_backend(store, self.rank, self.world_size, self._timeout_s)
-            self._communicators.add(self.rank, backend)
+            self._communicators.add(self.rank, backend, self._begun)
             # No rank connects before all are ready: connecting cannot be aborted. And a
             # rank without the kernel would wait on the host where its peers continue.
             self.host_runs_ahead = self.agree("joins", capable=self._read_host is not None)
@@ -289,7 +292,7 @@ class NcclCollective(ProcessGroupCollective):
             with capture_gate.GATE.launching(), self._communicators.launching():
                 backend = self._connected()
                 for part in parts:
-                    part.in_flight = True
+                    part.begin()
                 backend._group_start()
                 try:
                     for part in parts:
@@ -450,7 +453,7 @@ class LaunchPart:
         in_flight: True from the launch until the rank has waited for its end.
     """
 
-    __slots__ = ("_api", "_device", "_stream", "in_flight", "staged")
+    __slots__ = ("_api", "_begun", "_device", "_stream", "in_flight", "staged")
 
     def __init__(self, end: NcclCollective, staged: Staged) -> None:
         self.staged = staged
@@ -458,6 +461,15 @@ class LaunchPart:
         self._api = end._api
         self._device = end._device
         self._stream = self._api.current_stream(self._device)
+        self._begun = end._begun.get(self._stream)
+        if self._begun is None:
+            self._begun = end._begun[self._stream] = self._api.new_event()
+
+    def begin(self) -> None:
+        """Mark the place in the stream in front of the launch, which must follow."""
+        self.in_flight = True
+        with self.current():
+            self._api.record(self._begun)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -594,6 +606,11 @@ class Communicators:
     alone can leave its peers hanging. So an abort by any rank aborts all of them, each in its own
     thread, and an orderly shutdown starts when the last rank has left.
 
+    When all of them have been aborted, NCCL frees the memory of their kernels; kernels that run
+    end, but one that is still behind other work in its stream would then run on freed memory, an
+    error after which the process cannot use the device. So a communicator is only aborted once its
+    last exchange has begun on the device.
+
     Two threads enforce the timeout of exchanges in flight. One queries the devices, and may block
     on them. The other compares its results with the timeout and aborts; it makes no driver call,
     and holds no lock while the first one queries.
@@ -623,15 +640,23 @@ class Communicators:
         self._prober: threading.Thread | None = None
         self._probing_since: float | None = None
         self._backends: dict[int, Any] = {}
+        self._begun: dict[int, Mapping[Stream, Event]] = {}
         self._left: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._num_ending = 0
         self._aborted = False
         self._ended = False
 
-    def add(self, rank: int, backend: Any) -> None:
-        """Register a rank's backend; called in its thread, on its device."""
+    def add(self, rank: int, backend: Any, begun: Mapping[Stream, Event]) -> None:
+        """Register a rank's backend; called in its thread, on its device.
+
+        Args:
+            rank: The rank.
+            backend: Its process group.
+            begun: For each stream, an event in front of the last exchange.
+        """
         with self._lock:
+            self._begun[rank] = begun
             if not self._backends:
                 self.abort_flag = cuda_api.API.empty_pinned((), torch.float32)
                 self.abort_flag.fill_(float(self._aborted))
@@ -735,6 +760,7 @@ class Communicators:
                 # in the driver ends only by the abort.
                 if self._launching.acquire(timeout=_LAUNCH_GRACE_S):
                     self._launching.release()
+                self._await_begun(rank)
                 end()
             except Exception:
                 logger.warning("rank %d: NCCL %s failed", rank, what, exc_info=True)
@@ -747,6 +773,29 @@ class Communicators:
         self._num_ending += 1
         _ENDING.add(self)
         self._start_thread(f"collective-{what}-{rank}", run)
+
+    def _await_begun(self, rank: int) -> None:
+        """Wait until the last exchange of a rank has begun, or a query of the device is blocked.
+
+        What blocks it may wait for the exchange, which then ends only by the abort.
+        """
+        has_begun, answered_at = threading.Event(), time.monotonic()
+        is_complete, events = cuda_api.API.is_complete, list(self._begun[rank].values())
+
+        def poll() -> None:
+            nonlocal answered_at
+            nap_s = _FIRST_NAP_S
+            with suppress(RuntimeError):  # the device has failed: nothing will begin
+                while not all(map(is_complete, events)):
+                    answered_at = time.monotonic()
+                    time.sleep(nap_s)
+                    nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
+            has_begun.set()
+
+        self._start_thread(f"collective-begin-{rank}", poll)
+        while not has_begun.wait(_WATCH_S):
+            if time.monotonic() - answered_at >= _QUERY_GRACE_S:
+                return
 
     def _overdue(self, now: float) -> str | None:
         timeout_s = self._group.timeout_s

@@ -54,6 +54,7 @@ class Plan:
         closes: True if a rank that fails closes its end.
         reversed_rank: The rank whose parts come in the reverse order.
         failing_readers: Ranks that cannot load the kernel for late results.
+        durations_s: Durations of kernels, one of which is drawn for each.
     """
 
     world_size: int
@@ -66,6 +67,7 @@ class Plan:
     closes: bool = True
     reversed_rank: int | None = None
     failing_readers: frozenset = field(default_factory=frozenset)
+    durations_s: tuple[float, ...] = (0.0, 0.0, 0.002)
 
     @property
     def is_calm(self):
@@ -94,6 +96,8 @@ def draw(random):
         plan.aborter = True
     if not plan.is_calm:
         plan.stuck = random.random() < 0.3
+        if random.random() < 0.5:
+            plan.durations_s = (0.0, 0.002, 0.4)  # some exchanges are aborted behind long kernels
     return plan
 
 
@@ -215,7 +219,7 @@ class NcclRun:
         if step.waits or random.random() < 0.3:
             machine.allocate(machine.gpus[device])
         name = f"kernel {random.randrange(6)}"
-        machine.kernel(stream, name, duration_s=random.choice((0.0, 0.0, 0.002)))
+        machine.kernel(stream, name, duration_s=random.choice(self.plan.durations_s))
 
     def _tensor(self, end, values, dtype):
         device = self.devices[end.rank]

@@ -71,7 +71,21 @@ def test_a_rank_with_another_order_of_buckets_is_found():
 
 def test_an_abort_between_two_launches_is_found(monkeypatch):
     monkeypatch.setattr(nccl, "_LAUNCH_GRACE_S", 0.0)
+    # The wait for the device covers most of these launches.
+    monkeypatch.setattr(nccl.Communicators, "_await_begun", lambda self, rank: None)
     assert found("on a communicator that is being aborted") is not None
+
+
+def test_an_abort_in_front_of_a_queued_kernel_is_found(monkeypatch):
+    """NCCL frees the memory of the kernel, which then fails with an illegal access."""
+
+    def change(plan):
+        plan.aborter, plan.stuck, plan.durations_s = True, False, (0.0, 0.4)
+
+    for seed in range(20):
+        simulate_nccl(seed, change)
+    monkeypatch.setattr(nccl.Communicators, "_await_begun", lambda self, rank: None)
+    assert found("is freed before it begins", change) is not None
 
 
 def test_ranks_that_disagree_on_late_results_are_found(monkeypatch):

@@ -217,8 +217,8 @@ def test_an_exchange_is_ordered_with_earlier_and_later_work_of_the_current_strea
         scene.fake.mark("backward")
         end.all_reduce_(scene.tensor(end, 1.0))
         assert scene.fake.done == ["backward"]
-    (record,) = scene.fake.calls("record")
-    assert record[-1] == stream.name
+    in_front, behind = scene.fake.calls("record")
+    assert in_front[-1] == behind[-1] == stream.name
 
 
 def test_a_second_incarnation_works_after_the_first_was_aborted(scene):
@@ -427,9 +427,17 @@ def test_an_abort_waits_for_a_launch_in_progress(scene):
 
 
 class Stuck(PosingBackend):
-    """The kernels run until they are aborted, and then end without an error."""
+    """The kernels run until they are aborted, and then end without an error.
+
+    Attributes:
+        fake: The device, which begins each kernel at its launch; ``None``: a test lets it.
+    """
+
+    fake = None
 
     def _run(self, name, options, *tensors):
+        if self.fake is not None:
+            self.fake.run(self.fake.current)
         self._note(name)
 
 
@@ -438,6 +446,7 @@ def stuck(scene):
     """A scene whose kernels end only by an abort of every rank."""
     scene.kind = Stuck
     scene.fake.patience = None
+    Stuck.fake = scene.fake
     real, aborted = Stuck.abort, []
 
     def abort(backend):
@@ -449,7 +458,7 @@ def stuck(scene):
 
     Stuck.abort = abort
     yield scene
-    Stuck.abort = real
+    Stuck.abort, Stuck.fake = real, None
 
 
 def test_an_exchange_that_does_not_end_is_aborted_on_every_rank_at_the_deadline(stuck):
@@ -481,9 +490,34 @@ def test_an_aborted_exchange_that_ends_without_an_error_is_not_used(stuck):
     assert all(event.reached == event.recorded for event in stuck.fake.events)
 
 
+def test_a_rank_is_aborted_once_its_exchange_has_begun(stuck, monkeypatch):
+    """NCCL frees the memory of a kernel still behind other work, which then cannot run."""
+    monkeypatch.setattr(Stuck, "fake", None)
+    ends = stuck.group()
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    streams = {}
+
+    def work(end):
+        streams[end.rank] = stuck.fake.current
+        end.all_reduce_(tensors[end.rank])
+
+    futures = start_ranks(ends, stuck.on_stream(work))
+    until(lambda: stuck.names().count("allreduce") == 2)
+    stuck.fake.wait_host(*ends[0]._begun.values())
+    ends[0].abort()
+    until(lambda: ("abort", 0) in stuck.calls)
+    polled = ends[1]._begun[streams[1]].num_questions
+    until(lambda: ends[1]._begun[streams[1]].num_questions > polled + 3)
+    assert ("abort", 1) not in stuck.calls
+    stuck.fake.wait_host(*ends[1]._begun.values())
+    assert {type(future.exception(TIMEOUT_S)) for future in futures} == {CollectiveAborted}
+    assert ("abort", 1) in stuck.calls
+
+
 def test_a_device_that_never_completes_does_not_block_ranks_for_ever(scene, monkeypatch):
     monkeypatch.setattr(nccl_module, "ABORT_GRACE_S", 0.1)
     scene.kind = Stuck
+    monkeypatch.setattr(Stuck, "fake", scene.fake)
     scene.fake.patience = None
     (end,) = scene.group(1, timeout_s=0.1)
 
@@ -549,6 +583,7 @@ def test_an_exchange_that_raises_aborts_the_peers(stuck, monkeypatch):
     ends = stuck.group()
 
     def raising(*_):
+        stuck.fake.run(stuck.fake.current)
         raise RuntimeError("planted: out of memory")
 
     monkeypatch.setattr(stuck.backends[0], "_run", raising)
@@ -601,6 +636,7 @@ def test_an_exchange_without_a_waiting_host_is_aborted_on_every_rank_at_the_dead
 ):
     """The timeout begins when the device reaches the exchange, which may be some steps late."""
     stuck.fake.prompt = False
+    monkeypatch.setattr(Stuck, "fake", None)
     ends = stuck.group(2, timeout_s=0.3)
     is_complete, looks = stuck.fake.is_complete, []
     looked = threading.Event()  # twice after the timeout, had it begun earlier
@@ -619,7 +655,8 @@ def test_an_exchange_without_a_waiting_host_is_aborted_on_every_rank_at_the_dead
     begin = time.monotonic()
     for outcome, _ in found:
         assert not outcome.done
-        stuck.fake.wait_host(outcome._begun)
+        for event in (outcome._begun, *outcome._end._begun.values()):
+            stuck.fake.wait_host(event)
     kinds = []
     for outcome, abort_flag in found:
         with pytest.raises((CollectiveAborted, CollectiveTimeout)) as caught:
