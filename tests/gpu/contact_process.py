@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import importlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -29,7 +30,13 @@ def _allow_debuggers() -> None:
 def run_part(options: argparse.Namespace, record: Record) -> int:
     """Run the cases that have not begun; the exit status of the process."""
     parts, part = importlib.import_module(options.parts_from), options.part
-    cases = parts.PARTS[part](parts.setting_of(record, options.times, options.limit))
+    cases = {
+        name: work
+        for name, work in parts.PARTS[part](
+            parts.setting_of(record, options.times, options.limit)
+        ).items()
+        if re.search(options.cases, name)
+    }
     record.plan(part, list(cases))
     begun = record.begun(part)
     for name, work in cases.items():
@@ -58,6 +65,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--limit", type=float, default=600.0)
     parser.add_argument("--parts-from", default="tests.gpu.contact_parts")
+    parser.add_argument("--cases", default="")
     faulthandler.enable()
     _allow_debuggers()
     options = parser.parse_args()

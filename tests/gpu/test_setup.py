@@ -220,11 +220,11 @@ def test_close_frees_memory():
         for _ in range(3):
             model(torch.randn(8, size, device=GPU)).sum().backward()
             model.step()
-    used = torch.cuda.memory_allocated() - before
+        used = torch.cuda.memory_allocated() - before
     del model
     gc.collect()
     left = torch.cuda.memory_allocated() - before
-    assert used > 6 * 4 * size**2  # two replicas: weights and two moments
+    assert used > 3 * 4 * size**2  # weights and two moments, which ranks of one device share
     assert left < 4 * size**2  # the libraries' workspaces remain
 
 
