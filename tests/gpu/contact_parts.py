@@ -10,6 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ import torch.distributed
 from torch import nn
 
 from benchmarks.gpu.sections import driver_version, shared_memory_gib
-from runtime import ApplyPolicy, Trainer, create_collectives
+from runtime import ApplyPolicy, ShardingStrategy, Trainer, create_collectives, current_worker
 from runtime.collective.nccl_library import loaded_version, shared_gpu_fault, version_name
 from runtime.core.errors import CollectiveAborted
 from tests.gpu import probes, runs
@@ -193,66 +194,138 @@ def _plain_threads(placement: Placement) -> Figures:
     return {"all-reduce of 256 KiB, us": round(1e6 * statistics.median(seconds), 1)}
 
 
-# -- the default run --------------------------------------------------------------------------
+# -- training ---------------------------------------------------------------------------------
 
 
 def train(setting: Setting) -> dict[str, Case]:
+    """Runs of all ranks, whose parameters equal those of one device."""
+    placement = setting.placement
     name = "SYNC, 4 buckets or more, fused AdamW, 300 steps"
-    return {name: lambda: _equals_one_device(setting.placement)}
+    found: dict[str, Case] = {name: partial(_equals_one_device, placement, bucket_cap_mb=BUCKET_MB)}
+    short = partial(_equals_one_device, placement, num_epochs=3)
+    found["SYNC batch norm"] = partial(short, norm=True, sync_batchnorm=True)
+    for strategy in ShardingStrategy:
+        if strategy is not ShardingStrategy.HYBRID_SHARD:
+            found[f"sharded, {strategy.name}"] = partial(short, sharded=strategy)
+    found["resumed"] = lambda: _resumes(placement)
+    found["the host runs ahead"] = lambda: _runs_ahead(placement)
+    return found
 
 
 WIDTH, DEPTH, BATCH, NUM_BATCHES, NUM_EPOCHS = 64, 6, 8, 30, 10
 BUCKET_MB = 0.04
 
 
-def _net(device: torch.device) -> nn.Module:
+def _net(device: torch.device, *, norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(DEPTH):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+        layers += [nn.Linear(WIDTH, WIDTH, bias=not norm)]
+        layers += [nn.BatchNorm1d(WIDTH)] if norm else []
+        layers += [nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1)).double().to(device)
 
 
-def _equals_one_device(placement: Placement) -> Figures:
+def _loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    out: torch.Tensor = model(batch[0]).squeeze(1)
+    return (out - batch[0].mean(1)).square().mean()
+
+
+def _builder(
+    placement: Placement,
+    *,
+    num_ranks: int | None = None,
+    norm: bool = False,
+    num_epochs: int = NUM_EPOCHS,
+    loss: Any = _loss,
+    **settings: Any,
+) -> Any:
+    """A ``SYNC`` run with the same global batches for any number of ranks."""
     generator = torch.Generator().manual_seed(1)
-    num_ranks = len(placement.devices)
-    num_samples = BATCH * num_ranks * NUM_BATCHES
-    x = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        out: torch.Tensor = model(batch[0]).squeeze(1)
-        return (out - batch[0].mean(1)).square().mean()
-
-    def builder(num: int) -> Any:
-        return (
-            Trainer.builder(_net, lambda p: torch.optim.AdamW(p, 1e-3, fused=True), loss)
-            .dataset((x,))
-            .batch_size(BATCH * num_ranks // num)
-            .num_epochs(NUM_EPOCHS)
-            .devices(placement.devices[:num])
-            .policy(SYNC)
-            .tune_allocator(False)
-            .progress(False)
-            .seed(0)
+    num_all = len(placement.devices)
+    num = num_ranks or num_all
+    x = torch.randn(BATCH * num_all * NUM_BATCHES, WIDTH, generator=generator, dtype=torch.float64)
+    builder = (
+        Trainer.builder(
+            partial(_net, norm=norm), lambda p: torch.optim.AdamW(p, 1e-3, fused=True), loss
         )
+        .dataset((x,))
+        .batch_size(BATCH * num_all // num)
+        .num_epochs(num_epochs)
+        .devices(placement.devices[:num])
+        .policy(SYNC)
+        .balance(False)
+        .tune_allocator(False)
+        .progress(False)
+        .seed(0)
+    )
+    if num > 1:
+        builder.backend(placement.backend).collective_timeout(20)
+    for name, value in settings.items():
+        getattr(builder, name)(value)
+    return builder
 
+
+def _relative_error(found: Any, expected: Any) -> float:
+    return max(
+        float((found.params[name].cpu() - p.cpu()).norm() / p.norm())
+        for name, p in expected.params.items()
+    )
+
+
+ONLY_FOR_SEVERAL = ("bucket_cap_mb", "sharded", "sync_batchnorm")
+
+
+def _equals_one_device(placement: Placement, **settings: Any) -> Figures:
     begin = time.monotonic()
-    over = builder(num_ranks).backend(placement.backend).bucket_cap_mb(BUCKET_MB)
-    handle = over.collective_timeout(20).run()
+    handle = _builder(placement, **settings).run()
     many = handle.join(120)
     assert handle.backend is placement.backend
     seconds = time.monotonic() - begin
-    one = builder(1).run().join(120)
-    num_bytes = sum(p.numel() * p.element_size() for p in one.params.values())
-    num_buckets = int(num_bytes / (BUCKET_MB * 2**20))
-    assert num_buckets >= 4
-    error = max(
-        float((many.params[name].cpu() - p.cpu()).norm() / p.norm())
-        for name, p in one.params.items()
-    )
+    alone = {name: value for name, value in settings.items() if name not in ONLY_FOR_SEVERAL}
+    one = _builder(placement, num_ranks=1, **alone).run().join(120)
+    error = _relative_error(many, one)
     assert error < 1e-5, f"parameters differ by {error:.1e} from those of one device"
     assert many.metrics[-1].avg_loss < many.metrics[0].avg_loss
-    return {"relative error": error, "buckets, about": num_buckets, "seconds": round(seconds, 2)}
+    figures: dict[str, Any] = {"relative error": error, "seconds": round(seconds, 2)}
+    if "bucket_cap_mb" in settings:
+        num_bytes = sum(p.numel() * p.element_size() for p in one.params.values())
+        figures["buckets, about"] = int(num_bytes / (settings["bucket_cap_mb"] * 2**20))
+        assert figures["buckets, about"] >= 4
+    return figures
+
+
+def _resumes(placement: Placement) -> Figures:
+    """A run that is resumed from its checkpoint has the bits of one that was not interrupted."""
+    whole = _builder(placement, num_epochs=4).run().join(120)
+    with tempfile.TemporaryDirectory() as folder:
+        _builder(placement, num_epochs=2, checkpoint_dir=folder).run().join(120)
+        resumed = _builder(placement, num_epochs=4, resume=folder).run().join(120)
+    for name, expected in whole.params.items():
+        assert torch.equal(resumed.params[name].cpu(), expected.cpu()), name
+    return None
+
+
+def _runs_ahead(placement: Placement) -> Figures:
+    """Steps are launched before the device has ended those in front of them."""
+    if not placement.is_cuda:
+        raise NotHere("a CPU runs each step at once")
+    ahead: list[bool] = []
+    last: dict[int, torch.cuda.Event] = {}
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        rank = current_worker().rank
+        if rank in last:
+            ahead.append(not last[rank].query())
+        delay(batch[0].device, LONG)
+        last[rank] = torch.cuda.Event()
+        last[rank].record()
+        return _loss(model, batch)
+
+    _builder(placement, num_epochs=2, loss=loss).run().join(120)
+    share = sum(ahead) / len(ahead)
+    assert placement.kind != "nccl" or share > 0.7, f"{share:.0%} of the steps"
+    return {"share of steps": round(share, 3)}
 
 
 # -- hangs ------------------------------------------------------------------------------------
@@ -275,7 +348,10 @@ def hangs(setting: Setting) -> dict[str, Case]:
 def failures(setting: Setting) -> dict[str, Case]:
     placement = setting.placement
     devices = list(placement.devices)
-    found: dict[str, Case] = {"abort in mid-exchange": lambda: _abort(placement)}
+    found: dict[str, Case] = {
+        "abort in mid-exchange": lambda: _abort(placement, num_delays=100),
+        "abort of an exchange behind 4 s of other work": lambda: _abort(placement, num_delays=800),
+    }
     for policy in ApplyPolicy:
         way = (policy, placement.backend)
         bodies = {
@@ -299,7 +375,7 @@ def _exhaust(devices: list[torch.device], way: Any) -> None:
     runs.exhaust(devices, way, grab, "planted" if devices[1].type == "cpu" else "memory")
 
 
-def _abort(placement: Placement) -> Figures:
+def _abort(placement: Placement, num_delays: int) -> Figures:
     """Every rank raises soon, and the next group works."""
     world_size = len(placement.devices)
     arrived = threading.Barrier(world_size + 1)
@@ -315,7 +391,7 @@ def _abort(placement: Placement) -> Figures:
         tensor = torch.ones(1 << 20, device=device)
         end.all_reduce_(tensor)
         if end.rank == 0:
-            for _ in range(100):
+            for _ in range(num_delays):
                 delay(device, LONG)
         arrived.wait(20)
         try:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runtime import AverageBackend, DataParallelCoordinator, Ddp, NonFiniteError, ReplicaFailed
+from tests.gpu.placing import nccl_devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -25,10 +26,21 @@ over_nccl = [
         not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
     ),
 ]
+AUTO, NCCL = AverageBackend.AUTO, AverageBackend.NCCL
 each_placement = pytest.mark.parametrize(
-    "devices",
-    [SHARED, MIXED, ["cpu", "cuda:0"], pytest.param(["cuda:0", "cuda:1"], marks=over_nccl)],
-    ids=",".join,
+    ("devices", "backend"),
+    [
+        pytest.param(SHARED, AUTO, id="shared"),
+        pytest.param(MIXED, AUTO, id="mixed"),
+        pytest.param(["cpu", "cuda:0"], AUTO, id="cpu-first"),
+        pytest.param(["cuda:0", "cuda:1"], AUTO, marks=over_nccl, id="distinct"),
+        pytest.param(
+            [str(device) for device in nccl_devices(2) or SHARED],
+            NCCL,
+            marks=[pytest.mark.two_ranks, *over_nccl[1:]],
+            id="over-nccl",
+        ),
+    ],
 )
 
 
@@ -94,10 +106,10 @@ def train_wrapped(devices, counts, backend=AverageBackend.AUTO, *, delay=False):
 
 @each_placement
 @pytest.mark.parametrize("delay", [False, True])
-def test_wrapped_replicas_equal_those_on_the_cpu(devices, delay):
+def test_wrapped_replicas_equal_those_on_the_cpu(devices, backend, delay):
     counts = [5, 9]
     expected, _ = train_wrapped(["cpu", "cpu"], counts)
-    for actual in train_wrapped(devices, counts, delay=delay):
+    for actual in train_wrapped(devices, counts, backend, delay=delay):
         assert_close(actual, expected)
 
 
@@ -152,10 +164,12 @@ def without_norm(device, dtype=torch.float64):
 
 @each_placement
 @pytest.mark.parametrize("samples_on", ["cpu", "cuda:0"])
-def test_batches_on_replicas_equal_those_on_one_cpu(devices, samples_on):
+def test_batches_on_replicas_equal_those_on_one_cpu(devices, backend, samples_on):
     model = without_norm("cpu")
     alone = optimizer_of(model.parameters())
-    with DataParallelCoordinator(without_norm, optimizer_of, loss_fn, devices) as coordinator:
+    with DataParallelCoordinator(
+        without_norm, optimizer_of, loss_fn, devices, backend=backend
+    ) as coordinator:
         for step in range(NUM_STEPS):
             count = (12, 7, 1)[step % 3]
             alone.zero_grad()
@@ -171,8 +185,10 @@ def test_batches_on_replicas_equal_those_on_one_cpu(devices, samples_on):
 
 
 @each_placement
-def test_buffers_are_the_same_on_every_device(devices):
-    with DataParallelCoordinator(model_on, optimizer_of, loss_fn, devices) as coordinator:
+def test_buffers_are_the_same_on_every_device(devices, backend):
+    with DataParallelCoordinator(
+        model_on, optimizer_of, loss_fn, devices, backend=backend
+    ) as coordinator:
         for step in range(5):
             coordinator.train_batch(samples_of(8, step))
         states = [replica.state_dict() for replica in coordinator.models]
@@ -231,12 +247,14 @@ def test_a_failed_batch_leaves_replicas_unchanged():
 
 
 @each_placement
-def test_close_ends_threads_and_frees_memory(devices):
+def test_close_ends_threads_and_frees_memory(devices, backend):
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(0)
     for _ in range(3):
-        with DataParallelCoordinator(model_on, optimizer_of, loss_fn, devices) as coordinator:
+        with DataParallelCoordinator(
+            model_on, optimizer_of, loss_fn, devices, backend=backend
+        ) as coordinator:
             coordinator.train_batch(samples_of(8, 0))
         del coordinator
         gc.collect()

@@ -12,8 +12,10 @@ import torch.distributed
 from torch import nn
 from torch.nn import functional as F
 
-from runtime import DdpConfig, ReplicaFailed, Trainer
+from runtime import AverageBackend, DdpConfig, ReplicaFailed, Trainer
+from runtime.loop import loop_setup
 from tests.gpu.no_sync import no_sync
+from tests.gpu.placing import nccl_devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -24,9 +26,33 @@ NUM_FEATURES, NUM_CLASSES = 16, 5
 SHARED = ["cuda:0", "cuda:0"]
 MIXED = ["cuda:0", "cpu"]
 DISTINCT = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.two_gpus, id="two-gpus")
+NCCL = [
+    pytest.mark.two_ranks,
+    pytest.mark.skipif(
+        not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
+    ),
+]
+OVER_NCCL = "over-nccl"
 every_kind = pytest.mark.parametrize(
-    "devices", [pytest.param(SHARED, id="one-gpu"), pytest.param(MIXED, id="gpu-and-cpu"), DISTINCT]
+    "devices",
+    [
+        pytest.param(SHARED, id="one-gpu"),
+        pytest.param(MIXED, id="gpu-and-cpu"),
+        DISTINCT,
+        pytest.param(OVER_NCCL, marks=NCCL, id=OVER_NCCL),
+    ],
+    indirect=True,
 )
+
+
+@pytest.fixture
+def devices(request, monkeypatch):
+    """The devices; those over NCCL may share a GPU, for which it is not chosen by default."""
+    if request.param != OVER_NCCL:
+        return request.param
+    chosen = AverageBackend.NCCL, "a test"
+    monkeypatch.setattr(loop_setup, "resolve_backend", lambda *args, **kwargs: chosen)
+    return list(map(str, nccl_devices(2)))
 
 
 class Slow(nn.Module):
@@ -169,13 +195,10 @@ def test_a_step_on_one_gpu_never_synchronises():
         model.step()
 
 
-@pytest.mark.two_gpus
-@pytest.mark.skipif(
-    not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
-)
-def test_a_step_over_nccl_never_synchronises():
+@pytest.mark.parametrize("devices", [pytest.param(OVER_NCCL, marks=NCCL)], indirect=True)
+def test_a_step_over_nccl_never_synchronises(devices):
     x, y = make_batch(32)
-    with Trainer.setup(Slow(), adamw, ["cuda:0", "cuda:1"]) as model:
+    with Trainer.setup(Slow(), adamw, devices) as model:
         for _ in range(3):
             F.cross_entropy(model(x), y).backward()
             model.step()
