@@ -398,6 +398,7 @@ class EpochScheduler:
                 plan.num_slices,
                 self._sizes(ranks),
                 run.split_batches().short_sizes,
+                run.min_piece,
             )
             plan.set_pieces(pieces)
         longest = max(plan.num_micro_batches(rank) for rank in parts)

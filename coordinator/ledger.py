@@ -454,6 +454,7 @@ class BatchLedger:
         num_slices: int,
         sizes: Mapping[int, int],
         short: Callable[[int, Mapping[int, int]], Sequence[int]],
+        min_piece: int = 1,
     ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
         """Split global batches into pieces, the micro-batches of each rank.
 
@@ -466,6 +467,7 @@ class BatchLedger:
             num_slices: Slices of a global batch.
             sizes: The size of each rank's piece in a whole slice; 0: none.
             short: Splits the samples of a short slice in the proportions of these sizes.
+            min_piece: Minimum samples of a slice, if the global batch has as many.
 
         Returns:
             The micro-batches of each rank, as positions ``[start, stop)`` in the epoch's
@@ -481,16 +483,16 @@ class BatchLedger:
             num = num_slices
             if stop - start < per_global * self._batch_size:  # with slices and pieces as usual
                 num = min(num, -(-(stop - start) // whole))
+            num = min(num, max(1, (stop - start) // min_piece))
             totals = split_by_ratio(stop - start, [1] * num)
             for total in (*totals, *(0 for _ in range(num_slices - num))):
-                if total == whole:
-                    parts = sizes
-                else:
-                    most_ranks = -(-total * len(sizes) // whole)
-                    some = dict(list(sizes.items())[: min(most_ranks, total)])
-                    parts = dict(zip(some, short(total, some) if some else (), strict=True))
+                parts = sizes
+                if total == 0:
+                    parts = dict.fromkeys(sizes, 0)
+                elif total != whole:
+                    parts = dict(zip(sizes, short(total, sizes), strict=True))
                 for rank, own in pieces.items():
-                    end = start + parts.get(rank, 0)
+                    end = start + parts[rank]
                     own.append((start, end))
                     start = end
         return pieces, counts

@@ -216,6 +216,8 @@ class Coordinator:
             return
         rank.move(RankState.LIVE)
         self._run.lr_factor.enable(event.scale_invariant)
+        if event.batch_statistics:
+            self._run.require_batch_statistics()
 
     def _begin(self, now: float) -> None:
         if not any(r.state is RankState.BUILDING for r in self._run.ranks):

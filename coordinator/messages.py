@@ -556,10 +556,13 @@ class Ready:
     Attributes:
         rank: The sender.
         scale_invariant: Names of the optimizers whose steps ignore the scale of the gradient.
+        batch_statistics: True if a layer computes statistics of the rank's own samples, which are
+            not defined for a single one.
     """
 
     rank: int
     scale_invariant: tuple[str, ...] = field(default=(), repr=False)
+    batch_statistics: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ class RunState:
         evaluations: Evaluations requested by the bodies of own loops.
         steps: Accumulates step metrics; ``None``: none are published.
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
+        min_piece: Minimum samples of a piece.
         machine_round: The last round between machines; ``None``: none yet.
         now: Time of the event being handled.
         loss_sum: Sum of the finite losses reported since the start, each times its weight.
@@ -132,6 +133,7 @@ class RunState:
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
         self.evaluations = RequestedEvaluations()
         self.shares: Shares | None = None
+        self.min_piece = 1
         sizes = config.batch_sizes
         if config.granted and sizes is None and not config.balance:
             sizes = (config.batch_size,) * world  # short plans, like grants
@@ -333,8 +335,18 @@ class RunState:
     def split_batches(self) -> Shares:
         """Split global batches from now on; returns the sizes of the pieces, equal by default."""
         if self.shares is None:
-            self.shares = Shares(len(self.ranks), fixed=True)
+            self.shares = Shares(len(self.ranks), fixed=True, min_piece=self.min_piece)
         return self.shares
+
+    def require_batch_statistics(self) -> None:
+        """Keep pieces at two samples or none, unless a rank's own batch has a single one."""
+        c, world = self.config, len(self.ranks)
+        own = c.batch_sizes or (c.batch_size,)
+        if c.global_batch_size is not None:
+            own = (-(-self.slice_samples(range(world)) // world),)
+        self.min_piece = min(2, *own)
+        if self.shares is not None:
+            self.shares.min_piece = self.min_piece
 
     def load_counters(self, state: Mapping[str, Any]) -> None:
         """Restore the counters of an earlier run from its checkpoint."""

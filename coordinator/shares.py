@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.splitting import Cost, seconds, split_by_cost, split_like, split_within
@@ -21,9 +21,9 @@ _MIN_SIZE_DIFFERENCE = 0.1
 _MAX_FIXED_SHARE = 0.9
 """Upper bound of the fixed part, as a share of the time."""
 _IDLE_GAIN = 0.1
-"""A rank idles if 1 sample on it delays the step by at least this share."""
+"""A rank idles if the smallest piece on it delays the step by at least this share."""
 PROBE_PLANS, MAX_PROBE_PLANS = 20, 1280
-"""Plans until an idle rank is probed with 1 sample, at first and at most; doubled each time."""
+"""Plans until an idle rank is probed, at first and at most; doubled each time."""
 CHECK_BATCHES = 200
 """Batches of each rank between two checks for imbalance."""
 IMBALANCE_RATIO = 1.15
@@ -41,8 +41,8 @@ class Shares:
     is discarded; the second is of equal pieces, the third of unequal ones, and both together give
     ``a``. From then on ``b`` is a moving average of the measurements, replaced at once by the
     second of two outliers in a row. Sizes change only if that saves a few percent of the step. A
-    rank that delays the others even with 1 sample receives none, and is probed with 1 sample at
-    growing intervals.
+    rank that delays the others even with the smallest piece receives none, and is probed with that
+    piece at growing intervals.
 
     Deterministic and not thread-safe: no clock, no thread.
 
@@ -52,12 +52,20 @@ class Shares:
         fixed: Keep the proportions of the first pieces, whatever is measured.
 
     Attributes:
+        min_piece: Minimum samples of a piece. Pieces are smaller only where the total or the limits
+            of the ranks allow no others; a rank whose limit is below idles.
         num_plans: Number of calls of :meth:`sizes`.
     """
 
     def __init__(
-        self, world_size: int, first: Sequence[int] | None = None, *, fixed: bool = False
+        self,
+        world_size: int,
+        first: Sequence[int] | None = None,
+        *,
+        fixed: bool = False,
+        min_piece: int = 1,
     ) -> None:
+        self.min_piece = min_piece
         self._first = first or [1] * world_size
         self._is_fixed = fixed
         self._fits = [_TimeFit() for _ in range(world_size)]
@@ -148,23 +156,23 @@ class Shares:
         """Choose the pieces of a short global batch, in the proportions of a whole one.
 
         Args:
-            total: Samples in it, at least one for each rank.
+            total: Samples in it.
             sizes: The pieces of its ranks in a whole one.
 
         Returns:
-            The size of each rank's piece, within its limit if the sum of the limits allows.
+            The size of each rank's piece, within its limit if the sum of the limits allows. The
+            first ranks have pieces, as few of them as keep these about as large as in a whole one.
         """
-        chosen = [rank for rank, n in sizes.items() if n]
-        if not chosen or not self.fits(total, chosen):
-            chosen = list(sizes)
-        parts = split_within(
-            total,
-            chosen,
-            self._limits,
-            lambda n, free: split_like(n, [sizes[r] or 1 for r in free]),
-        )
-        found = dict(zip(chosen, parts, strict=True))
-        return tuple(found.get(rank, 0) for rank in sizes)
+        ranks = list(sizes)
+        num = -(-total * len(ranks) // max(1, sum(sizes.values())))
+        busy, first = ([r for r in some if sizes[r]] for some in (ranks, ranks[:num]))
+        splits = [
+            self._split_like(total, {rank: sizes[rank] or 1 for rank in some})
+            for some in (first, busy, ranks)
+            if some
+        ]
+        found = min(splits, key=lambda found: (not self._is_within(found), self._num_small(found)))
+        return tuple(found.get(rank, 0) for rank in ranks)
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
@@ -174,11 +182,13 @@ class Shares:
                 return self._by_cost(total, ranks, costs)
             self._has_probed = True
             ratios = {rank: n * _PROBE[i % 2] for i, (rank, n) in enumerate(ratios.items())}
-        elif sum(ratios.values()) == total and not self._limits:
+        elif (
+            sum(ratios.values()) == total
+            and not self._limits
+            and min(ratios.values()) >= self.min_piece
+        ):
             return tuple(ratios.values())
-        return split_within(
-            total, ranks, self._limits, lambda n, free: split_like(n, [ratios[r] for r in free])
-        )
+        return tuple(self._split_like(total, ratios).values())
 
     def _by_cost(
         self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
@@ -189,25 +199,79 @@ class Shares:
         probed = self._with_probe(best)
         if probed != best:
             return tuple(probed.values())
-        within = all(
-            n <= self._limits.get(r, n) for r, n in zip(self._ranks, self._sizes, strict=True)
-        )
-        if ranks == self._ranks and sum(self._sizes) == total and within:
+        keeps = self._num_small(self.current) <= self._num_small(best)
+        keeps = keeps and self._is_within(self.current)
+        if keeps and ranks == self._ranks and sum(self._sizes) == total:
             now_s = _step_s(costs, dict(zip(ranks, self._sizes, strict=True)))
             if now_s * (1 - _MIN_GAIN) <= _step_s(costs, best):
                 return self._sizes
         return tuple(best.values())
 
     def _split(self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]) -> dict[int, int]:
-        parts = split_within(
-            total, ranks, self._limits, lambda n, free: split_by_cost(n, [costs[r] for r in free])
+        return self._split_within(
+            total,
+            ranks,
+            lambda rank: seconds(costs[rank], self.min_piece),
+            lambda n, free, least: split_by_cost(n, [costs[r] for r in free], least),
         )
-        return dict(zip(ranks, parts, strict=True))
+
+    def _split_like(self, total: int, ratios: Mapping[int, int]) -> dict[int, int]:
+        return self._split_within(
+            total,
+            list(ratios),
+            lambda rank: -ratios[rank],
+            lambda n, free, least: split_like(n, [ratios[r] for r in free], least),
+        )
+
+    def _split_within(
+        self,
+        total: int,
+        ranks: Sequence[int],
+        cost: Callable[[int], float],
+        split: Callable[[int, Sequence[int], int], Sequence[int]],
+    ) -> dict[int, int]:
+        """Split ``total`` samples in pieces of at least :attr:`min_piece`, or none for a rank.
+
+        Args:
+            total: Samples, at least one.
+            ranks: The ranks.
+            cost: If they cannot all have a piece, those of the least cost are chosen.
+            split: Splits samples between ranks, with at least some for each; without limits.
+
+        Returns:
+            The size of each rank's piece.
+        """
+        least = min(self.min_piece, total)
+        limits = {rank: self._limits.get(rank, total) for rank in ranks}
+
+        def choose(cost: Callable[[int], float], least: int) -> list[int]:
+            able = sorted((rank for rank in ranks if limits[rank] >= least), key=cost)
+            return sorted(able[: total // least], key=ranks.index)
+
+        some = choose(cost, least)
+        if not self.fits(total, some):
+            some = choose(lambda rank: -limits[rank], least)
+        if not self.fits(total, some):
+            some = choose(lambda rank: -limits[rank], 1)
+            if self.fits(total, some):
+                least = 1
+            else:  # no sizes are within the limits
+                limits = {rank: max(n, least) for rank, n in limits.items()}
+                some = choose(cost, least)
+        parts = split_within(total, some, limits, lambda n, free: split(n, free, least))
+        return dict.fromkeys(ranks, 0) | dict(zip(some, parts, strict=True))
+
+    def _is_within(self, sizes: Mapping[int, int]) -> bool:
+        return all(n <= self._limits.get(rank, n) for rank, n in sizes.items())
+
+    def _num_small(self, sizes: Mapping[int, int]) -> int:
+        """Number of pieces below the minimum."""
+        return sum(0 < n < self.min_piece for n in sizes.values())
 
     def _without_slow_ranks(
         self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]
     ) -> dict[int, int]:
-        """The best sizes, with 0 for ranks that delay the others with 1 sample.
+        """The best sizes, with 0 for ranks that delay the others with the smallest piece.
 
         Equally slow ranks are left out together: leaving out one of them gains nothing.
         """
@@ -216,10 +280,10 @@ class Shares:
             some = [rank for rank in ranks if sizes[rank]]
             slow = max(some, key=lambda rank: seconds(costs[rank], sizes[rank]))
             others = [rank for rank in some if rank != slow]
-            if sizes[slow] > 1 or not others or not self.fits(total, others):
+            if sizes[slow] > self.min_piece or not others or not self.fits(total, others):
                 return best
-            if self._fits[slow].least > 1:
-                return best  # 1 sample on it is measured first
+            if self._fits[slow].least > self.min_piece:
+                return best  # the smallest piece on it is measured first
             sizes = dict.fromkeys(ranks, 0) | self._split(total, others, costs)
             if _step_s(costs, sizes) <= (1 - _IDLE_GAIN) * _step_s(costs, best):
                 best = sizes
@@ -256,21 +320,24 @@ class Shares:
             more = [r for r in ranks if r in some or r == rank]
             if rank not in some and self.fits(total, more):
                 larger = dict.fromkeys(ranks, 0) | self._split(total, more, costs)
-                best = min(best, larger, key=lambda sizes: _step_s(costs, sizes))
+                best = min(best, larger, key=lambda s: (self._num_small(s), _step_s(costs, s)))
         return best
 
     def _with_probe(self, best: dict[int, int]) -> dict[int, int]:
-        """The sizes with 1 sample for an idle rank that is due to be probed."""
+        """The sizes with the smallest piece for an idle rank that is due to be probed."""
+        least = self.min_piece
         self._idle_ranks = {
             r: self._idle_ranks.get(r, _IdleRank()) for r, n in best.items() if n == 0
         }
         for rank, idle in self._idle_ranks.items():
             idle.num_plans += 1
             most = max(best, key=lambda r: best[r])
-            if idle.num_plans > idle.interval and best[most] > 1:
+            if self._limits.get(rank, least) < least or best[most] < 2 * least:
+                continue
+            if idle.num_plans > idle.interval:
                 idle.num_plans = 0
                 idle.interval = min(2 * idle.interval, MAX_PROBE_PLANS)
-                return {**best, rank: 1, most: best[most] - 1}
+                return {**best, rank: least, most: best[most] - least}
         return best
 
 

@@ -124,10 +124,10 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def split_like(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Split ``total`` in proportion to ``sizes``, with parts of at least 1."""
-    rest = total - len(sizes)
-    return tuple(1 + n for n in split_by_ratio(rest, sizes))
+def split_like(total: int, sizes: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Split ``total`` in proportion to ``sizes``, with parts of at least ``least``."""
+    rest = total - least * len(sizes)
+    return tuple(least + n for n in split_by_ratio(rest, sizes))
 
 
 Cost = tuple[float, float]
@@ -139,27 +139,28 @@ def seconds(cost: Cost, num_samples: float) -> float:
     return cost[0] + cost[1] * num_samples
 
 
-def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+def split_by_cost(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
     """Split ``total`` samples so that the longest compute time is minimal.
 
     Args:
-        total: Samples, at least one for each rank.
+        total: Samples, at least ``least`` for each rank.
         costs: Cost of each rank; the seconds per sample are above 0.
+        least: Minimum samples of a rank, at least 1.
 
     Returns:
-        Integers of at least 1 that sum to ``total``.
+        Integers of at least ``least`` that sum to ``total``.
     """
-    assert total >= len(costs), f"{total} samples are too few for {len(costs)} ranks"
-    parts = [1] * len(costs)
+    assert total >= least * len(costs), f"{total} samples are too few for {len(costs)} ranks"
+    parts = [least] * len(costs)
     free = list(range(len(costs)))
     while free:
-        left = total - (len(costs) - len(free))
+        left = total - least * (len(costs) - len(free))
         per_s = sum(1 / costs[i][1] for i in free)
         end_s = (left + sum(costs[i][0] / costs[i][1] for i in free)) / per_s
-        above = [i for i in free if end_s - costs[i][0] > costs[i][1]]
+        above = [i for i in free if end_s - costs[i][0] > least * costs[i][1]]
         if len(above) == len(free):
             for i in free:
-                parts[i] = max(1, int((end_s - costs[i][0]) / costs[i][1]))
+                parts[i] = max(least, int((end_s - costs[i][0]) / costs[i][1]))
             break
         free = above
     while (rest := total - sum(parts)) != 0:
@@ -167,7 +168,7 @@ def split_by_cost(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
             i = min(range(len(parts)), key=lambda i: seconds(costs[i], parts[i] + 1))
             parts[i] += 1
         else:  # float rounding
-            i = max((i for i, n in enumerate(parts) if n > 1), key=lambda i: parts[i])
+            i = max((i for i, n in enumerate(parts) if n > least), key=lambda i: parts[i])
             parts[i] -= 1
     return tuple(parts)
 

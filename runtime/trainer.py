@@ -781,8 +781,9 @@ class TrainerBuilder(Generic[ModelT_co]):
         A global step trains the same samples with or without balancing, and its gradient is
         their mean. The rank that trains a sample depends on measured time, so results agree up to
         rounding and not bit for bit. :meth:`partition_ratios` fixes shares instead. A piece may
-        be larger than :meth:`batch_size`. If a device has no memory for it, pieces become
-        smaller and the step is repeated.
+        be larger than :meth:`batch_size`; with batch normalisation in training mode it has two
+        samples or more, unless :meth:`sync_batchnorm` is on. If a device has no memory for it,
+        pieces become smaller and the step is repeated.
         """
         return self._set(requested_balance=check_flag("balance", flag))
 

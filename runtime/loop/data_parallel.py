@@ -215,7 +215,8 @@ class DataParallelCoordinator(Closeable):
         """Train all replicas on a mini-batch, divided among them; blocks until they are done.
 
         The step equals that of one device on the whole mini-batch, except for what a model
-        computes over a batch (batch norm). Buffers are those of the first replica. If anything
+        computes over a batch (batch norm, which gets two or more samples on each replica that
+        has any). Buffers are those of the first replica. If anything
         fails before the step, the model returns to its state before the call, without gradients,
         and training may continue. But a failure in the averaging between devices, or in the
         step, breaks this object permanently.
@@ -238,11 +239,15 @@ class DataParallelCoordinator(Closeable):
             total = count_samples(samples)
             if total == 0:
                 raise ValueError("train_batch got no samples; leave the call out")
-            shards = shard_samples(samples, self.num_devices)
+            self._follow()
+            num = self.num_devices
+            if self._mirror.uses_batch_statistics:
+                num = max(1, min(num, total // 2))  # those of one sample are not defined
+            shards = shard_samples(samples, num)
             # Replicas without samples are the last ones: buffers are those of rank 0.
             shards.sort(key=lambda shard: count_samples(shard) == 0)
+            shards += [()] * (self.num_devices - num)
             counts = [count_samples(shard) for shard in shards]
-            self._follow()
             self._buffers.save()
             try:
                 loss, correct, weights, rows = self._compute(shards, counts)

@@ -44,6 +44,16 @@ def synchronise(model: nn.Module, statistics: GlobalBatchComm) -> int:
     return num
 
 
+def uses_own_statistics(model: nn.Module) -> bool:
+    """True if a layer normalises by statistics of the rank's own samples."""
+    return any(
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, _SyncedBatchNorm)
+        and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )
+
+
 class _SyncedBatchNorm(_BatchNorm):
     """Normalises by the statistics of all ranks, within the training of a batch.
 

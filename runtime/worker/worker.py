@@ -34,6 +34,7 @@ from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.batch_log import BatchLog
+from runtime.replica.batch_norm import uses_own_statistics
 from runtime.replica.build import BuildOrder
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
 from runtime.replica.flat import FlatState, norm
@@ -780,7 +781,10 @@ class GpuWorker:
         """The control flow of the worker, which yields each batch to the body of an own loop."""
         rates = self.replica.rates
         names = () if rates is None else rates.names
-        self._reporter.send(m.Ready(rank=self.rank, scale_invariant=names))
+        statistics = uses_own_statistics(self.replica.model)
+        self._reporter.send(
+            m.Ready(rank=self.rank, scale_invariant=names, batch_statistics=statistics)
+        )
         while True:
             try:
                 yield from self._train_plans()

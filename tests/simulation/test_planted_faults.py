@@ -243,13 +243,13 @@ def test_a_stale_share_is_found(monkeypatch):
     split_pieces = BatchLedger.split_pieces
     before = {}
 
-    def stale(self, span, per_global, num_slices, sizes, short):
+    def stale(self, span, per_global, num_slices, sizes, *rest):
         last = before.get(self, sizes)
         before[self] = sizes
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
         if last.keys() == sizes.keys():
             rank = max(sizes)
-            pieces[rank] = split_pieces(self, span, per_global, num_slices, last, short)[0][rank]
+            pieces[rank] = split_pieces(self, span, per_global, num_slices, last, *rest)[0][rank]
         return pieces, counts
 
     monkeypatch.setattr(BatchLedger, "split_pieces", stale)
@@ -290,12 +290,12 @@ def sized(schedule):
 def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
     split_pieces = BatchLedger.split_pieces
 
-    def mistaken(self, span, per_global, num_slices, sizes, short):
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
+    def mistaken(self, span, per_global, num_slices, sizes, *rest):
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
         *_, other, rank = [-1, *sizes]
         swapped = {**sizes, rank: sizes.get(other, 1), other: sizes[rank]}
         swapped.pop(-1, None)
-        pieces[rank] = split_pieces(self, span, per_global, num_slices, swapped, short)[0][rank]
+        pieces[rank] = split_pieces(self, span, per_global, num_slices, swapped, *rest)[0][rank]
         return pieces, counts
 
     monkeypatch.setattr(BatchLedger, "split_pieces", mistaken)

@@ -295,8 +295,8 @@ def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
 def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
     split_pieces = BatchLedger.split_pieces
 
-    def whole(self, span, per_global, num_slices, sizes, short):
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, short)
+    def whole(self, span, per_global, num_slices, sizes, *rest):
+        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
         return pieces, [per_global] * len(counts)
 
     monkeypatch.setattr(BatchLedger, "split_pieces", whole)

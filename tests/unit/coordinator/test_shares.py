@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.ledger import BatchLedger
 from coordinator.shares import ImbalanceDetector, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 from tests.support.pairs import pairwise
@@ -203,6 +204,85 @@ def test_a_rank_that_delays_the_others_with_one_sample_idles_and_is_probed():
     assert min(ranks.sizes) >= 19
 
 
+def allows(total, limits, least):
+    """True if some ranks can take ``total`` samples, with ``least`` or more each."""
+    able = [n for n in limits if n >= least]
+    return any(
+        least * num <= total <= sum(some)
+        for num in range(1, len(able) + 1)
+        for some in combinations(able, num)
+    )
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(a_cost, st.integers(1, 30) | st.none()), min_size=1, max_size=5),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_batch_statistics_need_two_samples_on_a_rank_or_none(drawn, total, data):
+    costs, most = [cost for cost, _ in drawn], [limit for _, limit in drawn]
+    ranks = tuple(range(len(costs)))
+    shares = Shares(len(costs), min_piece=2)
+
+    def check(total, sizes):
+        limits = [total if limit is None else limit for limit in most]
+        assert sum(sizes) == total
+        if allows(total, limits, 2):
+            assert 1 not in sizes
+        if allows(total, limits, 1):
+            assert all(n <= limit for n, limit in zip(sizes, limits, strict=True))
+
+    at = data.draw(st.integers(0, 6))
+    for plan in range(60):
+        if plan == at:  # from here on there are limits
+            for rank, limit in enumerate(most):
+                shares.set_memory_limit(rank, limit)
+        sizes = shares.sizes(total, ranks)
+        if plan >= at:
+            check(total, sizes)
+            short = data.draw(st.integers(1, total)) if plan in (at, 59) else total
+            check(short, shares.short_sizes(short, dict(enumerate(sizes))))
+        elif total > 1:
+            assert 1 not in sizes
+        for rank, n in enumerate(sizes):
+            shares.observe(rank, n, seconds(costs[rank], n))
+
+
+@given(st.lists(a_cost, min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 60))
+def test_a_split_by_cost_or_sizes_has_parts_of_at_least_the_minimum(costs, least, extra):
+    total = least * len(costs) + extra
+    by_cost = split_by_cost(total, costs, least)
+    for parts in (by_cost, split_like(total, [1 + i for i in range(len(costs))], least)):
+        assert sum(parts) == total
+        assert min(parts) >= least
+
+
+def test_a_slow_rank_has_two_samples_idles_and_is_probed_where_statistics_need_them():
+    ranks = Ranks([(0, 1e-3), (0.01, 6e-3)], 16)
+    ranks.shares.min_piece = 2
+    sizes = []
+    for _ in range(60):
+        ranks.train()
+        sizes.append(ranks.sizes)
+    assert sizes[-1] == (16, 0)
+    assert {n for _, n in sizes[4:]} == {0, 2}
+    ranks.shares.record_out_of_memory(1, 2)  # one sample fits, which is none
+    for _ in range(400):
+        ranks.train()
+        assert ranks.sizes == (16, 0)
+
+
+def test_a_rank_with_memory_for_one_sample_idles_where_statistics_need_two():
+    shares = Shares(3, min_piece=2)
+    shares.record_out_of_memory(1, 2)
+    assert shares.sizes(9, (0, 1, 2)) == (5, 0, 4)
+    assert shares.short_sizes(5, {0: 5, 1: 0, 2: 4}) == (5, 0, 0)
+    shares.record_out_of_memory(0, 3)
+    shares.record_out_of_memory(2, 6)
+    assert shares.sizes(7, (0, 1, 2)) == (2, 1, 4)  # no other sizes fit
+
+
 def test_equally_slow_ranks_idle_together():
     """Leaving out one of them would not shorten the step."""
     slow, fast = (1.0, 1e-3), (0.0, 1e-2)
@@ -240,6 +320,18 @@ def test_a_short_global_batch_is_split_in_proportion_within_limits(total, sizes,
     shares = Shares(4)
     assert shares.record_out_of_memory(1, 8)
     assert list(shares.short_sizes(total, sizes)) == parts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "last"),
+    [({0: 0, 1: 16}, [(16, 16), (16, 20)]), ({0: 2, 1: 14}, [(16, 17), (17, 20)])],
+)
+def test_the_first_rank_has_a_short_global_batch_only_if_it_is_busy_and_has_memory(sizes, last):
+    shares = Shares(2)
+    shares.record_out_of_memory(0, 3)
+    ledger = BatchLedger(num_samples=20, batch_size=8, num_epochs=1, world_size=2)
+    pieces, _ = ledger.split_pieces(range(3), 2, 1, sizes, shares.short_sizes)
+    assert [own[-1] for own in pieces.values()] == last
 
 
 def test_an_out_of_memory_piece_above_the_limit_is_not_new():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from runtime import AverageBackend, BatchResult
+from runtime import AverageBackend, BatchResult, DataParallelCoordinator
 from tests.support.parallel import (
     adam,
     equal,
@@ -223,4 +223,28 @@ def test_sync_params_gives_every_replica_the_primarys_weights():
         assert identical(coordinator)
         assert equal(state(coordinator.models[2]), state(other))
         coordinator.train_batch(samples_of(6))
+        assert identical(coordinator)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5, 9])
+def test_no_replica_gets_a_single_sample_where_batch_statistics_are_used(batch):
+    sizes, lock = [], threading.Lock()
+
+    def mean_loss(model, x):
+        with lock:
+            sizes.append(len(x))
+        return model(x).square().mean()
+
+    def net(device):
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    with DataParallelCoordinator(net, sgd, mean_loss, ["cpu"] * 4) as coordinator:
+        assert coordinator.train_batch(torch.randn(batch, 6)).total == batch
+        assert sum(sizes) == batch
+        assert min(sizes) >= 2
+        assert len(sizes) == min(4, batch // 2)
+        sizes.clear()
+        coordinator.primary.eval()
+        coordinator.train_batch(torch.randn(batch, 6))
+        assert len(sizes) == min(4, batch)
         assert identical(coordinator)
