@@ -113,7 +113,7 @@ class CudaApi:
 
     def on_device(self, device: torch.device) -> AbstractContextManager[object]:
         """Makes a device current in this thread."""
-        return torch.cuda.device(device)
+        return torch.cuda.device(device if device.index is None else device.index)
 
     def make_context_current(self, device: torch.device) -> None:
         """Make the context of a device current in this thread, as calls of the driver require.
@@ -127,7 +127,7 @@ class CudaApi:
 
     def current_stream(self, device: torch.device) -> Stream:
         """The current stream of a device in this thread."""
-        return torch.cuda.current_stream(device)
+        return torch.cuda.current_stream(device if device.index is None else device.index)
 
     def new_stream(self, device: torch.device) -> Stream:
         """A stream that is not ordered with the default stream, nor with another one from here.

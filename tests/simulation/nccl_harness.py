@@ -330,6 +330,7 @@ def simulated():
         with ExitStack() as stack:
             stack.enter_context(stepped(*MODULES))
             # So that a wait of half a second is some steps, not thousands.
+            stack.enter_context(_replaced(nccl, "_SPIN_S", 0.0))
             stack.enter_context(_replaced(nccl, "_FIRST_NAP_S", 0.002))
             stack.enter_context(_replaced(nccl, "_LONGEST_NAP_S", 0.02))
             stack.enter_context(_replaced(nccl, "ABORT_GRACE_S", 1.0))

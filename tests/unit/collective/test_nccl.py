@@ -741,8 +741,9 @@ def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypa
             outcome.wait()
 
 
-def test_a_late_result_is_probed_while_another_rank_waits_on_the_host():
+def test_a_late_result_is_probed_while_another_rank_waits_on_the_host(monkeypatch):
     """Both threads of the group have been idle before."""
+    monkeypatch.setattr(nccl_module, "_IDLE_LOOKS", 2)
     probed = threading.Event()
 
     class Late:
@@ -756,15 +757,27 @@ def test_a_late_result_is_probed_while_another_rank_waits_on_the_host():
     communicators.watch(Late())
     assert probed.wait(TIMEOUT_S)
     communicators._late_results.clear()
-    until(lambda: len(communicators._changed._waiters) == 2)
+    until(lambda: communicators._sleeps and communicators._prober_sleeps)
     wait = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
     communicators.expect(wait)
-    until(lambda: len(communicators._changed._waiters) == 2)  # both threads are idle again
+    until(lambda: not communicators._sleeps and len(communicators._changed._waiters) == 2)
     probed.clear()
     communicators.watch(Late())
     assert probed.wait(TIMEOUT_S / 2)
     communicators.abort()
     assert communicators.settle(TIMEOUT_S) == []
+
+
+def test_the_time_limit_holds_for_the_first_exchange_after_an_idle_time(monkeypatch):
+    monkeypatch.setattr(nccl_module, "_IDLE_LOOKS", 2)
+    communicators = nccl_module.Communicators(Group(1, 0.1))
+    soon = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
+    communicators.expect(soon)
+    communicators.forget(soon)
+    until(lambda: communicators._sleeps)
+    communicators.expect(nccl_module.HostWait("a reduction", time.monotonic() - TIMEOUT_S))
+    assert communicators.settle(TIMEOUT_S) == []
+    assert communicators._aborted
 
 
 def test_the_time_limit_holds_for_a_rank_whose_own_query_blocks(stuck, monkeypatch):
