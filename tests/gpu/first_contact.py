@@ -98,12 +98,15 @@ class Run:
         process = processes.start(command, self._log, {"NCCL_DEBUG": "WARN", **environment})
         begun = len(self._record.begun(part))
         try:
-            status, hung = self._watch(process, part, end)
+            status, hung, is_late = self._watch(process, part, end)
         finally:
             processes.kill(process)
         case = self._record.open_case(part)
         if status is None:
-            self._record.end(part, hung or "*", "hung", note="its stacks are in the log")
+            result, note = ("not run", "the time of its part was over")
+            if is_late:
+                result, note = ("hung", "its stacks are in the log")
+            self._record.end(part, hung or "*", result, note=note)
             if case not in (None, hung):  # it began while the stacks were read
                 self._record.end(part, case, "not run", note="its process was ended")
         elif status not in (0, AGAIN):
@@ -115,23 +118,26 @@ class Run:
 
     def _watch(
         self, process: subprocess.Popen[bytes], part: str, end: float
-    ) -> tuple[int | None, str | None]:
-        """The exit status; or ``None`` and the case in which the process was ended."""
+    ) -> tuple[int | None, str | None, bool]:
+        """The exit status; or ``None``, the case in which the process was ended, and whether the
+        case took longer than one may, rather than that the time of the part was over.
+        """
         case, since = None, time.monotonic()
         case_s = max(self._options.case, LONG_CASES_S.get(part, 0.0))
         while True:
             try:
-                return process.wait(LOOK_S), None
+                return process.wait(LOOK_S), None, False
             except subprocess.TimeoutExpired:
                 pass
             now, current = time.monotonic(), self._record.open_case(part)
             if current != case:
                 case, since = current, now
                 self._show()
-            if now >= end or now - since >= (case_s if case else START_S):
+            is_late = now - since >= (case_s if case else START_S)
+            if now >= end or is_late:
                 self.write_line(f"   {case or 'the start'} is ended after {now - since:.0f} s")
                 processes.end(process, self._log)
-                return None, case
+                return None, case, is_late
 
     def _show(self) -> None:
         """Print new results."""

@@ -68,6 +68,15 @@ def test_cases_without_time_are_named_and_do_not_fail_the_run(tmp_path):
     assert "no time was left" in done.stdout
 
 
+@pytest.mark.timeout(120)
+def test_a_case_cut_off_by_the_end_of_its_part_does_not_count_as_a_hang(tmp_path):
+    options = ["--parts", "hangs", "--cases", "waits", "--limit", "hangs=4", "--case", "90"]
+    done = run(tmp_path, *PLANTED, *options)
+    assert done.returncode == 0
+    assert results_of(tmp_path) == {"hangs/waits": "not run"}
+    assert "the time of its part was over" in done.stdout
+
+
 def test_an_earlier_record_is_kept_beside_the_new_one(tmp_path):
     record = Record(tmp_path)
     record.begin("facts", "software")
