@@ -11,7 +11,7 @@ from tests.simulation.harness import SimulationFailed, simulate
 from tests.simulation.schedule import Schedule, draw_schedule
 from tests.support.pairs import SCALE
 
-NUM_SCHEDULES = 1000 * SCALE
+NUM_SCHEDULES = 400 if SCALE == 1 else 1000 * SCALE
 """Number of schedules, more than any planted fault needs."""
 MAX_SCHEDULES = 5000
 """Time limit for finding a planted fault."""

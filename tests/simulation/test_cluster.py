@@ -13,7 +13,7 @@ from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.cluster_schedule import COMMANDS, ClusterSchedule, Fault, Host
 from tests.support.pairs import SCALE
 
-NUM_CLUSTERS = 150 * SCALE
+NUM_CLUSTERS = 75 if SCALE == 1 else 150 * SCALE
 
 
 def test_every_cluster_ends_with_every_batch_counted_once():
@@ -22,7 +22,7 @@ def test_every_cluster_ends_with_every_batch_counted_once():
         seen += simulate_cluster(seed).seen
     faults = [f"faults at {command}" for command in COMMANDS]
     for name in ("restarts", "left", "retrained", "two ends", "starved", "refused", *faults):
-        assert seen[name] >= 3, (name, seen)
+        assert seen[name] >= NUM_CLUSTERS // 50, (name, seen)
     assert seen["finished"] > NUM_CLUSTERS
 
 

@@ -9,8 +9,9 @@ import pytest
 from runtime.collective import nccl
 from runtime.device import capture_gate
 from tests.simulation.nccl_harness import ScheduleFailed, simulate_nccl
+from tests.support.pairs import SCALE
 
-NUM_SCHEDULES = 300
+NUM_SCHEDULES = 100 if SCALE == 1 else 300 * SCALE
 FOUND_WITHIN = 2000
 
 
@@ -26,9 +27,13 @@ def test_a_schedule_is_repeated_by_its_seed():
     assert one.scheduler.now == other.scheduler.now
 
 
-def found(pattern, change=None):
-    """The first seed whose schedule fails in this way."""
-    for seed in range(FOUND_WITHIN):
+def found(pattern, change=None, *, first=0):
+    """A seed whose schedule fails in this way.
+
+    The search begins at seed ``first``, or at 0 for ``TEST_SCALE`` above 1.
+    """
+    first = first if SCALE == 1 else 0
+    for seed in (*range(first, FOUND_WITHIN), *range(first)):
         try:
             simulate_nccl(seed, change)
         except ScheduleFailed as error:
@@ -50,7 +55,7 @@ def test_a_launch_before_the_meeting_is_found(monkeypatch):
         return part
 
     monkeypatch.setattr(nccl.NcclCollective, "_staged", launched_early)
-    assert found("hang") is not None
+    assert found("hang", first=256) is not None
 
 
 def test_pinned_memory_without_the_gate_is_found(monkeypatch):
@@ -73,7 +78,7 @@ def test_an_abort_between_two_launches_is_found(monkeypatch):
     monkeypatch.setattr(nccl, "_LAUNCH_GRACE_S", 0.0)
     # The wait for the device covers most of these launches.
     monkeypatch.setattr(nccl.Communicators, "_await_begun", lambda self, rank: None)
-    assert found("on a communicator that is being aborted") is not None
+    assert found("on a communicator that is being aborted", first=135) is not None
 
 
 def test_an_abort_in_front_of_a_queued_kernel_is_found(monkeypatch):
@@ -85,7 +90,7 @@ def test_an_abort_in_front_of_a_queued_kernel_is_found(monkeypatch):
     for seed in range(20):
         simulate_nccl(seed, change)
     monkeypatch.setattr(nccl.Communicators, "_await_begun", lambda self, rank: None)
-    assert found("is freed before it begins", change) is not None
+    assert found("is freed before it begins", change, first=37) is not None
 
 
 def test_ranks_that_disagree_on_late_results_are_found(monkeypatch):

@@ -21,6 +21,7 @@ from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn, simulate_all_quietly
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.schedule import stopped_late
+from tests.support.pairs import SCALE
 
 
 def test_a_dropped_resume_is_found(monkeypatch):
@@ -46,7 +47,7 @@ def test_a_parked_rank_not_woken_by_a_round_is_found(monkeypatch):
             self._update_state()
 
     monkeypatch.setattr(WorkerProtocol, "_new_round", asleep)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=40)
 
 
 def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
@@ -57,7 +58,7 @@ def test_a_parked_rank_counted_as_busy_is_found(monkeypatch):
         return not any(r.parked for r in live) and due(self, live)
 
     monkeypatch.setattr(RoundSchedule, "is_round_due", blind)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=63)
 
 
 def test_a_coordinator_that_accepts_an_old_round_is_found(monkeypatch):
@@ -66,7 +67,7 @@ def test_a_coordinator_that_accepts_an_old_round_is_found(monkeypatch):
         return self.state is state and message.rank in self.ranks and message.rank not in seen
 
     monkeypatch.setattr(Round, "accepts", forgetful)
-    assert_is_found("Violation")
+    assert_is_found("Violation", first=61)
 
 
 def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
@@ -86,7 +87,7 @@ def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
     monkeypatch.setattr(Simulation, "_send_to_worker", drop_and_repeat)
     simulate_all_quietly()
     monkeypatch.setattr(WorkerProtocol, "on_updated", forgetful)
-    assert_is_found("Violation")
+    assert_is_found("Violation", first=6)
 
 
 def test_one_batch_that_is_never_settled_is_found(monkeypatch):
@@ -141,7 +142,7 @@ def test_halts_counted_over_a_step_are_found(monkeypatch):
         return lockstep and schedule.collective_timeout_s and not schedule.deaths
 
     monkeypatch.setattr(FailureRecovery, "on_halted", grudging)
-    assert_is_found("failures in a row end the run", drawn(halts_often))
+    assert_is_found("failures in a row end the run", drawn(halts_often), first=22)
 
 
 def test_a_batch_assigned_twice_is_found(monkeypatch):
@@ -220,7 +221,7 @@ def test_a_worker_that_joins_a_round_while_it_leaves_is_found(monkeypatch):
     monkeypatch.setattr(Simulation, "_send_to_worker", resend)
     simulate_all_quietly()
     monkeypatch.setattr(WorkerProtocol, "receive", eager)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=10)
 
 
 def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
@@ -231,7 +232,7 @@ def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
         return begin_plan(self)
 
     monkeypatch.setattr(WorkerProtocol, "begin_plan", alone)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=29)
 
 
 def shares(schedule):
@@ -394,7 +395,7 @@ def late_stops(monkeypatch):
 
 def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
     draw = late_stops(monkeypatch)
-    for seed in range(150):
+    for seed in range(60 if SCALE == 1 else 150):
         simulate(seed, draw=draw)
 
 

@@ -22,6 +22,7 @@ from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule
 from tests.simulation.sim_worker import SimWorker
+from tests.support.pairs import SCALE
 
 
 def without(monkeypatch, owner, name, dropped):
@@ -47,7 +48,7 @@ def test_unsettled_batches_not_reopened_after_a_death_are_found(monkeypatch):
         assert lost is not None
 
     monkeypatch.setattr(BatchLedger, "reopen_rank", forgetful)
-    assert_is_found("Violation")
+    assert_is_found("Violation", first=66)
 
 
 def test_assigned_batches_not_reopened_after_a_death_are_found(monkeypatch):
@@ -68,7 +69,7 @@ def test_a_share_kept_for_a_dead_rank_is_found(monkeypatch):
 
 def test_a_round_that_waits_for_a_dead_rank_is_found(monkeypatch):
     monkeypatch.setattr(RoundRunner, "on_death", lambda self, rank: True)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=66)
 
 
 def test_a_round_with_unreported_training_of_a_dead_rank_is_found(monkeypatch):
@@ -124,7 +125,7 @@ def test_a_limit_on_the_last_rank_is_found(monkeypatch):
         del self._run.commands[sent:]
 
     monkeypatch.setattr(FailureRecovery, "continue_alone", quietly)
-    assert_is_found(STUCK)
+    assert_is_found(STUCK, first=39)
 
 
 def test_an_evaluation_that_dies_with_the_lead_is_found(monkeypatch):
@@ -234,7 +235,7 @@ def _run_all(count):
 
 def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
     """A rank leaves the connection of a group late, after the group broke."""
-    _run_all(200)
+    _run_all(60 if SCALE == 1 else 200)
     begin_plan = WorkerProtocol.begin_plan
 
     def even_halted(self, *, leaving_too=False):
@@ -267,7 +268,7 @@ def test_samples_released_after_training_are_found(monkeypatch):
         return found
 
     monkeypatch.setattr(BatchLedger, "first_unsettled", forgetful)
-    assert_is_found("was released")
+    assert_is_found("was released", first=66)
 
 
 def lockstep(schedule):

@@ -16,8 +16,9 @@ from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import assert_is_found
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_schedule
+from tests.support.pairs import SCALE
 
-NUM_SCHEDULES = 150
+NUM_SCHEDULES = 110 if SCALE == 1 else 150 * SCALE
 """Number of schedules; each takes four times as long as one without tensors."""
 
 
@@ -68,7 +69,7 @@ def test_parameters_not_undone_are_found(monkeypatch):
         undo(self)
 
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: effects in parameters", draw_rounds, tensors=True)
+    assert_is_found("undone: effects in parameters", draw_rounds, tensors=True, first=66)
 
 
 def test_buffers_not_undone_are_found(monkeypatch):
@@ -79,7 +80,7 @@ def test_buffers_not_undone_are_found(monkeypatch):
         undo(self)
 
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: effects in buffers", draw_rounds, tensors=True)
+    assert_is_found("undone: effects in buffers", draw_rounds, tensors=True, first=66)
 
 
 def test_flags_not_undone_are_found(monkeypatch):
@@ -92,7 +93,7 @@ def test_flags_not_undone_are_found(monkeypatch):
         undo(self)
 
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: flags", draw_rounds, tensors=True)
+    assert_is_found("undone: flags", draw_rounds, tensors=True, first=106)
 
 
 def test_integers_of_the_first_rank_are_found(monkeypatch):
@@ -111,7 +112,7 @@ def test_an_average_that_loses_training_since_the_snapshot_is_found(monkeypatch)
             meanwhile()
 
     monkeypatch.setattr(ReplicaAverager, "apply", replacing)
-    assert_is_found("updated: effects in parameters", draw_rounds, tensors=True)
+    assert_is_found("updated: effects in parameters", draw_rounds, tensors=True, first=19)
 
 
 def test_an_average_without_weights_is_found(monkeypatch):

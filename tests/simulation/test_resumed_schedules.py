@@ -14,8 +14,9 @@ from tests.simulation.finding import NUM_SCHEDULES
 from tests.simulation.harness import Simulation, simulate
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import Schedule, draw_schedule
+from tests.support.pairs import SCALE
 
-SLICES = 2
+SLICES = 1 if SCALE == 1 else 2
 
 
 def at_world_size(schedule: Schedule, world: int) -> Schedule:

@@ -182,7 +182,7 @@ def test_one_rank_on_the_old_transport_is_found(monkeypatch):
         self._run.send(left, m.SyncNow(round=self._round.id))
 
     monkeypatch.setattr(SnapshotTransport, "request", lopsided)
-    assert_is_found(STUCK, choosing(draw_schedule))
+    assert_is_found(STUCK, choosing(draw_schedule), first=81)
 
 
 def test_a_fallback_that_counts_samples_twice_is_found(monkeypatch):
@@ -212,7 +212,7 @@ def test_a_fallback_that_does_not_undo_its_last_round_is_found(monkeypatch):
         return left
 
     monkeypatch.setattr(RunState, "exclude_backend", keeping)
-    assert_is_found("", choosing(draw_schedule))
+    assert_is_found("", choosing(draw_schedule), first=34)
 
 
 def test_faults_of_an_excluded_backend_are_not_counted_for_the_next():

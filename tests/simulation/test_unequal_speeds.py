@@ -13,6 +13,7 @@ from runtime.settings import DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR
 from tests.simulation.checks import Checks
 from tests.simulation.harness import Hooks, Simulation, simulate
 from tests.simulation.schedule import Pace, Schedule, draw_schedule
+from tests.support.pairs import SCALE
 
 FAST_S = 0.004
 """Seconds of a batch on the fast rank."""
@@ -401,6 +402,6 @@ def test_every_sample_counts_once_in_random_schedules_with_slow_data():
         data_s = tuple(step_s * rng.choice((0.0, 0.5, 4.0)) for _ in schedule.paces)
         return replace(schedule, data_s=data_s, reads_ahead=rng.random() < 0.5)
 
-    runs = [simulate(seed, draw=draw) for seed in range(150)]
+    runs = [simulate(seed, draw=draw) for seed in range(50 if SCALE == 1 else 150)]
     waits = [sum(rank.data_wait_s for rank in run.machine.run_state.ranks) for run in runs]
-    assert sum(wait_s > 0 for wait_s in waits) > 10
+    assert sum(wait_s > 0 for wait_s in waits) > len(waits) // 15
