@@ -304,7 +304,7 @@ class DataParallelCoordinator(Closeable):
             try:
                 loss, result = read_result(self._loss_fn(model, samples), model.parameters())
                 loss.backward()  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 explain_error(error, "loss_fn", model, samples, owns_backward=True, place="samples")
                 raise
         leaves = self._replicas[rank].leaves

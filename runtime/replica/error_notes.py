@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runtime.device.memory import is_out_of_memory
 
 _BACKWARD_TWICE = "backward through the graph a second time"
+_ONE_SAMPLE = "Expected more than 1 value per channel"
 _DTYPE = re.compile(
     r"same dtype|scalar type|Input type .* should be the same|dtype|not implemented for '"
 )
@@ -43,9 +44,16 @@ def explain_error(
         owns_backward: True if the caller, not the user, runs the backward pass.
         place: Name of the batch in ``function``.
     """
+    text = str(error)
+    if isinstance(error, ValueError) and _ONE_SAMPLE in text:
+        add_note_once(
+            error,
+            "batch normalisation computes statistics of each batch, and this one has a single "
+            "sample, as the last batch of an epoch may: use drop_last(True), or a batch size that "
+            "leaves another remainder",
+        )
     if not isinstance(error, RuntimeError):
         return
-    text = str(error)
     if owns_backward and _BACKWARD_TWICE in text:
         add_note_once(
             error,

@@ -420,7 +420,7 @@ class AccumulationWindow:
         """
         try:
             return self._add(train_fn, batch, num_samples)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             model = self._stepper._model
             explain_error(error, "train_fn", model, batch, owns_backward=True)
             raise

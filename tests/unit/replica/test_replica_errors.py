@@ -38,6 +38,14 @@ def test_a_batch_of_another_dtype_than_the_model_is_named():
     assert notes_of(ValueError(*DTYPES.args), model, torch.ones(1, 2).double()) == []
 
 
+def test_a_batch_that_is_too_small_for_batch_norm_is_explained():
+    model = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        model(torch.ones(1, 2))
+    (note,) = notes_of(caught.value, model, torch.ones(1, 2))
+    assert "drop_last(True)" in note
+
+
 def test_a_note_is_added_once():
     error = ValueError("planted")
     add_note_once(error, "note")
