@@ -1,8 +1,8 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
-# make test   run the tests
-# make test-long  many more schedules: SEED=0 COUNT=200000 CLUSTERS=10000 says which, SCALE=5 how
-#             many in the tests; LAUNCHES=20000 of NCCL on modelled GPUs; and FAULTS=100 of machines
-#             in real processes
+# make test   run the tests, with a part of the cases of large grids
+# make test-long  every case of the tests, and many more schedules: SEED=0 COUNT=200000
+#             CLUSTERS=10000 says which, SCALE=5 how many in the tests; LAUNCHES=20000 of NCCL on
+#             modelled GPUs; and FAULTS=100 of machines in real processes
 # make test-gpu   run those that need a GPU, within 9 minutes; all output goes to test-gpu.log
 # make first-contact  for a machine with GPUs that is new: what works on it, within 8 minutes, as a
 #             record in first-contact/; CONTACT="--parts facts plain" chooses parts and limits
@@ -42,6 +42,8 @@ CLUSTERS ?= 10000
 LAUNCHES ?= 20000
 FAULTS ?= 100
 SCALE ?= 5
+# What grows with SCALE; of the other tests every case runs once.
+SCALED := tests/simulation tests/unit/cluster/test_cluster_processes.py tests/typing
 
 test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(COUNT) --jobs $(JOBS)
@@ -49,8 +51,8 @@ test-long: $(VENV)/.stamp-test
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(CLUSTERS) --jobs $(JOBS) --cluster
 	$(PY) -m tests.simulation.replay --seed $(SEED) --count $(LAUNCHES) --jobs $(JOBS) --nccl
 	$(PY) -m tests.storm --seed $(SEED) --count $(FAULTS)
-	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/simulation \
-		tests/unit/cluster/test_cluster_processes.py tests/typing
+	TEST_SCALE=$(SCALE) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(SCALED)
+	TEST_SCALE=2 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(SCALED:%=--ignore=%)
 
 test-gpu: $(VENV)/.stamp-test
 	$(PY) -m tests.gpu.run

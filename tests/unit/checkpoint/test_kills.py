@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.support import programs
+from tests.support.pairs import SCALE
 
 ROOT = Path(__file__).parents[3]
 BOUND_S = 110
 
 
-@pytest.mark.parametrize(("policy", "count"), [("sync", 5), ("cadence", 3)])
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [("sync", 5), ("cadence", 3)] if SCALE > 1 else [("sync", 3), ("cadence", 2)],
+)
 def test_every_restart_after_a_kill_resumes_from_a_complete_checkpoint(tmp_path, policy, count):
     result = tmp_path / "result.json"
     done = programs.run(

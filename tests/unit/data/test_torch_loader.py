@@ -244,8 +244,8 @@ class Hangs(Numbers):
 
 
 def test_a_process_that_hangs_ends_the_run_at_the_loaders_timeout():
-    with pytest.raises(WorkerFailed, match=r"sent no batch within the timeout=4 of the DataLoader"):
-        trained(DataLoader(Hangs(), batch_size=4, num_workers=1, timeout=4))
+    with pytest.raises(WorkerFailed, match=r"sent no batch within the timeout=1 of the DataLoader"):
+        trained(DataLoader(Hangs(), batch_size=4, num_workers=1, timeout=1))
 
 
 def as_lambdas(samples):

@@ -21,6 +21,7 @@ from runtime.loop import (
     shard_samples,
 )
 from tests.support.own_loop import exchanging_gradients
+from tests.support.pairs import SCALE
 from tests.support.parallel import identical, loss_fn, mlp, replicas, samples_of
 
 # Python code of the standard library can be interrupted at any line too.
@@ -28,6 +29,8 @@ MODULES = (
     *(data_parallel, mirror, rank_threads, rank_replica, runner, shard_loss, shard_samples),
     threading,
 )
+EVERY = 1 if SCALE > 1 else 3
+"""Lines from one interruption to the next."""
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -85,8 +88,8 @@ def make(loss):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "in a batch that fails"])
-@pytest.mark.parametrize("how", ["directly", "copies"])
-def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(how, fails):
+@pytest.mark.parametrize(("how", "first"), [("directly", 0), ("copies", 1)])
+def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(how, first, fails):
     broken = threading.Event()
 
     def loss(model, samples):
@@ -94,7 +97,7 @@ def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(ho
             raise LookupError("planted")
         return loss_fn(model, samples)
 
-    num_lines, fired = 0, True
+    num_lines, fired = first % EVERY, True
     with exchanging_gradients(how), make(loss) as coordinator:
         while fired:
             if fails:
@@ -108,5 +111,5 @@ def test_after_ctrl_c_at_any_line_the_replicas_are_identical_at_the_next_call(ho
             steps = {optimizer.state[p]["step"] for p in coordinator.primary.parameters()}
             # Batches without a step have not changed the buffers.
             assert {coordinator.primary[1].num_batches_tracked.item()} == steps, num_lines
-            num_lines, fired = num_lines + 1, interrupt.fired
+            num_lines, fired = num_lines + EVERY, interrupt.fired
     assert num_lines > 60
