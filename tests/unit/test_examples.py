@@ -187,7 +187,7 @@ def test_char_gpt_resumes_and_is_as_good_as_on_one_device(output_of, tmp_path):
 
 
 def test_actor_critic_learns_to_balance(output_of):
-    output = output_of("actor_critic.py", "--epochs", 4)
+    output = output_of("actor_critic.py", "--epochs", 3)
     first, *_, last = (int(n) for n in re.findall(r"^epoch \d  (\d+) steps an", output, re.M))
     assert last > 2 * first
     balanced = re.search(r"^balanced for (\d+) of 500 steps$", output.splitlines()[-1])[1]
@@ -195,7 +195,7 @@ def test_actor_critic_learns_to_balance(output_of):
 
 
 def test_gan_draws_points_near_the_modes(output_of):
-    output = output_of("gan.py", "--workers", 3, "--steps", 500)
+    output = output_of("gan.py", "--workers", 3, "--steps", 300)
     assert len(re.findall(r"^epoch \d  judge [\d.]+  maker [\d.]+$", output, re.MULTILINE)) == 5
     share, modes = re.search(r"(\d+)% of the points lie near one of (\d) of 8", output).groups()
     # Points of an untrained generator are near no mode.
