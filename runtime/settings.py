@@ -287,7 +287,7 @@ class RunSettings:
             advise_balance=self.requested_balance is None
             and c.partition_ratios is None
             and sizes is None
-            and not (balance or self.is_sharded),
+            and not (balance or self.is_sharded or _share_a_gpu(devices)),
             batch_sizes=sizes,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
@@ -820,6 +820,12 @@ class RunSettings:
 
 _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 """Settings under which gradients cannot be exchanged within the backward pass."""
+
+
+def _share_a_gpu(devices: Sequence[torch.device]) -> bool:
+    """True if ranks share a GPU, where the steps of one take longer beside those of another."""
+    gpus = [device for device in devices if device.type != "cpu"]
+    return len(set(gpus)) < len(gpus)
 
 
 def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) -> str:

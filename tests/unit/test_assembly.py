@@ -137,3 +137,12 @@ def test_shares_are_measured_by_default_where_devices_are_of_different_kinds(
     assert not ratios.balance
     assert not ratios.advise_balance
     assert not balance(policy=ApplyPolicy.CADENCE).balance
+
+
+def test_ranks_that_share_a_gpu_are_not_advised_to_balance(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: gpu())
+    for names, advised in ((["cuda:0"] * 2, False), (["cuda:0", "cuda:1"], True)):
+        devices = [torch.device(name) for name in names]
+        settings = config_of(policy=ApplyPolicy.SYNC)
+        config = settings.for_run(devices, 10, AverageBackend.THREAD, grace_s=1.0)
+        assert config.coordinator.advise_balance is advised
