@@ -13,7 +13,7 @@ from runtime.settings import DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR
 from tests.simulation.checks import Checks
 from tests.simulation.harness import Hooks, Simulation, simulate
 from tests.simulation.schedule import Pace, Schedule, draw_schedule
-from tests.support.pairs import SCALE
+from tests.support.pairs import SCALE, pairwise
 
 FAST_S = 0.004
 """Seconds of a batch on the fast rank."""
@@ -154,9 +154,12 @@ def test_lockstep_shares_follow_a_slower_rank_within_20_steps():
     assert set(after[20:]) == {5}
 
 
-@pytest.mark.parametrize("ratios", [(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)])
-@pytest.mark.parametrize("progressive", [True, False])
-@every_way
+@pairwise(
+    ratios=[(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)],
+    progressive=[True, False],
+    policy=[ApplyPolicy.CADENCE, ApplyPolicy.ASYNC],
+    backend=[AverageBackend.CPU, AverageBackend.THREAD],
+)
 def test_fixed_ratios_hold_at_any_speeds(policy, backend, progressive, ratios):
     run = Simulation(
         schedule_of(

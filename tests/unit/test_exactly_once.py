@@ -15,6 +15,7 @@ from torch import nn
 
 from coordinator.splitting import permutation
 from runtime import ApplyPolicy, current_worker
+from tests.support.pairs import SCALE
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -139,7 +140,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if SCALE > 1 else 20)
 @given(cases())
 @example(Case(103, 10, 4, SYNC, THREAD))
 @example(Case(103, 10, 3, CADENCE, OVER_CPU, slow_rank=1, slowdown=20))

@@ -12,6 +12,7 @@ from benchmarks import speed as report
 from benchmarks.harness import measure
 from benchmarks.harness.measure import Check
 from benchmarks.speed import cell, step_cell
+from tests.support.pairs import SCALE
 
 
 def rates_at(slowdown, **systems):
@@ -238,6 +239,7 @@ Trainer.builder = _slow(Trainer.builder)
 """
 
 
+@pytest.mark.skipif(SCALE == 1, reason="TEST_SCALE=2 or more: takes many seconds")
 @pytest.mark.timeout(300)
 def test_a_slower_checkout_fails_its_comparison_with_this_one(slow_checkout):
     root = Path(__file__).parents[3]
