@@ -15,6 +15,7 @@ from runtime import run as run_module
 from runtime.collective import AbortableBarrier, process_group
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
+from tests.support.pairs import diagonal, pairwise
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -45,31 +46,27 @@ def run_with(planted, way):
 # -- a worker dies --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-@every_way
-def test_join_raises_an_exception_of_any_step(way, rank, faults):
+@pairwise(way=WAYS, rank=range(RANKS), step=range(STEPS))
+def test_join_raises_an_exception_of_any_step(way, rank, step, faults):
     """S2, D1, D23: in any wait of the others."""
-    for step in range(STEPS):
-        error = Planted(f"rank {rank}, step {step}")
-        handle = run_with(faults().fail_at(rank=rank, step=step, error=error), way)
-        with within(FAST_S), pytest.raises(WorkerFailed) as failed:
-            handle.join(BOUND_S)
-        assert (failed.value.rank, failed.value.step, failed.value.epoch) == (rank, step, 0)
-        assert failed.value.__cause__ is error
-        assert handle.state is None or handle.state.reason == "failed"
-        with pytest.raises(WorkerFailed):
-            handle.next_metrics(BOUND_S)
+    error = Planted(f"rank {rank}, step {step}")
+    handle = run_with(faults().fail_at(rank=rank, step=step, error=error), way)
+    with within(FAST_S), pytest.raises(WorkerFailed) as failed:
+        handle.join(BOUND_S)
+    assert (failed.value.rank, failed.value.step, failed.value.epoch) == (rank, step, 0)
+    assert failed.value.__cause__ is error
+    assert handle.state is None or handle.state.reason == "failed"
+    with pytest.raises(WorkerFailed):
+        handle.next_metrics(BOUND_S)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-@every_way
-def test_a_vanished_worker_is_detected_at_any_step(way, rank, faults):
+@pairwise(way=WAYS, rank=range(RANKS), step=range(STEPS))
+def test_a_vanished_worker_is_detected_at_any_step(way, rank, step, faults):
     """S2, D22: it sends no message, and the others may wait for it in a collective."""
-    for step in range(STEPS):
-        handle = run_with(faults().vanish_at(rank=rank, step=step), way)
-        with within(FAST_S), pytest.raises(WorkerFailed, match="without a message") as failed:
-            handle.join(BOUND_S)
-        assert failed.value.rank == rank
+    handle = run_with(faults().vanish_at(rank=rank, step=step), way)
+    with within(FAST_S), pytest.raises(WorkerFailed, match="without a message") as failed:
+        handle.join(BOUND_S)
+    assert failed.value.rank == rank
 
 
 @pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
@@ -131,9 +128,11 @@ def test_a_failure_after_the_last_step_fails_the_run(way, faults):
 # -- a worker is never built ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["fail_in_build", "fail_in_optimizer"])
-@pytest.mark.parametrize("rank", range(RANKS))
-@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, GLOO)])
+@pairwise(
+    way=[(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, GLOO)],
+    rank=range(RANKS),
+    what=["fail_in_build", "fail_in_optimizer"],
+)
 def test_a_failed_build_is_raised_and_ends_the_peers(way, rank, what, faults):
     """D32: those that are built wait for a plan, the others for their turn."""
     planted = getattr(faults(), what)(rank=rank)
@@ -227,8 +226,7 @@ class _Broken(Exception):
     """The coordinator's planted error."""
 
 
-@pytest.mark.parametrize("num_events", [0, 2, 6, 12])
-@every_way
+@diagonal(way=WAYS, num_events=[0, 2, 6, 12], times=3)
 def test_the_death_of_the_coordinator_wakes_every_worker_and_waiter(way, num_events, monkeypatch):
     """D35: Python's queues never disconnect, so every worker needs a message."""
     handle_event, left = Coordinator.handle, [num_events]

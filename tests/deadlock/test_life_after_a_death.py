@@ -15,6 +15,7 @@ from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage
 from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
+from tests.support.pairs import diagonal, pairwise
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -30,7 +31,8 @@ from tests.support.running import (
 )
 from tests.unit.test_survival import BATCH, NUM_SAMPLES, effects, train_samples
 
-both = pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
+DEATHS = ["fail_at", "vanish_at"]
+both = pytest.mark.parametrize("how", DEATHS)
 RANKS, STEPS = 3, 3
 FAST_S = 5.0
 
@@ -54,20 +56,17 @@ def check_books(state, dead, *, epochs=1):
     assert (state.params["w"] > 0).all()
 
 
-@both
-@pytest.mark.parametrize("rank", range(RANKS))
-@every_way
-def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, how, faults):
+@pairwise(way=WAYS, rank=range(RANKS), step=range(STEPS), how=DEATHS)
+def test_a_death_at_any_step_of_any_rank_is_survived(way, rank, step, how, faults):
     """S2: in any wait of the others, none hangs and no sample is lost."""
-    for step in range(STEPS):
-        planted = getattr(faults(train_samples, effects), how)(rank=rank, step=step)
-        handle = run_with(planted, way, epochs=2)
-        with within(FAST_S):
-            state = handle.join(BOUND_S)
-        check_books(state, [rank], epochs=2)
-        if how == "fail_at":
-            assert (state.failures[0].step, state.failures[0].epoch) == (step, 0)
-            assert isinstance(state.failures[0].error, Planted)
+    planted = getattr(faults(train_samples, effects), how)(rank=rank, step=step)
+    handle = run_with(planted, way, epochs=2)
+    with within(FAST_S):
+        state = handle.join(BOUND_S)
+    check_books(state, [rank], epochs=2)
+    if how == "fail_at":
+        assert (state.failures[0].step, state.failures[0].epoch) == (step, 0)
+        assert isinstance(state.failures[0].error, Planted)
 
 
 @pytest.mark.parametrize("backend", [THREAD, GLOO], ids=lambda b: b.name)
@@ -116,8 +115,7 @@ def test_a_round_with_a_dead_rank_excludes_its_training(backend, dying, monkeypa
     assert sorted(checked) == [rank for rank in range(RANKS) if rank != dying]
 
 
-@both
-@every_way
+@diagonal(way=WAYS, how=DEATHS)
 def test_ranks_die_down_to_one(way, how, faults):
     """S2: rank 0 first, then rank 2; the last trains what is left."""
     planted = faults(train_samples, effects)

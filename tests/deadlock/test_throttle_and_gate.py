@@ -14,9 +14,12 @@ from tests.deadlock.stage import running
 from tests.deadlock.tap import Sent, within
 from tests.simulation.harness import Hooks, Simulation
 from tests.simulation.test_unequal_speeds import schedule_of
+from tests.support.pairs import pairwise
 from tests.support.running import (
     ASYNC,
+    LOCAL_WAYS,
     OVER_CPU,
+    SYNC,
     THREAD,
     Trace,
     builder,
@@ -156,13 +159,14 @@ def test_an_idle_rank_does_not_throttle_the_others(way, tap):
     assert {msg.round for msg in tap.sent((m.RequestParams, m.SyncNow))} <= {1, 2}
 
 
-@pytest.mark.parametrize(("anchor", "max_batch_diff"), [(10, 2), (10, 0), (1, 0)])
-@pytest.mark.parametrize("ranks", [2, 3])
-@local_averaged_ways
-def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(
-    way, ranks, anchor, max_batch_diff, tap
-):
+@pairwise(
+    way=[way for way in LOCAL_WAYS if way[0] is not SYNC],
+    ranks=[2, 3],
+    limits=[(10, 2), (10, 0), (1, 0)],
+)
+def test_a_lead_below_the_anchor_and_a_lead_of_0_do_not_hang(way, ranks, limits, tap):
     """S1: on equal devices."""
+    anchor, max_batch_diff = limits
     b = builder(dataset=120, batch_size=2, epochs=2, ranks=ranks, way=way).anchor(anchor)
     with within(8):
         state = b.max_batch_diff(max_batch_diff).run().join(BOUND_S)

@@ -17,6 +17,7 @@ from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
 from runtime import WorkerFailed, create_collectives, current_worker
 from runtime.replica.global_batch_comm import GlobalBatchComm
+from tests.support.pairs import diagonal
 from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 43, 2, 4, 5
@@ -135,13 +136,14 @@ def assert_same(actual, expected):
     assert (expected["text.weight"] - START.state_dict()["text.weight"]).norm() > 0.05
 
 
-@pytest.mark.parametrize("train", [whole, own_rows, weighted])
-@pytest.mark.parametrize(
-    ("ranks", "accumulate", "backend"),
-    [(1, 1, THREAD), (2, 2, GLOO), (3, 1, THREAD), (4, 2, THREAD), (4, 1, GLOO)],
+@diagonal(
+    way=[(1, 1, THREAD), (2, 2, GLOO), (3, 1, THREAD), (4, 2, THREAD), (4, 1, GLOO)],
+    train=[whole, own_rows, weighted],
+    times=2,
 )
-def test_ranks_equal_one_device_on_the_global_batch(ranks, accumulate, backend, train):
+def test_ranks_equal_one_device_on_the_global_batch(way, train):
     """The last batch of an epoch is short, and with 4 ranks one of them has none of it."""
+    ranks, accumulate, backend = way
     found = run(train, ranks=ranks, accumulate=accumulate, way=(SYNC, backend)).join(WAIT_S)
     assert_same(found.state_dict(), one_device(train, ranks, accumulate))
 

@@ -9,6 +9,7 @@ from runtime import AverageBackend, DataParallelCoordinator
 from tests.parity import ddp_process
 from tests.parity.ddp_process import Case
 from tests.parity.test_sync_equals_ddp import assert_parity
+from tests.support.pairs import pairwise
 
 NUM_STEPS = 100
 BATCH_SIZES = (16, 7, 1, 2, 24)  # also fewer samples than replicas, and remainders
@@ -22,16 +23,13 @@ def cut(case: Case) -> list[torch.Tensor]:
 
 
 THREAD, GLOO = AverageBackend.THREAD, AverageBackend.GLOO
-ways = [
-    (world_size, name, dtype, THREAD)
-    for world_size in (2, 3)
-    for name in ("sgd", "adamw")
-    for dtype in ("float64", "float32")
-]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "optimizer", "dtype", "backend"), [*ways, (2, "adamw", "float64", GLOO)]
+@pairwise(
+    world_size=[2, 3],
+    optimizer=["sgd", "adamw"],
+    dtype=["float64", "float32"],
+    backend=[THREAD, GLOO],
 )
 def test_a_hundred_batches_equal_those_on_one_device(
     world_size: int, optimizer: str, dtype: str, backend: AverageBackend

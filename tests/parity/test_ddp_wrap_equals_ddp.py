@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -22,6 +21,7 @@ from tests.parity.test_sync_equals_ddp import (
     train_one_device,
 )
 from tests.support import programs
+from tests.support.pairs import diagonal
 from tests.support.rank_processes import RankProcesses
 
 PROCESS_S = 60.0
@@ -70,21 +70,14 @@ def train_wrapped(case: Case, steps: Steps, backend: AverageBackend) -> State:
     return state
 
 
-each_way = pytest.mark.parametrize(
-    ("backend", "dtype", "optimizer"),
-    [(THREAD, "float64", "sgd"), (THREAD, "float32", "adamw"), (GLOO, "float64", "adamw")],
-)
+WAYS = [(THREAD, "float64", "sgd"), (THREAD, "float32", "adamw"), (GLOO, "float64", "adamw")]
 
 
-@each_way
-@pytest.mark.parametrize("world_size", [2, 3])
+@diagonal(way=WAYS, world_size=[2, 3])
 def test_wrapped_replicas_equal_distributed_data_parallel(
-    ddp_processes: RankProcesses,
-    world_size: int,
-    optimizer: str,
-    dtype: str,
-    backend: AverageBackend,
+    ddp_processes: RankProcesses, world_size: int, way: tuple[AverageBackend, str, str]
 ) -> None:
+    backend, dtype, optimizer = way
     case = make_case(optimizer, dtype, 8 * world_size * NUM_STEPS)
     steps = deal(case, [8] * world_size)
     assert len(steps) == NUM_STEPS
@@ -92,11 +85,11 @@ def test_wrapped_replicas_equal_distributed_data_parallel(
     assert_parity(case, train_wrapped(case, steps, backend), expected)
 
 
-@each_way
-@pytest.mark.parametrize("sizes", [[5, 11], [1, 0, 7], [3, 6, 2, 5]], ids=str)
+@diagonal(way=WAYS, sizes=[[5, 11], [3, 6, 2, 5], [1, 0, 7]], times=2)
 def test_unequal_batches_equal_their_union_on_one_device(
-    sizes: list[int], optimizer: str, dtype: str, backend: AverageBackend
+    sizes: list[int], way: tuple[AverageBackend, str, str]
 ) -> None:
+    backend, dtype, optimizer = way
     case = make_case(optimizer, dtype, sum(sizes) * NUM_STEPS)
     steps = deal(case, sizes)
     assert len(steps) == NUM_STEPS

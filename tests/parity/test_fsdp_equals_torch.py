@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runtime import FSDP, Collective, ShardingStrategy, create_collectives
 from tests.parity import fsdp_process
 from tests.parity.fsdp_process import NUM_STEPS, Case, batch_of, make_model, mean_loss
+from tests.support.pairs import diagonal
 from tests.support.rank_processes import RankProcesses
 
 TRAIN_S = 40.0
@@ -97,14 +98,15 @@ def assert_trained(case: Case, state: State) -> None:
     assert sum((state[k] - v).norm().item() for k, v in initial.items()) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "kind"),
-    [(4, "float64", "gloo"), (2, "float64", "thread"), (4, "float32", "thread")],
+@diagonal(
+    strategy=[s.name for s in ShardingStrategy],
+    group=[(4, "float64", "gloo"), (2, "float64", "thread"), (4, "float32", "thread")],
+    times=2,
 )
-@pytest.mark.parametrize("strategy", [s.name for s in ShardingStrategy])
 def test_fsdp_equals_fully_shard(
-    fsdp_processes: RankProcesses, strategy: str, world_size: int, dtype: str, kind: str
+    fsdp_processes: RankProcesses, strategy: str, group: tuple[int, str, str]
 ) -> None:
+    world_size, dtype, kind = group
     case = Case(strategy=strategy, dtype=dtype, world_size=world_size)
     states = train_threads(case, kind)
     assert_trained(case, states[0])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from coordinator.splitting import permutation
 from runtime import Trainer, current_worker
-from tests.support.pairs import pairwise
+from tests.support.pairs import diagonal, pairwise
 from tests.support.running import ASYNC, CADENCE, SYNC, WAIT_S
 
 N, SIZE, EPOCHS = 53, 10, 3
@@ -112,8 +112,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", SETTINGS)
+@diagonal(name=list(SETTINGS), ranks=[2, 3, 1], times=2)
 def test_training_is_that_of_a_plain_loop(name, ranks):
     settings, of_plain = SETTINGS[name]
     b = builder(ranks)

@@ -201,16 +201,17 @@ class StopsAt(Trace):
         return super().__call__(model, batch)
 
 
-@pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(
-    ("at", "ranks_then"), [(2, 3), (9, 3), (10, 3), (12, 3), (6, 1), (6, 2), (6, 5)]
+@pairwise(
+    stop=[(2, 3), (9, 3), (10, 3), (12, 3), (6, 1), (6, 2), (6, 5)],
+    accumulate=[1, 2],
+    measured=[False, True],
 )
 def test_a_run_with_shares_that_is_resumed_trains_the_same_steps(
-    tmp_path, request, measured, accumulate, at, ranks_then
+    tmp_path, request, measured, accumulate, stop
 ):
     if not measured:
         request.getfixturevalue("random_shares")
+    at, ranks_then = stop
     ranks, trace = 3, StopsAt(at)
     more = {"accumulate": accumulate, "checkpoint_dir": tmp_path}
     trace.handle = run(trace, sgd, ranks=ranks, **more)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import coordinator
 from coordinator.cadence import CadenceAction, ElChe
 from runtime.settings import DEFAULT_ANCHOR, DEFAULT_MIN_ANCHOR
+from tests.support.pairs import few_examples
 
 times = st.floats(1e-6, 1e3)
 
@@ -57,6 +58,7 @@ def test_the_speed_hint_is_used_until_every_rank_is_measured():
     assert cadence.batch_counts == (20, 10)
 
 
+@few_examples
 @given(st.lists(times, min_size=1, max_size=8), st.integers(1, 200))
 def test_counts_take_the_same_time_on_every_rank(seconds, anchor):
     cadence = ElChe(len(seconds), anchor)
@@ -212,6 +214,7 @@ def test_cheap_averaging_lowers_the_anchor_to_its_initial_value():
     assert cadence.anchor == 10
 
 
+@few_examples
 @given(st.floats(1e-4, 10), st.integers(1, 50), st.sampled_from([0.01, 0.1, 0.5]))
 def test_the_anchor_settles_for_a_constant_cost(sync_s, anchor, target):
     cadence = ElChe(1, anchor, overhead_target=target)

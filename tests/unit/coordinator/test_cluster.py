@@ -34,6 +34,7 @@ from coordinator.cluster.member_protocol import (
 )
 from coordinator.messages import Tick
 from coordinator.splitting import BatchSet
+from tests.support.pairs import few_examples
 
 
 def new_ledger(num_epochs=2, batches_per_epoch=100, period_s=1.0, max_batches=None, **settings):
@@ -212,6 +213,7 @@ def test_a_machine_without_measurement_counts_as_the_mean_of_the_others():
     assert len(ledger.compute_grants([report_of(ledger, "b")])["b"]) == INITIAL_BATCHES
 
 
+@few_examples
 @given(
     st.lists(st.tuples(st.floats(1e-3, 10), st.integers(0, 50)), min_size=1, max_size=8),
     st.integers(0, 500),
@@ -227,6 +229,7 @@ def test_the_last_batches_are_assigned_so_that_all_finish_together(machines, tot
     assert all(e + s >= last * (1 - 1e-9) for e, s in zip(ends, seconds, strict=True))
 
 
+@few_examples
 @given(st.lists(st.sampled_from(range(40))), st.lists(st.sampled_from(range(40))))
 def test_batches_are_removed_as_from_a_set(present, removed):
     batches = BatchSet(range(b, b + 1) for b in set(present))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cadence import CadenceAction, ConvergenceGuard
+from tests.support.pairs import few_examples
 
 STABLE, SUPPRESS, NUDGE = (
     CadenceAction.STABLE,
@@ -144,6 +145,7 @@ def test_a_state_of_a_guard_without_trend_is_restored():
     assert verdicts(guard, 0.1) == [NUDGE]
 
 
+@few_examples
 @given(st.lists(st.floats(0, 0.2) | st.just(math.nan), max_size=40), st.integers(0, 40))
 def test_a_guard_continues_from_its_saved_state(rounds, cut):
     whole, first, second = (ConvergenceGuard(0.05) for _ in range(3))

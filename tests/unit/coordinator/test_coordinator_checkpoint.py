@@ -12,6 +12,7 @@ from coordinator.coordinator_checkpoint import _order, _spans, capture_run, chec
 from coordinator.messages import SaveCheckpoint
 from coordinator.metrics import ReportStats
 from coordinator.run_state import RunState
+from tests.support.pairs import few_examples
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
@@ -34,6 +35,7 @@ def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
     assert run.machine.run_state.ledger.oldest.num_retrained == 1
 
 
+@few_examples
 @given(st.lists(st.integers(0, 30), unique=True))
 @example([4, 2, 0])
 @example([1, 4, 7, 8, 9, 3])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.metrics import EpochAccumulator, ExactSum, ReportStats, RoundedSum
+from tests.support.pairs import few_examples
 
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
 
@@ -30,11 +31,13 @@ def summed(values):
     return total
 
 
+@few_examples
 @given(numbers)
 def test_a_sum_is_the_exact_one_rounded_once(values):
     assert summed(values).value() == float(sum(map(Fraction, values), Fraction(0)))
 
 
+@few_examples
 @given(numbers)
 def test_many_numbers_at_once_are_added_as_exactly_as_one_by_one(values):
     exact = sum(map(Fraction, values), Fraction(0))
@@ -44,6 +47,7 @@ def test_many_numbers_at_once_are_added_as_exactly_as_one_by_one(values):
     assert list(total.parts) == sorted(total.parts, key=abs)
 
 
+@few_examples
 @given(numbers, st.integers(1, 7), st.randoms())
 def test_a_sum_is_independent_of_order_and_partition(values, size, rng):
     cut = [summed(values[i : i + size]).value() for i in range(0, len(values), size)]
@@ -51,6 +55,7 @@ def test_a_sum_is_independent_of_order_and_partition(values, size, rng):
     assert summed(cut).value() == summed(values).value()
 
 
+@few_examples
 @given(numbers)
 def test_the_parts_restore_the_sum(values):
     total = summed(values)

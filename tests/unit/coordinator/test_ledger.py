@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.ledger import CHUNK_S, BatchLedger, RankLedger
+from tests.support.pairs import few_examples
 
 
 def ledger_of(num_batches=10, world_size=2, *, num_epochs=1, **settings):
@@ -284,6 +285,7 @@ def test_a_death_restores_its_part_of_max_batches():
     assert ledger.by_rank[0].num_assigned == 6
 
 
+@few_examples
 @given(st.data())
 def test_every_batch_is_assigned_and_settled_exactly_once(data):
     world = data.draw(st.integers(1, 4), "world_size")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.metrics import SILENT_S, EpochAccumulator, ReportStats, StepAccumulator
+from tests.support.pairs import few_examples
 
 
 def close(stats, **changes):
@@ -134,6 +135,7 @@ def test_values_of_the_caller_are_part_of_the_metrics():
     assert metrics.per_rank[0].num_samples == 110
 
 
+@few_examples
 @given(reports_by_rank, st.randoms(use_true_random=False))
 def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random):
     in_rank_order, mixed = EpochAccumulator(len(by_rank)), EpochAccumulator(len(by_rank))
@@ -147,6 +149,7 @@ def test_metrics_have_the_same_bits_however_the_ranks_interleave(by_rank, random
     assert repr(close(mixed)) == repr(close(in_rank_order))
 
 
+@few_examples
 @given(reports_by_rank, reports_by_rank)
 def test_an_accumulator_continues_from_its_saved_state(before, after):
     size = max(len(before), len(after))

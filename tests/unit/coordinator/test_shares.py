@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coordinator.ledger import BatchLedger
 from coordinator.shares import ImbalanceDetector, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
-from tests.support.pairs import pairwise
+from tests.support.pairs import SCALE, few_examples, pairwise
 
 STEPS = 6
 """Global steps per measurement."""
@@ -24,6 +24,7 @@ def longest(costs, sizes):
     return max(seconds(cost, n) for cost, n in zip(costs, sizes, strict=True))
 
 
+@few_examples
 @given(st.lists(a_cost, min_size=1, max_size=6), st.integers(0, 4000))
 def test_no_single_move_shortens_the_step(costs, extra):
     total = len(costs) + extra
@@ -40,6 +41,7 @@ def test_no_single_move_shortens_the_step(costs, extra):
             assert longest(costs, moved) >= whole * (1 - 1e-9)
 
 
+@few_examples
 @given(st.lists(a_cost, min_size=3, max_size=3), st.integers(3, 14))
 def test_the_split_is_optimal(costs, total):
     every = [s for s in product(range(1, total), repeat=3) if sum(s) == total]
@@ -47,6 +49,7 @@ def test_the_split_is_optimal(costs, total):
     assert longest(costs, split_by_cost(total, costs)) <= best * (1 + 1e-9)
 
 
+@few_examples
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(0, 500))
 def test_a_short_batch_is_split_in_the_same_proportions(sizes, extra):
     parts = split_like(len(sizes) + extra, sizes)
@@ -90,7 +93,7 @@ class Ranks:
 steady = st.lists(st.tuples(st.floats(0, 0.02), st.floats(2e-4, 2e-3)), min_size=2, max_size=4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=50 * SCALE)
 @given(steady, st.integers(200, 1000))
 def test_steady_ranks_come_within_5_percent_of_the_best_in_a_few_measurements(costs, total):
     ranks = Ranks(costs, total)
@@ -160,6 +163,7 @@ def test_pieces_are_equal_until_each_rank_is_measured():
     assert shares.cost(1) is None
 
 
+@few_examples
 @given(st.lists(st.tuples(a_cost, st.integers(1, 90)), min_size=1, max_size=5), st.data())
 def test_no_part_is_above_its_limit(drawn, data):
     costs, limits = [cost for cost, _ in drawn], dict(enumerate(n for _, n in drawn))
@@ -214,7 +218,7 @@ def allows(total, limits, least):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=75 * SCALE)
 @given(
     st.lists(st.tuples(a_cost, st.integers(1, 30) | st.none()), min_size=1, max_size=5),
     st.integers(1, 40),
@@ -249,6 +253,7 @@ def test_batch_statistics_need_two_samples_on_a_rank_or_none(drawn, total, data)
             shares.observe(rank, n, seconds(costs[rank], n))
 
 
+@few_examples
 @given(st.lists(a_cost, min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 60))
 def test_a_split_by_cost_or_sizes_has_parts_of_at_least_the_minimum(costs, least, extra):
     total = least * len(costs) + extra

@@ -18,12 +18,14 @@ from coordinator.splitting import (
     split_by_ratio,
     split_over_ranks,
 )
+from tests.support.pairs import few_examples
 
 seeds = st.integers(0, 2**63)
 epochs = st.integers(0, 10_000)
 ratios = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 
 
+@few_examples
 @given(st.integers(0, 500), epochs, seeds)
 def test_a_permutation_visits_every_sample_once(num_samples, epoch, seed):
     order = permutation(num_samples, epoch, seed)
@@ -31,6 +33,7 @@ def test_a_permutation_visits_every_sample_once(num_samples, epoch, seed):
     assert sorted(order) == list(range(num_samples))
 
 
+@few_examples
 @given(st.integers(0, 500), epochs, seeds)
 def test_a_permutation_depends_on_seed_and_epoch_alone(num_samples, epoch, seed):
     first = permutation(num_samples, epoch, seed)
@@ -48,6 +51,7 @@ def test_the_permutation_is_the_same_in_every_release():
     assert permutation(8, 3, 7).tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
 
 
+@few_examples
 @given(st.integers(1, 300), st.integers(1, 50))
 def test_batches_cover_the_samples_without_a_gap(num_samples, batch_size):
     num_batches = count_batches(num_samples, batch_size, drop_last=False)
@@ -59,12 +63,14 @@ def test_batches_cover_the_samples_without_a_gap(num_samples, batch_size):
     assert all(stop > start for start, stop in bounds)
 
 
+@few_examples
 @given(st.integers(0, 300), st.integers(1, 50))
 def test_drop_last_drops_only_the_short_batch(num_samples, batch_size):
     whole = count_batches(num_samples, batch_size, drop_last=True)
     assert whole * batch_size <= num_samples < (whole + 1) * batch_size
 
 
+@few_examples
 @given(st.integers(0, 10_000), ratios)
 def test_parts_sum_to_the_total_and_are_proportional(total, ratios):
     parts = split_by_ratio(total, ratios)
@@ -75,6 +81,7 @@ def test_parts_sum_to_the_total_and_are_proportional(total, ratios):
         assert part == pytest.approx(total * ratio / sum(ratios), abs=1 + 1e-6)
 
 
+@few_examples
 @given(st.integers(0, 1000), ratios, st.data())
 def test_a_part_of_ratio_zero_is_empty(total, ratios, data):
     where = data.draw(st.integers(0, len(ratios)))
@@ -87,6 +94,7 @@ def test_equal_ratios_give_the_remainder_to_the_lower_ranks():
     assert split_by_ratio(11, [1, 1, 1]) == (4, 4, 3)
 
 
+@few_examples
 @given(st.sets(st.integers(0, 200)))
 def test_compressed_positions_are_maximal_ranges(positions):
     spans = list(compress(sorted(positions)))
@@ -98,6 +106,7 @@ def flatten(spans):
     return [b for span in spans for b in span]
 
 
+@few_examples
 @given(
     st.integers(0, 120),
     st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
@@ -119,6 +128,7 @@ def test_a_batch_set_neither_loses_nor_duplicates_a_batch(num_batches, moves):
         assert flatten(batches.spans) == sorted(flatten(batches.spans))
 
 
+@few_examples
 @given(st.integers(1, 60), st.integers(2, 5), st.integers(0, 20))
 def test_ranges_with_a_step_can_be_put_back(num_batches, step, count):
     batches = BatchSet(range(first, num_batches, step) for first in range(step))
@@ -128,6 +138,7 @@ def test_ranges_with_a_step_can_be_put_back(num_batches, step, count):
     assert flatten(taken) + flatten(batches.spans) == list(range(num_batches))
 
 
+@few_examples
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 3)), max_size=12),
     st.booleans(),

@@ -11,7 +11,7 @@ from torch import nn
 from runtime import ShardingStrategy, Trainer, Weighted, WorkerFailed, current_worker
 from runtime.checkpoint.optimizer_shards import check_shards
 from runtime.checkpoint.store import load_newest
-from tests.support.pairs import pairwise
+from tests.support.pairs import diagonal, pairwise
 from tests.support.running import GLOO, SYNC, THREAD, WAIT_S
 
 N, EPOCHS, GLOBAL_BATCH = 26, 2, 12  # the last batch of an epoch has 2 samples
@@ -170,21 +170,20 @@ def one_device():
     return state
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [
+@diagonal(
+    case=list(CASES),
+    way=[
         (1, SHARDED[0]),
         *((3, s) for s in SHARDED),
         (2, SHARDED[0]),
         (2, (NONE, None)),
         (3, (HYBRID, 3)),
     ],
-    ids=lambda x: str(x) if isinstance(x, int) else x[0].name,
+    times=2,
 )
-def test_a_sharded_run_equals_one_device(case, ranks, strategy, one_device):
+def test_a_sharded_run_equals_one_device(case, way, one_device):
     make, configure = CASES[case]
-    state = finish(configure(make(ranks, strategy)))
+    state = finish(configure(make(*way)))
     assert_close(state, one_device(case))
     assert [m.num_samples for m in state.metrics] == [
         m.num_samples for m in one_device(case).metrics
@@ -364,8 +363,7 @@ def test_a_checkpoint_keeps_the_elements_of_parameters_with_other_strides(tmp_pa
     assert_close(finish(made(2).resume(tmp_path)), expected)
 
 
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
+@diagonal(strategy=SHARDED, loops=[False, True])
 def test_a_run_that_failed_in_user_code_resumes_where_it_stopped(strategy, loops, tmp_path):
     def fail(model, batch):
         worker = current_worker()

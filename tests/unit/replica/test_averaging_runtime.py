@@ -14,6 +14,7 @@ from runtime import CollectiveAborted, create_collectives, current_worker
 from runtime.device.base import Device
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
+from tests.support.pairs import diagonal
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -22,6 +23,7 @@ from tests.support.running import (
     SYNC,
     THREAD,
     WAIT_S,
+    WAYS,
     Trace,
     builder,
     every_way,
@@ -122,8 +124,7 @@ def train_norm(model, batch):
     return -(model.w.sum() + model.single.sum())
 
 
-@every_way
-@pytest.mark.parametrize("heaviest", [0, 1])
+@diagonal(way=WAYS, heaviest=[0, 1])
 def test_buffers_are_averaged_and_integers_taken_from_the_most_samples(way, heaviest):
     """One rank trains three of four batches: 3/4 of its buffer, and its integers."""
     b = builder(model=norm, train=train_norm, dataset=8, batch_size=2, way=way)
@@ -407,8 +408,7 @@ def model_sized():
     return len(found)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", [(CADENCE, OVER_CPU), (ASYNC, THREAD), (CADENCE, GLOO)])
+@diagonal(way=[(CADENCE, OVER_CPU), (CADENCE, GLOO), (ASYNC, THREAD)], ranks=[2, 4])
 def test_averaging_uses_one_snapshot_a_rank_and_two_more_buffers(way, ranks):
     gc.collect()
     before = model_sized()

@@ -18,6 +18,7 @@ from runtime.core.errors import CollectiveAborted
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
+from tests.support.pairs import diagonal, pairwise
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 TINY = 64
@@ -170,11 +171,14 @@ def test_buckets_are_sent_in_the_order_of_the_backward_pass(kind):
             assert sent == list(reducer._order)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.float32)])
-@pytest.mark.parametrize("bucket_bytes", [1, 600, 1 << 20])
-@pytest.mark.parametrize(("kind", "world_size"), [("gloo", 3), ("thread", 2)])
-def test_steps_equal_those_without_buckets(kind, world_size, bucket_bytes, dtypes):
+@pairwise(
+    dtypes=[(torch.float64,), (torch.float64, torch.float32)],
+    bucket_bytes=[1, 600, 1 << 20],
+    group=[("gloo", 3), ("thread", 2)],
+)
+def test_steps_equal_those_without_buckets(group, bucket_bytes, dtypes):
     """Pieces of any size, including 0, in any number of micro-batches; a layer used by some."""
+    kind, world_size = group
 
     def train(model, batch):
         return nn.functional.mse_loss(model(batch[0], spare=batch[2]), batch[1])
@@ -333,15 +337,14 @@ def run_of(way, cap_mb, **settings):
     return b.bucket_cap_mb(cap_mb).run()
 
 
-@pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
-@pytest.mark.parametrize(
-    "settings",
-    [
+@diagonal(
+    settings=[
         {},
         {"accumulate": 3, "max_grad_norm": 0.1},
         {"on_non_finite": "skip", "precision": "bf16"},
         {"balance": True, "ranks": 3},
     ],
+    way=[(SYNC, GLOO), (SYNC, THREAD)],
 )
 def test_runs_equal_those_without_buckets(way, settings):
     plain = run_of(way, None, **copy.copy(settings)).join(WAIT_S)

@@ -42,6 +42,7 @@ from tests.support.graphing import (
     sgd,
     train,
 )
+from tests.support.pairs import pairwise
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -117,9 +118,7 @@ class OneRound:
 ends = pytest.mark.parametrize("stop_at", [None, 4], ids=["closing", "stopped"])
 
 
-@averaged
-@ends
-@pytest.mark.parametrize("kind", [torch.tensor, float], ids=["tensor", "number"])
+@pairwise(way=AVERAGED, stop_at=[None, 4], kind=[torch.tensor, float])
 def test_a_round_averages_by_the_sums_of_the_weights(way, stop_at, kind):
     OneRound(way, lambda batch: kind(units(batch)), stop_at).check()
 
@@ -273,7 +272,7 @@ def test_weighted_losses_train_in_low_precision(precision, way):
     def gently(params):  # so that the loss falls, whichever rank trains a batch
         return torch.optim.SGD(params, 0.1)
 
-    settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 30}
+    settings = {"model": net, "dataset": (DATA,), "train": fit, "way": way, "epochs": 10}
     b = builder(optim=gently, **settings).precision(precision).max_grad_norm(1.0).accumulate(2)
     b.on_non_finite("raise")
     metrics = b.run().join(WAIT_S).metrics

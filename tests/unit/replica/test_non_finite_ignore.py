@@ -21,8 +21,10 @@ from tests.support.faulty import (
     is_finite,
     spoilt_run,
 )
+from tests.support.pairs import pairwise
 from tests.support.running import (
     CADENCE,
+    LOCAL_WAYS,
     OVER_CPU,
     SYNC,
     THREAD,
@@ -32,6 +34,7 @@ from tests.support.running import (
 )
 
 PEERLESS = [((SYNC, THREAD), 1), ((CADENCE, OVER_CPU), 1), ((SYNC, THREAD), 2)]
+AVERAGED = [way for way in LOCAL_WAYS if way[0] is not SYNC]
 ruinous = pytest.mark.parametrize("kind", ["loss", "gradient"])
 
 
@@ -46,9 +49,7 @@ def warned(caplog):
 # -- healed --------------------------------------------------------------------------
 
 
-@ruinous
-@pytest.mark.parametrize("rank", [0, 1])  # rank 0 evaluates
-@local_averaged_ways
+@pairwise(way=AVERAGED, rank=[0, 1], kind=["loss", "gradient"])  # rank 0 evaluates
 def test_a_replica_that_is_not_finite_is_replaced_by_the_average(
     monkeypatch, caplog, way, rank, kind
 ):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from runtime import CheckpointError, Trainer, current_worker, record_scalar
 from runtime.core.errors import WorkerFailed
 from runtime.replica.optimizers import Optimizers
+from tests.support.pairs import diagonal
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S
 
 N, BATCH, EPOCHS = 46, 4, 2
@@ -118,8 +119,7 @@ class Watched:
         return by_hand([(torch.cat(step), len(step)) for step in steps], **kwargs)
 
 
-@pytest.mark.parametrize("backend", [THREAD, GLOO])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@diagonal(ranks=[1, 2, 3, 4], backend=[THREAD, GLOO])
 def test_sync_equals_one_device(ranks, backend):
     watched = Watched()
     state = run(gan(ranks, way=(SYNC, backend), losses=watched.losses))
