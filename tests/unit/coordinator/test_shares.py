@@ -93,7 +93,7 @@ class Ranks:
 steady = st.lists(st.tuples(st.floats(0, 0.02), st.floats(2e-4, 2e-3)), min_size=2, max_size=4)
 
 
-@settings(max_examples=50 * SCALE)
+@settings(max_examples=50 if SCALE == 1 else 200)
 @given(steady, st.integers(200, 1000))
 def test_steady_ranks_come_within_5_percent_of_the_best_in_a_few_measurements(costs, total):
     ranks = Ranks(costs, total)
@@ -218,7 +218,7 @@ def allows(total, limits, least):
     )
 
 
-@settings(max_examples=75 * SCALE)
+@settings(max_examples=75 if SCALE == 1 else 300)
 @given(
     st.lists(st.tuples(a_cost, st.integers(1, 30) | st.none()), min_size=1, max_size=5),
     st.integers(1, 40),
