@@ -82,8 +82,8 @@ would take the interpreter lock from the ranks."""
 _MARGIN_S = 0.5
 """Delay after which the group's thread aborts a late exchange that the waiting rank has not."""
 _SPIN_S = 150e-6
-"""Time for which a wait for the device polls without naps, which last 70 us or more: an exchange of
-two ranks on an H200 then took 517 us in place of 646."""
+"""Time for which a wait for the device polls without naps, which last longer than asked for: on an
+H200 an exchange of two ranks took 517 us in place of 646, in one run of each."""
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 250e-6
 
@@ -646,7 +646,6 @@ class Communicators:
         self._prober: threading.Thread | None = None
         self._probing_since: float | None = None
         self._num_idle = 0  # looks of the watcher since the last exchange began
-        self._sleeps = self._prober_sleeps = False  # the threads, until they are notified
         self._backends: dict[int, Any] = {}
         self._begun: dict[int, Mapping[Stream, Event]] = {}
         self._left: set[int] = set()
@@ -730,8 +729,7 @@ class Communicators:
             self._late_results.append(exchange)
             if self._prober is None:
                 self._prober = self._start_thread("collective-probe", self._probe)
-            elif self._prober_sleeps:
-                self._prober_sleeps = False
+            elif len(self._late_results) == 1:  # it may sleep
                 self._changed.notify_all()
             self._notify_watcher()
 
@@ -753,12 +751,11 @@ class Communicators:
     # With the lock held:
 
     def _notify_watcher(self) -> None:
-        self._num_idle = 0
         if self._watcher is None:
             self._watcher = self._start_thread("collective-watch", self._watch)
-        elif self._sleeps:
-            self._sleeps = False
+        elif self._num_idle > _IDLE_LOOKS:  # it sleeps
             self._changed.notify_all()
+        self._num_idle = 0
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -834,8 +831,7 @@ class Communicators:
                 reason = None if barrier.aborted else self._overdue(time.monotonic())
                 if reason is None and not barrier.aborted:
                     self._num_idle += not self._late_results and not self._host_waits
-                    self._sleeps = self._num_idle > _IDLE_LOOKS
-                    self._changed.wait(None if self._sleeps else _WATCH_S)
+                    self._changed.wait(None if self._num_idle > _IDLE_LOOKS else _WATCH_S)
                     continue
             if reason is not None:
                 barrier.abort(reason)
@@ -847,8 +843,7 @@ class Communicators:
                 self._probing_since = None
                 if self._aborted or self._ended:
                     return
-                self._prober_sleeps = not self._late_results
-                self._changed.wait(None if self._prober_sleeps else _WATCH_S)
+                self._changed.wait(_WATCH_S if self._late_results else None)
                 exchanges = list(self._late_results)
                 self._probing_since = time.monotonic()
             for exchange in exchanges:

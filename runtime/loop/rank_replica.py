@@ -96,10 +96,10 @@ class RankReplica:
                 self.sample_timer.start()
             try:
                 output = model(*inputs.args, **inputs.kwargs)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 given: dict[Any, Any] = {**dict(enumerate(inputs.args)), **inputs.kwargs}
                 explain_error(error, "your loop", model, given, place="inputs")
-                if is_out_of_memory(error):
+                if isinstance(error, RuntimeError) and is_out_of_memory(error):
                     add_note_once(error, memory_note(stop - start, self._largest, LOOP_REMEDY))
                 raise
             self._largest = max(self._largest, stop - start)
@@ -150,7 +150,7 @@ class RankReplica:
                         loss_fn(model, nested_to_device(batch, self.device)), self.leaves
                     )
                     losses.append(weighted_backward(loss, weight, self.leaves))
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:
                     explain_error(error, "loss_fn", model, batch, owns_backward=True)
                     raise
                 self.batch_timer.stop(1)

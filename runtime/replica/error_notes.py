@@ -49,8 +49,8 @@ def explain_error(
         add_note_once(
             error,
             "batch normalisation computes statistics of each batch, and this one has a single "
-            "sample, as the last batch of an epoch may: use drop_last(True), or a batch size that "
-            "leaves another remainder",
+            "sample, as the last batch of an epoch may: leave it out (drop_last), or use a batch "
+            "size that leaves another remainder",
         )
     if not isinstance(error, RuntimeError):
         return

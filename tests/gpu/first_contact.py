@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -91,7 +92,7 @@ class Run:
         command = [sys.executable, "-m", "tests.gpu.contact_process", part]
         command += ["--out", str(options.out.resolve()), "--times", str(options.times)]
         command += ["--limit", f"{end - time.monotonic():.0f}"]
-        command += ["--parts-from", options.parts_from, "--cases", options.cases]
+        command += ["--parts-from", options.parts_from, "--cases", options.cases.pattern]
         environment = self._environment
         if part == "plain":  # NCCL then logs its configuration and the reasons for refusals
             environment = {"NCCL_DEBUG": "INFO", **environment}
@@ -188,7 +189,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--total", type=float, default=TOTAL_S, help="seconds for everything")
     parser.add_argument("--case", type=float, default=CASE_S, help="seconds for one case")
-    parser.add_argument("--cases", default="", help="regular expression: only matching cases")
+    parser.add_argument(
+        "--cases", type=re.compile, default="", help="regular expression: only matching cases"
+    )
     parser.add_argument("--times", type=int, default=50, help="how often each probe is fired")
     parser.add_argument("--out", type=Path, default=Path("first-contact"), help="folder of results")
     parser.add_argument("--parts-from", default=OWN_PARTS, help="module of the parts")

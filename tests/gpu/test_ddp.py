@@ -20,12 +20,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NUM_STEPS = 20
 DELAY_CYCLES = 5_000_000  # a few milliseconds
 SHARED, MIXED = ["cuda:0", "cuda:0"], ["cuda:0", "cpu"]
-over_nccl = [
-    pytest.mark.two_gpus,
-    pytest.mark.skipif(
-        not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
-    ),
-]
+needs_nccl = pytest.mark.skipif(
+    not torch.distributed.is_nccl_available(), reason="this build of PyTorch has no NCCL"
+)
+over_nccl = [pytest.mark.two_gpus, needs_nccl]
 AUTO, NCCL = AverageBackend.AUTO, AverageBackend.NCCL
 each_placement = pytest.mark.parametrize(
     ("devices", "backend"),
@@ -37,7 +35,7 @@ each_placement = pytest.mark.parametrize(
         pytest.param(
             [str(device) for device in nccl_devices(2) or SHARED],
             NCCL,
-            marks=[pytest.mark.two_ranks, *over_nccl[1:]],
+            marks=[pytest.mark.two_ranks, needs_nccl],
             id="over-nccl",
         ),
     ],

@@ -77,6 +77,14 @@ def test_a_case_cut_off_by_the_end_of_its_part_does_not_count_as_a_hang(tmp_path
     assert "the time of its part was over" in done.stdout
 
 
+@pytest.mark.timeout(120)
+def test_a_part_without_a_matching_case_says_so(tmp_path):
+    done = run(tmp_path, *PLANTED, "--parts", "last", "--cases", "no such case")
+    assert done.returncode == 0
+    assert results_of(tmp_path) == {"last/*": "not run"}
+    assert "not run, no case matches: last/*" in done.stdout
+
+
 def test_an_earlier_record_is_kept_beside_the_new_one(tmp_path):
     record = Record(tmp_path)
     record.begin("facts", "software")

@@ -741,6 +741,10 @@ def test_the_time_limit_holds_while_a_query_of_the_device_blocks(stuck, monkeypa
             outcome.wait()
 
 
+def is_idle(communicators):
+    return communicators._num_idle > nccl_module._IDLE_LOOKS
+
+
 def test_a_late_result_is_probed_while_another_rank_waits_on_the_host(monkeypatch):
     """Both threads of the group have been idle before."""
     monkeypatch.setattr(nccl_module, "_IDLE_LOOKS", 2)
@@ -757,10 +761,10 @@ def test_a_late_result_is_probed_while_another_rank_waits_on_the_host(monkeypatc
     communicators.watch(Late())
     assert probed.wait(TIMEOUT_S)
     communicators._late_results.clear()
-    until(lambda: communicators._sleeps and communicators._prober_sleeps)
+    until(lambda: is_idle(communicators) and len(communicators._changed._waiters) == 2)
     wait = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
     communicators.expect(wait)
-    until(lambda: not communicators._sleeps and len(communicators._changed._waiters) == 2)
+    until(lambda: not is_idle(communicators) and len(communicators._changed._waiters) == 2)
     probed.clear()
     communicators.watch(Late())
     assert probed.wait(TIMEOUT_S / 2)
@@ -774,7 +778,7 @@ def test_the_time_limit_holds_for_the_first_exchange_after_an_idle_time(monkeypa
     soon = nccl_module.HostWait("a reduction", time.monotonic() + TIMEOUT_S)
     communicators.expect(soon)
     communicators.forget(soon)
-    until(lambda: communicators._sleeps)
+    until(lambda: is_idle(communicators))
     communicators.expect(nccl_module.HostWait("a reduction", time.monotonic() - TIMEOUT_S))
     assert communicators.settle(TIMEOUT_S) == []
     assert communicators._aborted
