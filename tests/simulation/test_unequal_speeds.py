@@ -349,14 +349,18 @@ def test_shares_count_a_ranks_own_wait_for_data(
     assert run.now < most * Simulation(schedule).run().now
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 9])
 @pytest.mark.parametrize(("slowness", "data", "reads_ahead", "share"), SLOW_DATA)
-def test_lockstep_shares_with_slow_data_converge_and_stay(slowness, data, reads_ahead, share):
-    """A wait for data counts although waits for peers hide it once the rank's share is smaller."""
+def test_lockstep_shares_with_slow_data_converge_and_stay(slowness, data, reads_ahead, share, seed):
+    """A wait for data counts although waits for peers hide it once the rank's share is smaller.
+
+    Shares may vary in the first 55 of 300 steps: the first waits are measured with unequal pieces.
+    """
     schedule = with_slow_data(ApplyPolicy.SYNC, data, slowness=slowness, reads_ahead=reads_ahead)
     sizes = Sizes()
-    Simulation(schedule, hooks=sizes).run()
-    later = [size for _, size in sizes.steps[20:]]
-    assert len(later) > 250
+    Simulation(replace(schedule, seed=seed), hooks=sizes).run()
+    later = [size for _, size in sizes.steps[60:]]
+    assert len(later) > 200
     assert max(later) - min(later) <= 1
     assert later[-1] == pytest.approx(20 * share, abs=1)
 
