@@ -354,7 +354,7 @@ def test_shares_count_a_ranks_own_wait_for_data(
 def test_lockstep_shares_with_slow_data_converge_and_stay(slowness, data, reads_ahead, share, seed):
     """A wait for data counts although waits for peers hide it once the rank's share is smaller.
 
-    Shares may vary in the first 55 of 300 steps: the first waits are measured with unequal pieces.
+    Shares may vary in the first 55 of 300 steps.
     """
     schedule = with_slow_data(ApplyPolicy.SYNC, data, slowness=slowness, reads_ahead=reads_ahead)
     sizes = Sizes()
