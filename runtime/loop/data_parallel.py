@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
-from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
@@ -22,19 +21,16 @@ from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.buffer_backup import BufferBackup, make_writable
-from runtime.loop.collective_group import CollectiveGroup, resolve_backend
+from runtime.loop.collective_group import resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.mirror import ModelMirror
+from runtime.loop.rank_group import RankGroup
 from runtime.loop.rank_replica import (
     FollowingOptimizer,
-    GradientReduction,
-    RankReplica,
     Row,
     multiply_,
     take_grads,
 )
 from runtime.loop.rank_threads import Task
-from runtime.loop.runner import Runner
 from runtime.loop.shard_loss import (
     SecondValueClassifier,
     ShardLoss,
@@ -142,31 +138,22 @@ class DataParallelCoordinator(Closeable):
         self._busy = threading.Lock()
         self._num_batches = 0
         self._checked = [False] * len(self._devices)
-        group = CollectiveGroup(
-            partial(create_collectives, len(self._devices), self.backend.collective, self._devices)
+        build = partial(build_model, model_factory)
+        ranks = RankGroup.start(
+            self._devices,
+            self.backend,
+            LoopRecorder(None),
+            build,
+            build,
+            partial(build_optimizer, optim_factory),
+            name="data-parallel",
+            waits_on_interrupt=True,
         )
-        recorder = LoopRecorder(None)
-        self._runner = Runner(
-            self._devices, group, recorder, name="data-parallel", waits_on_interrupt=True
-        )
-        try:
-            build = partial(build_model, model_factory)
-            self._model: nn.Module = self._runner.run_first(partial(build, self._devices[0]))
-            if not any(module.training for module in self._model.modules()):
-                self._model.train()
-            self._mirror = ModelMirror(self._model, self._devices, build)
-            self._buffers = BufferBackup(self._model)
-            params = [p for p in self._model.parameters() if p.requires_grad]
-            self._optimizer = build_optimizer(optim_factory, self._model, params, None)
-        except BaseException:
-            self._runner.close()
-            raise
+        self._runner, self._mirror, self._optimizer = ranks.runner, ranks.mirror, ranks.optimizer
+        self._replicas, self._reduction = ranks.replicas, ranks.reduction
+        self._model = self._mirror.models[0]
+        self._buffers = BufferBackup(self._model)
         self._followers = [FollowingOptimizer(self._optimizer) for _ in self._devices[1:]]
-        self._replicas = [
-            RankReplica(rank, context, self._mirror)
-            for rank, context in enumerate(self._runner.contexts)
-        ]
-        self._reduction = GradientReduction(self._mirror, self._replicas, self._runner, recorder)
 
     @property
     def num_devices(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from coordinator.config import AverageBackend
-from runtime.collective import create_collectives
 from runtime.core.checks import check_callable, check_devices, default_devices
 from runtime.core.context import announce
 from runtime.core.launchers import refuse_launcher
@@ -20,14 +19,13 @@ from runtime.device.base import device_summary
 from runtime.device.cuda import devices_differ
 from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer
-from runtime.loop.collective_group import CollectiveGroup, resolve_backend
+from runtime.loop.collective_group import resolve_backend
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.mirror import ModelMaker, ModelMirror
+from runtime.loop.mirror import ModelMaker
 from runtime.loop.module import ReplicatedModule
 from runtime.loop.one_device import SingleDeviceEngine
-from runtime.loop.rank_replica import RankReplica
-from runtime.loop.runner import Runner
+from runtime.loop.rank_group import NewOptimizer, RankGroup, train_mode
 from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
 from runtime.replica.build import (
@@ -39,12 +37,6 @@ from runtime.replica.build import (
 )
 
 logger = logging.getLogger(__name__)
-
-NewOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-"""Makes the optimizer of a model."""
-
-COLLECTIVE_TIMEOUT_S = 600.0
-"""Seconds that a replica waits for a slower one; a failed replica aborts its peers at once."""
 
 
 @folds_tracebacks
@@ -78,7 +70,7 @@ def set_up(
         check_callable("param_groups", param_groups, "f(model) -> list of parameter groups")
     source = ModelSource(model_or_factory)
     recorder = LoopRecorder(config.timeline)
-    new_optimizer = partial(make_optimizer, optim_factory, groups=param_groups)
+    new_optimizer = partial(build_optimizer, optim_factory, groups=param_groups)
     if len(resolved) == 1:
         return _on_one_device(source, new_optimizer, resolved[0], config, recorder)
     if use_el_che is None:
@@ -98,6 +90,7 @@ def _on_one_device(
     recorder.begin([device], "none", "one device: nothing is reduced")
     try:
         model = source.first(device)
+        train_mode(model)
         optimizer = new_optimizer(model)
         single = SingleDeviceEngine(model, device, optimizer, config.max_grad_norm, recorder)
         recorder.built(model)
@@ -122,50 +115,31 @@ def _on_threads(
         f"your own loop: {device_summary(devices)}; {kinds}; gradients go over {backend.name}: "
         f"{reason}",
     )
-    make_collectives = partial(
-        create_collectives, len(devices), backend.collective, devices, COLLECTIVE_TIMEOUT_S
-    )
-    group = CollectiveGroup(make_collectives)
     recorder.begin(devices, backend.collective, reason)
+    ranks = RankGroup.start(
+        devices,
+        backend,
+        recorder,
+        source.first,
+        source.maker,
+        new_optimizer,
+        loss_weight=config.loss_weight,
+    )
     try:
-        runner = Runner(devices, group, recorder)
-    except BaseException as error:
-        recorder.finish(error)
-        raise
-    try:
-        model = runner.run_first(partial(source.first, devices[0]))
-        mirror = ModelMirror(model, devices, source.maker)
-        optimizer = new_optimizer(model)
-        if not mirror.shares_memory:
-            group.get()
         engine = ThreadedEngine(
-            mirror,
-            optimizer,
-            [
-                RankReplica(rank, context, mirror, config.loss_weight)
-                for rank, context in enumerate(runner.contexts)
-            ],
-            runner,
+            ranks,
             Balancer(len(devices), config.speed_hint, fixed=not config.balance),
             accumulation,
             recorder,
             config.max_grad_norm,
             InputRules(config.batch_dim, config.whole, config.loss_weight),
         )
-        recorder.built(model)
+        recorder.built(engine.model)
         return source.attach(ReplicatedModule(engine, source.head))
     except BaseException as error:
         recorder.finish(error)
-        runner.close()
+        ranks.runner.close()
         raise
-
-
-def make_optimizer(
-    factory: OptimFactory, model: nn.Module, groups: ParamGroups | None
-) -> torch.optim.Optimizer:
-    """The model's optimizer, of its trainable parameters or of the groups."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    return build_optimizer(factory, model, params, groups)
 
 
 class ModelSource:
@@ -202,13 +176,8 @@ class ModelSource:
         self._model = model
 
     def first(self, device: torch.device) -> nn.Module:
-        """The model that is trained, on its device and without gradients.
-
-        Modes of its modules stay as they are, unless all of them are in eval mode.
-        """
+        """The model that is trained, on its device and without gradients."""
         model = self._make(device) if self._model is None else self._model.to(device)
-        if not any(module.training for module in model.modules()):
-            model.train()
         model.zero_grad(set_to_none=True)
         return model
 

@@ -32,10 +32,9 @@ from runtime.loop.loop_engine import (
     total_weight,
 )
 from runtime.loop.loop_recorder import LoopRecorder
-from runtime.loop.mirror import ModelMirror
 from runtime.loop.pending_gradients import GradientSource, PendingGradients
+from runtime.loop.rank_group import RankGroup
 from runtime.loop.rank_replica import (
-    GradientReduction,
     LossFn,
     RankReplica,
     Row,
@@ -45,7 +44,7 @@ from runtime.loop.rank_replica import (
     take_grads,
 )
 from runtime.loop.rank_threads import Task
-from runtime.loop.runner import STOP_TIMEOUT_S, Runner
+from runtime.loop.runner import STOP_TIMEOUT_S
 from runtime.loop.scatter import InputRules, Scatter
 from runtime.loop.split_check import can_check, check_split, needs_check
 from runtime.replica.gradients import refuse_sparse
@@ -79,10 +78,7 @@ class ThreadedEngine:
     Calls are serialized. Autograd calls ``backward`` in a thread of its choice.
 
     Args:
-        mirror: The model and its copies.
-        optimizer: The model's optimizer.
-        replicas: In order of rank.
-        runner: Runs tasks in the ranks' threads.
+        ranks: The model, its optimizer and its ranks.
         balancer: Divides batches among devices.
         accumulation: Number of batches of each rank between two reductions.
         recorder: Records the work on a timeline.
@@ -95,33 +91,29 @@ class ThreadedEngine:
 
     def __init__(
         self,
-        mirror: ModelMirror,
-        optimizer: torch.optim.Optimizer,
-        replicas: Sequence[RankReplica],
-        runner: Runner,
+        ranks: RankGroup,
         balancer: Balancer,
         accumulation: AccumulationSchedule,
         recorder: LoopRecorder,
         max_grad_norm: float | None,
         rules: InputRules | None = None,
     ) -> None:
-        self._mirror = mirror
+        replicas, optimizer = ranks.replicas, ranks.optimizer
+        self._mirror = ranks.mirror
         self.optimizer = optimizer
         self._replicas = replicas
-        self._first = replicas[0]
-        self._runner = runner
+        self._runner = ranks.runner
         self._balancer = balancer
         self._accumulation = accumulation
         self._recorder = recorder
-        self._reduction = GradientReduction(mirror, replicas, runner, recorder)
+        self._reduction = ranks.reduction
         self._max_grad_norm = max_grad_norm
         self._rules = rules or InputRules()
-        self._exclusive = ReentrancyGuard(runner.check_not_replica_thread)
+        self._exclusive = ReentrancyGuard(ranks.runner.check_not_replica_thread)
         self._pending = PendingGradients(len(replicas))
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
         self._coupling = SampleCoupling.UNKNOWN
-        self._idle: list[Task | None] = [None] * (len(replicas) - 1)
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
         self._spans_steps = accumulation.spans_steps

@@ -6,7 +6,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,12 +93,11 @@ def build_replica(
             state = FlatState(model)
             optimizer: torch.optim.Optimizer
             if by_model:
-                optimizer = build_optimizers_of_loop(optim_factory, model, state.params.params)
+                optimizer = build_optimizers_of_loop(optim_factory, model)
             elif isinstance(optim_factory, Mapping):
                 optimizer = build_optimizers(optim_factory, model)
             else:
-                params = state.params.params
-                optimizer = build_optimizer(optim_factory, model, params, param_groups)
+                optimizer = build_optimizer(optim_factory, model, param_groups)
             copy_tensor_settings(optimizer)
             rates = ScaledRates(optimizer, warns=rank == 0) if auto_lr else None
             schedule = Schedule(optimizer, scheduler, total_steps, schedule_every, scheduler_steps)
@@ -369,24 +368,21 @@ def check_model(model: nn.Module, where: str) -> None:
 
 
 def build_optimizer(
-    factory: OptimFactory,
-    model: nn.Module,
-    params: list[nn.Parameter],
-    groups: ParamGroups | None,
+    factory: OptimFactory, model: nn.Module, groups: ParamGroups | None = None
 ) -> torch.optim.Optimizer:
-    """Call the optimizer factory and check the optimizer.
+    """Call the optimizer factory with the trainable parameters, or their groups, and check it.
 
     Raises:
         TypeError: Not an optimizer.
         ValueError: Its step requires a closure, or it holds a parameter that is not the model's.
     """
-    optimizer: torch.optim.Optimizer = _call_factory(
+    params = _trainable(model)
+    optimizer = _call_factory(
         factory,
-        params if groups is None else groups(model),
+        list(params) if groups is None else groups(model),
         "it receives a list of parameters or groups, not the model: pass that to the optimizer",
     )
-    check_optimizer(optimizer, params, "optim_factory(params)")
-    return optimizer
+    return check_optimizer(optimizer, params, "optim_factory(params)")
 
 
 def _call_factory(factory: Callable[[Any], Any], argument: Any, remedy: str) -> Any:
@@ -399,8 +395,14 @@ def _call_factory(factory: Callable[[Any], Any], argument: Any, remedy: str) -> 
         raise type(error)(f"optim_factory: {error}; {remedy}") from error
 
 
-def check_optimizer(optimizer: object, params: list[nn.Parameter], where: str) -> None:
-    """Check an optimizer of these parameters.
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def check_optimizer(
+    optimizer: object, params: Sequence[nn.Parameter], where: str
+) -> torch.optim.Optimizer:
+    """Check that an object is an optimizer of these parameters, and return it.
 
     Raises:
         TypeError, ValueError: As :func:`build_optimizer`.
@@ -423,11 +425,10 @@ def check_optimizer(optimizer: object, params: list[nn.Parameter], where: str) -
             "optim_factory: the optimizer holds a parameter that is not a trainable parameter of "
             "this worker's model; build it from the parameters passed to the factory"
         )
+    return optimizer
 
 
-def build_optimizers_of_loop(
-    factory: Any, model: nn.Module, params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+def build_optimizers_of_loop(factory: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Call the optimizer factory of an own loop with the model and check the result.
 
     Raises:
@@ -436,26 +437,37 @@ def build_optimizers_of_loop(
     found = _call_factory(
         factory, model, "that of Trainer.loop receives the model: pass model.parameters()"
     )
+    params = _trainable(model)
     if not isinstance(found, Mapping):
-        check_optimizer(found, params, "optim_factory(model)")
-        assert isinstance(found, torch.optim.Optimizer)
-        return found
+        return check_optimizer(found, params, "optim_factory(model)")
     if not found or not all(isinstance(name, str) and name for name in found):
         raise ValueError(
             f"optim_factory(model) returned a dict with the names {list(found)}: name each "
             "optimizer by a string"
         )
+    members = {
+        name: check_optimizer(optimizer, params, f"optim_factory(model)[{name!r}]")
+        for name, optimizer in found.items()
+    }
+    _check_disjoint(
+        {
+            name: [p for group in optimizer.param_groups for p in group["params"]]
+            for name, optimizer in members.items()
+        }
+    )
+    return Optimizers(members)
+
+
+def _check_disjoint(params: Mapping[str, Iterable[Tensor]]) -> None:
     owners: dict[int, str] = {}
-    for name, optimizer in found.items():
-        check_optimizer(optimizer, params, f"optim_factory(model)[{name!r}]")
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for name, own in params.items():
+        for p in own:
             owner = owners.setdefault(id(p), name)
             if owner != name:
                 raise ValueError(
                     f"the optimizers {owner!r} and {name!r} share a parameter: each parameter "
                     "belongs to one optimizer"
                 )
-    return Optimizers(found)
 
 
 def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) -> Optimizers:
@@ -466,28 +478,21 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
         ValueError: No such submodule, a parameter in two optimizers, or as
             :func:`build_optimizer`.
     """
-    members: dict[str, torch.optim.Optimizer] = {}
-    owners: dict[int, str] = {}
-    for name, factory in factories.items():
+    modules: dict[str, nn.Module] = {}
+    for name in factories:
         try:
-            module = model.get_submodule(name)
+            modules[name] = model.get_submodule(name)
         except AttributeError as error:
             raise ValueError(
                 f"the model has no submodule {name!r} for the optimizer of that name: name the "
                 "optimizers after the submodules that they train"
             ) from error
-        params = [p for p in module.parameters() if p.requires_grad]
-        if not params:
+        if not _trainable(modules[name]):
             raise ValueError(f"the submodule {name!r} has no parameter that requires a gradient")
-        for p in params:
-            owner = owners.setdefault(id(p), name)
-            if owner != name:
-                raise ValueError(
-                    f"the optimizers {owner!r} and {name!r} share a parameter: each parameter "
-                    "belongs to one optimizer"
-                )
-        members[name] = build_optimizer(factory, model, params, None)
-    return Optimizers(members)
+    _check_disjoint({name: _trainable(module) for name, module in modules.items()})
+    return Optimizers(
+        {name: build_optimizer(factory, modules[name]) for name, factory in factories.items()}
+    )
 
 
 class CopyingFactory:

@@ -21,7 +21,8 @@ from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.module import ReplicatedModule
-from runtime.loop.rank_replica import RankReplica
+from runtime.loop.rank_group import RankGroup
+from runtime.loop.rank_replica import GradientReduction, RankReplica
 from runtime.loop.rank_threads import Job
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import InputRules
@@ -144,11 +145,9 @@ def posing_module(fake, net, config=None):
     accumulation = AccumulationSchedule.of(NUM_REPLICAS, config, use_el_che=True)
     balancer = Balancer(NUM_REPLICAS)
     optimizer = optim(net.parameters())
+    reduction = GradientReduction(mirror, replicas, runner, recorder)
     engine = ThreadedEngine(
-        mirror,
-        optimizer,
-        replicas,
-        runner,
+        RankGroup(runner, mirror, optimizer, replicas, reduction),
         balancer,
         accumulation,
         recorder,

@@ -195,7 +195,7 @@ def test_an_optimizer_that_loses_the_class_of_a_state_is_refused():
 def test_optimizers_of_a_loop_are_named_and_share_no_parameter(found, message):
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=message):
-        build_optimizers_of_loop(found, model, list(model.parameters()))
+        build_optimizers_of_loop(found, model)
 
 
 def test_a_schedule_with_a_tensor_rate_copies_and_restores_state_and_rate():
