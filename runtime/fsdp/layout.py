@@ -119,6 +119,12 @@ class Slot:
     shard_offset: int
     full_offset: int
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Strides of dimensions above 1, which order the elements."""
+        strides = zip(self.shape, self.stride, strict=True)
+        return tuple(stride for size, stride in strides if size != 1)
+
     def extent(self, rank: int) -> tuple[int, int]:
         """Range of the elements that a rank holds, without padding."""
         return min(rank * self.chunk, self.numel), min((rank + 1) * self.chunk, self.numel)

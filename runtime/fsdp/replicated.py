@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -226,6 +227,12 @@ class ReplicatedParameters:
     def shape_of(self, index: int) -> torch.Size:
         """Shape of a parameter."""
         return self.shards[index].size()
+
+    def shard_facts(self) -> None:
+        """``None``: each rank has whole parameters."""
+
+    def check_shard_facts(self, facts: Mapping[str, Any]) -> None:
+        """No effect: the sizes of shards do not fit."""
 
     @torch.no_grad()
     def load(self, index: int, values: Tensor) -> None:

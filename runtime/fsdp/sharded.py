@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -509,6 +509,33 @@ class ShardedParameters:
     def shape_of(self, index: int) -> torch.Size:
         """Shape of a full parameter."""
         return self._slots[index].shape
+
+    def shard_facts(self) -> dict[str, Any]:
+        """The shard that this rank holds, and the order of its elements."""
+        orders = {name: list(s.order) for name, s in zip(self.names, self._slots, strict=True)}
+        group = self._groups.shard
+        return {"rank": group.rank, "num_shards": group.world_size, "orders": orders}
+
+    def check_shard_facts(self, facts: Mapping[str, Any]) -> None:
+        """Check that shards with these :meth:`shard_facts` can be loaded.
+
+        Raises:
+            ValueError: They are those of another rank, world size or memory format.
+        """
+        own = self.shard_facts()
+        remedy = "load what full_state_dict() returns, which fits any of them"
+        for key, what in ("num_shards", "number of ranks"), ("rank", "rank"):
+            if facts[key] != own[key]:
+                raise ValueError(
+                    f"the state has the shards of another {what} ({facts[key]}, here {own[key]}): "
+                    f"{remedy}"
+                )
+        for name, order in own["orders"].items():
+            if facts["orders"].get(name, order) != order:
+                raise ValueError(
+                    f"the state's shard of {name!r} has another memory format, that is its "
+                    f"elements are in another order: wrap a module of the same format, or {remedy}"
+                )
 
     @torch.no_grad()
     def load(self, index: int, values: Tensor) -> None:

@@ -513,6 +513,8 @@ class FSDP(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards and buffers, to be loaded by this rank at this world size, into a
         module of the same memory format.
+
+        That of an optimizer of the shards, which says neither, has the same limits.
         """
         with self._store.as_shards():
             return super().state_dict(*args, **kwargs)
@@ -521,6 +523,9 @@ class FSDP(nn.Module):
         """Load a :meth:`state_dict` of this rank at this world size, or a full state.
 
         A state with the keys of the bare module is loaded by :meth:`load_full_state_dict`.
+
+        Raises:
+            ValueError: It has other shards, or elements in another order; nothing was changed.
         """
         self._refuse_pending("load_state_dict()")
         names = {plain_key(name) for name in self.module.state_dict()}
@@ -531,6 +536,21 @@ class FSDP(nn.Module):
             return _IncompatibleKeys(sorted(names - given), sorted(given - names))
         with self._store.as_shards():
             return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
+        metadata["shards"] = self._store.shard_facts()
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        # Without metadata, as in a plain dict, only the sizes of shards are compared.
+        if (facts := local_metadata.get("shards")) is not None:
+            self._store.check_shard_facts(facts)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
         raise RuntimeError(

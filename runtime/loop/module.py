@@ -25,6 +25,7 @@ from runtime.loop.one_device import SingleDeviceEngine
 from runtime.loop.rank_replica import FollowingOptimizer
 from runtime.loop.scatter import to_replica
 from runtime.replica.build import ModelT_co
+from runtime.replica.optimizers import take_memory_formats
 from runtime.replica.schedule import SchedulerFactory
 
 logger = logging.getLogger(__name__)
@@ -271,8 +272,9 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         return self.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load an optimizer's state."""
+        """Load an optimizer's state, of a model in any memory format."""
         self.optimizer.load_state_dict(state)
+        take_memory_formats(self.optimizer)
 
     def sync_params(self) -> None:
         """Copy the model's parameters and buffers to every device now, however they changed."""

@@ -164,8 +164,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """As ``optimizer.load_state_dict(state)``, except for settings of the implementation.
 
-    ``capturable``, ``fused`` and ``foreach`` keep their values, and step counts are moved to the
-    device that these require.
+    ``capturable``, ``fused`` and ``foreach`` keep their values, step counts are moved to the
+    device that these require, and states take the memory formats of their parameters.
 
     Args:
         optimizer: The optimizer, on any device.
@@ -189,8 +189,23 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             step = optimizer.state.get(p, {}).get("step")
             if isinstance(step, Tensor):
                 optimizer.state[p]["step"] = step.to(p.device if on_device else "cpu")
+    take_memory_formats(optimizer)
     for each in members_of(optimizer):
         _check_states(each)
+
+
+def take_memory_formats(optimizer: torch.optim.Optimizer) -> None:
+    """Give states of a parameter's shape its strides.
+
+    Fused kernels on CPUs pair the elements of a parameter and of its states by their places in
+    memory, and ``load_state_dict`` keeps the strides of the optimizer that was saved.
+    """
+    for p, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(p, Tensor) else ():
+            is_like = type(value) is Tensor and value.shape == p.shape
+            if is_like and value.layout is torch.strided and value.stride() != p.stride():
+                like = torch.empty_like(p.detach(), dtype=value.dtype, device=value.device)
+                state[name] = like.copy_(value)
 
 
 def state_in_order(

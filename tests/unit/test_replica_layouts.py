@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -176,6 +177,42 @@ def test_an_optimizer_with_modes_is_resumed_in_another_memory_format(tmp_path):
     whole = whole.run().join(WAIT_S).params
     resumed = resumed.resume(tmp_path).run().join(WAIT_S).params
     assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
+
+
+def fused(params, lr):
+    """Its kernel on a CPU reads parameters and states by their places in memory."""
+    return torch.optim.AdamW(params, 0.01, fused=True)
+
+
+@pytest.mark.parametrize("formats", [(torch.contiguous_format, LAST), (LAST, None)], ids=str)
+@pytest.mark.parametrize("strategy", [None, *ShardingStrategy], ids=str)
+def test_a_fused_optimizer_is_resumed_in_another_memory_format(tmp_path, formats, strategy):
+    before, after = (f or torch.contiguous_format for f in formats)
+
+    def made(memory_format, *, epochs):
+        run = make(lambda device: net(memory_format), optim=fused, epochs=epochs)
+        hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+        return run if strategy is None else run.sharded(strategy, 2 if hybrid else None)
+
+    whole = made(before, epochs=2).run().join(WAIT_S).params
+    made(before, epochs=1).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    found = made(after, epochs=2).resume(tmp_path).run().join(WAIT_S).params
+    assert all(torch.allclose(found[name], whole[name], atol=1e-5) for name in whole)
+
+
+def test_an_own_loop_loads_the_optimizer_state_of_another_memory_format():
+    def trained(memory_format, state=None):
+        model = Trainer.setup(net(memory_format), lambda p: fused(p, 0.0), devices=["cpu"] * 2)
+        if state is not None:
+            model.module.load_state_dict(state[0])
+            model.load_optimizer_state_dict(copy.deepcopy(state[1]))
+        model(X[:8]).square().mean().backward()
+        model.step()
+        return model.state_dict(), model.optimizer_state_dict()
+
+    first = trained(LAST)
+    same, other = trained(LAST, first), trained(torch.contiguous_format, first)
+    assert all(torch.allclose(other[0][name], p, atol=1e-5) for name, p in same[0].items())
 
 
 def pair():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -296,3 +298,64 @@ def test_compiled_submodules_are_saved_and_loaded_under_plain_keys(strategy):
 
     for state in on_ranks(2, work):
         assert_same(state, state_of(5))
+
+
+def conv(memory_format=torch.contiguous_format, size=3):
+    return nn.Conv2d(2, 4, size).to(memory_format=memory_format)
+
+
+@each_sharded
+@pytest.mark.parametrize("nested", [False, True])
+def test_shards_of_another_memory_format_are_not_loaded(strategy, nested):
+    """Their sizes fit, and their elements are in another order."""
+
+    def inside(fsdp):
+        return nn.Sequential(fsdp) if nested else fsdp
+
+    def work(end):
+        state = inside(wrap(end, strategy, conv(torch.channels_last))).state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        other = wrap(end, strategy, conv())
+        before = other.full_state_dict()
+        with pytest.raises(ValueError, match=r"'weight' has another memory format.*full_state_dict"):
+            inside(other).load_state_dict(state)
+        assert_same(other.full_state_dict(), before)
+        same = wrap(end, strategy, conv(torch.channels_last))
+        inside(same).load_state_dict(state)
+        assert inside(same).state_dict()[[*state][0]].equal(state[[*state][0]])
+
+    on_ranks(2, work)
+
+
+@each_sharded
+def test_formats_that_differ_in_dimensions_of_size_1_have_the_same_shards(strategy):
+    def work(end):
+        state = wrap(end, strategy, conv(torch.channels_last, size=1)).state_dict()
+        wrap(end, strategy, conv(size=1)).load_state_dict(state)
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
+def test_shards_of_another_rank_are_not_loaded(strategy):
+    states = on_ranks(2, lambda end: wrap(end, strategy, conv()).state_dict())
+
+    def work(end):
+        with pytest.raises(ValueError, match=r"of another rank \(\d, here \d\)"):
+            wrap(end, strategy, conv()).load_state_dict(states[1 - end.rank])
+
+    on_ranks(2, work)
+
+
+def test_shards_of_another_number_of_ranks_are_not_loaded():
+    """Padding makes 2 elements over 3 ranks as long as over 2."""
+    states = on_ranks(3, lambda end: wrap(end, FULL, nn.Linear(2, 1, bias=False)).state_dict())
+
+    def work(end):
+        with pytest.raises(ValueError, match=r"another number of ranks \(3, here 2\)"):
+            wrap(end, FULL, nn.Linear(2, 1, bias=False)).load_state_dict(states[end.rank])
+
+    on_ranks(2, work)
