@@ -50,25 +50,57 @@ def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:
         facts = state.get("shards", {"shapes": [()] * num, "strides": [()] * num})
         if not len(facts["shapes"]) == len(facts["strides"]) == num:
             raise ValueError(f"rank {rank} describes other shards than its optimizer has")
+        if set(_names(state).values()) != set(_names(ranks[0]).values()):
+            raise ValueError(
+                f"the optimizer of rank {rank} has other parameters than that of rank 0"
+            )
 
 
-def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's state of whole parameters.
+def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """The states of whole parameters, by name, and the optimizer's own by their keys.
+
+    Optimizers of the ranks may hold their parameters in different orders.
 
     Args:
         ranks: The states of all ranks. Of those with the same shard one is used.
     """
-    by_shard = {state["shards"]["rank"]: state["optimizer"] for state in reversed(ranks)}
-    facts, parts = ranks[0]["shards"], [by_shard[i] for i in sorted(by_shard)]
+    by_shard = {state["shards"]["rank"]: state for state in reversed(ranks)}
+    first, *others = (by_shard[i] for i in sorted(by_shard))
+    numbers = [{name: i for i, name in _names(state).items()} for state in others]
+    names, facts = _names(first), first["shards"]
     joined: dict[Any, Any] = {}
-    for i, own in parts[0]["state"].items():
-        joined[i] = own
-        if type(i) is int:  # other keys are the optimizer's own
-            shape, stride = facts["shapes"][i], facts["strides"][i]
-            joined[i] = {
-                key: _join([part["state"][i][key] for part in parts], shape, stride) for key in own
-            }
-    return {**parts[0], "state": joined}
+    for i, own in first["optimizer"]["state"].items():
+        if type(i) is not int:  # the optimizer's own
+            joined[i] = own
+            continue
+        name = names[i]
+        parts = [own]
+        parts += [s["optimizer"]["state"][n[name]] for s, n in zip(others, numbers, strict=True)]
+        shape, stride = facts["shapes"][i], facts["strides"][i]
+        joined[name] = {key: _join([part[key] for part in parts], shape, stride) for key in own}
+    return joined
+
+
+def with_states(state: Mapping[str, Any], joined: Mapping[Any, Any]) -> dict[str, Any]:
+    """The optimizer's state of a rank with the states of whole parameters.
+
+    Args:
+        state: The state of the rank.
+        joined: The states by name, see :func:`join_shards`.
+    """
+    names = _names(state)
+    own = {key: value for key, value in joined.items() if key not in names.values()}
+    own |= {i: joined[name] for i, name in names.items() if name in joined}
+    return {**state["optimizer"], "state": own}
+
+
+def _names(state: Mapping[str, Any]) -> dict[int, Any]:
+    """The name of each parameter of a rank's optimizer by its number; without names, the number."""
+    numbers = [i for group in state["optimizer"]["param_groups"] for i in group["params"]]
+    names = [name for group in state.get("groups", []) for name in group]
+    if len(set(names)) != len(numbers) or "" in names:
+        return {i: i for i in numbers}
+    return dict(zip(numbers, names, strict=True))
 
 
 def _join(values: Sequence[Any], shape: Sequence[int], stride: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ from coordinator.coordinator_checkpoint import check_run
 from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
-from runtime.checkpoint.optimizer_shards import SHARD_FACTS, check_shards, join_shards
+from runtime.checkpoint.optimizer_shards import SHARD_FACTS, check_shards, join_shards, with_states
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
 from runtime.core.errors import CheckpointError
@@ -195,7 +195,7 @@ class ResumePoint:
         if "shards" in state:
             with self._lock:
                 self._joined = self._joined or join_shards(saved)
-            state = {**state, "optimizer": self._joined}
+            state = {**state, "optimizer": with_states(state, self._joined)}
         return state if rank < len(saved) else {**state, "generators": None}
 
     def load_weights(self, model: nn.Module) -> None:

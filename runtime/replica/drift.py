@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from runtime.collective import Collective
 from runtime.replica.flat import FlatState, checksum
+from runtime.replica.optimizers import settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,22 @@ class DriftCheck:
             for key, value in state.get(p, {}).items():
                 if type(value) is Tensor or type(value) in (int, float, bool):
                     yield f"{key!r} of the optimizer's state of {name!r}", value
+        params = self._state.params
+        if params.trained is not params.params:
+            yield from self._settings()
+
+    def _settings(self) -> Iterator[tuple[str, Any]]:
+        """A number for the settings with which each parameter is trained.
+
+        Where each rank trains a part, other settings leave the whole parameters equal.
+        """
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        params = self._state.params
+        for name, p in zip(params.names, params.trained, strict=True):
+            found = settings_of(groups.get(id(p), {}))
+            keys = sorted(found.keys() & self._optimizer.defaults.keys())
+            values = [(key, _setting(found[key])) for key in keys]
+            yield f"the settings of the optimizer for {name!r}", _mixed(*values)
 
     def _tensors(self) -> list[tuple[str, Any]]:
         params = zip(self._state.params.names, self._state.params.params, strict=True)
@@ -201,3 +218,10 @@ def _fingerprint(value: Any) -> float:
 def _mixed(*values: Any) -> float:
     """A hash of which all bits depend on all bits of the values, such as exponents of floats."""
     return float(hash(values) & _MASK)
+
+
+def _setting(value: Any) -> Any:
+    """A setting of an optimizer, to be hashed; only numbers, words and tuples are compared."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return repr(value) if isinstance(value, (int, float, str, tuple)) else None

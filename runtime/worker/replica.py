@@ -474,9 +474,10 @@ class WorkerReplica:
         donor = None if peers is None else peers.replicas.get(ranks[0])
         repairs = self._repairs_drift or drift.is_frozen
         if not repairs or donor is None:
+            repair = "" if self.is_sharded else ", or call on_drift('repair')"
             raise ReplicaMismatch(
                 f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
-                "act alike on every rank, or call on_drift('repair'). If train_fn or the body of "
+                f"act alike on every rank{repair}. If train_fn or the body of "
                 "a loop changes weights or settings of the optimizer, which a rank without samples "
                 "in the short last batch does not do: call drop_last(True), or make the change in "
                 "a hook, optimizer.register_step_post_hook(f), which runs on every rank"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from runtime import ShardingStrategy, Trainer, Weighted, WorkerFailed, current_worker
+from runtime import (
+    ReplicaMismatch,
+    ShardingStrategy,
+    Trainer,
+    Weighted,
+    WorkerFailed,
+    current_worker,
+)
 from runtime.checkpoint.optimizer_shards import check_shards
 from runtime.checkpoint.store import load_newest
 from tests.support.pairs import diagonal, pairwise
@@ -361,6 +369,57 @@ def test_a_checkpoint_keeps_the_elements_of_parameters_with_other_strides(tmp_pa
     expected = finish(made(1))
     stopped(made(3, (FULL, None)), tmp_path, 2)
     assert_close(finish(made(2).resume(tmp_path)), expected)
+
+
+def by_rank(*factories):
+    """An optimizer factory that is another one on each rank."""
+    order = itertools.cycle(factories)
+    return lambda params: next(order)(params)
+
+
+def in_order(step):
+    def optim(params):
+        return torch.optim.AdamW([{"params": list(params)[::step]}], 1e-2)
+
+    return optim
+
+
+def in_groups(step):
+    """A group with weight decay and one without, in this order or the other."""
+
+    def optim(params):
+        params = list(params)
+        groups = {"params": params[:3], "weight_decay": 0.5}, {"params": params[3:]}
+        return torch.optim.AdamW(groups[::step], 1e-2, weight_decay=0.0)
+
+    return optim
+
+
+@pytest.mark.parametrize("make", [in_order, in_groups])
+@diagonal(strategy=SHARDED, reads=[2, 1])
+def test_ranks_may_hold_their_parameters_in_another_order(make, strategy, reads, tmp_path):
+    expected = finish(builder(1, optim=make(1)))
+    assert_close(finish(builder(2, strategy, optim=by_rank(make(1), make(-1)))), expected)
+    stopped(builder(2, strategy, optim=by_rank(make(1), make(-1))), tmp_path, 4)
+    made = builder(reads, strategy if reads > 1 else None, optim=by_rank(make(1), make(-1)))
+    assert_close(finish(made.resume(tmp_path)), expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda params: torch.optim.AdamW([{"params": params}], 1e-2, weight_decay=0.0),
+        lambda params: torch.optim.AdamW(list(params)[1:], 1e-2, weight_decay=0.5),
+    ],
+    ids=["other settings", "one parameter less"],
+)
+@pytest.mark.parametrize("strategy", SHARDED[:2], ids=lambda s: s[0].name)
+def test_ranks_that_train_a_parameter_with_other_settings_are_noticed(strategy, other):
+    made = builder(2, strategy, optim=by_rank(in_groups(1), other))
+    with pytest.raises(
+        ReplicaMismatch, match="the settings of the optimizer for 'scale' of rank 1"
+    ):
+        finish(made)
 
 
 @diagonal(strategy=SHARDED, loops=[False, True])
