@@ -373,15 +373,11 @@ class Regroup:
     donor: int | None = None
 
 
-ToWorker = (
-    StartEpoch
-    | SyncNow
+ToWorkerReplica = (
+    SyncNow
     | RequestParams
     | Update
-    | SetGlobalStep
     | ApplyDelta
-    | Throttle
-    | Resume
     | Evaluate
     | Validate
     | CallCheckpointFn
@@ -389,8 +385,9 @@ ToWorker = (
     | Rollback
     | Halt
     | Regroup
-    | Shutdown
 )
+"""Messages that require work on the replica; the worker's protocol handles all others."""
+ToWorker = ToWorkerReplica | StartEpoch | SetGlobalStep | Throttle | Resume | Shutdown
 
 
 # From the coordinator to its service.

@@ -64,6 +64,7 @@ class Collective(ABC):
         rank: This rank.
         world_size: Number of ranks.
         kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
+        can_hang: True if an exchange may never end, although every rank has arrived.
         host_runs_ahead: True if ``BucketedMean.end_async`` lets only the device wait.
         lane: Records the rank's waits for the others; ``None``: they are not recorded.
         tally: Sum of the ranks' tallies in the last collective.
@@ -71,6 +72,7 @@ class Collective(ABC):
     """
 
     kind: str
+    can_hang: bool = True
     coalesced_bytes: float = math.inf
     host_runs_ahead: bool = False
     lane: RankLane | None = None
@@ -280,8 +282,7 @@ class Collective(ABC):
             plan = group.meet(self.rank, request, self._plan, on_wait)
             if plan.fault is None and not plan.done:
                 if meeting is not None:
-                    # Between processes' groups and devices an exchange can hang.
-                    meeting.met(is_long=plan.is_long or self.kind != "thread")
+                    meeting.met(is_long=plan.is_long or self.can_hang)
                 self._take_part(request, plan)
         except BaseException as error:
             group.fail(error)

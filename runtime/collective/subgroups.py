@@ -188,5 +188,5 @@ def _new_end(collective: Collective, place: _Place) -> Collective:
     if isinstance(collective, StagedThreadCollective):
         return StagedThreadCollective(rank, size, group, collective._device)
     if isinstance(collective, ThreadCollective):
-        return ThreadCollective(rank, size, group)
+        return type(collective)(rank, size, group)
     raise TypeError(f"{type(collective).__name__} cannot be split; use create_collectives")

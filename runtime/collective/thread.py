@@ -93,6 +93,7 @@ class ThreadCollective(Collective):
     """
 
     kind = "thread"
+    can_hang = False
     # For ranks on a GPU, which stage all tensors of a request in pinned memory at once.
     coalesced_bytes = 25 * 2**20
 

@@ -77,7 +77,7 @@ class MessageHandler:
         self._rank = protocol.rank
         self._snapshot_s = 0.0
 
-    def handle(self, work: m.ToWorker) -> None:
+    def handle(self, work: m.ToWorkerReplica) -> None:
         """Handle a message and send the reply."""
         self._confirm_steps()
         match work:
@@ -109,8 +109,6 @@ class MessageHandler:
                 self._apply_delta_or_propose(work)
             case m.Regroup():
                 raise AssertionError("handled by the worker")
-            case m.StartEpoch() | m.Throttle() | m.Resume() | m.SetGlobalStep() | m.Shutdown():
-                raise AssertionError("handled by the protocol")
             case _:
                 assert_never(work)
 

@@ -1,6 +1,6 @@
 """The worker's side of the control protocol, without tensors, queues or a clock.
 
-:class:`WorkerProtocol` receives messages and returns those that require work on tensors, which
+:class:`WorkerProtocol` receives messages, and returns those that require work on the replica, which
 :class:`~runtime.worker.worker.GpuWorker` does. The simulation runs the same object.
 """
 
@@ -12,6 +12,7 @@ from enum import Enum
 from typing import assert_never
 
 from coordinator import messages as m
+from coordinator.metrics import ReportStats
 
 
 class WorkerState(Enum):
@@ -90,6 +91,7 @@ class WorkerProtocol:
     lr_factor: float = 1.0
     shutdown: m.Shutdown | None = None
     _budget: m.BatchBudget = field(default_factory=m.BatchBudget)
+    _left_epoch: int = -1
     _reported_at: int = 0
     _mark: _Counts | None = None
     _weight_since: float = 0  # since the mark: a difference of float sums would not be 0
@@ -132,10 +134,14 @@ class WorkerProtocol:
         """True if the worker ignores all messages but ``Shutdown``."""
         return self.state in (_S.LEAVING, _S.GONE)
 
-    @property
-    def accepts_plans(self) -> bool:
-        """True if a plan received now is trained; plans sent before a halt are void."""
-        return not self.leaving and self.state is not _S.HALTED
+    def accepts(self, plan: m.EpochPlan) -> bool:
+        """True if a plan received now is trained.
+
+        Plans sent before a halt are void. Those of an epoch that the worker has left are
+        returned to the coordinator.
+        """
+        is_void = self.leaving or self.state is _S.HALTED
+        return not is_void and plan.epoch > self._left_epoch
 
     def on_built(self) -> None:
         """The replica was built."""
@@ -152,12 +158,12 @@ class WorkerProtocol:
         self.leave()
         self.transition(_S.GONE)
 
-    def receive(self, message: m.ToWorker) -> m.ToWorker | None:
+    def receive(self, message: m.ToWorker) -> m.ToWorkerReplica | m.FromWorker | None:
         """Receive a message.
 
         Returns:
-            The message if it requires work on tensors now, else ``None``. A worker that is leaving
-            joins no round, since its peers may be gone.
+            The message if it requires work on the replica now, or the reply if it needs none, else
+            ``None``. A worker that is leaving joins no round, since its peers may be gone.
         """
         if isinstance(message, m.Shutdown):
             self.shutdown = message
@@ -167,8 +173,10 @@ class WorkerProtocol:
             return None
         match message:
             case m.StartEpoch():
-                if self.accepts_plans:
+                if self.accepts(message.plan):
                     self.plans.append(message.plan)
+                elif self.state is not _S.HALTED:
+                    return self.returned(message.plan.epoch)
             case m.Throttle():
                 self._budget = m.BatchBudget(
                     limit=message.limit, report_after=self._budget.report_after
@@ -220,11 +228,20 @@ class WorkerProtocol:
         self._update_state()
 
     def drop_epoch(self, epoch: int) -> int:
-        """Drop the plan in progress and all of an epoch; returns the number not begun."""
+        """Drop the plan in progress and all of an epoch, received or still to come.
+
+        Returns:
+            The number received and not begun.
+        """
+        self._left_epoch = epoch
         kept = deque(plan for plan in self.plans if plan.epoch != epoch)
         dropped, self.plans = len(self.plans) - len(kept), kept
         self.end_plan()
         return dropped
+
+    def returned(self, epoch: int) -> m.EpochReport:
+        """The report of a plan that was not begun, of an epoch that the worker has left."""
+        return m.EpochReport(rank=self.rank, epoch=epoch, stats=ReportStats(), left=True)
 
     def drop_plans(self) -> None:
         """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""

@@ -134,16 +134,12 @@ _MESSAGE_CAUSES: dict[type, tuple[int, str | None]] = {
     m.Evaluate: (CALLBACKS, None),
     m.Validate: (CALLBACKS, None),
     m.CallCheckpointFn: (CALLBACKS, None),
-    m.TakeCheckpoint: (CONTROL, None),
-    m.Halt: (CONTROL, None),
-    m.Resume: (CONTROL, None),
-    m.SetGlobalStep: (CONTROL, None),
     m.ApplyDelta: (AVERAGING, "shift"),
-    m.Shutdown: (CONTROL, None),
-    m.StartEpoch: (CONTROL, None),
-    m.Throttle: (CONTROL, None),
 }
-"""For each message, the cause of time spent handling it, and its part in an averaging round."""
+"""For messages, the cause of time spent handling them, and the part in an averaging round.
+
+Of all others it is ``CONTROL``.
+"""
 
 
 class LaneRecorder(WorkerRecorder):
@@ -257,7 +253,7 @@ class LaneRecorder(WorkerRecorder):
         """The worker handles a message."""
         self._has_received = True
         lane = self.lane
-        cause, part = _MESSAGE_CAUSES.get(type(message), (UNATTRIBUTED, None))
+        cause, part = _MESSAGE_CAUSES.get(type(message), (CONTROL, None))
         before = lane.cause
         if cause != before:
             lane.enter(cause)

@@ -120,12 +120,7 @@ class Reporter:
         stats, rank = self._take(wait=True), self._protocol.rank
         self.send(m.EpochReport(rank=rank, epoch=epoch, stats=stats, left=True))
         for _ in range(num_dropped):
-            self.drop_plan(epoch)
-
-    def drop_plan(self, epoch: int) -> None:
-        """Report a plan of an epoch that the worker has left, which it does not begin."""
-        rank = self._protocol.rank
-        self.send(m.EpochReport(rank=rank, epoch=epoch, stats=ReportStats(), left=True))
+            self.send(self._protocol.returned(epoch))
 
     def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
         """Report a completed plan, with all training not reported yet.

@@ -698,21 +698,15 @@ class GpuWorker:
             self._submit_held()  # the last rank may have begun the epoch
             return
         with self._recorder.handling(message, self.protocol):
-            if isinstance(message, m.StartEpoch) and self.protocol.accepts_plans:
-                if self._drops(message.plan):
-                    self._reporter.drop_plan(message.plan.epoch)
-                    return
+            if isinstance(message, m.StartEpoch) and self.protocol.accepts(message.plan):
                 self._submit_early(message.plan)
             work = self.protocol.receive(message)
             if isinstance(work, m.Regroup):
                 self._regroup(work)
-            elif work is not None:
+            elif isinstance(work, m.ToWorkerReplica):
                 self._handler.handle(work)
-
-    def _drops(self, plan: m.EpochPlan) -> bool:
-        """True for a plan of an epoch that the loop has left, sent before that was known."""
-        left = self._loop is not None and self._loop.has_left(plan.epoch)
-        return left and not self._is_lockstep
+            elif work is not None:
+                self._reporter.send(work)
 
     def _regroup(self, message: m.Regroup) -> None:
         """Join the collective of the remaining ranks.

@@ -395,10 +395,9 @@ class Simulation:
         died = self._marked.pop(worker.rank, None)
         if died is not None:
             self.hooks.before_death(worker)
+            error = died
         try:
-            op: Op = (
-                worker.steps.throw(died or error) if died or error else worker.steps.send(value)
-            )
+            op: Op = worker.steps.send(value) if error is None else worker.steps.throw(error)
             while op is GET and worker.inbox:
                 op = worker.steps.send(worker.inbox.popleft())
         except StopIteration:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
@@ -459,9 +459,12 @@ class SimWorker:
             return
         assert not isinstance(message, Wake)
         work = self.protocol.receive(message)
+        if work is None:
+            return
+        if not isinstance(work, m.ToWorkerReplica):
+            self._reporter.send(work)
+            return
         match work:
-            case None:
-                pass
             case m.SyncNow():
                 yield from self._run_sync_round(work)
             case m.RequestParams():
@@ -488,8 +491,10 @@ class SimWorker:
                     self.replica.held = self._before.held
                     self.replica.undo()
                 self._expect("undone")
+            case m.ApplyDelta():
+                raise Violation("there is one machine")
             case _:
-                raise Violation(f"the protocol leaves {work} to the worker")
+                assert_never(work)
 
     def _run_sync_round(self, message: m.SyncNow) -> Steps:
         report = self._reporter.take_report(wait=message.capture)

@@ -243,7 +243,7 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
             self.plan = self.plans.popleft()
         return begin_plan(self, leaving_too=leaving_too) or self.plan
 
-    monkeypatch.setattr(WorkerProtocol, "accepts_plans", property(lambda self: not self.leaving))
+    monkeypatch.setattr(WorkerProtocol, "accepts", lambda self, plan: not self.leaving)
     monkeypatch.setattr(WorkerProtocol, "begin_plan", even_halted)
     with pytest.raises(SimulationFailed, match="Violation"):
         _run_all(200)

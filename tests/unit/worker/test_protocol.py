@@ -413,3 +413,16 @@ def test_one_resume_or_shutdown_releases_the_worker_after_any_sequence_of_messag
     assert protocol.state is (WorkerState.IDLE if protocol.plan is None else WorkerState.TRAINING)
     protocol.receive(m.Shutdown())
     assert protocol.leaving
+
+
+def test_plans_of_an_epoch_that_was_left_are_returned_whenever_they_arrive():
+    protocol = training()
+    protocol.receive(m.StartEpoch(plan=PLAN))
+    assert protocol.drop_epoch(0) == 1
+    report = protocol.receive(m.StartEpoch(plan=PLAN))
+    assert isinstance(report, m.EpochReport)
+    assert (report.epoch, report.left) == (0, True)
+    assert protocol.begin_plan() is None
+    later = m.EpochPlan(epoch=1, batches=PLAN.batches)
+    assert protocol.receive(m.StartEpoch(plan=later)) is None
+    assert protocol.begin_plan() is later

@@ -44,7 +44,7 @@ def test_a_halt_drops_all_plans():
 def test_a_plan_that_was_sent_before_the_halt_is_void():
     """The group was aborted before it was received; its batches are assigned again."""
     protocol = halted()
-    assert not protocol.accepts_plans
+    assert not protocol.accepts(PLAN)
     protocol.receive(m.StartEpoch(plan=PLAN))
     assert protocol.begin_plan() is None
     protocol.on_regrouped(1)
