@@ -145,7 +145,7 @@ def split_by_cost(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[in
     Args:
         total: Samples, at least ``least`` for each rank.
         costs: Cost of each rank; the seconds per sample are above 0.
-        least: Minimum samples of a rank, at least 1.
+        least: Minimum samples of a rank.
 
     Returns:
         Integers of at least ``least`` that sum to ``total``.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans, weighted_means
 from coordinator.config import CoordinatorConfig
-from coordinator.splitting import split_by_ratio
+from coordinator.splitting import compress, split_by_ratio
 
 
 class Validator:
@@ -152,7 +152,7 @@ class Validation:
 
     def message(self, batches: Iterable[int]) -> m.ValidationTask:
         """A task with these batches."""
-        return m.ValidationTask(id=self.id, epoch=self.epoch, batches=_ranges(batches))
+        return m.ValidationTask(id=self.id, epoch=self.epoch, batches=tuple(compress(batches)))
 
     def waits_for(self, live: Iterable[int]) -> bool:
         """True if a live rank has not reported its batches."""
@@ -167,13 +167,3 @@ class Validation:
     def duration_s(self) -> float:
         """Time of the rank that took longest."""
         return max((seconds for seconds, _ in self.spent.values()), default=0.0)
-
-
-def _ranges(batches: Iterable[int]) -> tuple[range, ...]:
-    spans: list[range] = []
-    for batch in batches:
-        if spans and spans[-1].stop == batch:
-            spans[-1] = range(spans[-1].start, batch + 1)
-        else:
-            spans.append(range(batch, batch + 1))
-    return tuple(spans)

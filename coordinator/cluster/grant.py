@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.machine_report import EpochRanges, MachineReport, normalize, num_batches
-from coordinator.splitting import BatchSet
+from coordinator.splitting import BatchSet, split_by_cost
 
 GRANT_PERIODS = 1.5
 """Length of a grant in periods, so that a machine whose speed was underestimated has work."""
@@ -62,7 +61,7 @@ def compute_grants(
     kept = [num_batches(peer.kept) for peer in staying]
     num_open = sum(map(len, open_batches.values()))
     if limit is not None:
-        num_open = min(num_open, limit - sum(kept))
+        num_open = min(num_open, max(0, limit - sum(kept)))
     seconds = batch_seconds(staying)
     if seconds is None:
         amounts = [max(0, INITIAL_BATCHES - held) for held in kept]
@@ -74,7 +73,8 @@ def compute_grants(
             for s, held in zip(seconds, kept, strict=True)
         ]
     if sum(amounts) > num_open:
-        amounts = split_to_finish_together(num_open, seconds, kept)
+        costs = [(s * held, s) for s, held in zip(seconds, kept, strict=True)]
+        amounts = list(split_by_cost(num_open, costs, least=0))
     parts: list[list[tuple[int, tuple[range, ...]]]] = [list(peer.kept) for peer in staying]
     for epoch, batches in open_batches.items():
         sizes = _split_proportionally(min(len(batches), sum(amounts)), amounts)
@@ -108,38 +108,6 @@ def round_interval_s(
         return period_s
     durations = (len(grants[f.machine]) * s for f, s in zip(reports, seconds, strict=True))
     return min(period_s, max(MIN_INTERVAL_S, *durations))
-
-
-def split_to_finish_together(
-    total: int, seconds: Sequence[float], kept: Sequence[int]
-) -> list[int]:
-    """Split ``total`` batches so that all machines finish as early and as close together as
-    possible.
-
-    Args:
-        total: Batches to grant.
-        seconds: Seconds per batch of each machine.
-        kept: Batches that each machine already has.
-    """
-    # Water filling: ``level`` is the finish time of the machines that get batches at all.
-    order = sorted(range(len(kept)), key=lambda i: (kept[i] * seconds[i], i))
-    speed = held = level = 0.0
-    for place, i in enumerate(order):
-        speed, held = speed + 1 / seconds[i], held + kept[i]
-        level = (total + held) / speed
-        if place + 1 == len(order) or level <= kept[order[place + 1]] * seconds[order[place + 1]]:
-            break
-    parts = [max(0, int(level / s) - k) for s, k in zip(seconds, kept, strict=True)]
-    while sum(parts) > total:  # by rounding alone
-        parts[max(range(len(parts)), key=lambda i: (parts[i], i))] -= 1
-    # The rest goes, one by one, to the machine that would finish one more first.
-    heap = [((kept[i] + parts[i] + 1) * seconds[i], i) for i in range(len(parts))]
-    heapq.heapify(heap)
-    for _ in range(total - sum(parts)):
-        _, i = heap[0]
-        parts[i] += 1
-        heapq.heapreplace(heap, ((kept[i] + parts[i] + 1) * seconds[i], i))
-    return parts
 
 
 def _split_proportionally(total: int, amounts: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.config import AverageBackend
-from runtime.collective import Collective, create_collectives
+from runtime.collective import close_collectives, create_collectives
 from runtime.collective.thread import weighted_sums
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
@@ -103,11 +103,12 @@ class GroupReduction(Reduction):
         self._packed = [_FlatCopies() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._collectives = create_collectives(len(devices), kind, devices, timeout_s)
+        close = partial(close_collectives, self._collectives)
         try:
             contexts = [_stream_of(device) for device in devices]
-            self._threads = RankThreads("ddp", contexts, _closer_of(self._collectives))
+            self._threads = RankThreads("ddp", contexts, close)
         except BaseException:
-            _closer_of(self._collectives)()
+            close()
             raise
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
@@ -157,7 +158,7 @@ class GroupReduction(Reduction):
         self._events[rank] = self._sync.mark(device, self._events[rank])
 
     def close(self) -> None:
-        """Close the threads and the group; blocks until they collective."""
+        """Close the threads and the group; blocks until they have ended."""
         self._threads.close()
         self._packed = []
 
@@ -204,14 +205,6 @@ def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[obje
             yield
 
     return nullcontext if device.type == "cpu" else current
-
-
-def _closer_of(collectives: Sequence[Collective]) -> Callable[[], None]:
-    def close() -> None:
-        for collective in collectives:
-            collective.close()
-
-    return close
 
 
 def make_reduction(backend: AverageBackend, devices: Sequence[torch.device]) -> Reduction:

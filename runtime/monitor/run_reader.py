@@ -21,7 +21,7 @@ from runtime.timeline.buffers import Row
 from runtime.timeline.events import Cause
 from runtime.timeline.resources import ResourcePoller
 from runtime.timeline.summary import TimelineSummary
-from runtime.timeline.text import one_line
+from runtime.timeline.text import error_text, one_line
 from runtime.timeline.timeline import Timeline
 
 NUM_POINTS = 120
@@ -99,7 +99,7 @@ class RunReader:
             self._first = (elapsed_s, step)
         return {
             "state": "running" if end is None else end.state,
-            "error": None if error is None else _error_line(error),
+            "error": None if error is None else error_text(error),
             "model": "" if summary is None else summary.model,
             "headline": throughput.headline,
             "advice": throughput.advice,
@@ -330,10 +330,6 @@ def _finite(value: float) -> float | None:
     """The value as JSON, which has no non-finite numbers."""
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _error_line(error: BaseException) -> str:
-    return one_line(f"{type(error).__name__}: {one_line(error)}")
 
 
 def _device_memory(device: torch.device) -> int | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
-from coordinator.cluster.grant import INITIAL_BATCHES, Grant, split_to_finish_together
+from coordinator.cluster.grant import INITIAL_BATCHES, Grant
 from coordinator.cluster.machine_report import LedgerError, MachineReport
 from coordinator.cluster.member_protocol import (
     AdoptState,
@@ -33,7 +33,7 @@ from coordinator.cluster.member_protocol import (
     Stop,
 )
 from coordinator.messages import Tick
-from coordinator.splitting import BatchSet
+from coordinator.splitting import BatchSet, split_by_cost
 from tests.support.pairs import few_examples
 
 
@@ -220,7 +220,7 @@ def test_a_machine_without_measurement_counts_as_the_mean_of_the_others():
 )
 def test_the_last_batches_are_assigned_so_that_all_finish_together(machines, total):
     seconds, kept = [s for s, _ in machines], [k for _, k in machines]
-    parts = split_to_finish_together(total, seconds, kept)
+    parts = split_by_cost(total, [(k * s, s) for s, k in machines], least=0)
     assert sum(parts) == total
     assert min(parts) >= 0
     ends = [(k + p) * s for s, k, p in zip(seconds, kept, parts, strict=True)]
