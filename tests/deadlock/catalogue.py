@@ -19,9 +19,6 @@ ELSEWHERE = {
     "D8": [
         "tests/simulation/test_unequal_speeds.py::test_a_stalled_loader_delays_no_acknowledgement"
     ],
-    "D12": [
-        "tests/unit/worker/test_protocol.py::test_a_parked_worker_still_returns_messages_that_need_work"
-    ],
     "D15": ["tests/unit/coordinator/test_rounds.py::test_a_reply_to_an_old_round_is_ignored"],
     "D17": ["tests/unit/coordinator/test_averaging.py::test_tensors_on_other_devices_are_rejected"],
     "D19": [
@@ -44,7 +41,7 @@ ELSEWHERE = {
         "tests/unit/test_step_path_cuda.py::test_the_step_path_neither_syncs_a_device_nor_frees_its_memory"
     ],
     "D31": ["tests/unit/data/test_loader.py::test_a_cancelled_epoch_leaves_no_batch_behind"],
-    "D34": ["tests/unit/replica/test_schedule.py::test_the_scale_multiplies_every_rate"],
+    "D25": ["tests/unit/test_exactly_once.py::test_every_epoch_trains_every_index_exactly_once"],
     "S1": [
         "tests/simulation/test_unequal_speeds.py::test_no_rank_leads_by_more_than_max_batch_diff"
     ],

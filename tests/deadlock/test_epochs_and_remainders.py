@@ -13,8 +13,8 @@ from coordinator.messages import PublishEpoch
 from runtime import current_worker
 from runtime.collective import Collective
 from tests.deadlock.faults import BOUND_S
-from tests.deadlock.tap import Sent, within
-from tests.support.pairs import SCALE, diagonal
+from tests.deadlock.tap import Sent
+from tests.support.pairs import diagonal
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -29,19 +29,6 @@ from tests.support.running import (
     over,
 )
 
-every_way_and_one_device = pytest.mark.parametrize(
-    ("way", "ranks"),
-    [
-        *(
-            (way, ranks)
-            for i, way in enumerate(WAYS)
-            for ranks in (2, 3)
-            if SCALE > 1 or (i + ranks) % 2
-        ),
-        ((SYNC, THREAD), 1),
-    ],
-)
-
 
 def each_sample_once(trace, num_samples, num_epochs):
     for epoch in range(num_epochs):
@@ -50,29 +37,6 @@ def each_sample_once(trace, num_samples, num_epochs):
 
 
 # -- remainders -------------------------------------------------------------------------
-
-
-@every_way_and_one_device
-def test_a_short_last_batch_is_trained_and_the_epoch_closes(way, ranks):
-    """D25, S15: 103 samples in batches of 10."""
-    trace = Trace()
-    b = builder(train=trace, dataset=103, batch_size=10, epochs=2, ranks=ranks, way=way)
-    with within(5):
-        state = b.anchor(2).run().join(BOUND_S)
-    assert [e.num_samples for e in state.metrics] == [103, 103]
-    assert 3 in {len(indices) for _, _, indices in trace.batches}
-    each_sample_once(trace, 103, 2)
-
-
-@every_way_and_one_device
-def test_a_data_set_smaller_than_a_batch_is_trained_as_one_short_batch(way, ranks):
-    """S3: it neither waits for more batches nor ends without a batch."""
-    trace = Trace()
-    b = builder(train=trace, dataset=3, batch_size=10, epochs=2, ranks=ranks, way=way)
-    with within(5):
-        state = b.run().join(BOUND_S)
-    assert [e.num_samples for e in state.metrics] == [3, 3]
-    assert [len(indices) for _, _, indices in trace.batches] == [3, 3]
 
 
 def test_dropping_the_only_batch_is_rejected_before_any_thread_starts():
@@ -216,7 +180,7 @@ def test_fewer_samples_than_replicas_leave_replicas_identical(way, tap):
 # -- the schedule -------------------------------------------------------------------------------
 
 
-@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
+@over([(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, THREAD)])
 def test_the_schedule_keeps_the_scale_of_the_world_size(way):
     """D34: three ranks at a ratio of 0.35 train at 1.7 times what the schedule gives."""
     rates, lock = [], threading.Lock()

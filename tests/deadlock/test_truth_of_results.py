@@ -43,13 +43,14 @@ def test_a_blocking_metrics_function_does_not_stop_dispatch(way):
 
 
 @local_ways
-def test_a_failing_metrics_function_is_logged_and_does_not_end_the_run(way, caplog):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_failing_metrics_function_is_logged_and_does_not_end_the_run(way, error, caplog):
     """S23: it still receives every epoch."""
     seen = []
 
     def fail(metrics):
         seen.append(metrics.epoch)
-        raise ZeroDivisionError("in the user's function")
+        raise error("in the user's function")
 
     with caplog.at_level(logging.ERROR, "runtime.metrics_thread"):
         state = builder(epochs=3, way=way).metrics_fn(fail).run().join(BOUND_S)

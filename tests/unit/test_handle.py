@@ -211,20 +211,6 @@ def test_metrics_fn_that_returns_false_ends_the_run(way, kind):
     assert set(names) == {"metrics"}
 
 
-def test_metrics_fn_that_raises_or_blocks_stops_no_training(caplog):
-    trace, release = Trace(), threading.Event()
-
-    def metrics_fn(metrics):
-        assert release.wait(WAIT_S)
-        raise ValueError("a bad plot")
-
-    handle = builder(train=trace, dataset=10, batch_size=1, epochs=3).metrics_fn(metrics_fn).run()
-    trace.wait_for(lambda: sum(trace.steps.values()) == 30)  # while the callback is blocked
-    release.set()
-    assert len(handle.join(WAIT_S).metrics) == 3
-    assert caplog.text.count("metrics_fn failed") == 3
-
-
 def test_progress_is_silent_off_a_terminal(capfd):
     builder().run().join(WAIT_S)
     assert capfd.readouterr() == ("", "")
@@ -377,24 +363,6 @@ def test_intra_op_threads_are_restored():
         assert before + 3 not in inside
     finally:
         torch.set_num_threads(before)
-
-
-def test_two_runs_at_once_do_not_mix():
-    meet = threading.Barrier(2, timeout=WAIT_S)
-    traces = []
-    for _ in range(2):
-
-        def together(model, batch, once=[]):  # noqa: B006
-            if not once and current_worker().rank == 0:
-                once.append(True)
-                meet.wait()
-            return count_up(model, batch)
-
-        traces.append(Trace(lambda m, b, f=together: f(m, b)))
-    a = builder(train=traces[0], dataset=30, epochs=2, way=(CADENCE, OVER_CPU)).run()
-    b = builder(train=traces[1], dataset=22, epochs=2, way=(SYNC, THREAD)).run()
-    assert [m.num_samples for m in a.join(WAIT_S).metrics] == [30, 30]
-    assert [m.num_samples for m in b.join(WAIT_S).metrics] == [22, 22]
 
 
 def test_run_returns_before_a_slow_factory_does():

@@ -73,15 +73,6 @@ def test_a_stream_is_handed_out_in_batches_of_each_ranks_size(way, more):
     check(run(seen, SIZES, way, Stream(), **more), seen)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_death_loses_no_item_of_a_stream(way):
-    seen = Seen(fails_at=3)
-    handle = run(seen, (12, 8, 4), way, Stream(), on_worker_failure="continue")
-    state = handle.join(WAIT_S)
-    assert trained(seen).keys() == EACH_ONCE.keys()
-    assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
-
-
 def test_loader_processes_give_batches_of_each_ranks_size():
     seen = Seen()
     check(run(seen, SIZES, WAYS[0], Indexed(), loader_workers=1), seen)
@@ -121,9 +112,10 @@ def check(handle, seen, sizes=SIZES):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_death_loses_nothing(way):
+@pytest.mark.parametrize("dataset", [None, Stream()], ids=["indexed", "stream"])
+def test_a_death_loses_nothing(way, dataset):
     seen = Seen(fails_at=3)
-    state = run(seen, (12, 8, 4), way, on_worker_failure="continue").join(WAIT_S)
+    state = run(seen, (12, 8, 4), way, dataset, on_worker_failure="continue").join(WAIT_S)
     assert trained(seen).keys() == EACH_ONCE.keys()
     assert [m.num_samples for m in state.metrics] == [N] * EPOCHS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import AverageBackend, NonFiniteError, ReplicaMismatch, WorkerFailed, current_worker
+from runtime import AverageBackend, ReplicaMismatch, current_worker
 from runtime.core.errors import CollectiveAborted
 from runtime.replica.reducer import GradientReducer
 from tests.support.running import (
@@ -23,7 +23,6 @@ from tests.support.running import (
     THREAD,
     WAIT_S,
     builder,
-    count_up,
 )
 
 BATCH = 2
@@ -144,15 +143,6 @@ def test_replicas_that_differ_end_the_run_in_any_case():
         run(train_samples, (CADENCE, OVER_CPU), model=odd).join(WAIT_S)
 
 
-def test_a_value_that_is_not_finite_ends_the_run_in_any_case():
-    def poisoned(model, batch):
-        return train_samples(model, batch) * (float("nan") if current_worker().rank == 1 else 1.0)
-
-    with pytest.raises(WorkerFailed) as caught:
-        run(poisoned, (CADENCE, OVER_CPU)).join(WAIT_S)
-    assert isinstance(caught.value.__cause__, NonFiniteError)
-
-
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
 def test_an_evaluation_that_kills_the_lead_is_done_by_the_next(way):
     evaluated = []
@@ -216,31 +206,6 @@ def test_under_sync_the_survivors_stay_identical(backend):
     first, other = models[0].state_dict(), models[2].state_dict()
     for key, value in first.items():
         assert torch.equal(value, other[key]), key
-
-
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_statistics_and_the_stop_work_after_a_death(way):
-    died = threading.Event()
-
-    def note(model, batch):
-        if current_worker().rank == 1:
-            died.set()
-            raise ValueError("planted")
-        return count_up(model, batch)
-
-    handle = (
-        builder(train=note, dataset=50, epochs=10_000, ranks=3, way=way)
-        .on_worker_failure("continue")
-        .run()
-    )
-    assert died.wait(WAIT_S)
-    assert handle.next_metrics(WAIT_S) is not None
-    alive = [r.alive for r in handle.statistics().ranks]
-    handle.stop()
-    state = handle.join(WAIT_S)
-    assert alive == [True, False, True]
-    assert state.stopped
-    assert [f.rank for f in state.failures] == [1]
 
 
 def test_a_death_is_logged_as_it_happens(caplog):

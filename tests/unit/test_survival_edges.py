@@ -22,7 +22,17 @@ from tests.simulation.harness import Simulation
 from tests.simulation.schedule import Pace, Schedule
 from tests.simulation.test_unequal_speeds import every_way, schedule_of
 from tests.support import programs
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder, count_up
+from tests.support.running import (
+    CADENCE,
+    LOCAL_WAYS,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    Trace,
+    builder,
+    count_up,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,7 +215,7 @@ def test_under_sync_buffers_forget_a_step_that_was_not_made(step):
     assert int(state.buffers["seen"]) == state.metrics[0].per_rank[0].num_batches
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD)])
+@pytest.mark.parametrize("way", LOCAL_WAYS)
 def test_the_replica_of_a_dead_rank_is_freed_while_the_others_train(way):
     models = []
 
@@ -228,20 +238,11 @@ def test_the_replica_of_a_dead_rank_is_freed_while_the_others_train(way):
     assert handle.next_metrics(WAIT_S) is not None  # the others go on
     gc.collect()
     assert models[0]() is None
+    assert [r.alive for r in handle.statistics().ranks] == [True, False, True]
     handle.stop()
-    assert len(handle.join(WAIT_S).failures) == 1
-
-
-def test_a_metrics_function_that_exits_ends_neither_the_run_nor_the_epochs(caplog):
-    seen = []
-
-    def leave(metrics):
-        seen.append(metrics.epoch)
-        raise SystemExit
-
-    builder(epochs=3).metrics_fn(leave).run().join(WAIT_S)
-    assert seen == [0, 1, 2]
-    assert "metrics_fn failed" in caplog.text
+    state = handle.join(WAIT_S)
+    assert state.stopped
+    assert [f.rank for f in state.failures] == [1]
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,6 @@ def test_a_single_rank_receives_all_open_batches(world_size, shares):
     assert size(assign(ledger, world_size - 1, None, shares)) == 50
 
 
-def test_fixed_ratios_hold_under_progressive_dispatch():
-    """S16."""
-    ledger = ledger_of(40, ratios=(3.0, 1.0))
-    while any(assign(ledger, rank, (1.0, 1e-6)) for rank in (1, 0)):
-        pass
-    assert [ledger.by_rank[r].num_assigned for r in (0, 1)] == [30, 10]
-
-
 def test_without_progressive_dispatch_a_partition_is_assigned_at_once():
     ledger = ledger_of(40, progressive=False)
     assert size(assign(ledger, 0, None, (0.75, 0.25))) == 30
@@ -109,17 +101,6 @@ def test_without_look_ahead_one_epoch_is_open_at_a_time():
     ledger = ledger_of(1, num_epochs=2, world_size=1, look_ahead=False)
     assert assign(ledger, 0)[0] == 0
     assert assign(ledger, 0) is None
-
-
-def test_a_closed_epoch_never_opens_again():
-    """D24."""
-    ledger = ledger_of(2, num_epochs=1)
-    assign(ledger, 0), assign(ledger, 1)
-    settle_all(ledger)
-    ledger.pop_oldest()
-    assert assign(ledger, 0) is None
-    assert ledger.exhausted
-    assert not ledger.epochs
 
 
 def test_max_batches_is_spent_on_the_oldest_epoch_first():
@@ -212,27 +193,6 @@ def test_batches_of_an_abandoned_round_are_settled_by_the_next():
     ledger.freeze(0)
     ledger.settle(0)
     assert ledger.oldest.num_settled == 4
-
-
-def test_the_short_batch_counts_its_samples():
-    """D25: 103 samples, batch 10: the epoch ends, 103 trained."""
-    ledger = BatchLedger(num_samples=103, batch_size=10, num_epochs=1, world_size=2)
-    while assign(ledger, 0) or assign(ledger, 1):
-        pass
-    settle_all(ledger)
-    assert ledger.oldest.settled
-    assert ledger.oldest.num_samples == 103
-
-
-def test_drop_last_omits_the_short_batch():
-    ledger = BatchLedger(
-        num_samples=103, batch_size=10, num_epochs=1, world_size=1, batches_per_epoch=10
-    )
-    while assign(ledger, 0):
-        pass
-    settle_all(ledger)
-    assert ledger.oldest.settled
-    assert ledger.oldest.num_samples == 100
 
 
 def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():

@@ -14,7 +14,6 @@ from coordinator.machine import Coordinator
 from coordinator.messages import (
     FINAL_ROUND,
     SAVE_ROUND,
-    AbortCollective,
     Average,
     PublishEpoch,
     PublishSteps,
@@ -153,34 +152,6 @@ def test_a_round_over_the_cpu_collects_computes_and_delivers():
     assert run.machine.run_state.ledger.oldest.num_settled == 4
 
 
-@pytest.mark.parametrize("backend", [CPU, THREAD])
-def test_no_second_request_goes_out_before_every_rank_acknowledged(backend):
-    """D6."""
-    run = at_a_round(backend)
-    kind = m.RequestParams if backend is CPU else m.SyncNow
-    if backend is CPU:
-        run.snapshot(0, 1), run.snapshot(1, 1)
-        run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
-    for _ in range(10):
-        run.end_plan(0)
-        run.end_plan(1)
-    run.handle(m.SyncAck(rank=0, round=1))
-    assert len(run.to(kind)) == 2
-    run.handle(m.SyncAck(rank=1, round=1))
-    run.end_plan(0), run.end_plan(1), run.end_plan(0), run.end_plan(1)
-    assert [msg.round for msg in run.to(kind)] == [1, 1, 2, 2]
-
-
-def test_an_acknowledgement_is_not_counted_as_a_batch():
-    """D5."""
-    run = at_a_round(THREAD)
-    before = [r.num_batches for r in run.machine.run_state.ranks]
-    for rank in (0, 1):
-        run.handle(m.SyncAck(rank=rank, round=1))
-    assert [r.num_batches for r in run.machine.run_state.ranks] == before
-    assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=4)] * 2
-
-
 def test_a_ranks_own_wait_for_data_counts_in_the_cadence():
     run = Run(anchor=50, num_samples=200, progressive=False)
     for _ in range(8):
@@ -191,19 +162,6 @@ def test_a_ranks_own_wait_for_data_counts_in_the_cadence():
     assert [r.compute_since_round for r in state.ranks] == pytest.approx([0.08, 0.08 + 7 * 0.02])
     assert [r.compute_s for r in state.ranks] == pytest.approx([0.08, 0.08])
     assert state.elche.seconds_per_batch == pytest.approx((0.01, 0.03), rel=0.1)
-
-
-def test_training_during_an_average_counts_for_the_next_round():
-    """D19."""
-    run = at_a_round()
-    run.snapshot(0, 1), run.snapshot(1, 1)
-    run.end_plan(0), run.end_plan(0), run.end_plan(1)
-    run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2))
-    ranks = run.machine.run_state.ranks
-    assert [r.since_round for r in ranks] == [2, 1]
-    assert [r.compute_since_round for r in ranks] == pytest.approx([0.02, 0.01])
-    assert run.machine.run_state.ledger.oldest.num_settled == 4
-    assert run.to(m.SetGlobalStep)[-1].step == 4
 
 
 def test_a_round_without_timely_replies_is_abandoned_and_retried():
@@ -217,18 +175,6 @@ def test_a_round_without_timely_replies_is_abandoned_and_retried():
     run.handle(m.Tick())
     assert [msg.round for msg in run.to(m.RequestParams)] == [1, 1, 2, 2]
     assert run.machine.statistics().num_failed_rounds == 1
-
-
-def test_a_snapshot_of_an_abandoned_round_is_dropped():
-    """D15."""
-    run = at_a_round(snapshot_timeout_s=1.0)
-    run.now = 1.0
-    run.handle(m.Tick())
-    run.snapshot(0, 1), run.snapshot(1, 1)
-    assert run.jobs() == []
-    run.snapshot(1, 2), run.snapshot(0, 2)
-    assert [job.round for job in run.jobs()] == [2]
-    assert run.machine.run_state.ledger.oldest.num_settled == 0
 
 
 def test_too_many_failed_rounds_in_a_row_end_the_run():
@@ -573,19 +519,6 @@ def test_the_result_of_sync_is_averaged_over_the_ranks_with_the_most_steps(ahead
     assert run.jobs() == []
 
 
-def test_a_failure_aborts_the_collective_and_shuts_all_ranks_down():
-    run = at_a_round(THREAD)
-    error = RuntimeError("in a step")
-    run.handle(m.Failed(rank=1, epoch=0, step=7, error=error))
-    assert AbortCollective() in run.others
-    assert run.to(m.Shutdown, 0) == [m.Shutdown(failed=True)]
-    run.handle(m.SyncAck(rank=0, round=1, ok=False))
-    run.handle(m.Exiting(rank=0))
-    assert run.machine.done
-    failure = run.machine.outcome.failure
-    assert (failure.error, failure.rank, failure.step) == (error, 1, 7)
-
-
 def test_a_failure_ends_the_round_in_flight():
     """Its average is sent to no rank."""
     run = at_a_round()
@@ -593,30 +526,6 @@ def test_a_failure_ends_the_round_in_flight():
     run.handle(m.Failed(rank=1, epoch=0, step=2, error=RuntimeError()))
     assert run.handle(m.Averaged(round=1, average=EMPTY, num_samples=2)) == []
     assert run.machine.run_state.ledger.oldest.num_settled == 0
-
-
-def test_a_rank_that_leaves_during_a_round_aborts_it():
-    """D1."""
-    run = at_a_round(THREAD)
-    run.handle(m.Exiting(rank=1))
-    assert AbortCollective() in run.others
-    assert [msg for _, msg in run.sent if isinstance(msg, m.SyncNow) and msg.round > 1] == []
-    assert run.machine.outcome.failure.rank == 1
-
-
-def test_a_thread_that_ends_without_a_message_is_dead():
-    run = Run()
-    run.handle(m.ThreadEnded(rank=0))
-    assert run.machine.run_state.ranks[0].state is RankState.DEAD
-    assert "without a message" in str(run.machine.outcome.failure.error)
-
-
-def test_the_first_failure_is_the_outcome():
-    run = Run(world=3)
-    first = RuntimeError("first")
-    run.handle(m.Failed(rank=0, epoch=0, step=1, error=first))
-    run.handle(m.Failed(rank=1, epoch=0, step=1, error=RuntimeError("second")))
-    assert run.machine.outcome.failure.error is first
 
 
 def test_ranks_that_do_not_leave_in_time_are_named():

@@ -6,17 +6,6 @@ from coordinator import messages as m
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
-def test_catching_up_releases_a_parked_rank_without_a_round():
-    """D11, S1: max_batch_diff below the anchor."""
-    run = Run(anchor=10, max_batch_diff=2)
-    run.end_plan(0), run.end_plan(0), run.end_plan(0)
-    assert run.machine.run_state.ranks[0].parked
-    sent = run.report(1)
-    assert (0, m.Resume(budget=m.BatchBudget(limit=4, report_after=1))) in sent
-    assert not run.machine.run_state.ranks[0].parked
-    assert run.to(m.RequestParams) == []
-
-
 def test_a_reply_with_a_report_releases_a_rank_while_the_round_waits_for_others():
     run = Run(anchor=10, max_batch_diff=2)
     run.end_plan(0), run.end_plan(0), run.end_plan(0)

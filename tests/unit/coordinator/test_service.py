@@ -11,7 +11,6 @@ import torch
 
 from coordinator import messages as m
 from coordinator import service as service_module
-from coordinator.averaging import Averager
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import AbortCollective, Average, PublishEpoch, Send
@@ -152,18 +151,6 @@ def test_a_failed_coordinator_thread_wakes_all_ranks_and_keeps_its_error(error, 
     assert "the coordinator's thread died" in caplog.text
 
 
-def test_a_failure_inside_the_coordinator_wakes_all_ranks(monkeypatch, caplog):
-    def broken(self, now):
-        raise RuntimeError("inside the machine")
-
-    monkeypatch.setattr(Coordinator, "_advance", broken)
-    config = CoordinatorConfig(devices=("cpu", "cpu"), num_samples=10, batch_size=1, num_epochs=1)
-    bench = Bench(Coordinator(config)).run(m.Ready(rank=0))
-    assert str(bench.machine.outcome.failure.error) == "inside the machine"
-    assert all(outbox.get_nowait() == m.Shutdown(snapshot=False) for outbox in bench.outboxes)
-    assert bench.service.statistics().global_step == 0
-
-
 def test_a_passed_deadline_is_a_tick():
     def script(machine, event):
         machine.ended = isinstance(event, m.Tick)
@@ -210,71 +197,6 @@ def test_a_failed_average_is_returned_with_its_error(caplog):
     assert seen[0].average is None
     assert isinstance(seen[0].error, ValueError)
     assert "averaging round 1 failed" in caplog.text
-
-
-def test_events_are_handled_while_an_average_is_computed(monkeypatch):
-    """D19: averaging does not stop dispatch."""
-    started, release = threading.Event(), threading.Event()
-
-    class Slow(Averager):
-        def average(self, payloads, weights, squares=()):
-            started.set()
-            assert release.wait(WAIT_S)
-            raise RuntimeError("released")
-
-    monkeypatch.setattr(service_module, "Averager", Slow)
-
-    def script(machine, event):
-        match event:
-            case m.Ready():
-                return [Average(round=1, ranks=(), payloads=(), weights=())]
-            case m.StopRequested():
-                return [Send(rank=0, message=m.Throttle())]
-            case m.Averaged():
-                machine.ended = True
-        return []
-
-    bench = Bench(Scripted(script))
-    bench.service.start()
-    bench.inbox.put(m.Ready(rank=0))
-    assert started.wait(WAIT_S)
-    bench.inbox.put(m.StopRequested())
-    assert bench.outboxes[0].get(timeout=WAIT_S) == m.Throttle()
-    assert not bench.ended.is_set()
-    release.set()
-    assert bench.service.join(WAIT_S)
-
-
-def test_an_average_in_progress_is_waited_for_when_the_run_ends(monkeypatch):
-    """D20: no averaging thread outlives the coordinator."""
-    started, release = threading.Event(), threading.Event()
-    finished = []
-
-    class Slow(Averager):
-        def average(self, payloads, weights, squares=()):
-            started.set()
-            assert release.wait(WAIT_S)
-            finished.append(True)
-            raise RuntimeError("released")
-
-    monkeypatch.setattr(service_module, "Averager", Slow)
-
-    def script(machine, event):
-        if isinstance(event, m.Ready):
-            return [Average(round=1, ranks=(), payloads=(), weights=())]
-        machine.ended = machine.ended or isinstance(event, m.StopRequested)
-        return []
-
-    bench = Bench(Scripted(script))
-    bench.service.start()
-    bench.inbox.put(m.Ready(rank=0))
-    assert started.wait(WAIT_S)
-    bench.inbox.put(m.StopRequested())
-    assert not bench.service.join(0.0)
-    release.set()
-    assert bench.service.join(WAIT_S)
-    assert finished == [True]
-    assert threads() == set()
 
 
 def test_a_failed_thread_start_leaves_no_thread_behind(monkeypatch):

@@ -27,7 +27,6 @@ from tests.support.own_loop import (
     mean_step,
     on_cpus,
     sgd,
-    train_both,
     train_step,
 )
 from tests.support.pairs import pairwise
@@ -259,14 +258,6 @@ def test_the_anchor_of_a_plain_loop_follows_the_cost_of_reductions(how, monkeypa
         assert [count for _, count in times] == [2, 2]
         assert all(seconds > 0 for seconds, _ in times)
         assert sync_s > 0
-
-
-def test_a_plain_loop_trains_with_elche_too():
-    net = make_net()
-    alone = OneDevice(net)
-    with on_cpus(net, 2, config=DdpConfig(speed_hint=(0, 2.0))) as model:
-        assert model.batch_counts == (10, 20)
-        train_both(model, alone, [7] * 12)
 
 
 @pytest.fixture

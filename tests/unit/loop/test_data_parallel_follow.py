@@ -139,11 +139,13 @@ def test_buffers_of_the_primary_reach_all_replicas_in_the_next_batch(change):
 
 
 def test_sync_params_copies_changes_that_version_counters_miss():
-    with replicas(2) as coordinator:
+    with replicas(3, model=with_norm) as coordinator:
         freeze(coordinator.primary)  # sync_params copies this too
         coordinator.primary[0].weight.data.mul_(2.0)
+        coordinator.primary[1].running_mean.data.fill_(3.0)
         coordinator.sync_params()
         assert identical(coordinator)
+        assert coordinator.models[2][1].running_mean.tolist() == [3.0] * 8
         coordinator.train_batch(samples_of(8))
         assert identical(coordinator)
 

@@ -135,16 +135,6 @@ def test_finite_gradients_are_finite(fine):
     assert not has_non_finite(fine)
 
 
-# -- the norm ---------------------------------------------------------------------------------
-
-
-@given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=5), max_size=5))
-def test_a_norm_is_taken_over_all_elements_together(columns):
-    grads = [torch.tensor(column, dtype=torch.float64) for column in columns]
-    expected = math.sqrt(math.fsum(x * x for column in columns for x in column))
-    assert gradient_norm(grads) == pytest.approx(expected, rel=1e-9, abs=1e-150)
-
-
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_norm_is_not_finite_if_one_element_is_not(bad, at):

@@ -34,7 +34,6 @@ from tests.support.graphing import (
     DATA,
     a_run,
     adamw,
-    assert_equal_runs,
     assert_graphs_change_nothing,
     capturable_on_cpu,
     loss_of,
@@ -351,22 +350,6 @@ def test_the_weight_of_a_failed_reduction_is_dropped():
     ranks.close()
 
 
-def test_weights_equal_to_the_samples_change_only_rounding():
-    def run(fit):
-        b = builder(model=two_numbers_on, dataset=(DATA,), train=fit, ranks=3, way=(SYNC, THREAD))
-        return b.accumulate(2).seed(1).run().join(WAIT_S)
-
-    def two_numbers_on(device):
-        torch.manual_seed(0)
-        return nn.Linear(3, 1).double()
-
-    def plain(model, batch):
-        return (model(batch[0]) - 1).square().mean()
-
-    expected = run(plain)
-    assert_equal_runs(run(lambda model, batch: (plain(model, batch), len(batch[0]))), expected)
-
-
 def test_weighted_training_continues_after_the_death_of_a_rank():
     models = {}
 
@@ -473,10 +456,11 @@ def test_a_first_weight_during_a_capture_splits_the_graph_for_its_read(posing):
 # -- figures -----------------------------------------------------------------------------------
 
 
-def test_losses_and_scalars_are_means_by_weight():
+@pytest.mark.parametrize("unit", [0.25, torch.tensor(0.25)])
+def test_losses_and_scalars_are_means_by_weight(unit):
     def fit(model, batch):
         record_scalar("first", float(batch[0]))
-        return Weighted(model.w.sum() * 0 + float(batch[0]), 0.25 * float(batch[0]))
+        return Weighted(model.w.sum() * 0 + float(batch[0]), unit * float(batch[0]))
 
     metrics = builder(train=fit, dataset=10, batch_size=1, ranks=1).run().join(WAIT_S).metrics[0]
     mean = sum(i * i for i in range(10)) / sum(range(10))
@@ -618,15 +602,6 @@ def test_a_second_value_that_is_hardly_a_weight_is_refused(result, message, door
 @pytest.mark.parametrize("kind", [dict, list])
 def test_other_second_values_are_refused_with_the_call_that_records_them(kind):
     assert "gpuworker.record_scalar(name, value)" in str(refused(kind()))
-
-
-@pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25)])
-def test_a_fraction_is_a_weight_in_the_explicit_form(weight):
-    def fit(model, batch):
-        return Weighted(model.w.sum() * 0 + float(batch[0]), weight * float(batch[0]))
-
-    metrics = builder(train=fit, dataset=10, batch_size=1, ranks=1).run().join(WAIT_S).metrics[0]
-    assert metrics.avg_loss == pytest.approx(sum(i * i for i in range(10)) / sum(range(10)))
 
 
 def test_a_count_of_right_samples_in_the_explicit_form_is_refused():

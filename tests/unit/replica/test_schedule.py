@@ -246,14 +246,6 @@ def test_the_position_ends_at_the_batches_of_all_ranks(way):
         assert max(every) == 179.0
 
 
-@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
-def test_the_scale_multiplies_every_rate(way):
-    found = Rates()
-    b = builder(train=found, dataset=20, ranks=2, way=way)
-    b.lr_scale_ratio(0.5).scheduler(lambda o: StepLR(o, 1000)).run().join(WAIT_S)
-    assert {rate for of in found.of.values() for rate in of} == {1.5}
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_scale_without_a_scheduler_acts_once(ranks):
     found = Rates()

@@ -67,14 +67,6 @@ def test_an_illegal_transition_raises_and_changes_nothing(state, next_state):
     assert protocol.state is state
 
 
-def test_a_second_sync_before_the_first_has_ended_keeps_one_round():
-    protocol = training()
-    first = protocol.receive(m.SyncNow(round=1))
-    assert protocol.state is WorkerState.SYNCING
-    protocol.on_synced(first, ok=True)
-    assert protocol.state is WorkerState.TRAINING
-
-
 def test_a_worker_goes_through_the_states_from_building_to_gone():
     protocol = WorkerProtocol(0)
     assert protocol.state is WorkerState.BUILDING
@@ -113,14 +105,6 @@ def test_a_parked_worker_is_released_by(message):
     assert protocol.may_train
 
 
-def test_a_parked_worker_is_released_by_shutdown_to_leave():
-    protocol = parked()
-    protocol.receive(m.Shutdown())
-    assert not protocol.parked
-    assert protocol.leaving
-    assert not protocol.may_train
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -137,31 +121,6 @@ def test_a_parked_worker_is_not_released_by(message):
     protocol = parked()
     protocol.receive(message)
     assert protocol.parked
-
-
-@pytest.mark.parametrize("message", [m.RequestParams(round=1), m.Evaluate(epoch=0)])
-def test_a_parked_worker_still_returns_messages_that_need_work(message):
-    """D12."""
-    assert parked().receive(message) is message
-
-
-def test_one_release_ends_two_throttles():
-    """D10."""
-    protocol = parked()
-    protocol.receive(m.Throttle())
-    protocol.receive(m.Resume())
-    assert protocol.may_train
-
-
-def test_a_plan_received_while_parked_is_trained_after_the_release():
-    """D13."""
-    protocol = parked()
-    late = m.EpochPlan(epoch=1, batches=(range(2),))
-    protocol.receive(m.StartEpoch(plan=late))
-    protocol.receive(m.Resume())
-    protocol.end_plan()
-    assert protocol.begin_plan() is late
-    assert protocol.may_train
 
 
 def test_a_worker_parks_at_its_limit_and_reports_at_once():
@@ -214,17 +173,6 @@ def test_an_update_of_an_abandoned_round_changes_nothing():
     assert protocol.batches == 0
 
 
-def test_an_update_is_applied_once():
-    protocol = training()
-    train(protocol, 2)
-    protocol.on_snapshot_taken(1)
-    update = m.Update(round=1, average=EMPTY)
-    assert protocol.on_updated(update)
-    train(protocol, 2)
-    assert not protocol.on_updated(update)
-    assert protocol.batches == 2
-
-
 def test_an_update_without_a_snapshot_changes_nothing():
     protocol = training()
     train(protocol, 2)
@@ -239,7 +187,9 @@ def test_a_round_adds_no_batches_to_the_counts():
     assert (protocol.batches, protocol.unreported) == (10, 10)
     work = protocol.receive(m.SyncNow(round=1))
     assert (protocol.batches, protocol.unreported) == (10, 10)
+    assert protocol.state is WorkerState.SYNCING
     protocol.on_synced(work, ok=True)
+    assert protocol.state is WorkerState.TRAINING
     assert (protocol.batches, protocol.samples) == (0, 0)
     assert protocol.unreported == 10
 
@@ -279,16 +229,6 @@ def test_a_budget_without_a_factor_keeps_it():
     assert protocol.lr_factor == 1.5
 
 
-def test_an_idle_worker_joins_a_round():
-    """D3."""
-    protocol = WorkerProtocol(0)
-    protocol.on_built()
-    work = protocol.receive(m.SyncNow(round=1))
-    assert work == m.SyncNow(round=1)
-    protocol.on_synced(work, ok=True)
-    assert protocol.state is WorkerState.IDLE
-
-
 def test_a_limit_of_the_next_round_counts_from_the_snapshot():
     protocol = training(limit=5)
     train(protocol, 5)
@@ -300,28 +240,6 @@ def test_a_limit_of_the_next_round_counts_from_the_snapshot():
 
 
 # -- the end ---------------------------------------------------------------------------------
-
-
-def test_a_leaving_worker_ignores_messages_sent_before_it_left():
-    """D2: stale rounds, then a plan: it exits."""
-    protocol = training()
-    protocol.leave()
-    stale = [m.SyncNow(round=r) for r in (1, 2, 3)]
-    for message in (*stale, m.CallCheckpointFn(version=1), m.StartEpoch(plan=PLAN)):
-        assert protocol.receive(message) is None
-    protocol.end_plan()
-    assert protocol.begin_plan() is None
-    assert protocol.receive(m.Shutdown()) is None
-    assert protocol.shutdown == m.Shutdown()
-    protocol.on_gone()
-
-
-def test_a_stale_sync_after_shutdown_is_ignored():
-    """D2."""
-    protocol = training()
-    protocol.receive(m.Shutdown())
-    assert protocol.receive(m.SyncNow(round=1)) is None
-    assert protocol.state is WorkerState.LEAVING
 
 
 def test_a_failure_cancels_the_request_for_a_final_snapshot():

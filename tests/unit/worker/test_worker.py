@@ -231,38 +231,6 @@ def test_shutdown_is_returned_and_ends_a_plan():
     assert alone.w == 0.0
 
 
-def test_throttle_is_released_by_sync_now():
-    (collective,) = create_collectives(1)
-    alone = Alone(collective=collective)
-    alone.worker.train_step(BATCH)
-    alone.send(m.Throttle(), m.SyncNow(round=3))
-    assert alone.worker.handle_control() is False
-    ack = alone.take(m.SyncAck)
-    assert (ack.round, ack.ok, ack.divergence) == (3, True, 0.0)
-    assert alone.worker.current_version == 1
-    collective.close()
-
-
-def test_a_throttle_in_a_plan_holds_at_its_limit_and_reports():
-    alone = Alone()
-    alone.send(m.Throttle(limit=2), start(range(6)))
-    thread = threading.Thread(target=alone.worker.run)
-    thread.start()
-    assert isinstance(alone.reports.get(timeout=WAIT_S), m.Ready)
-    report = alone.reports.get(timeout=WAIT_S)
-    assert isinstance(report, m.BatchReport)
-    assert report.stats.num_batches == 2
-    alone.send(m.RequestParams(round=1))  # a parked worker replies
-    assert alone.reports.get(timeout=WAIT_S).payload.params[0][0] == 2.0
-    alone.send(m.Resume())
-    assert alone.reports.get(timeout=WAIT_S).stats.num_batches == 4
-    alone.send(m.Shutdown())
-    thread.join(WAIT_S)
-    final, exiting = alone.take()
-    assert (final.num_samples, float(final.payload.params[0][0])) == (12, 6.0)
-    assert isinstance(exiting, m.Exiting)
-
-
 def test_wait_for_epoch_plan_handles_all_other_messages():
     alone = Alone()
     alone.send(m.RequestParams(round=1), m.SetGlobalStep(step=3), start(range(1)))
