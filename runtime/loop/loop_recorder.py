@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,6 @@ from runtime.timeline.summary import RunFacts
 from runtime.timeline.timeline import Timeline
 
 _TRAINING = {"forward", "backward", "accumulate", "step"}
-
-
-class ReducingRank(Protocol):
-    """A rank that takes part in reductions."""
-
-    @property
-    def rank(self) -> int:
-        """The rank."""
-
-    @property
-    def exchange_span_s(self) -> tuple[float, float]:
-        """Start and end of its last reduction, on the host."""
 
 
 class LoopRecorder:
@@ -107,17 +95,14 @@ class LoopRecorder:
         if operation == "step":
             self._end_step(spans)
 
-    def record_reductions(self, replicas: Sequence[ReducingRank]) -> None:
-        """Record a reduction between two tasks."""
+    def record_reductions(self, spans_s: Iterable[tuple[float, float]]) -> None:
+        """Record a reduction between two tasks: its start and end on each rank's host."""
         if self._timeline is None:
             return
-        for replica in replicas:
-            start_s, end_s = replica.exchange_span_s
-            self._enter(replica.rank, AVERAGING, start_s)
-            self._enter(replica.rank, IDLE, end_s)
-            self._lanes[replica.rank].record(
-                Kind.AVERAGING, start_s, self.step, "gradients", end=end_s
-            )
+        for rank, (start_s, end_s) in enumerate(spans_s):
+            self._enter(rank, AVERAGING, start_s)
+            self._enter(rank, IDLE, end_s)
+            self._lanes[rank].record(Kind.AVERAGING, start_s, self.step, "gradients", end=end_s)
         self._timeline.count_averaging()
 
     def record_batches(self, rank: int, batches: Sequence[Any]) -> None:

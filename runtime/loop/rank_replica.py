@@ -283,7 +283,7 @@ class GradientReduction:
             ends = zip(self._replicas, self._runner.collectives(), rows, strict=True)
             tasks = [partial(self._all_reduce, *end, has_grad, names) for end in ends]
             found = self._runner.run(tasks, "reduce")[0].value
-        self._recorder.record_reductions(self._replicas)
+        self._recorder.record_reductions(each.exchange_span_s for each in self._replicas)
         return found
 
     def sum_into(self, params: Sequence[Tensor], rows: Sequence[Row]) -> None:

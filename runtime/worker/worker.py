@@ -33,6 +33,7 @@ from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
+from runtime.evaluation.validation_data import ValidationData
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import uses_own_statistics
 from runtime.replica.build import BuildOrder
@@ -60,11 +61,7 @@ from runtime.worker.worker_config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.worker_validation import (
-    ValidationSource,
-    WorkerValidation,
-    validation_fn,
-)
+from runtime.worker.worker_validation import WorkerValidation, validation_fn
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +128,7 @@ class GpuWorker:
         launch_load: LaunchLoad | None = None,
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
-        validation: ValidationSource | None = None,
+        validation: ValidationData | None = None,
         loop_peers: LoopPeers | None = None,
     ) -> None:
         prepare_threads()  # unless a run has done so
@@ -250,7 +247,7 @@ class GpuWorker:
             falls_back=self.config.falls_back,
         )
 
-    def _make_validation(self, data: ValidationSource) -> WorkerValidation:
+    def _make_validation(self, data: ValidationData) -> WorkerValidation:
         this = weakref.ref(self)  # else a cycle of references
         return WorkerValidation(
             this,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from runtime.evaluation.pending_means import (
     drawing,
     evaluating,
 )
+from runtime.evaluation.validation_data import ValidationData, ValidationLoader
 from runtime.replica.stepper import Stepper, TrainFns
 from runtime.worker.reporter import Reporter
 
@@ -55,7 +55,7 @@ class WorkerValidation:
         context: Device,
         stepper: Stepper,
         reporter: Reporter,
-        data: ValidationSource,
+        data: ValidationData,
         fn: EvaluationFn,
         rank: int,
         world_size: int,
@@ -72,7 +72,7 @@ class WorkerValidation:
         self._rank = rank
         self._world_size = world_size
         self._sums = sums
-        self._loader: ValidationReader | None = None
+        self._loader: ValidationLoader | None = None
 
     def run(self, task: m.ValidationTask) -> None:
         """Evaluate a task, and report the results.
@@ -93,7 +93,7 @@ class WorkerValidation:
             if state is not None:
                 self._context.set_generator_state(state)
 
-    def _evaluate(self, task: m.ValidationTask, loader: ValidationReader) -> None:
+    def _evaluate(self, task: m.ValidationTask, loader: ValidationLoader) -> None:
         loader.submit(m.EpochPlan(epoch=0, batches=task.batches))
         pending: list[PendingMeans] = []
         since = time.monotonic()
@@ -141,36 +141,6 @@ class WorkerValidation:
         """Close the loader; False if its thread is alive. Idempotent."""
         loader, self._loader = self._loader, None
         return loader is None or loader.close()
-
-
-class ValidationSource(Protocol):
-    """The validation set of a run, shared by its workers."""
-
-    @property
-    def is_cancelled(self) -> threading.Event:
-        """Set when the run has failed."""
-
-    def make_loader(self, rank: int, worker: object) -> ValidationReader:
-        """The batches of a rank."""
-
-
-class ValidationReader(Protocol):
-    """The validation batches of one rank."""
-
-    def submit(self, plan: m.EpochPlan) -> None:
-        """Read the batches of ``plan``."""
-
-    def bounds(self, batch: int) -> tuple[int, int]:
-        """Positions of the first sample of a batch, and after its last one."""
-
-    def next(self) -> Any:
-        """The next submitted batch, on the device; blocks until it is read."""
-
-    def cancel(self) -> None:
-        """Drop all batches not yet taken."""
-
-    def close(self) -> bool:
-        """Stop threads and processes; False if one is alive."""
 
 
 def validation_fn(fn: EvaluationFn | None, train_fn: TrainFns) -> EvaluationFn:
