@@ -416,8 +416,10 @@ class EpochScheduler:
             (span,) = plan.parts[ranks[0]]
             keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(ranks))
             batches = dict(zip(ranks, keys, strict=True))
-        has_more = run.ledger.has_more(run.ledger.epochs[0])
+        epoch = run.ledger.epochs[0]
+        has_more = run.ledger.has_more(epoch)
         pauses = has_more and self._batches_until_evaluation(plan) == 0
+        more = bool(plan.pieces) and has_more and not pauses
         for info in live:
             yield (
                 info,
@@ -429,8 +431,9 @@ class EpochScheduler:
                     pieces=tuple(plan.pieces.get(info.rank, ())),
                     per_global=run.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
-                    more=bool(plan.pieces) and has_more and not pauses,
+                    more=more,
                     pauses=pauses,
+                    is_partial=bool(epoch.open) and not more,
                 ),
             )
 

@@ -45,6 +45,8 @@ class EpochPlan:
         num_slices: With pieces, the micro-batches of each rank in a global batch.
         more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
         pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
+        is_partial: Under ``SYNC``, all ranks stop after the plan within the epoch, for an
+            evaluation or because ``max_steps`` ends the run.
         metrics: Value of each closed epoch for a scheduler that steps by a metric; ``None``: the
             epoch has no such metric. Empty without such a scheduler.
     """
@@ -58,6 +60,7 @@ class EpochPlan:
     num_slices: int = 1
     more: bool = False
     pauses: bool = False
+    is_partial: bool = False
     metrics: tuple[float | None, ...] = ()
 
     @property

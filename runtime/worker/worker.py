@@ -481,7 +481,7 @@ class GpuWorker:
         if not plan.more:
             self.replica.check_structure()
             self._check_drift(frozen=True)
-            if plan.pauses:
+            if plan.is_partial:
                 self.replica.checkpoint.keep_buffers()
             self.replica.sync_buffers()
         self._handler.apply_agreed()

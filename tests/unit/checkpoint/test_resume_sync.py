@@ -138,6 +138,17 @@ def test_a_run_stopped_at_any_step_equals_an_uninterrupted_one(recipe, tmp_path)
     assert len(stops) > 1
 
 
+@pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 2), (1, 8), (1, 13), (2, 4), (2, 15)])
+def test_a_run_ended_by_max_steps_is_resumed_like_an_uninterrupted_one(
+    accumulate, max_steps, tmp_path
+):
+    """Also the running statistics, which the first run averages for the state that it returns."""
+    whole = Recipe(accumulate=accumulate)
+    first = Recipe(accumulate=accumulate, max_steps=max_steps)
+    first.start(configure=lambda b: b.checkpoint_dir(tmp_path)).join(WAIT_S)
+    assert_same(whole.resumed(tmp_path).join(WAIT_S), whole.straight())
+
+
 def test_a_run_stopped_twice_equals_an_uninterrupted_one(tmp_path):
     recipe = RECIPES["three ranks, windows of two"]
     straight = recipe.straight()
