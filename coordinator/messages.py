@@ -729,7 +729,7 @@ class ValidationReport:
     Attributes:
         rank: The sender.
         id: Id of the task.
-        results: The means of each batch evaluated since the last report.
+        results: The means of each batch evaluated since the last report, or of its parts.
         seconds: Time of their evaluation.
     """
 

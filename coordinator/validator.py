@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans, weighted_means
@@ -89,12 +91,12 @@ class Validator:
         task = None if validation is None else validation.tasks.get(event.rank)
         if validation is None or task is None:
             return None  # its average was rolled back
-        for result in event.results:
-            validation.results[result.position] = result
+        found = {position: tuple(g) for position, g in groupby(event.results, _position)}
+        validation.results |= found
         left = [batch for batch in task if batch not in validation.results]
         validation.tasks[event.rank] = left
         seconds, num = validation.spent.get(event.rank, (0.0, 0))
-        spent = (seconds + event.seconds, num + len(event.results))
+        spent = (seconds + event.seconds, num + len(found))
         validation.spent[event.rank] = spent
         if not left:
             del validation.tasks[event.rank]
@@ -121,6 +123,7 @@ class Validator:
             del self.of_epoch[validation.epoch]
 
 
+_position = attrgetter("position")
 Tasks = dict[int, list[int]]
 """Batches of each rank."""
 
@@ -134,7 +137,7 @@ class Validation:
         epoch: The epoch that closes, or within which it takes place.
         at: Batches of all ranks before it; ``None``: at the end of the epoch.
         tasks: Batches that ranks, also dead ones, have not reported.
-        results: Results by batch.
+        results: Results by batch: of its parts, if there was no memory for the whole.
         spent: Seconds and batches reported by each rank.
     """
 
@@ -142,7 +145,7 @@ class Validation:
     epoch: int
     at: int | None
     tasks: Tasks = field(default_factory=dict)
-    results: dict[int, BatchMeans] = field(default_factory=dict)
+    results: dict[int, tuple[BatchMeans, ...]] = field(default_factory=dict)
     spent: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def task(self, rank: int) -> m.ValidationTask | None:
@@ -161,7 +164,7 @@ class Validation:
     @property
     def means(self) -> dict[str, float]:
         """The weighted means of all values."""
-        return weighted_means(self.results[batch] for batch in sorted(self.results))
+        return weighted_means(part for _, parts in sorted(self.results.items()) for part in parts)
 
     @property
     def duration_s(self) -> float:

@@ -120,27 +120,38 @@ class StreamSource(BatchSource):
         """Read the next batch; blocks while another thread reads."""
         with self._lock:
             for size, data in self._batches:
-                start = self._num_taken
-                self._num_taken += _rows(data) if size is None else size
-                self._num_batches += 1
-                held = _HeldBatch(data, start, self._num_taken)
-                return SampleRange(self._num_batches - 1, start, self._num_taken, held.load)
+                return self._range(_rows(data) if size is None else size, data)
         return None
 
+    def _range(self, size: int, data: Any) -> SampleRange:
+        start, batch = self._num_taken, self._num_batches
+        self._num_taken += size
+        self._num_batches += 1
+        held = HeldBatch(lambda: data, start, self._num_taken)
+        return SampleRange(batch, start, self._num_taken, held.load)
 
-@dataclass(frozen=True, slots=True)
-class _HeldBatch:
-    """A batch in memory, and the positions of its samples."""
 
-    data: Any
-    start: int
-    stop: int
+class HeldBatch:
+    """A batch that is read at once, and divided in memory. For one thread.
+
+    Args:
+        read: Reads the batch.
+        start: Position of its first sample.
+        stop: Position after its last sample.
+    """
+
+    def __init__(self, read: Callable[[], Any], start: int, stop: int) -> None:
+        self._read = read
+        self._start, self._stop = start, stop
+        self._data: Any = None
 
     def load(self, start: int, stop: int) -> Any:
         """Rows of the batch."""
-        if (start, stop) == (self.start, self.stop):
-            return self.data
-        num_samples = self.stop - self.start
+        if self._data is None:
+            self._data = self._read()
+        if (start, stop) == (self._start, self._stop):
+            return self._data
+        num_samples = self._stop - self._start
 
         def cut(part: Any) -> Any:
             if isinstance(part, Tensor) and (part.dim() == 0 or len(part) != num_samples):
@@ -148,9 +159,9 @@ class _HeldBatch:
                     f"a batch of {num_samples} samples with a tensor of shape {tuple(part.shape)} "
                     "cannot be divided: use a smaller batch_size"
                 )
-            return part[start - self.start : stop - self.start]
+            return part[start - self._start : stop - self._start]
 
-        return map_batch(self.data, cut)
+        return map_batch(self._data, cut)
 
 
 def _rows(data: Any) -> int:

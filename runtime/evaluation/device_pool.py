@@ -120,6 +120,7 @@ class DeviceLoop:
         rank: The rank of the thread.
         world_size: Number of threads.
         is_stopped: Called before each batch; True: evaluate no more.
+        worker: The worker that evaluates, in a run.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class DeviceLoop:
         rank: int,
         world_size: int,
         is_stopped: Callable[[], bool],
+        worker: object = None,
     ) -> None:
         self._model = model
         self._context = context
@@ -140,6 +142,7 @@ class DeviceLoop:
         self._rank = rank
         self._world_size = world_size
         self._is_stopped = is_stopped
+        self._worker = worker
         self._limit: int | None = None  # samples for which there is memory
         self._pending: tuple[SampleRange, Any, Any, EvaluationView] | None = None
 
@@ -150,12 +153,14 @@ class DeviceLoop:
             EvaluationFailed: The function, the model or the data set raised.
         """
         state = self._context.generator_state()
+        torch.clear_autocast_cache()  # casts of weights that a step or an average has changed
         try:
             with evaluating(self._model):
                 while not self._is_stopped() and (samples := source.take()) is not None:
                     self._evaluate(samples)
                 self._receive_pending()
         finally:
+            torch.clear_autocast_cache()  # casts of weights that the caller changes next
             if state is not None:
                 self._context.set_generator_state(state)
 
@@ -176,7 +181,9 @@ class DeviceLoop:
             if device.type != "cpu":
                 data = copy_batch_to_device(pin_batch(data, self._context), self._context)
             with drawing(device, part.start) as generator:
-                view = EvaluationView(self._model, device, generator, self._rank, self._world_size)
+                view = EvaluationView(
+                    self._model, device, generator, self._rank, self._world_size, self._worker
+                )
                 with worker_context(view):
                     result = self._fn(self._model, data)
         except Exception as error:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from coordinator import messages as m
@@ -78,7 +77,6 @@ class LoopEvaluation:
         receive: Receiver,
     ) -> None:
         self._reported = time.monotonic()
-        torch.clear_autocast_cache()  # casts of weights that a step has changed
         loop = DeviceLoop(
             self._replica.model,
             self._replica.context,
@@ -88,11 +86,8 @@ class LoopEvaluation:
             world_size=self._config.world_size,
             is_stopped=lambda: self._is_stopped(may_continue),
         )
-        try:
-            with self._replica.at_eval_point():
-                loop.run(source)
-        finally:
-            torch.clear_autocast_cache()  # casts of weights of the optimizer's eval()
+        with self._replica.at_eval_point():
+            loop.run(source)
 
     def answer(self, callers: Sequence[int], round: int) -> None:
         """Evaluate batches for calls that a round answers, while the replica holds its average.

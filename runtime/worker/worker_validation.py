@@ -10,17 +10,12 @@ from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
-from runtime.core.context import worker_context
-from runtime.core.errors import CollectiveAborted
+from runtime.core.errors import CollectiveAborted, EvaluationFailed
 from runtime.core.loss_weights import split_loss
 from runtime.device.base import Device
-from runtime.evaluation.pending_means import (
-    EvaluationFn,
-    EvaluationView,
-    PendingMeans,
-    drawing,
-    evaluating,
-)
+from runtime.evaluation.batch_source import BatchSource, HeldBatch, SampleRange
+from runtime.evaluation.device_pool import DeviceLoop
+from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, PendingMeans
 from runtime.evaluation.validation_data import ValidationData, ValidationLoader
 from runtime.replica.stepper import Stepper, TrainFns
 from runtime.worker.reporter import Reporter
@@ -32,8 +27,7 @@ REPORT_INTERVAL_S = 5.0
 class WorkerValidation:
     """Evaluates batches of the validation set with the live weights.
 
-    The model is in evaluation mode, without gradients, under the precision of the run. Random draws
-    are seeded by batch, and leave the worker's generators as they were.
+    Under the precision of the run, as :class:`DeviceLoop` evaluates.
 
     Args:
         worker: The worker.
@@ -79,68 +73,105 @@ class WorkerValidation:
 
         Raises:
             CollectiveAborted: The run has failed.
+            Exception: The function, the model or the data set raised.
         """
         if self._loader is None:
             self._loader = self._data.make_loader(self._rank, self._worker())
-        state = self._context.generator_state()
+        failure: EvaluationFailed | None = None
         try:
-            with evaluating(self._model):
-                self._evaluate(task, self._loader)
+            self._evaluate(task, self._loader)
+        except EvaluationFailed as error:
+            failure = error
+            self._loader.cancel()
         except BaseException:
             self._loader.cancel()
             raise
-        finally:
-            if state is not None:
-                self._context.set_generator_state(state)
+        if failure is not None:
+            cause = failure.__cause__
+            assert cause is not None, "it has the error of the user's code"
+            cause.add_note(f"in the validation of samples {failure.start} to {failure.stop - 1}")
+            raise cause
 
     def _evaluate(self, task: m.ValidationTask, loader: ValidationLoader) -> None:
         loader.submit(m.EpochPlan(epoch=0, batches=task.batches))
         pending: list[PendingMeans] = []
         since = time.monotonic()
-        for batch in (batch for span in task.batches for batch in span):
-            if self._data.is_cancelled.is_set():
-                raise CollectiveAborted("the run has failed")
-            start, stop = loader.bounds(batch)
-            try:
-                pending.append(self._evaluate_batch(batch, loader.next(), stop - start))
-            except Exception as error:
-                error.add_note(f"in the validation of samples {start} to {stop - 1}")
-                raise
-            if time.monotonic() - since > REPORT_INTERVAL_S:
+
+        def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
+            nonlocal since
+            pending.append(self._means(samples, data, result, view))
+            is_whole = samples.stop == loader.bounds(samples.batch)[1]
+            if is_whole and time.monotonic() - since > REPORT_INTERVAL_S:
                 since = self._report(task, pending, since)
-                pending = []
+
+        loop = DeviceLoop(
+            self._model,
+            self._context,
+            self._fn,
+            receive,
+            rank=self._rank,
+            world_size=self._world_size,
+            is_stopped=self._check_live,
+            worker=self._worker(),
+        )
+        with self._stepper.autocast():
+            loop.run(_TaskBatches(task, loader))
         self._report(task, pending, since)
 
-    def _evaluate_batch(self, batch: int, data: Any, num_samples: int) -> PendingMeans:
-        device = self._context.device
-        with drawing(device, batch) as generator:
-            view = EvaluationView(
-                self._model, device, generator, self._rank, self._world_size, self._worker()
-            )
-            with worker_context(view), self._stepper.autocast():
-                result = self._fn(self._model, data)
+    def _means(
+        self, samples: SampleRange, data: Any, result: Any, view: EvaluationView
+    ) -> PendingMeans:
+        num_samples = samples.stop - samples.start
         if self._sums:
-            loss = (
-                result if isinstance(result, Tensor) else split_loss(result, self._model, data)[0]
-            )
+            loss = result if isinstance(result, Tensor) else split_loss(result, view.model, data)[0]
             result = loss / num_samples
         return PendingMeans(
-            batch, result, view.scalars, num_samples=num_samples, model=self._model, data=data
+            samples.batch,
+            result,
+            view.scalars,
+            num_samples=num_samples,
+            model=view.model,
+            data=data,
         )
 
     def _report(self, task: m.ValidationTask, pending: list[PendingMeans], since: float) -> float:
-        """Report results; waits for the device. Returns the time."""
+        """Report results, and forget them; waits for the device. Returns the time."""
         results: tuple[BatchMeans, ...] = tuple(means.read() for means in pending)
+        pending.clear()
         now = time.monotonic()
         self._reporter.send(
             m.ValidationReport(rank=self._rank, id=task.id, results=results, seconds=now - since)
         )
         return now
 
+    def _check_live(self) -> bool:
+        """Raise ``CollectiveAborted`` if the run has failed; else the evaluation continues."""
+        if self._data.is_cancelled.is_set():
+            raise CollectiveAborted("the run has failed")
+        return False
+
     def close(self) -> bool:
         """Close the loader; False if its thread is alive. Idempotent."""
         loader, self._loader = self._loader, None
         return loader is None or loader.close()
+
+
+class _TaskBatches(BatchSource):
+    """The batches of a task, which the loader of the rank reads ahead."""
+
+    num_samples = None
+
+    def __init__(self, task: m.ValidationTask, loader: ValidationLoader) -> None:
+        self._batches = (batch for span in task.batches for batch in span)
+        self._loader = loader
+
+    def take(self) -> SampleRange | None:
+        """The next batch; its data is read when it is loaded."""
+        for batch in self._batches:
+            start, stop = self._loader.bounds(batch)
+            held = HeldBatch(self._loader.next, start, stop)
+            return SampleRange(batch, start, stop, held.load)
+        return None
 
 
 def validation_fn(fn: EvaluationFn | None, train_fn: TrainFns) -> EvaluationFn:

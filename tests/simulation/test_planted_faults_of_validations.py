@@ -73,7 +73,7 @@ def test_a_rank_without_its_part_is_found(monkeypatch):
 
 def test_means_of_one_rank_are_found(monkeypatch):
     def first(self):
-        return weighted_means([self.results[0]])
+        return weighted_means(self.results[0])
 
     monkeypatch.setattr(Validation, "means", property(first))
     assert_is_found("batches are validated, published", VALIDATES)

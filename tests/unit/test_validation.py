@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from coordinator.validator import Validator
 from runtime import (
@@ -310,6 +310,35 @@ def test_an_error_names_the_samples_and_ends_the_run():
         run().val_dataset((X, Y), fn=fn).run().join(WAIT_S)
     assert isinstance(caught.value.__cause__, ValueError)
     assert any("in the validation of samples" in n for n in caught.value.__cause__.__notes__)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_without_memory_is_evaluated_in_parts(workers):
+    sizes, refused, watch = [], [], Watch()
+
+    def fn(model, batch):
+        if len(batch[0]) > 3:
+            refused.append(len(batch[0]))
+            raise torch.OutOfMemoryError("planted: out of memory")
+        sizes.append(len(batch[0]))
+        return {"loss": loss_of(model, batch), "n": 1.0}
+
+    data = DataLoader(TensorDataset(X, Y), batch_size=10, num_workers=workers)
+    state = run(watch=watch, epochs=1).val_dataset(data, fn=fn).run().join(WAIT_S)
+    assert sum(sizes) == N
+    assert max(refused) == 10
+    scalars = state.metrics[0].scalars
+    assert scalars["val/loss"] == pytest.approx(plain(watch.states[0]))
+    assert scalars["val/n"] == 1.0
+
+
+def test_a_sample_without_memory_ends_the_run():
+    def fn(model, batch):
+        raise torch.OutOfMemoryError("planted: out of memory")
+
+    with pytest.raises(WorkerFailed, match="planted") as caught:
+        run(epochs=1).val_dataset((X, Y), fn=fn).run().join(WAIT_S)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_values_of_any_form_are_weighted_by_their_own_weights():

@@ -53,6 +53,15 @@ def test_the_next_parts_follow_the_measured_rates():
     assert {rank: len(task) for rank, task in second.tasks.items()} == {0: 8, 1: 2}
 
 
+def test_a_batch_has_the_means_of_its_parts():
+    validator = make(2)
+    validation = validator.begin(0, None, {0: 1.0})
+    results = tuple(BatchMeans(b, (("x", x, w),)) for b, x, w in ((0, 1, 3), (0, 5, 1), (1, 7, 2)))
+    whole = m.ValidationReport(rank=0, id=validation.id, results=results, seconds=1.0)
+    assert validator.on_report(whole) is validation
+    assert validation.means == {"x": (1 * 3 + 5 * 1 + 7 * 2) / 6}
+
+
 def test_a_task_is_reported_in_parts():
     validator = make()
     validation = validator.begin(0, 7, {0: 1.0})
