@@ -29,6 +29,7 @@ import tqdm
 
 import tests.support.running  # noqa: F401  (switches a warning off)
 from runtime.collective.nccl_library import shared_gpu_fault
+from tests.support import programs
 
 # Without bytecode files every test process would compile the tests, which takes ten seconds.
 sys.dont_write_bytecode = False
@@ -53,6 +54,19 @@ hypothesis.settings.load_profile("tests")
 
 # tqdm's monitor is one daemon thread for the process; no test needs it.
 tqdm.tqdm.monitor_interval = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the workers of pytest-xdist, and the programs of their tests, from one process.
+
+    Each would import PyTorch, which takes five seconds of a core.
+    """
+    workers = config.getoption("tx", None) or []
+    plain = set(workers) == {"popen"} and "coverage" not in sys.modules
+    if plain and "PYTEST_XDIST_WORKER" not in os.environ:
+        programs.share()
+        forked = f"popen//python={sys.executable} {programs.__file__}"
+        config.option.tx = [forked] * len(workers)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

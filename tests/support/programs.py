@@ -4,7 +4,8 @@
 first call starts a server, one for this process, which imports PyTorch and the runtime and then
 forks a child for each program. The child runs it as the main program of its interpreter, with
 its own arguments, environment, directory, files and process group, and ends as every
-interpreter does.
+interpreter does. The server of a process that has called ``share`` also serves the processes that
+it starts. ``python -m tests.support.programs ...`` is the interpreter, forked.
 
 Settings that an interpreter or PyTorch reads at start are those of the server. For tests of
 these, use ``subprocess``.
@@ -27,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
@@ -53,6 +55,8 @@ PRELOADED = (
 )
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_")
 """Prefixes of variables that are read while an interpreter or PyTorch starts."""
+SHARED = "TESTS_PROGRAMS"
+"""Variable with the path of a shared server's socket."""
 UNDERSTOOD = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
 """Those of them that also apply to a forked program."""
 PR_SET_PDEATHSIG = 1
@@ -170,6 +174,11 @@ def preload(*modules: str) -> None:
         server.preload(module)
 
 
+def share() -> None:
+    """Start the server, for the processes that this one starts as well."""
+    os.environ[SHARED] = _Server.get().listen()
+
+
 class _Server:
     """Client of the forking process."""
 
@@ -177,10 +186,20 @@ class _Server:
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(START_S)
         self._preloaded = set(PRELOADED)
+        self._process: subprocess.Popen[bytes] | None = None
         self.environment = {k: v for k, v in os.environ.items() if k not in UNDERSTOOD}
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        if path := os.environ.pop(SHARED, None):
+            self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control.connect(path)
+        else:
+            self._start()
+        self._control.settimeout(START_S)
+        atexit.register(self.close)
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SERVE.format(fd=theirs.fileno())],
@@ -191,17 +210,31 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        atexit.register(self.close)
 
     @classmethod
     def get(cls) -> _Server:
         """The server of this process, started if necessary."""
         with cls._lock:
-            if cls._one is None or cls._one._process.poll() is not None:
+            if cls._one is None or not cls._one._is_alive():
                 if cls._one is not None:
                     cls._one.close()
                 cls._one = cls()
             return cls._one
+
+    def _is_alive(self) -> bool:
+        if self._process is not None:
+            return self._process.poll() is None
+        return not select.select([self._control], [], [], 0.0)[0]  # only its end can be read
+
+    def listen(self) -> str:
+        """Let the server accept other clients; returns the path of its socket."""
+        self._directory = tempfile.TemporaryDirectory(prefix="programs-")
+        path = os.path.join(self._directory.name, "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen()
+            socket.send_fds(self._control, [pickle.dumps(None)], [listener.fileno()])
+        return path
 
     def preload(self, module: str) -> None:
         """Request the import of a module before the next request."""
@@ -237,9 +270,13 @@ class _Server:
             raise ValueError(f"only a real start reads {', '.join(differ)}: use subprocess")
 
     def close(self) -> None:
-        """End the server and all programs that it has forked."""
+        """End the server, if it is not another's, and all programs forked for this process."""
         atexit.unregister(self.close)
         self._control.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+        if self._process is None:
+            return
         try:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -281,7 +318,8 @@ def _spawnv_passfds(path: Any, args: Sequence[Any], fds: Sequence[int]) -> int:
 def serve(control_fd: int) -> CodeType:
     """Fork for each request. Returns only in the children, with the program to run.
 
-    Ends, and kills what it has forked, once the other end of its socket is closed.
+    Kills what it has forked for a client once the other end of its socket is closed, and ends
+    with the first client.
     """
     # Pending until a program is ready for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -293,35 +331,54 @@ def serve(control_fd: int) -> CodeType:
     gc.freeze()
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    children: dict[int, tuple[int, socket.socket]] = {}
+    listeners: dict[int, socket.socket] = {}
+    clients = {control_fd: control}
+    children: dict[int, tuple[int, socket.socket, int]] = {}
     while True:
         for fd, _ in poll.poll():
-            if fd != control_fd:
-                pid, channel = children.pop(fd)
+            if fd in listeners:
+                client, _ = listeners[fd].accept()
+                clients[client.fileno()] = client
+                poll.register(client, select.POLLIN)
+                continue
+            if fd in children:
+                pid, channel, _ = children.pop(fd)
                 poll.unregister(fd)
                 os.close(fd)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with channel, suppress(OSError):
                     channel.send(str(status).encode())
                 continue
-            message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 4)
+            message, fds = b"", list[int]()
+            with suppress(ConnectionError):
+                message, fds, _, _ = socket.recv_fds(clients[fd], MAX_MESSAGE, 4)
             if not message:
-                for pidfd in children:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                os._exit(0)
+                for pidfd, (_, _, owner) in children.items():
+                    if owner == fd or fd == control_fd:
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                if fd == control_fd:
+                    os._exit(0)
+                poll.unregister(fd)
+                clients.pop(fd).close()
+                continue
             request = pickle.loads(message)
+            if request is None:
+                listeners[fds[0]] = socket.socket(fileno=fds[0])
+                poll.register(fds[0], select.POLLIN)
+                continue
             if isinstance(request, str):
                 importlib.import_module(request)
                 continue
             server, pid = os.getpid(), os.fork()
             if not pid:
-                for at in (control, *(channel for _, channel in children.values())):
+                channels = (channel for _, channel, _ in children.values())
+                for at in (*clients.values(), *listeners.values(), *channels):
                     at.detach()
                 return _become(request, fds, server)
             for unused in fds[:3]:
                 os.close(unused)
             pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=fds[3])
-            children[pidfd] = pid, channel
+            children[pidfd] = pid, channel, fd
             poll.register(pidfd, select.POLLIN)
             with suppress(OSError):
                 socket.send_fds(channel, [str(pid).encode()], [pidfd])
@@ -391,3 +448,15 @@ def _open_again(fd: int, name: str, unbuffered: bool) -> None:
     )
     setattr(sys, name, new)
     setattr(sys, f"__{name}__", new)
+
+
+def main() -> int:
+    """Run ``[-u] SCRIPT | -c CODE | -m MODULE ...`` forked; returns its exit status."""
+    args = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program's, which ends this one
+    status = Popen([sys.executable, *(args[1:] if args[0] == "-u" else args)]).wait(1e6)
+    return 128 - status if status < 0 else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -159,6 +159,7 @@ def server(monkeypatch):
     bare = f"from tests.support import programs; programs.PRELOADED = (); {programs.SERVE}"
     monkeypatch.setattr(programs, "SERVE", bare)
     monkeypatch.setattr(_Server, "_one", None)
+    monkeypatch.setenv(programs.SHARED, "")
     yield lambda: _Server._one._process
     _Server._one.close()
 
@@ -192,3 +193,34 @@ def test_programs_end_with_their_server_and_the_next_gets_another(server, how):
     done = programs.run([sys.executable, "-c", "print(3)"], stdout=PIPE)
     assert done.stdout == b"3\n"
     assert server().pid != first
+
+
+FORKED = [sys.executable, programs.__file__, "-u", "-c"]
+
+
+def test_processes_share_a_server_and_receive_the_status_of_their_programs(server):
+    programs.share()
+    code = "import os, sys; print(os.getppid(), sys.stdin.read()); sys.exit(3)"
+    for _ in range(2):
+        done = subprocess.run(
+            [*FORKED, code], input="typed", stdout=PIPE, text=True, timeout=WAIT_S, check=False
+        )
+        assert (done.returncode, done.stdout) == (3, f"{server().pid} typed\n")
+
+
+def test_the_programs_of_a_process_end_with_it_and_the_others_continue(server):
+    programs.share()
+    living = [*FORKED, LIVING]
+    with (
+        subprocess.Popen(living, stdout=PIPE) as ends,
+        subprocess.Popen(living, stdout=PIPE) as lives,
+    ):
+        first, second = (int(process.stdout.readline()) for process in (ends, lives))
+        ends.kill()
+        deadline = time.monotonic() + WAIT_S
+        while not gone(first):
+            assert time.monotonic() < deadline, "it lives on"
+            time.sleep(0.01)
+        assert not gone(second)
+        os.kill(second, signal.SIGTERM)
+        assert lives.wait(WAIT_S) == 128 + signal.SIGTERM
