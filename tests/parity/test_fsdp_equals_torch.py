@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime import FSDP, Collective, ShardingStrategy, create_collectives
 from tests.parity import fsdp_process
@@ -61,20 +61,6 @@ def train_fully_shard(processes: RankProcesses, case: Case) -> State:
     return processes.train(case.world_size, job)
 
 
-def train_one_device(case: Case) -> State:
-    """A plain loop over the mean of the ranks' losses."""
-    model = make_model(case)
-    optimizer = fsdp_process.make_optimizer(model.parameters())
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        losses = [mean_loss(model, batch_of(step, rank)) for rank in range(case.world_size)]
-        torch.stack(losses).mean().backward()
-        if case.max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-        optimizer.step()
-    return model.state_dict()
-
-
 def assert_parity(case: Case, actual: State, expected: State) -> None:
     """Within the tolerances: each tensor in float64, the whole vector in float32."""
     assert list(actual) == list(expected)
@@ -124,14 +110,3 @@ def test_clipped_fsdp_equals_clipped_fully_shard(
     unclipped = train_threads(Case(strategy=strategy, dtype="float64", world_size=4), "thread")
     assert not states[0]["norm.weight"].equal(unclipped[0]["norm.weight"])
     assert_parity(case, states[0], train_fully_shard(fsdp_processes, case))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    "strategy", [s.name for s in ShardingStrategy if s.value != "hybrid_shard"]
-)
-def test_fsdp_equals_one_device(strategy: str, world_size: int) -> None:
-    case = Case(strategy=strategy, dtype="float64", world_size=world_size)
-    states = train_threads(case, "thread")
-    assert_identical(states)
-    assert_parity(case, states[0], train_one_device(case))

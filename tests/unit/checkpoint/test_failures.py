@@ -7,13 +7,12 @@ import os
 import threading
 
 import pytest
-import torch
 
 from runtime import CheckpointError
-from runtime.checkpoint import files, store, tensor_file
+from runtime.checkpoint import files, store
 from runtime.checkpoint.store import entries, load_newest
 from tests.support.checkpointing import names, same
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Counter, builder
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 from tests.unit.checkpoint.test_writer import SlowDisk
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU)]
@@ -119,33 +118,3 @@ def test_save_raises_its_error_and_the_run_continues(way, tmp_path):
     assert trained_whole(handle.join(WAIT_S), 2)
     path = handle.save(tmp_path / "after")  # after the end: the final state
     assert same(load_newest(path).data.weights["w"], handle.state.params["w"])
-
-
-@both_ways
-def test_the_weights_of_a_run_load_into_a_bare_module(way, tmp_path):
-    state = builder(way=way).checkpoint_dir(tmp_path).run().join(WAIT_S)
-    state.save(tmp_path / "final.safetensors")
-    for file in (
-        tmp_path / "final.safetensors",
-        load_newest(tmp_path).path / "weights.safetensors",
-    ):
-        model = Counter()
-        model.load_state_dict(tensor_file.load_file(file))
-        assert torch.equal(model.w.detach(), state.params["w"])
-
-
-def test_a_failed_write_is_not_hidden_by_a_later_success(tmp_path, monkeypatch):
-    """The error stays on the state although the last checkpoint was written."""
-    real, calls = store.write_checkpoint, []
-
-    def write(directory, data):
-        calls.append(data.epoch)
-        if len(calls) == 1:
-            raise OSError(errno.EIO, "planted")
-        return real(directory, data)
-
-    monkeypatch.setattr(store, "write_checkpoint", write)
-    state = builder(epochs=2, way=(SYNC, THREAD)).checkpoint_dir(tmp_path).run().join(WAIT_S)
-    assert calls[-1] == 2
-    assert [e.errno for e in state.checkpoint_errors] == [errno.EIO]
-    assert load_newest(tmp_path).data.epoch == 2

@@ -126,14 +126,6 @@ def test_a_failure_leaves_the_earlier_checkpoints_and_one_of_the_steps_before_it
     assert len(marked(failed.weights)) == failed.global_step * N // earlier.global_step > N
 
 
-def test_num_epochs_may_be_raised(tmp_path):
-    run, more = MarkingRun(n=N), MarkingRun(n=N)
-    run.builder().num_epochs(1).checkpoint_dir(tmp_path).run().join(WAIT_S)
-    state = more.builder().resume(tmp_path).run().join(WAIT_S)
-    assert {epoch for epoch, _ in more.trained} == {1, 2}
-    assert [m.epoch for m in state.metrics] == [0, 1, 2]
-
-
 # -- refusals: before any thread starts, unless the model is needed ------------------------
 
 

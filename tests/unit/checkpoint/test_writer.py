@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,8 @@ def test_unsupported_content_counts_as_a_failure(tmp_path):
     assert w.close(WAIT_S)
     assert counts(w) == (0, 1, 0)
     assert isinstance(w.last_error, CheckpointError)
+    assert "state.pt could not be written" in str(w.last_error)
+    assert names(tmp_path) == []
 
 
 def test_a_thread_that_cannot_be_started_counts_as_a_failure(tmp_path, monkeypatch):
@@ -195,10 +199,13 @@ def test_many_threads_may_submit(tmp_path):
     assert len(names(tmp_path)) == min(2, w.num_written)
 
 
-def test_the_state_is_freed_once_written(tmp_path):
-    import gc
-    import weakref
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_state_is_freed_once_written(tmp_path, monkeypatch, fails):
+    def fsync(fd):
+        raise OSError(errno.ENOSPC, "planted")
 
+    if fails:
+        monkeypatch.setattr(files.os, "fsync", fsync)
     w = CheckpointWriter(tmp_path, keep=2)
     data = make()
     weight = weakref.ref(data.weights["z.weight"])
@@ -206,6 +213,7 @@ def test_the_state_is_freed_once_written(tmp_path):
     assert w.wait(WAIT_S)
     del data
     gc.collect()
+    assert (w.last_error is not None) == fails
     assert weight() is None
 
 

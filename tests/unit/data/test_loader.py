@@ -222,14 +222,6 @@ def test_cancel_discards_a_batch_being_loaded():
         assert consumer.loader.try_next() is None
 
 
-def test_cancel_discards_a_ready_batch():
-    with Consumer(ThreadLoader, Noisy()) as consumer:
-        consumer.loader.submit(ALL)
-        assert consumer.ready.acquire(timeout=30)
-        consumer.loader.cancel()
-        assert consumer.loader.try_next() is None
-
-
 def test_a_plan_after_a_cancel_is_loaded_in_full():
     awake, go_on = threading.Event(), threading.Event()
 

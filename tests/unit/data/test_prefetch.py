@@ -324,22 +324,6 @@ def test_a_cancelled_plan_leaves_every_slot_free(streamed):
             assert len(pool._free) == pool.num_device_slots
 
 
-def test_try_next_does_not_block_with_a_slow_data_set():
-    let = threading.Semaphore(0)
-
-    class Slow(Numbers):
-        def get_batch(self, indices):
-            assert let.acquire(timeout=30)
-            return super().get_batch(indices)
-
-    with Rig(Slow()) as rig:
-        rig.loader.submit(ALL)
-        for _ in range(6):
-            assert rig.loader.try_next() is None
-            let.release()
-            rig.use_next()
-
-
 def test_a_fast_data_set_is_read_to_the_depth_only():
     dataset = Numbers()
     with Rig(dataset, depth=2) as rig:

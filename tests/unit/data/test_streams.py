@@ -471,18 +471,6 @@ def test_a_stream_that_ends_early_ends_the_run_with_an_error(way):
     assert "length=n" in str(failure.value.__cause__)
 
 
-def test_join_raises_the_streams_error():
-    class Broken(Sized):
-        def item(self, i):
-            if i == 17:
-                raise OSError("the disk is gone")
-            return torch.tensor(i)
-
-    with pytest.raises(WorkerFailed) as failure:
-        trained(Broken(), ranks=2)
-    assert isinstance(failure.value.__cause__, OSError)
-
-
 def test_the_streams_error_is_raised_by_every_later_read():
     class Broken(Sized):
         def item(self, i):

@@ -137,6 +137,8 @@ def test_a_module_that_raises_on_every_rank_leaves_the_group_usable(strategy):
                 late.wait(0.05)  # the others are in their next call by then
             with pytest.raises(IndexError):
                 fsdp(torch.tensor([99]))
+            if strategy in FREEING:
+                assert all(p.dim() == 1 for p in fsdp.module.parameters())
         step(fsdp)
 
     on_ranks(WORLD_SIZE, work)
@@ -170,7 +172,7 @@ def test_a_shard_moved_on_one_rank_aborts_the_others(strategy, call):
         if call is not FSDP.unwrap:  # the other node may have completed its own
             fsdp.sync_buffers()  # forward alone gathers nothing for SHARD_GRAD_OP
 
-    one_fails(work, RuntimeError, "moved to other memory")
+    one_fails(work, RuntimeError, "'hidden.weight' was moved to other memory")
 
 
 @each_freeing
@@ -203,6 +205,23 @@ def test_an_exception_inside_a_collective_call_aborts_the_others(strategy, error
 
 
 @each_strategy
+def test_a_failed_reduction_on_one_rank_aborts_the_others(strategy):
+    """As if memory ran out while gradients are concatenated."""
+
+    def fails():
+        raise MemoryError("planted")
+
+    def work(end):
+        fsdp = wrap(end, strategy)
+        loss_of(fsdp, batch(4)).backward()
+        if end.rank == BAD:
+            fsdp._store.reduce = fails
+        fsdp.sync_gradients()
+
+    one_fails(work, MemoryError, "planted")
+
+
+@each_strategy
 def test_a_failed_wrap_on_one_rank_aborts_the_others(strategy, monkeypatch):
     class Stubborn(nn.Parameter):
         def detach(self):
@@ -232,8 +251,11 @@ def test_an_invalid_argument_on_one_rank_raises_there_only_and_the_call_may_be_r
             ):
                 with pytest.raises(error, match=r"max_norm|norm_type"):
                     fsdp.clip_grad_norm_(*wrong)
-            with pytest.raises(ValueError, match="pass a rank under"):
-                fsdp.full_state_dict(rank=9)
+            for rank in (-1, 9):
+                with pytest.raises(
+                    ValueError, match=f"rank={rank}: pass a rank under {WORLD_SIZE}"
+                ):
+                    fsdp.full_state_dict(rank=rank)
             with pytest.raises(ValueError, match="elements in one dimension"):
                 fsdp.update_shards(torch.zeros(0))
         norms = fsdp.clip_grad_norm_(1e9), fsdp.clip_grad_norm_(1e9, "inf")

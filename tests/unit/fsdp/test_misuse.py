@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
-from runtime.core.errors import CollectiveAborted
 from runtime.fsdp import group_closer
 from tests.support.fsdp_ranks import (
     FREEING,
@@ -20,7 +18,6 @@ from tests.support.fsdp_ranks import (
     batch,
     loss_of,
     on_ranks,
-    outcomes_of,
     wrap,
 )
 
@@ -305,18 +302,6 @@ def test_a_backward_after_the_sync_is_an_error(strategy):
 
 
 @each_sharded
-def test_a_shard_that_was_moved_is_an_error(strategy):
-    def work(end):
-        fsdp = wrap(end, strategy)
-        shard = dict(fsdp.named_parameters())["module.hidden.weight"]
-        shard.data = shard.data.clone()
-        with pytest.raises(RuntimeError, match=r"'hidden.weight' was moved .* in place"):
-            fsdp(batch(2)[0])
-
-    on_ranks(2, work)
-
-
-@each_sharded
 def test_freezing_after_wrapping_is_an_error(strategy):
     def work(end):
         fsdp = wrap(end, strategy)
@@ -332,17 +317,6 @@ def test_freezing_after_wrapping_is_an_error(strategy):
 def test_moving_and_converting_a_wrapped_module_is_an_error(end, strategy, move):
     with pytest.raises(RuntimeError, match="before wrapping"):
         move(wrap(end, strategy))
-
-
-@each_strategy
-def test_sparse_gradients_are_an_error(strategy):
-    def work(end):
-        fsdp = wrap(end, strategy, nn.Embedding(5, 4, sparse=True))
-        fsdp(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(ValueError, match="sparse"):
-            fsdp.sync_gradients()
-
-    on_ranks(2, work)
 
 
 @each_strategy
@@ -367,83 +341,6 @@ def test_calls_on_a_closed_or_unwrapped_module_raise(strategy):
         end.check()
 
     on_ranks(2, work)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_state_for_a_rank_that_does_not_exist_is_an_error(rank):
-    def work(end):
-        with pytest.raises(ValueError, match=re.escape(f"rank={rank}: pass a rank under 2")):
-            wrap(end).full_state_dict(rank)
-
-    on_ranks(2, work)
-
-
-@each_strategy
-def test_a_rank_that_fails_in_an_exchange_aborts_the_others(strategy):
-    class Broken(RuntimeError):
-        pass
-
-    def work(end):
-        fsdp = wrap(end, strategy)
-        loss_of(fsdp, batch(4)).backward()
-        if end.rank == 1:
-            # As if memory ran out while gradients are concatenated.
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fsdp._store, "reduce", lambda: (_ for _ in ()).throw(Broken()))
-                fsdp.sync_gradients()
-        fsdp.sync_gradients()
-
-    ends = create_collectives(4, timeout_s=20.0)
-    try:
-        outcomes = outcomes_of(ends, work)
-    finally:
-        for end in ends:
-            end.close()
-    assert isinstance(outcomes[1], Broken)
-    for rank in (0, 2, 3):
-        assert isinstance(outcomes[rank], CollectiveAborted)
-        assert "rank 1 has left" not in str(outcomes[rank])  # recorded before its loop ended
-
-
-@each_strategy
-def test_a_rank_that_leaves_its_loop_aborts_the_others(strategy):
-    def work(end):
-        fsdp = wrap(end, strategy)
-        if end.rank == 2:
-            raise KeyError("user code")  # the helper closes its collective, as a loop must
-        loss_of(fsdp, batch(4)).backward()
-        fsdp.sync_gradients()
-
-    ends = create_collectives(4, timeout_s=20.0)
-    try:
-        outcomes = outcomes_of(ends, work)
-    finally:
-        for end in ends:
-            end.close()
-    assert isinstance(outcomes[2], KeyError)
-    assert {type(outcomes[rank]).__name__ for rank in (0, 1, 3)} == {"CollectiveAborted"}
-
-
-@each_freeing
-def test_an_exception_in_the_module_frees_the_full_parameters(strategy):
-    def work(end):
-        fsdp = wrap(end, strategy)
-        with pytest.raises(IndexError):
-            fsdp(torch.tensor([99]))
-        assert all(p.dim() == 1 for p in fsdp.module.parameters())
-        loss_of(fsdp, batch(2)).backward()
-        fsdp.sync_gradients()
-
-    on_ranks(2, work)
-
-
-def test_strategies_have_the_names_of_the_api():
-    assert [s.name for s in ShardingStrategy] == [
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-    ]
 
 
 @pytest.mark.parametrize(
