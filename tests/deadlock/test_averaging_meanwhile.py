@@ -12,7 +12,6 @@ from torch import nn
 
 from coordinator import messages as m
 from coordinator.averaging import Averager
-from runtime import current_worker
 from runtime.replica.flat import FlatState
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import running
@@ -24,7 +23,6 @@ from tests.support.running import (
     CADENCE,
     OVER_CPU,
     THREAD,
-    averaged_ways,
     builder,
     count_up,
     counter,
@@ -168,29 +166,6 @@ def test_snapshots_are_cpu_tensors_on_any_device(tap, monkeypatch):
     elsewhere = FlatState(nn.BatchNorm1d(4, device="meta")).new_payload()
     tensors = (*elsewhere.params, *elsewhere.buffers, *elsewhere.other_buffers)
     assert [str(t.device) for t in tensors] == ["cpu"] * 3
-
-
-class Seen(nn.Module):
-    """A parameter that counts steps and a buffer that a rank writes to."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
-
-
-def write_rank(model, batch):
-    model.seen.fill_(current_worker().rank)
-    return -model.w.sum()
-
-
-@averaged_ways
-def test_every_transport_weights_by_samples_and_averages_buffers(way):
-    """S9: rank 0 trains six samples and rank 1 two, in one round."""
-    b = builder(model=lambda d: Seen(), train=write_rank, dataset=8, batch_size=1, way=way)
-    state = b.partition_ratios([3, 1]).anchor(100).run().join(BOUND_S)
-    assert state.params["w"].item() == pytest.approx((6 * 6 + 2 * 2) / 8)
-    assert state.buffers["seen"].item() == pytest.approx((6 * 0 + 2 * 1) / 8)
 
 
 # -- effect of a round on the cadence -----------------------------------------------------------

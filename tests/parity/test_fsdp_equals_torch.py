@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
-import torch
 from torch import Tensor
 
 from runtime import FSDP, Collective, ShardingStrategy, create_collectives
 from tests.parity import fsdp_process
 from tests.parity.fsdp_process import NUM_STEPS, Case, batch_of, make_model, mean_loss
+from tests.parity.test_sync_equals_ddp import assert_parity
 from tests.support.pairs import diagonal
 from tests.support.rank_processes import RankProcesses
 
@@ -59,19 +59,6 @@ def train_fully_shard(processes: RankProcesses, case: Case) -> State:
     """PyTorch's ``fully_shard`` on the same batches of the same ranks."""
     job = {"case": asdict(case), "initial": make_model(case).state_dict()}
     return processes.train(case.world_size, job)
-
-
-def assert_parity(case: Case, actual: State, expected: State) -> None:
-    """Within the tolerances: each tensor in float64, the whole vector in float32."""
-    assert list(actual) == list(expected)
-    if case.dtype == "float64":
-        for name, tensor in expected.items():
-            error = ((actual[name] - tensor).norm() / tensor.norm()).item()
-            assert error < 1e-8, f"{name}: relative error {error:.1e}"
-        return
-    flat, wanted = (torch.cat([t.flatten() for t in s.values()]) for s in (actual, expected))
-    error = ((flat - wanted).norm() / wanted.norm()).item()
-    assert error < 1e-4, f"relative error {error:.1e}"
 
 
 def assert_identical(states: list[State]) -> None:

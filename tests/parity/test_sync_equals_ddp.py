@@ -145,39 +145,21 @@ def test_sync_equals_distributed_data_parallel_on_the_same_batches(
     assert_parity(case, state, expected)
 
 
-def sizes_in_last_step(steps: Steps) -> list[int]:
-    return [len(indices) for indices in steps[-1]]
-
-
 @parametrize_over_all
-def test_sync_equals_one_device_when_the_last_batch_is_short(
-    world_size: int, optimizer: str, dtype: str, backend: AverageBackend
+@pytest.mark.parametrize("last", ["a short batch", "ranks without a batch"])
+def test_sync_equals_one_device_whatever_the_remainder(
+    world_size: int, optimizer: str, dtype: str, backend: AverageBackend, last: str
 ) -> None:
+    is_short = last == "a short batch"
     case = Case(
         optimizer=optimizer,
         dtype=dtype,
-        num_samples=8 * world_size * 5 - 5,
+        num_samples=8 * world_size * 5 - 5 if is_short else 8 * world_size * 4 + 5,
         batch_size=8,
         num_epochs=10,
     )
     steps, state = train_sync(case, world_size, backend)
     assert_trained(case, steps, state)
-    assert sorted(sizes_in_last_step(steps)) == [3] + [8] * (world_size - 1)
-    assert_parity(case, state, train_one_device(case, steps))
-
-
-@parametrize_over_all
-def test_sync_equals_one_device_when_ranks_run_out_of_batches(
-    world_size: int, optimizer: str, dtype: str, backend: AverageBackend
-) -> None:
-    case = Case(
-        optimizer=optimizer,
-        dtype=dtype,
-        num_samples=8 * world_size * 4 + 5,
-        batch_size=8,
-        num_epochs=10,
-    )
-    steps, state = train_sync(case, world_size, backend)
-    assert_trained(case, steps, state)
-    assert sorted(sizes_in_last_step(steps)) == [0] * (world_size - 1) + [5]
+    sizes = [3] + [8] * (world_size - 1) if is_short else [0] * (world_size - 1) + [5]
+    assert sorted(map(len, steps[-1])) == sizes
     assert_parity(case, state, train_one_device(case, steps))

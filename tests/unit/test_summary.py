@@ -122,23 +122,16 @@ def test_the_summary_is_omitted_with_progress_off(how, before):
     assert stderr_of(how, before) == ""
 
 
-LOGGED = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
-
-
-def test_a_configured_logger_receives_the_summary_instead():
-    lines = [line for line in stderr_of("run", LOGGED).splitlines() if "policy CADENCE" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("LOG runtime.run: 2 workers")
-    (headline,) = [line for line in stderr_of("run", LOGGED).splitlines() if "can do alone" in line]
+def test_a_configured_logger_receives_the_summary_and_the_epochs_instead():
+    logged = "logging.basicConfig(level=logging.INFO, format='LOG %(name)s: %(message)s')"
+    lines = stderr_of("run", logged).splitlines()
+    (first,) = [line for line in lines if "policy CADENCE" in line]
+    assert first.startswith("LOG runtime.run: 2 workers")
+    (epoch,) = [line for line in lines if "epoch 0" in line]
+    assert epoch.startswith("LOG runtime.loggers.progress: epoch 0: loss")
+    (headline,) = [line for line in lines if "can do alone" in line]
     assert headline.startswith("LOG runtime.run: ")
     assert "; lost: " in headline
-
-
-def test_a_log_that_is_configured_gets_the_line_of_an_epoch():
-    lines = [line for line in stderr_of("run", LOGGED).splitlines() if "epoch 0" in line]
-    assert [line.partition("loss")[0] for line in lines] == [
-        "LOG runtime.loggers.progress: epoch 0: "
-    ]
 
 
 def test_no_line_of_a_terminal_of_80_columns_wraps():

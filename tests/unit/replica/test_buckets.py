@@ -234,12 +234,13 @@ def test_weights_equal_those_without_buckets(kind, weights):
 
 class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, error):
+        ctx.error = error
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        raise RuntimeError("planted")
+        raise ctx.error
 
 
 @pytest.mark.parametrize("kind", ["gloo", "thread"])
@@ -251,7 +252,7 @@ def test_a_backward_pass_that_fails_halfway_aborts_the_exchange_of_its_peers(kin
             def train(model, batch):
                 x = model.first(batch[0])
                 if rank == 1 and ranks.reducers[1]._has_order:
-                    x = Failing.apply(x)
+                    x = Failing.apply(x, RuntimeError("planted"))
                 return model.last(torch.tanh(model.middle(x))).square().mean()
 
             for step in range(3):
@@ -366,7 +367,7 @@ def test_the_other_ranks_continue_after_a_death_within_a_step(way, where):
         if worker.rank == 1 and worker.local_step >= 3:
             if where == "forward":
                 raise RuntimeError("planted")
-            x = Failing.apply(x)
+            x = Failing.apply(x, RuntimeError("planted"))
         with lock:
             trained.append((worker.current_epoch, worker.rank))
         return nn.functional.mse_loss(model.last(torch.tanh(model.middle(x))), batch[1])
@@ -375,16 +376,6 @@ def test_the_other_ranks_continue_after_a_death_within_a_step(way, where):
     state = handle.join(WAIT_S)
     assert [metrics.num_samples for metrics in state.metrics] == [96] * 3
     assert {rank for epoch, rank in trained if epoch == 2} == {0, 2}
-
-
-class NoMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise torch.OutOfMemoryError("planted")
 
 
 @pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])
@@ -396,7 +387,7 @@ def test_a_step_without_memory_in_its_backward_pass_is_repeated(way):
         x = model.first(batch[0])
         if worker.rank == 1 and worker.local_step >= 3 and len(x) > 1 and not failed:
             failed.append(worker.local_step)
-            x = NoMemory.apply(x)
+            x = Failing.apply(x, torch.OutOfMemoryError("planted"))
         return nn.functional.mse_loss(model.last(torch.tanh(model.middle(x))), batch[1])
 
     state = run_of(way, TINY / 2**20, balance=True, train=train).join(WAIT_S)

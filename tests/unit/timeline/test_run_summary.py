@@ -291,7 +291,7 @@ def test_waits_of_a_fast_rank_for_a_slow_one_are_measured():
     assert slow.own_samples_per_s < fast.own_samples_per_s
 
 
-def test_a_summary_can_be_read_while_the_run_trains():
+def test_a_summary_can_be_read_while_the_run_trains_and_names_a_stop():
     trains, goes_on = threading.Event(), threading.Event()
 
     def train(model, batch):
@@ -299,28 +299,16 @@ def test_a_summary_can_be_read_while_the_run_trains():
         goes_on.wait(WAIT_S)
         return count_up(model, batch)
 
-    handle = builder(train=train).run()
+    handle = builder(dataset=10**6, train=train).run()
     try:
         assert trains.wait(WAIT_S)
         found = handle.summary()
         assert found.state == "running"
         assert "<p>" in handle._repr_html_()
     finally:
+        handle.stop()
         goes_on.set()
         handle.join(WAIT_S)
-
-
-def test_the_summary_names_a_stop():
-    trains = threading.Event()
-
-    def train(model, batch):
-        trains.set()
-        return count_up(model, batch)
-
-    handle = builder(dataset=10**6, train=train).run()
-    assert trains.wait(WAIT_S)
-    handle.stop()
-    handle.join(WAIT_S)
     assert handle.summary().state == "stopped"
 
 
