@@ -47,6 +47,10 @@ class BatchLedger:
         granted: Deal only the batches added by :meth:`grant`, until :meth:`end`.
         sizes: For ranks with unequal batch sizes, the size of each rank's batch in batches of the
             ledger; ``None``: 1.
+
+    Attributes:
+        min_batch: Minimum samples of a batch of ranks with unequal batch sizes. Batches are smaller
+            only where a rank's own batch has two batches of the ledger, or one.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class BatchLedger:
         self._ended = False
         self._sizes = tuple(sizes or (1,) * world_size)
         self.unequal = any(size != 1 for size in self._sizes)
+        self.min_batch = 1
         self.batches_per_epoch = batches_per_epoch or count_batches(
             num_samples, batch_size, drop_last=False
         )
@@ -311,7 +316,10 @@ class BatchLedger:
             part = left * shares[rank] if epoch.quotas is None else float(left)
             count = int(min(CHUNK_S / seconds[rank], part / 2)) or 1
         step = self._granularity * self._sizes[rank]
-        return min(left, -(-count // step) * step)
+        count = min(left, -(-count // step) * step)
+        # What a quota or the end of the run leaves is a batch as well.
+        too_small = 0 < (left - count) * self._batch_size < self.min_batch
+        return count - 1 if too_small and self._sizes[rank] > 2 else count
 
     def _others_are_faster(
         self, left: int, rank: int, seconds: Sequence[float], shares: Sequence[float]
@@ -381,10 +389,37 @@ class BatchLedger:
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
         spans = epoch.open.take(count, whole=self._sizes[rank])
+        if self.unequal:
+            spans = self._without_small(epoch, spans, self._sizes[rank])
         if epoch.quotas is not None:
             epoch.quotas[rank] -= sum(map(len, spans))
         self._mark_assigned(epoch, rank, spans)
         return spans
+
+    def _without_small(self, epoch: Epoch, spans: Sequence[range], size: int) -> tuple[range, ...]:
+        """Ranges whose batches, and whose rest in the epoch, have :attr:`min_batch` samples."""
+        *others, last = spans
+        parts = [part for span in others for part in self._evened(span, size)]
+        rest = epoch.open.spans[:1]
+        if rest and rest[0].start == last.stop and self._is_small(rest[0]):
+            kept = self._evened(last[:-1], size)
+            if kept and not self._is_small(_last_batch(kept[-1], size)):
+                epoch.open.put_back([last[-1:]])
+                return (*parts, *kept)
+        return (*parts, *self._evened(last, size))
+
+    def _evened(self, span: range, size: int) -> tuple[range, ...]:
+        """A range whose last batch is not too small: the one before gives it a part."""
+        num = len(_last_batch(span, size))
+        if num < len(span) and self._is_small(span[-num:]):
+            before, end = span[: -num - 1], span[-num - 1 :]
+            if before and not self._is_small(_last_batch(before, size)):
+                return before, end
+        return (span,) if span else ()
+
+    def _is_small(self, span: range) -> bool:
+        """True if these batches of the ledger have too few samples for a batch of a rank."""
+        return len(span) <= 1 and self._samples(span) < self.min_batch
 
     def _mark_assigned(self, epoch: Epoch, rank: int, spans: tuple[range, ...]) -> None:
         epoch.notified.add(rank)
@@ -830,6 +865,11 @@ class LockstepPlan:
     def count_samples(self, rank: int, start: int, stop: int) -> int:
         """Samples in some of a rank's pieces."""
         return sum(end - begin for begin, end in self.pieces[rank][start:stop])
+
+
+def _last_batch(span: range, size: int) -> range:
+    """The last batch of a range that is cut into batches of ``size``."""
+    return span[(len(span) - 1) // size * size :]
 
 
 def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:

@@ -339,12 +339,12 @@ class RunState:
         return self.shares
 
     def require_batch_statistics(self) -> None:
-        """Keep pieces at two samples or none, unless a rank's own batch has a single one."""
+        """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""
         c, world = self.config, len(self.ranks)
         own = c.batch_sizes or (c.batch_size,)
         if c.global_batch_size is not None:
             own = (-(-self.slice_samples(range(world)) // world),)
-        self.min_piece = min(2, *own)
+        self.min_piece = self.ledger.min_batch = min(2, *own)
         if self.shares is not None:
             self.shares.min_piece = self.min_piece
 

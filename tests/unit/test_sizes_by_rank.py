@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -143,3 +144,26 @@ def test_schedules_and_progress_count_batches_of_the_mean_size():
     handle = run(Seen(), (12, 8), WAYS[0], scheduler=halving)
     handle.join(WAIT_S)
     assert handle.statistics().global_step == 41  # 2 x 51 units of 4 samples, in tens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_rank_trains_a_single_sample_where_batch_statistics_are_used(way):
+    """Rank 0's first batch of three would leave one sample to rank 1."""
+    model, sizes = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), []
+
+    def train(model, batch):
+        sizes.append(len(batch[0]))
+        return model(batch[0]).square().mean()
+
+    b = builder(
+        model=lambda device: copy.deepcopy(model),
+        train=train,
+        dataset=(torch.randn(4, 2),),
+        batch_size=[3, 5],
+        epochs=EPOCHS,
+        ranks=2,
+        way=way,
+    )
+    state = b.run().join(WAIT_S)
+    assert [m.num_samples for m in state.metrics] == [4] * EPOCHS
+    assert min(sizes) >= 2

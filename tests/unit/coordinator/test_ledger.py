@@ -310,3 +310,50 @@ def test_granted_and_revoked_batches_keep_the_ratios():
     while chunk := assign(ledger, 0):
         assert size(chunk) > 0
     assert ledger.by_rank[0].num_assigned == 9
+
+
+# -- minimum batches ----------------------------------------------------------------------
+
+
+@few_examples
+@given(st.data())
+def test_no_rank_of_unequal_batches_is_left_with_a_single_sample(data):
+    """Batch statistics of one sample are not defined, and who trains the rest is timing."""
+    unit = data.draw(st.integers(1, 3), "samples of a batch of the ledger")
+    sizes = data.draw(st.lists(st.integers(3, 6), min_size=2, max_size=3), "sizes")
+    world, num_samples = len(sizes), data.draw(st.integers(2, 60), "samples")
+    ledger = BatchLedger(
+        num_samples=num_samples, batch_size=unit, num_epochs=1, world_size=world,
+        granularity=data.draw(st.integers(1, 2), "accumulate"), sizes=sizes,
+    )  # fmt: skip
+    ledger.min_batch = 2
+    alive, num_settled = list(range(world)), 0
+
+    def shares():
+        return [1 / len(alive) if rank in alive else 0.0 for rank in range(world)]
+
+    def train(rank):
+        own = ledger.by_rank[rank]
+        ledger.record_trained(rank, sum(-(-len(span) // sizes[rank]) for _, span in own.assigned))
+        assert own.num_assigned == 0
+
+    while True:
+        rank = data.draw(st.sampled_from(alive), "rank")
+        if len(alive) > 1 and data.draw(st.integers(0, 9), "dies") == 9:
+            alive.remove(rank)
+            ledger.reopen_rank(rank, shares())
+            continue
+        seconds = data.draw(st.sampled_from([None, 1e-3, CHUNK_S / 4]), "seconds")
+        seconds = None if seconds is None else (seconds,) * world
+        chunk = assign(ledger, rank, seconds, shares())
+        if chunk is None:
+            break
+        for start, stop in ledger.batches_of_rank(rank, chunk[1])[1]:
+            assert 2 <= stop - start <= sizes[rank] * unit
+        if data.draw(st.booleans(), "trains"):
+            train(rank)
+    for rank in alive:
+        train(rank)
+        ledger.freeze(rank)
+        num_settled += ledger.settle(rank)
+    assert num_settled + len(ledger.epochs[0].open) == ledger.batches_per_epoch
