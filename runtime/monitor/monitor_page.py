@@ -8,7 +8,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from runtime.timeline.page import asset, csp_digest, page_around
+from runtime.timeline.page import asset, csp_digest, joined, page_around
 
 TITLE = "gpuworker monitor"
 _MAP_RULES = re.compile(rb'getElementById\("([0-9a-f]{64})"\)')
@@ -34,9 +34,8 @@ def style() -> str:
 
 
 def script() -> str:
-    """The script of the page: its parts in one function."""
-    parts = "\n".join(asset("monitor", name) for name in _SCRIPT_PARTS)
-    return f'"use strict";\n(() => {{\n{parts}}})();\n'
+    """The script of the page."""
+    return joined(*(asset("monitor", name) for name in _SCRIPT_PARTS))
 
 
 def plotly_name() -> str:

@@ -13,7 +13,7 @@ from runtime.timeline.events import GAP_KINDS, Kind
 
 def page_text(data: dict[str, Any]) -> str:
     """The timeline page for this data; see :func:`~runtime.timeline.export.html_text`."""
-    style, script = asset("timeline", "page.css"), asset("timeline", "page.js")
+    style, script = asset("timeline", "page.css"), joined(asset("timeline", "page.js"))
     policy = (
         f"default-src 'none'; style-src '{csp_digest(style)}'; script-src '{csp_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -88,6 +88,12 @@ def asset(folder: str, name: str) -> str:
     text = files(f"runtime.{folder}").joinpath("assets", name).read_text(encoding="utf-8")
     assert "</" not in text, "it would end its HTML element"
     return text
+
+
+def joined(*scripts: str) -> str:
+    """A page's script: the helpers that all pages share, and its own parts, in one function."""
+    parts = "\n".join((asset("timeline", "shared.js"), *scripts))
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
 def csp_digest(text: str) -> str:
