@@ -69,28 +69,37 @@ def test_a_vanished_worker_is_detected_at_any_step(way, rank, step, faults):
     assert failed.value.rank == rank
 
 
-@pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
-@over([w for w in WAYS if OVER_CPU not in w])
-def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatch):
-    """S2, D23: rank 0 sleeps in the collective when rank 1 dies; its abort comes first."""
+def rank_0_waits_for_a_dying_peer(planted, way, how, monkeypatch, mode="raise", **settings):
+    """Start a run in which rank 1 dies once rank 0 sleeps in a collective.
+
+    Returns its handle, and the event that lets rank 1 die.
+    """
     waiting, held = threading.Event(), threading.Event()
     wait = AbortableBarrier.wait
 
     def seen(barrier, rank, *args):
-        if rank == 0:
+        if rank == 0 and barrier.parties == 2:
             waiting.set()
         wait(barrier, rank, *args)
 
     monkeypatch.setattr(AbortableBarrier, "wait", seen)
     step = 0 if way[0] is SYNC else 1
-    planted = faults()
     # In lockstep no rank can be ahead, and none loads a batch before all have begun the epoch.
     (planted.hold if step else planted.stall_at)(rank=1, step=step, until=held)
     getattr(planted, how)(rank=1, step=step)
     if step:
         planted.slow(rank=1, seconds=0.01)
-    handle = planted.builder(dataset=40, batch_size=1, way=way).anchor(1).run()
+    b = planted.builder(way=way, **({"dataset": 40, "batch_size": 1} | settings)).anchor(1)
+    handle = b.on_worker_failure(mode).run()
     assert waiting.wait(BOUND_S), "rank 0 never came to the collective"
+    return handle, held
+
+
+@pytest.mark.parametrize("how", ["fail_at", "vanish_at"])
+@over([w for w in WAYS if OVER_CPU not in w])
+def test_a_peer_inside_the_collective_is_woken(way, how, faults, tap, monkeypatch):
+    """S2, D23: rank 0 sleeps in the collective when rank 1 dies; its abort comes first."""
+    handle, held = rank_0_waits_for_a_dying_peer(faults(), way, how, monkeypatch)
     with within(FAST_S):
         held.set()
         with pytest.raises(WorkerFailed) as failed:

@@ -9,11 +9,11 @@ import torch
 
 from coordinator import messages as m
 from runtime import WorkerFailed, current_worker
-from runtime.collective import AbortableBarrier
 from runtime.replica.averager import ReplicaAverager
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
 from tests.deadlock.test_averaging_meanwhile import HeldAverage
+from tests.deadlock.test_failures_reach_everyone import rank_0_waits_for_a_dying_peer
 from tests.deadlock.test_throttle_and_gate import a_rank_too_far_ahead
 from tests.support.pairs import diagonal, pairwise
 from tests.support.running import (
@@ -141,25 +141,11 @@ def test_the_death_of_the_last_rank_fails_the_run(way, faults):
 @over([w for w in WAYS if OVER_CPU not in w])
 def test_a_survivor_leaves_the_collective_and_continues(way, how, faults, tap, monkeypatch):
     """D1: rank 0 sleeps in the round that rank 1 will never join."""
-    waiting, held = threading.Event(), threading.Event()
-    wait = AbortableBarrier.wait
-
-    def seen(barrier, rank, *args):
-        if rank == 0 and barrier.parties == 2:
-            waiting.set()
-        wait(barrier, rank, *args)
-
-    monkeypatch.setattr(AbortableBarrier, "wait", seen)
-    step = 0 if way[0] is SYNC else 1
     planted = faults(train_samples, effects)
-    # In lockstep no rank can be ahead, and none loads a batch before all have begun the epoch.
-    (planted.hold if step else planted.stall_at)(rank=1, step=step, until=held)
-    getattr(planted, how)(rank=1, step=step)
-    if step:
-        planted.slow(rank=1, seconds=0.01)
-    b = planted.builder(dataset=NUM_SAMPLES, batch_size=BATCH, way=way).anchor(1)
-    handle = b.on_worker_failure("continue").run()
-    assert waiting.wait(BOUND_S), "rank 0 never came to the collective"
+    sizes = {"dataset": NUM_SAMPLES, "batch_size": BATCH}
+    handle, held = rank_0_waits_for_a_dying_peer(
+        planted, way, how, monkeypatch, "continue", **sizes
+    )
     with within(FAST_S):
         held.set()
         state = handle.join(BOUND_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 
 import pytest
@@ -28,6 +27,7 @@ from tests.support.running import (
     count_up,
     every_way,
     local_averaged_ways,
+    until,
 )
 from tests.unit.worker.test_worker import Alone, plan, start
 
@@ -329,14 +329,6 @@ class HeldBack:
         if self.held in indices:
             assert self.may_be_read.wait(BOUND_S)
         return (indices,)
-
-
-def until(ready):
-    """Wait by polling, where there is no event."""
-    deadline = time.monotonic() + BOUND_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_rank_that_leaves_from_a_broken_step_reports_its_training(tap, tmp_path):

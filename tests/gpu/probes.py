@@ -310,10 +310,6 @@ def squares(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (model(batch[0]) - 1).square().mean()
 
 
-def sgd(params):
-    return torch.optim.SGD(params, 1e-3)
-
-
 def adamw(params):
     return torch.optim.AdamW(params, 1e-3, fused=True)
 

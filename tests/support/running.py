@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter as Tally
 from collections import defaultdict
 
@@ -34,6 +35,14 @@ LOCAL_WAYS = [way for way in WAYS if way[1] is not GLOO]
 def over(ways):
     """A mark that runs a test with each of these ways as ``way``."""
     return pytest.mark.parametrize("way", ways, ids=lambda way: f"{way[0].name}-{way[1].name}")
+
+
+def until(condition, timeout_s=WAIT_S):
+    """Poll until the condition holds, where there is no event to wait for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the state waited for never came"
+        time.sleep(0.001)
 
 
 every_way, local_ways = over(WAYS), over(LOCAL_WAYS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from runtime import (
     ApplyPolicy,
@@ -21,11 +21,9 @@ from runtime import (
     WorkerFailed,
     record_scalar,
 )
-from runtime.core.context import current_worker
 from tests.support.running import (
     ASYNC,
     CADENCE,
-    GLOO,
     OVER_CPU,
     SYNC,
     THREAD,
@@ -34,7 +32,6 @@ from tests.support.running import (
     builder,
     count_up,
     counter,
-    every_way,
     local_ways,
     numbers,
     plain_sgd,
@@ -289,36 +286,10 @@ def test_run_names_the_missing_setting(missing):
         b.run()
 
 
-class Unsized(Dataset):
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.parametrize(
-    ("dataset", "error", "remedy"),
-    [
-        ((torch.zeros(0, 3),), ValueError, "empty"),
-        ([], ValueError, "empty"),
-        ((), ValueError, "without a tensor"),
-        (TensorDataset(torch.zeros(0)), ValueError, "empty"),
-        ((torch.zeros(4), torch.zeros(5)), ValueError, r"unequal lengths: \[4, 5\]"),
-        ((torch.zeros(4), [1, 2, 3, 4]), TypeError, "make it a tensor"),
-        (Unsized(), TypeError, "__len__"),
-        ({"x": 3}, TypeError, "without a tensor"),
-        ("data.csv", TypeError, "not a data set"),
-        (7.5, TypeError, "not a data set"),
-        (object(), TypeError, "neither"),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else None,
-)
-def test_run_refuses_an_invalid_data_set(dataset, error, remedy):
-    with pytest.raises(error, match=remedy):
-        builder(dataset=dataset).run()
-
-
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
+        (lambda b: b.dataset([]), "the data set is empty"),
         (lambda b: b.drop_last(True).batch_size(30), "lower batch_size"),
         (lambda b: b.partition_ratios([1, 1, 1]), "3 entries for 2 devices"),
         (lambda b: b.batch_size([2, 2, 2]), "3 entries for 2 devices"),
@@ -447,18 +418,6 @@ def test_one_module_for_two_workers_is_refused():
     assert "new module at each call" in str(error)
 
 
-def test_only_the_second_factory_fails():
-    built = []
-
-    def model(device):
-        built.append(device)
-        return counter(device) if len(built) < 2 else boom()
-
-    error = failure_of(builder(model=model, ranks=3, way=(SYNC, GLOO)))
-    assert error.rank in (1, 2)
-    assert isinstance(error.__cause__, Planted)
-
-
 # -- train_fn ------------------------------------------------------------------
 
 
@@ -495,33 +454,6 @@ def test_an_invalid_result_of_train_fn_is_named(way, loss, cause, remedy):
     assert type(error) is WorkerFailed
     assert type(error.__cause__) is cause
     assert remedy in str(error.__cause__)
-
-
-@every_way
-def test_one_rank_failing_ends_the_run_with_rank_epoch_and_step(way):
-    """Rank 1 dies at its third step of epoch 1, at any point of rank 0's training."""
-
-    def train(model, batch):
-        worker = current_worker()
-        if worker.rank == 1 and worker.current_epoch == 1 and worker.local_step >= 4:
-            boom()
-        return count_up(model, batch)
-
-    b = builder(train=train, dataset=60, batch_size=1, epochs=100, ranks=3, way=way)
-    error = failure_of(b.partition_ratios([1, 1, 1]))
-    assert (error.rank, error.epoch) == (1, 1)
-    assert error.step >= 4
-    assert isinstance(error.__cause__, Planted)
-    assert "worker 1" in str(error)
-    assert "planted" in str(error)
-
-
-@local_ways
-def test_a_rank_that_fails_while_the_others_wait_for_data_ends_the_run(way):
-    def train(model, batch):
-        return boom() if current_worker().rank == 0 else count_up(model, batch)
-
-    assert failure_of(builder(train=train, dataset=Slow(), way=way)).rank == 0
 
 
 class Slow(Dataset):

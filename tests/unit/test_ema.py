@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import Trainer, current_worker, fit
+from runtime import Trainer, current_worker
 from runtime.replica.flat import FlatParams
 from runtime.replica.param_ema import ParamEma
 from tests.support.running import (
@@ -396,15 +396,6 @@ def test_an_undone_round_leaves_no_trace():
     assert not torch.equal(ema.flats[0], before[0])
     ema.undo()
     assert torch.equal(ema.flats[0], before[0])
-
-
-def test_fit_accepts_ema():
-    class Loss(Net):
-        def forward(self, x):
-            return super().forward(x).square().mean()
-
-    state = fit(Loss(), (X,), optimizer=torch.optim.SGD, batch_size=8, devices=["cpu"], ema=0.5)
-    assert state.ema_state_dict().keys() == state.state_dict().keys()
 
 
 class Modes(torch.optim.SGD):

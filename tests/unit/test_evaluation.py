@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import CsvLogger, StepMetrics, WorkerFailed, current_worker
+from runtime import CsvLogger, StepMetrics, current_worker
 from tests.support.pairs import pairwise
 from tests.support.running import (
     ASYNC,
@@ -243,14 +243,6 @@ def test_incompatible_settings_of_eval_every_are_refused(change, match):
     change(b)
     with pytest.raises(ValueError, match=match):
         b.run()
-
-
-def test_an_exception_of_eval_fn_ends_the_run():
-    def fails(model, epoch):
-        raise ValueError("planted")
-
-    with pytest.raises(WorkerFailed, match="planted"):
-        run(Recorder(), way=(CADENCE, THREAD)).eval_fn(fails).run().join(WAIT_S)
 
 
 # -- metrics of other packages ---------------------------------------------------

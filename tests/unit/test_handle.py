@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import signal
 import threading
 import time
 
@@ -75,33 +74,6 @@ def test_join_from_several_threads_returns_the_same_state():
     for thread in threads:
         thread.join(WAIT_S)
     assert found == [handle.state] * 4
-
-
-@pytest.mark.parametrize("wait", ["join", "metrics"])
-def test_ctrl_c_stops_the_run_and_keeps_its_state(monkeypatch, wait):
-    gate, waiting = Gate(), threading.Event()
-    handle = builder(train=gate, dataset=FOREVER).run()
-    main, real_wait = threading.get_ident(), handle._wait
-
-    def noticed_wait(*args):
-        waiting.set()  # from here on the handle receives the interrupt
-        return real_wait(*args)
-
-    def interrupt():
-        gate.await_entry()
-        if waiting.wait(WAIT_S):
-            signal.pthread_kill(main, signal.SIGINT)
-        gate.opened.set()
-
-    monkeypatch.setattr(handle, "_wait", noticed_wait)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        handle.join(WAIT_S) if wait == "join" else next(handle.metrics())
-    thread.join(WAIT_S)
-    assert handle.state is not None
-    assert handle.state.stopped
-    assert not [t for t in threading.enumerate() if t.name in ("coordinator", "averager")]
 
 
 # -- stop ----------------------------------------------------------------------

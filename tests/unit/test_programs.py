@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from subprocess import DEVNULL, PIPE
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from tests.house import ROOT
 from tests.support import programs
 from tests.support.programs import _Server
+from tests.support.running import until
 
 WAIT_S = 50
 
@@ -186,10 +186,7 @@ def test_programs_end_with_their_server_and_the_next_gets_another(server, how):
             server().kill()
         with pytest.raises(RuntimeError, match="has ended before"):
             process.wait(WAIT_S)
-        deadline = time.monotonic() + WAIT_S
-        while not gone(process.pid):
-            assert time.monotonic() < deadline, "it lives on"
-            time.sleep(0.01)
+        until(lambda: gone(process.pid))
     done = programs.run([sys.executable, "-c", "print(3)"], stdout=PIPE)
     assert done.stdout == b"3\n"
     assert server().pid != first
@@ -217,10 +214,7 @@ def test_the_programs_of_a_process_end_with_it_and_the_others_continue(server):
     ):
         first, second = (int(process.stdout.readline()) for process in (ends, lives))
         ends.kill()
-        deadline = time.monotonic() + WAIT_S
-        while not gone(first):
-            assert time.monotonic() < deadline, "it lives on"
-            time.sleep(0.01)
+        until(lambda: gone(first))
         assert not gone(second)
         os.kill(second, signal.SIGTERM)
         assert lives.wait(WAIT_S) == 128 + signal.SIGTERM

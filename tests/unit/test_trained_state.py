@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import signal
 import threading
 from dataclasses import replace
 
@@ -29,7 +28,6 @@ from tests.support.running import (
     counter,
     train,
 )
-from tests.support.signalling import Waits
 
 
 class Net(nn.Module):
@@ -183,24 +181,6 @@ def test_a_time_limit_is_a_reason_of_its_own():
 
     state = builder(train=slow, epochs=10_000).callbacks(TimeLimit(0.1)).run().join(WAIT_S)
     assert (state.stopped, state.reason) == (True, "out_of_time")
-
-
-def test_a_signal_is_a_reason_of_its_own(monkeypatch):
-    gate, waits = Gate(), Waits(monkeypatch)
-    handle = builder(train=gate, epochs=10_000).run()
-
-    def interrupt():
-        gate.await_entry()
-        assert waits.entered.wait(WAIT_S)
-        signal.raise_signal(signal.SIGINT)
-        gate.opened.set()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        handle.join(WAIT_S)
-    thread.join()
-    assert handle.state.reason == "signalled"
 
 
 def test_a_state_made_by_hand_has_no_factory():

@@ -46,7 +46,6 @@ from tests.unit.checkpoint.test_writer import SlowDisk
 
 N = 60
 WAYS = [(SYNC, THREAD), (SYNC, GLOO), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
-every_way = over(WAYS)
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from runtime.checkpoint.store import entries, load_newest
 from runtime.cluster import cluster_run
 from tests.support.clustering import Effects, Machine, same
 from tests.support.memory_engine import MemoryCluster, MemoryEngine
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, until
 
 WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU)]
 
@@ -34,14 +34,6 @@ WAYS = [(SYNC, THREAD), (CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU
 def train(*, configure, **kwargs):
     """Train on one machine to the end."""
     return configure(builder(ranks=2, **kwargs)).run().join(WAIT_S)
-
-
-def wait_until(ready):
-    """Poll until the condition is true."""
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def once(machine, n=203):
@@ -142,7 +134,7 @@ def test_a_failed_round_changes_nothing(point):
 def test_a_stopping_machine_hands_over_its_batches_and_the_other_continues():
     cluster = MemoryCluster()
     a, b = (Machine(cluster, name, n=4003) for name in "ab")
-    wait_until(lambda: len(b.outer.changes) > 1)
+    until(lambda: len(b.outer.changes) > 1)
     b.handle.stop()
     left = b.join()
     assert left.stopped
@@ -188,7 +180,7 @@ def test_a_stopping_machine_waits_for_the_next_round(monkeypatch):
         )
         for name in "ab"
     )
-    wait_until(lambda: len(b.outer.changes) > 1)
+    until(lambda: len(b.outer.changes) > 1)
     num_rounds = len(b.outer.changes)
     b.handle.stop()
     assert b.join().stopped
@@ -207,7 +199,7 @@ def test_a_run_that_ends_during_a_round_does_not_revert_the_others_changes():
 
             def ended_first(ok):
                 if machine == "b" and engine.step == 3:
-                    wait_until(lambda: runs)
+                    until(lambda: runs)
                     runs[0]._inner.stop()
                     runs[0]._inner.wait_threads(WAIT_S)
                 return commit(ok)
@@ -255,7 +247,7 @@ def test_an_idle_report_from_before_a_grant_is_ignored():
 
     def idle_in_the_second_round(engine):
         if engine.step == 1:
-            wait_until(lambda: runs)
+            until(lambda: runs)
             runs[0]._inbox.put(cluster_run._RunIdle(runs[0]._num_grants))
             holding.set()
 
@@ -552,7 +544,7 @@ def test_fewer_machines_resume_and_train_each_sample_once_after_all_were_killed(
 
     cluster = MemoryCluster(min_machines=2)
     first = [Machine(cluster, name, n=n, way=way, configure=saved) for name in "abc"]
-    wait_until(lambda: any(e.step for e in entries(tmp_path)))
+    until(lambda: any(e.step for e in entries(tmp_path)))
     for machine in first:
         machine.handle._run.abort()
     for machine in first:

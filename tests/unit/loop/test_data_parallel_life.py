@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import threading
 import weakref
 
@@ -133,15 +132,6 @@ def test_calls_on_a_closed_coordinator_raise_and_its_primary_stays_usable():
             call()
     assert coordinator.primary(samples_of(2)[0]).shape == (2, 3)
     assert copy.deepcopy(coordinator.primary) is not None
-
-
-def test_many_coordinators_leave_no_threads_and_no_warnings(caplog):
-    caplog.set_level(logging.WARNING)
-    for _ in range(15):
-        with replicas(2) as coordinator:
-            coordinator.train_batch(samples_of(4))
-    assert own_threads() == []
-    assert caplog.records == []
 
 
 def test_loss_fn_may_return_the_loss_only():

@@ -82,10 +82,7 @@ def frozen(model):
         (double, r"the dtype of 'first.weight' is torch.float64, on rank 0 it is torch.float32"),
         (integer_buffer, r"the dtype of 'norm.running_mean' is torch.int64"),
         (frozen, r"the kind of 'first.bias' is frozen, on rank 0 it is trainable"),
-        (
-            lambda m: setattr(m, "first", nn.Linear(4, 9)),
-            r"the shape of 'first.weight' is \(9, 4\)",
-        ),
+        (wider, r"the shape of 'first.weight' is \(9, 4\)"),
     ],
 )
 def test_the_first_difference_between_replicas_is_named(change, match):

@@ -20,10 +20,6 @@ def counters(ranks=2):
     return Coordinator(config).statistics()
 
 
-def kinds(events):
-    return [(event["kind"], event["rank"]) for event in events]
-
-
 def test_changes_of_counters_are_events():
     buffer = EventBuffer(SimpleNamespace(timeline=None))
     first = counters()

@@ -24,7 +24,7 @@ from runtime.data.epoch_index import EpochIndex
 from runtime.replica.build import BuildOrder, Template
 from runtime.replica.graphs import GraphFallbacks
 from runtime.run import Run
-from tests.support.running import WAIT_S, builder
+from tests.support.running import WAIT_S, builder, until
 
 STRESS_S = 0.15
 
@@ -200,10 +200,7 @@ def test_the_last_rank_to_arrive_notices_one_that_an_abort_woke():
     thread = threading.Thread(target=first)
     thread.start()
     try:
-        deadline = time.monotonic() + WAIT_S
-        while group.barrier._waiting != [0]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: group.barrier._waiting == [0])
         with pytest.raises(CollectiveAborted):
             group.meet(1, "of rank 1", planned.append)
     finally:

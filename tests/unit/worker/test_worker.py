@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -38,6 +37,7 @@ from tests.support.running import (
     counter,
     numbers,
     plain_sgd,
+    until,
 )
 
 N, SIZE = 40, 2
@@ -311,10 +311,7 @@ def test_messages_deferred_within_a_step_are_handled_before_the_next():
     data.permits.release()
     assert begun.wait(WAIT_S)  # the step has its first batch, and not its second
     alone.send(m.RequestParams(round=1))
-    deadline = time.monotonic() + WAIT_S
-    while not alone.control.empty():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(alone.control.empty)
     for _ in range(3):
         data.permits.release()
     assert alone.take_next(m.ParamSnapshot).num_batches == 2
