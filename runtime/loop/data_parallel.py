@@ -46,7 +46,7 @@ from runtime.replica.build import (
     build_model,
     build_optimizer,
 )
-from runtime.replica.error_notes import explain_error
+from runtime.replica.error_notes import MemoryUse, explain_error
 from runtime.replica.gradients import (
     average_gradients,
     check_gradients,
@@ -60,6 +60,7 @@ _REMEDY = (
     "No replica was changed. Lower the learning rate, set max_grad_norm, or guard the loss "
     "against such batches"
 )
+_MEMORY_REMEDY = "pass fewer samples to train_batch, or train on more devices"
 
 
 class DataParallelCoordinator(Closeable):
@@ -292,7 +293,15 @@ class DataParallelCoordinator(Closeable):
                 loss, result = read_result(self._loss_fn(model, samples), model.parameters())
                 loss.backward()  # type: ignore[no-untyped-call]
             except (RuntimeError, ValueError) as error:
-                explain_error(error, "loss_fn", model, samples, owns_backward=True, place="samples")
+                explain_error(
+                    error,
+                    "loss_fn",
+                    model,
+                    samples,
+                    owns_backward=True,
+                    place="samples",
+                    memory=MemoryUse(num_samples, _MEMORY_REMEDY),
+                )
                 raise
         leaves = self._replicas[rank].leaves
         if not self._checked[rank]:

@@ -108,7 +108,7 @@ class LoopRecorder:
     def record_batches(self, rank: int, batches: Sequence[Any]) -> None:
         """Add batches, or shard sizes, to a rank's next step."""
         if self._timeline is not None:
-            self._sizes[rank] += [_num_samples(batch) for batch in batches]
+            self._sizes[rank] += [num_samples_of(batch) for batch in batches]
 
     def record(self, operation: str, start_s: float) -> None:
         """Record work of the only device, in the caller's thread."""
@@ -157,7 +157,7 @@ class LoopRecorder:
         lane.enter(cause, max(at_s, lane.since))
 
 
-def _num_samples(batch: Any) -> int:
+def num_samples_of(batch: Any) -> int:
     """The size of a batch; an int is a size already."""
     if isinstance(batch, int):
         return batch

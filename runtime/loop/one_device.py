@@ -28,8 +28,7 @@ from runtime.loop.rank_replica import (
     LossFn,
     clip_and_scale_,
     divide_grads_,
-    read_loss,
-    weighted_backward,
+    train_batch,
 )
 from runtime.loop.scatter import nested_to_device
 
@@ -110,9 +109,8 @@ class SingleDeviceEngine:
         self._remove_guards()
         try:
             for batch in batches:
-                result = loss_fn(self.model, nested_to_device(batch, self._device))
-                loss, weight = read_loss(result, self._params)
-                losses.append(weighted_backward(loss, weight, self._params))
+                loss, weight = train_batch(self.model, loss_fn, batch, self._device, self._params)
+                losses.append(loss)
                 self._weights.append(weight)
             total_weight(self._weights)
         except BaseException:

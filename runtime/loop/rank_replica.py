@@ -26,14 +26,13 @@ from runtime.core.loss_weights import (
 )
 from runtime.core.nested import flatten
 from runtime.device.base import Device
-from runtime.device.memory import is_out_of_memory
 from runtime.loop.caller_modes import outside_autocast
 from runtime.loop.gather import ShardOutput
-from runtime.loop.loop_recorder import LoopRecorder
+from runtime.loop.loop_recorder import LoopRecorder, num_samples_of
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
-from runtime.replica.error_notes import LOOP_REMEDY, add_note_once, explain_error, memory_note
+from runtime.replica.error_notes import MemoryUse, explain_error
 from runtime.replica.flat import by_dtype, reals, views_of
 from runtime.replica.gradients import refuse_sparse
 
@@ -45,6 +44,14 @@ Row = Sequence[Tensor | None]
 MAX_INLINE_ELEMENTS = 1 << 20
 """Up to this many elements over all ranks, the calling thread adds gradients up; more are divided
 among the ranks' threads."""
+LOOP_REMEDY = (
+    "pass smaller batches, with loss.backward() for each of them and one model.step(), which "
+    "trains as many samples in each step with less memory"
+)
+ACCUMULATE_REMEDY = (
+    "pass more batches of fewer samples to accumulate(...), which trains as many in each step with "
+    "less memory"
+)
 CHUNK_ELEMENTS = 1 << 18
 """Larger gradients are added up in pieces, by several threads."""
 
@@ -98,11 +105,9 @@ class RankReplica:
                 output = model(*inputs.args, **inputs.kwargs)
             except (RuntimeError, ValueError) as error:
                 given: dict[Any, Any] = {**dict(enumerate(inputs.args)), **inputs.kwargs}
-                explain_error(error, "your loop", model, given, place="inputs")
-                if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                    add_note_once(error, memory_note(stop - start, self._largest, LOOP_REMEDY))
+                memory = MemoryUse(stop - start, LOOP_REMEDY, self._largest)
+                explain_error(error, "your loop", model, given, place="inputs", memory=memory)
                 raise
-            self._largest = max(self._largest, stop - start)
             if timed:
                 self.sample_timer.stop(stop - start)
             shard = read_output(self.rank, model, inputs, output, (start, stop), self._loss_weight)
@@ -122,13 +127,20 @@ class RankReplica:
         self.sample_timer.start()
         given = [None if g is None else to_device(g, self.device) for g in grads]
         mask = _loss_weight_mask(shard, given)
-        with self.mirror.computing(self.rank), _masking_grads(shard.leaves, mask):
-            found = shard.backward(
-                given,
-                wanted=wanted,
-                first_leaves=first_leaves,
-                retain_graph=retain_graph,
-            )
+        num_samples = shard.stop - shard.start
+        with self.mirror.computing(self.rank) as model, _masking_grads(shard.leaves, mask):
+            try:
+                found = shard.backward(
+                    given,
+                    wanted=wanted,
+                    first_leaves=first_leaves,
+                    retain_graph=retain_graph,
+                )
+            except RuntimeError as error:
+                memory = MemoryUse(num_samples, LOOP_REMEDY, self._largest)
+                explain_error(error, "your loop", model, (), memory=memory)
+                raise
+        self._largest = max(self._largest, num_samples)
         self.sample_timer.stop(0)
         return found
 
@@ -145,15 +157,9 @@ class RankReplica:
         with self.mirror.computing(self.rank) as model:
             for batch in batches:
                 self.batch_timer.start()
-                try:
-                    loss, weight = read_loss(
-                        loss_fn(model, nested_to_device(batch, self.device)), self.leaves
-                    )
-                    losses.append(weighted_backward(loss, weight, self.leaves))
-                except (RuntimeError, ValueError) as error:
-                    explain_error(error, "loss_fn", model, batch, owns_backward=True)
-                    raise
+                loss, weight = train_batch(model, loss_fn, batch, self.device, self.leaves)
                 self.batch_timer.stop(1)
+                losses.append(loss)
                 weights.append(weight)
         found = torch.stack(losses) if losses else torch.empty(0, device=self.device)
         return found, weights
@@ -404,6 +410,27 @@ def read_loss(result: object, params: Sequence[Tensor]) -> tuple[Tensor, Weight 
         weight = check_weight("the weight of the loss", result[1])
         return checked_loss(result[0], "loss_fn", weight, params), weight
     return checked_loss(result, "loss_fn"), None
+
+
+def train_batch(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    device: torch.device,
+    params: Sequence[Tensor],
+) -> tuple[Tensor, Weight | None]:
+    """Run forward, loss and backward of a batch of ``accumulate``.
+
+    Returns:
+        The detached loss, 0 if its weight is 0, and the weight; ``None``: without one.
+    """
+    try:
+        loss, weight = read_loss(loss_fn(model, nested_to_device(batch, device)), params)
+        return weighted_backward(loss, weight, params), weight
+    except (RuntimeError, ValueError) as error:
+        memory = MemoryUse(num_samples_of(batch), ACCUMULATE_REMEDY)
+        explain_error(error, "loss_fn", model, batch, owns_backward=True, memory=memory)
+        raise
 
 
 def weighted_backward(loss: Tensor, weight: Weight | None, leaves: Sequence[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ _DTYPE = re.compile(
 )
 
 
-LOOP_REMEDY = (
-    "pass smaller batches, with loss.backward() for each of them and one model.step(), which "
-    "trains as many samples in each step with less memory"
-)
-"""Advice for an own loop that has run out of memory."""
-
-
 def explain_error(
     error: BaseException,
     function: str,
@@ -33,6 +26,7 @@ def explain_error(
     *,
     owns_backward: bool = False,
     place: str = "batch",
+    memory: MemoryUse | None = None,
 ) -> None:
     """Add notes to an error of PyTorch that a user function caused.
 
@@ -43,6 +37,7 @@ def explain_error(
         batch: The batch that it was called with.
         owns_backward: True if the caller, not the user, runs the backward pass.
         place: Name of the batch in ``function``.
+        memory: For the note on a lack of memory; ``None``: the caller adds it.
     """
     text = str(error)
     if isinstance(error, ValueError) and _ONE_SAMPLE in text:
@@ -54,14 +49,17 @@ def explain_error(
         )
     if not isinstance(error, RuntimeError):
         return
-    if owns_backward and _BACKWARD_TWICE in text:
+    if is_out_of_memory(error):
+        if memory is not None:
+            add_note_once(error, memory.note())
+    elif owns_backward and _BACKWARD_TWICE in text:
         add_note_once(
             error,
             f"{function} calls backward() on the loss that it returns, and the run does so itself: "
             f"end {function} with return loss, and leave loss.backward(), optimizer.step() and "
             "optimizer.zero_grad() out",
         )
-    elif _DTYPE.search(text) and not is_out_of_memory(error):
+    elif _DTYPE.search(text):
         note = _dtype_note(function, model, batch, place)
         if note is not None:
             add_note_once(error, note)
@@ -110,16 +108,25 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def memory_note(num_samples: int, largest: int, remedy: str) -> str:
-    """The note on an out-of-memory error.
+class MemoryUse(NamedTuple):
+    """A batch for which there was no memory.
 
-    Args:
-        num_samples: Samples of the batch.
-        largest: Samples of the largest batch that fitted; 0: none yet.
+    Attributes:
+        num_samples: Its samples.
         remedy: Advice for the caller.
+        largest: Samples of the largest batch that fitted; 0: none yet; ``None``: not known.
     """
-    fitted = f"the largest that fitted had {largest}" if largest else "none has fitted yet"
-    return f"the batch had {num_samples} samples, {fitted}: {remedy}"
+
+    num_samples: int
+    remedy: str
+    largest: int | None = None
+
+    def note(self) -> str:
+        """The note on an out-of-memory error."""
+        fitted = f", the largest that fitted had {self.largest}" if self.largest else ""
+        if self.largest == 0:
+            fitted = ", none has fitted yet"
+        return f"the batch had {self.num_samples} samples{fitted}: {self.remedy}"
 
 
 def accumulate_remedy(

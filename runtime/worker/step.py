@@ -22,7 +22,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
-from runtime.replica.error_notes import accumulate_remedy, add_note_once, memory_note
+from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once
 from runtime.replica.graphs import GraphedSteps, GraphFallbacks
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import (
@@ -279,15 +279,20 @@ class WorkerSteps:
                 self.is_torn = True
             elif not (aborted and self._is_lockstep):  # else undone already
                 self.undo_failed(before)
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                self._explain_memory(error, max(sizes, default=0))
+            self.explain_memory(error, max(sizes, default=0))
             raise
         if sizes and sizes[0] > self._largest:
             self._largest = max(sizes)
 
-    def _explain_memory(self, error: RuntimeError, num_samples: int) -> None:
-        remedy = accumulate_remedy(num_samples, self._largest, *self._sizes)
-        add_note_once(error, memory_note(num_samples, self._largest, remedy))
+    def explain_memory(self, error: BaseException, num_samples: int) -> None:
+        """Add a note to an error if it is a lack of memory for a batch of this size."""
+        if is_out_of_memory(error):
+            remedy = accumulate_remedy(num_samples, self._largest, *self._sizes)
+            add_note_once(error, MemoryUse(num_samples, remedy, self._largest).note())
+
+    def batch_fitted(self, num_samples: int) -> None:
+        """Record that there was memory for a batch of an own loop."""
+        self._largest = max(self._largest, num_samples)
 
     def undo_failed(self, before: BeforeStep) -> None:
         """Undo a step in which user code raised, for the state to be saved."""

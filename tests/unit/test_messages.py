@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -486,6 +487,53 @@ def test_no_memory_in_an_own_loop_names_smaller_batches():
         model(torch.zeros(8, 3)).sum().backward()
         with pytest.raises(ReplicaFailed, match="had 8 samples, the largest that fitted had 4"):
             model(torch.zeros(16, 3))
+
+
+class FullInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.num_samples = len(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.num_samples > 4:
+            raise torch.OutOfMemoryError("planted: out of memory")
+        return grad
+
+
+def test_no_memory_in_the_backward_pass_of_an_own_loop_names_smaller_batches():
+    with Trainer.setup(linear(), sgd, ["cpu", "cpu"]) as model:
+        model.module.register_forward_hook(lambda _, __, out: FullInBackward.apply(out))
+        model(torch.zeros(8, 3)).sum().backward()
+        with pytest.raises(ReplicaFailed, match="had 8 samples, the largest that fitted had 4: p"):
+            model(torch.zeros(16, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+def test_no_memory_in_accumulate_names_more_batches(devices):
+    with Trainer.setup(linear(), sgd, devices) as model:
+        model.accumulate(Full(4), [data(4)] * 2)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model.accumulate(Full(4), [data(8)] * 2)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "the batch had 8 samples: pass more batches" in text
+
+
+def test_no_memory_in_train_batch_names_fewer_samples():
+    with pytest.raises(ReplicaFailed, match="the batch had 8 samples: pass fewer samples"):
+        through_coordinator(data(16), Full(4))
+
+
+def test_no_memory_in_a_loop_of_a_run_names_the_largest_batch_that_fitted():
+    def loop(worker):
+        for batch in worker.batches():
+            most = 7 if worker.global_step == 0 else 2
+            worker.step(Full(most)(worker.model, batch))
+
+    b = Trainer.loop(lambda device: linear().to(device), lambda m: sgd(m.parameters()), loop)
+    text = message_of(b.dataset(data(23)).batch_size(7).num_epochs(1).devices("cpu"))
+    assert "the batch had 7 samples, the largest that fitted had 7: .batch_size(4)" in text
 
 
 # -- processes -----------------------------------------------------------------
