@@ -342,7 +342,7 @@ class RunState:
         """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""
         c, world = self.config, len(self.ranks)
         own = c.batch_sizes or (c.batch_size,)
-        if c.global_batch_size is not None:
+        if c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None:
             own = (-(-self.slice_samples(range(world)) // world),)
         self.min_piece = self.ledger.min_batch = min(2, *own)
         if self.shares is not None:

@@ -47,6 +47,7 @@ class Checks:
         self._failed_before = 0
         self._dismissed: set[int] = set()
         self._sizes: dict[int, int] = {}  # of the plan being dealt
+        self._dealt: dict[int, tuple[tuple[int, int], ...]] = {}  # its pieces
         self._needed = (0, 0)  # no earlier batch may be dealt again
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
@@ -118,36 +119,52 @@ class Checks:
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
     def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
-        """Check the pieces of the first batch once all ranks have the plan."""
+        """Check the pieces, and the sizes of the first batch, once all ranks have the plan."""
         live = [r.rank for r in self._sim.machine.run_state.live]
         if rank == live[0]:
-            self._sizes = {}
+            self._sizes, self._dealt = {}, {}
         start, stop = pieces[0]
         self._sizes[rank] = stop - start
+        self._dealt[rank] = pieces
+        is_split = self._config.policy is ApplyPolicy.SYNC and not self._sim.schedule.memory
+        if rank == live[-1] and is_split and self._least > 1:
+            for each in zip(*self._dealt.values(), strict=False):
+                sizes = [stop - start for start, stop in each]
+                if 1 in sizes and sum(sizes) > 1 and len(sizes) == len(live):
+                    raise Violation(f"a piece of 1 sample with batch statistics: {sizes}")
         if rank == live[-1] and sum(self._sizes.values()) == self._slice_samples(live):
             for idle in [r for r, n in self._sizes.items() if n == 0]:
                 self._must_rest(idle)
 
+    @property
+    def _least(self) -> int:
+        """Minimum samples of a rank, if there are as many: two for batch statistics."""
+        c, world = self._config, self._config.world_size
+        own = min(c.batch_sizes or (c.batch_size,))
+        if c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None:
+            own = -(-c.global_batch_size // c.num_micro_batches // world)
+        return 2 if self._sim.schedule.batch_statistics and own > 1 else 1
+
     def _slice_samples(self, live: Sequence[int]) -> int | None:
-        """Samples in the first slice of a whole global batch, if enough for one per rank."""
+        """Samples in the first slice of a whole global batch, if enough for all ranks."""
         total = self._sim.machine.run_state.slice_samples(live)
-        return total if total >= len(live) else None
+        return total if total >= self._least * len(live) else None
 
     def _must_rest(self, rank: int) -> None:
-        """Check that an idle rank would delay the step with 1 sample."""
+        """Check that an idle rank would delay the step with the smallest piece."""
         shares = self._sim.machine.run_state.shares
         assert shares is not None
         sizes = {r: n for r, n in self._sizes.items() if n}
         costs = {r: cost for r in (*sizes, rank) if (cost := shares.cost(r)) is not None}
-        gains = True
-        if len(costs) > len(sizes) and sum(sizes.values()) >= len(costs):  # all are measured
-            best = split_by_cost(sum(sizes.values()), tuple(costs.values()))
+        gains, total = True, sum(sizes.values())
+        if len(costs) > len(sizes) and total >= self._least * len(costs):  # all are measured
+            best = split_by_cost(total, tuple(costs.values()), self._least)
             best_s = max(seconds(cost, n) for cost, n in zip(costs.values(), best, strict=True))
             now_s = max(seconds(costs[r], n) for r, n in sizes.items())
             # Memory limits, not times, decide here.
             gains = best_s < 0.96 * now_s and not self._sim.schedule.memory
         if gains:
-            raise Violation(f"rank {rank} has an empty piece, and 1 sample would delay nobody")
+            raise Violation(f"rank {rank} has an empty piece, and the smallest would delay nobody")
 
     def _on_request(self, rank: int, round_id: int) -> None:
         if round_id == self._asked:
@@ -319,12 +336,22 @@ class Checks:
         if sizes is None or not plan.batches:
             return
         numbers = [(plan.epoch, b) for span in plan.batches for b in span]
-        following = [*(start for start, _ in plan.pieces[1:]), None]
-        for (start, stop), after in zip(plan.pieces, following, strict=True):
-            if stop - start > sizes[rank] or (stop - start < sizes[rank] and stop == after):
+        c = self._config
+        following = [*plan.pieces[1:], (-1, -1)]
+        for (start, stop), (after, end) in zip(plan.pieces, following, strict=True):
+            is_short = stop - start < sizes[rank] and stop == after
+            if is_short and self._least > 1 and end - after <= c.batch_size + 1:
+                is_short = stop - start < sizes[rank] - c.batch_size  # its last part was alone
+            if stop - start > sizes[rank] or is_short:
                 raise Violation(
                     f"rank {rank} has batches of {sizes[rank]} samples, the plan is {plan}"
                 )
+        # Ranks of two units cannot give one away, and quotas and limits leave what they leave.
+        is_free = c.progressive and c.partition_ratios is None and c.max_steps is None
+        is_free = is_free and self._sim.origin is None and c.num_samples > 1
+        is_free = is_free and self._least > 1 and min(sizes) > 2 * c.batch_size
+        if is_free and any(stop - start == 1 for start, stop in plan.pieces):
+            raise Violation(f"a batch of 1 sample with batch statistics: {plan}")
         self._pieces[rank] = dict(zip(numbers, plan.pieces, strict=True))
 
     def on_trained_own(self, rank: int, number: Batch, size: int) -> list[Batch]:

@@ -60,6 +60,7 @@ class Schedule:
         collective_timeout_s: Limit of a rank's wait for its peers; 0: none.
         saves_at_s: Times of calls of ``save()``.
         memory: Samples of the largest piece that each rank has memory for; empty: of any.
+        batch_statistics: The model computes statistics of each rank's own samples.
         busy_s: Longest time until the coordinator's thread handles arrived messages.
         fault_chance: Chance that a collective over the first transport that has ranks meet
             fails when all have joined.
@@ -94,6 +95,7 @@ class Schedule:
     collective_timeout_s: float = 0.0
     saves_at_s: tuple[float, ...] = ()
     memory: tuple[int, ...] = ()
+    batch_statistics: bool = False
     busy_s: float = 0.0
     fault_chance: float = 0.0
     unconnected_chance: float = 0.0
@@ -219,7 +221,13 @@ def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
     drawn = with_transports(with_global_batches(drawn))
-    return with_calls(with_validations(with_evaluations(drawn)))
+    return with_statistics(with_calls(with_validations(with_evaluations(drawn))))
+
+
+def with_statistics(schedule: Schedule) -> Schedule:
+    """The schedule with batch statistics in a third of the runs, from a separate generator."""
+    rng = random.Random(f"statistics of {schedule.seed}")
+    return replace(schedule, batch_statistics=rng.random() < 0.33)
 
 
 def with_calls(schedule: Schedule) -> Schedule:

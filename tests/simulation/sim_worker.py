@@ -137,7 +137,10 @@ class SimWorker:
         yield self._sim.draw(self._sim.schedule.build_s)
         self.protocol.on_built()
         self.was_built = True
-        self._reporter.send(m.Ready(rank=self.rank, scale_invariant=("Adam",)))
+        statistics = self._sim.schedule.batch_statistics
+        self._reporter.send(
+            m.Ready(rank=self.rank, scale_invariant=("Adam",), batch_statistics=statistics)
+        )
         while True:
             try:
                 yield from self._train_plans()

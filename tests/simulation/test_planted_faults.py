@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from coordinator import epochs
 from coordinator import messages as m
 from coordinator.cadence import RoundSchedule
@@ -255,6 +257,18 @@ def test_a_stale_share_is_found(monkeypatch):
 
     monkeypatch.setattr(BatchLedger, "split_pieces", stale)
     assert_is_found("trained others", drawn(shares))
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ([ApplyPolicy.SYNC], "a piece of 1 sample with batch statistics"),
+        ([ApplyPolicy.CADENCE, ApplyPolicy.ASYNC], "a batch of 1 sample with batch statistics"),
+    ],
+)
+def test_batch_statistics_of_one_sample_are_found(policies, message, monkeypatch):
+    monkeypatch.setattr(RunState, "require_batch_statistics", lambda self: None)
+    assert_is_found(message, drawn(lambda s: s.batch_statistics and s.config.policy in policies))
 
 
 def averages(schedule):

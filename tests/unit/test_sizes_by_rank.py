@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline
+from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline, Trainer
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, Seen, builder
 
 N, EPOCHS = 203, 2
@@ -147,23 +147,23 @@ def test_schedules_and_progress_count_batches_of_the_mean_size():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_rank_trains_a_single_sample_where_batch_statistics_are_used(way):
-    """Rank 0's first batch of three would leave one sample to rank 1."""
+@pytest.mark.parametrize("setting", [{"batch_size": [3, 5]}, {"global_batch_size": 7}], ids=str)
+def test_no_rank_trains_a_single_sample_where_batch_statistics_are_used(way, setting):
+    """A whole first batch of rank 0 would leave one sample to rank 1."""
     model, sizes = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), []
+    num = 4 if "batch_size" in setting else 5
 
     def train(model, batch):
         sizes.append(len(batch[0]))
         return model(batch[0]).square().mean()
 
-    b = builder(
-        model=lambda device: copy.deepcopy(model),
-        train=train,
-        dataset=(torch.randn(4, 2),),
-        batch_size=[3, 5],
-        epochs=EPOCHS,
-        ranks=2,
-        way=way,
+    b = Trainer.builder(
+        lambda device: copy.deepcopy(model), lambda p: torch.optim.SGD(p, 0.01), train
     )
+    b.dataset((torch.randn(num, 2),)).num_epochs(EPOCHS).devices(["cpu"] * 2)
+    b.policy(way[0]).backend(way[1]).progress(False).tune_allocator(False)
+    for name, value in setting.items():
+        getattr(b, name)(value)
     state = b.run().join(WAIT_S)
-    assert [m.num_samples for m in state.metrics] == [4] * EPOCHS
+    assert [m.num_samples for m in state.metrics] == [num] * EPOCHS
     assert min(sizes) >= 2
