@@ -236,10 +236,7 @@ def _first_difference(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     return None if extra is None else f"the model has {extra!r}, the checkpoint does not"
 
 
-def _factor(value: Any, where: str) -> None:
-    number(0.0)(value, where)
-    if value > _MAX:
-        fail(where, value, f"at most {_MAX}")
+_factor = number(0.0, _MAX)
 
 
 def _positive(value: Any, where: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator import schema
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
 from runtime.cluster.signing import MAC_BYTES, is_signed, signature
 from runtime.core.context import LINE_WIDTH
@@ -20,6 +21,20 @@ _TEXTS = {"name": 40, "checkpoint_dir": 60, "last_checkpoint": 140}
 """Texts and their limits: with them a line is below :data:`membership.MAX_LINE_BYTES`, although a
 character of JSON may take 12 bytes."""
 _MAX_COUNT = 1 << 53
+_MAX_TEXT = 1 << 12
+_STATUS_LINE = schema.entries(
+    schema.text(1, _MAX_TEXT),
+    schema.integer(0, _MAX_COUNT),
+    schema.record(
+        {
+            **dict.fromkeys(_COUNTS, schema.integer(0, _MAX_COUNT)),
+            "elapsed_s": schema.number(0, _MAX_COUNT),
+            "samples_per_s": schema.number(0, _MAX_COUNT),
+            "loss": schema.optional(schema.number(-1e300, 1e300)),
+            **dict.fromkeys(_TEXTS, schema.optional(schema.text(0, _MAX_TEXT))),
+        }
+    ),
+)
 _MAX_HOST_LENGTH = 20
 
 
@@ -50,11 +65,11 @@ def status_line(token: str | None, machine: str, number: int, run: Mapping[str, 
         number: Number of the record, larger than those before.
         run: The record.
     """
-    record = {name: run[name] for name in (*_COUNTS[1:], *_NUMBERS)}
-    record["pid"] = os.getpid()
+    sent = {name: run[name] for name in (*_COUNTS[1:], *_NUMBERS)}
+    sent["pid"] = os.getpid()
     for name, limit in _TEXTS.items():
-        record[name] = None if run[name] is None else _end_of(run[name], limit)
-    body = json.dumps([machine, number, record])
+        sent[name] = None if run[name] is None else _end_of(run[name], limit)
+    body = json.dumps([machine, number, sent])
     return f"{signature(token, *_signed_parts(body)).hex()} {body}\n".encode()
 
 
@@ -74,42 +89,18 @@ def parse_status(line: str, age_s: float = 0.0) -> MachineStatus:
         ValueError: It is malformed.
     """
     try:
-        machine, number, record = json.loads(line[2 * MAC_BYTES :])
-        run: dict[str, Any] = {name: _count(record[name]) for name in _COUNTS}
-        run |= {name: _number(record[name]) for name in _NUMBERS}
-        run |= {name: _text(record[name]) for name in _TEXTS}
-        for name in ("elapsed_s", "samples_per_s"):
-            if run[name] is None or not 0 <= run[name] <= _MAX_COUNT:
-                raise ValueError(f"{name} is out of range")
-        return MachineStatus(machine=one_line(machine), number=_count(number), run=run, age_s=age_s)
-    except (TypeError, KeyError, RecursionError) as error:
+        parsed = json.loads(line[2 * MAC_BYTES :])
+    except RecursionError as error:
         raise ValueError(f"no status of a machine: {error}") from error
+    _STATUS_LINE(parsed, "the status")
+    machine, number, given = parsed
+    run = {name: given[name] for name in (*_COUNTS, *_NUMBERS)}
+    run |= {name: None if given[name] is None else one_line(given[name]) for name in _TEXTS}
+    return MachineStatus(machine=one_line(machine), number=number, run=run, age_s=age_s)
 
 
 def _signed_parts(body: str) -> tuple[str, bytes, bytes]:
     return "status", str(PROTOCOL_VERSION).encode(), body.encode("utf-8", "replace")
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError("a count is out of range")
-    return int(value)
-
-
-def _number(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or not -1e300 < value < 1e300:
-        raise ValueError("a number is out of range")
-    return float(value)
-
-
-def _text(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise TypeError("a text is of another type")
-    return one_line(value)
 
 
 def status_table(statuses: Sequence[MachineStatus]) -> list[str]:
