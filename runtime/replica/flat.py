@@ -42,6 +42,9 @@ _AVERAGED = _COPIED_TOGETHER | {
 _WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 22
 """Words summed at once."""
+_ROW_WORDS = 256
+_MIX = (0x1E3779B97F4A7C15, 0x56E8FEB86659FD93)
+"""Multipliers, odd and below 2**63, of a hash of positions."""
 
 
 class FlatState:
@@ -771,8 +774,9 @@ def states_of(params: Sequence[Tensor], *, with_values: bool) -> list[tuple[int,
 def checksum(t: Tensor) -> Tensor:
     """A checksum of the tensor's content, on its device.
 
-    The sum of its bytes as 64-bit words, chunk by chunk: exact, where a norm would round a small
-    change away. Reads the tensor once.
+    A weighted sum of its bytes as 64-bit words, chunk by chunk: exact, where a norm would round a
+    small change away. Each word's weight is that of its row plus that of its column, in rows of
+    256, so that exchanged words are noticed. Reads the tensor twice.
     """
     t = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     content = t.view(torch.uint8)
@@ -780,7 +784,28 @@ def checksum(t: Tensor) -> Tensor:
         content = content.clone()
     end = content.numel() // _WORD_BYTES * _WORD_BYTES
     words = content[:end].view(torch.int64)
-    total = content[end:].sum(dtype=torch.int64)
+    rest = content[end:]
+    total = _weighted(rest.long()) if rest.numel() else words.new_zeros(())
     for begin in range(0, words.numel(), _CHUNK_WORDS):
-        total = total * 31 + words[begin : begin + _CHUNK_WORDS].sum()
+        chunk = words[begin : begin + _CHUNK_WORDS]
+        whole = chunk.numel() // _ROW_WORDS * _ROW_WORDS
+        total = total * 31
+        if whole < chunk.numel():
+            total = total + _weighted(chunk[whole:])
+        if whole:
+            rows = chunk[:whole].view(-1, _ROW_WORDS)
+            total = total + _weighted(rows.sum(0)) + 2 * _weighted(rows.sum(1))
     return total
+
+
+def _weighted(words: Tensor) -> Tensor:
+    """The sum of words with weights that are odd and mixed from their positions.
+
+    Weights in proportion to the position would lose words whose lower bits are zero, such as those
+    of 0.0 and 1.0 in float64.
+    """
+    weights = torch.arange(1, words.numel() + 1, device=words.device)
+    for factor in _MIX:
+        weights.mul_(factor)
+        weights.bitwise_xor_(weights >> 32)
+    return (words * weights.bitwise_or_(1)).sum()

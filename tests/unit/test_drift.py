@@ -173,6 +173,26 @@ def test_a_change_in_the_last_epoch_is_noticed():
         run(negated, at=2)
 
 
+def test_exchanged_elements_are_noticed():
+    @torch.no_grad()
+    def exchange(epoch, worker):
+        if worker.rank == 1:
+            weight = worker.model.body.weight
+            weight.copy_(weight.roll(2, dims=0))  # whole words of the checksum
+
+    b = builder(
+        model=lambda device: nn.ModuleDict({"body": nn.Linear(2, 4)}),
+        optim=lambda params: torch.optim.SGD(params, 0.0),
+        train=lambda model, batch: model["body"](batch[0][:, :2]).square().mean(),
+        dataset=(X,),
+        batch_size=4,
+        epochs=1,
+        way=(SYNC, THREAD),
+    )
+    with pytest.raises(gpuworker.ReplicaMismatch, match=r"parameter 'body\.weight' of rank 1"):
+        b.epoch_fn(exchange).run().join(WAIT_S)
+
+
 def test_a_change_within_a_long_epoch_is_noticed_before_its_end(monkeypatch):
     monkeypatch.setattr(worker_file, "DRIFT_INTERVAL", 1)
 

@@ -138,6 +138,23 @@ def test_a_checksum_detects_the_smallest_change(dtype, monkeypatch):
     assert int(checksum(torch.empty(0, 2, dtype=dtype))) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_words", [1, 4, 256, 300])
+@pytest.mark.parametrize("places", [(0, 8), (3, 259), (256, 512), (0, 768), (20, 700)], ids=str)
+def test_a_checksum_detects_exchanged_words(dtype, num_words, places):
+    """Within a row of the sum, a column, and across both, and of any number of words."""
+    one, two = places
+    per_word = 8 // dtype.itemsize
+    t = torch.zeros(1100 * per_word, dtype=dtype)
+    num_words = min(num_words, two - one)
+    first, second = (t[p * per_word : (p + num_words) * per_word] for p in places)
+    first.fill_(1)
+    before = checksum(t)
+    second.fill_(1)
+    first.fill_(0)
+    assert not torch.equal(checksum(t), before)
+
+
 # -- extra state -----------------------------------------------------------------------
 
 
