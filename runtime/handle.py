@@ -18,7 +18,7 @@ from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Statistics
 from runtime.callbacks import Callback
-from runtime.checkpoint.store import save_once
+from runtime.checkpoint.store import write_checkpoint
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
@@ -230,7 +230,7 @@ class TrainerHandle(Generic[ModelT_co]):
             OSError: The files could not be written.
         """
         target = check_path("save", path)
-        return save_once(target, self._run.save(check_float("timeout", timeout, 0.0)))
+        return write_checkpoint(target, self._run.save(check_float("timeout", timeout, 0.0)))
 
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""

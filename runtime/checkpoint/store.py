@@ -435,18 +435,6 @@ EXIT_GRACE_S = 10.0
 """Seconds that interpreter exit waits for checkpoints being written."""
 
 
-def save_once(path: str | Path, data: CheckpointData) -> Path:
-    """Write one checkpoint into the directory ``path``; removes no other. Blocks.
-
-    Returns:
-        The checkpoint's own directory.
-
-    Raises:
-        OSError, CheckpointError: It could not be written; no incomplete checkpoint is left.
-    """
-    return write_checkpoint(Path(path), data)
-
-
 class CheckpointWriter:
     """Writes checkpoints one at a time in a thread, which ends when none is waiting.
 

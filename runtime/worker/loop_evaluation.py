@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
+from runtime.core.context import current_worker
 from runtime.evaluation.batch_source import BatchSource, open_source
 from runtime.evaluation.device_pool import DeviceLoop, Receiver
 from runtime.evaluation.pending_means import EvaluationFn
@@ -85,6 +86,7 @@ class LoopEvaluation:
             rank=self._replica.rank,
             world_size=self._config.world_size,
             is_stopped=lambda: self._is_stopped(may_continue),
+            worker=current_worker(),
         )
         with self._replica.at_eval_point():
             loop.run(source)

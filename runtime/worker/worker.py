@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -248,9 +247,7 @@ class GpuWorker:
         )
 
     def _make_validation(self, data: ValidationData) -> WorkerValidation:
-        this = weakref.ref(self)  # else a cycle of references
         return WorkerValidation(
-            this,
             self.model,
             self._context,
             self.replica.stepper,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
+from runtime.core.context import current_worker
 from runtime.core.errors import CollectiveAborted, EvaluationFailed
 from runtime.core.loss_weights import split_loss
 from runtime.device.base import Device
@@ -30,8 +31,7 @@ class WorkerValidation:
     Under the precision of the run, as :class:`DeviceLoop` evaluates.
 
     Args:
-        worker: The worker.
-        model: Its model.
+        model: The worker's model.
         context: Its device.
         stepper: Has the precision.
         reporter: Sends the results.
@@ -44,7 +44,6 @@ class WorkerValidation:
 
     def __init__(
         self,
-        worker: Callable[[], object],
         model: nn.Module,
         context: Device,
         stepper: Stepper,
@@ -56,7 +55,6 @@ class WorkerValidation:
         *,
         sums: bool = False,
     ) -> None:
-        self._worker = worker
         self._model = model
         self._context = context
         self._stepper = stepper
@@ -69,14 +67,14 @@ class WorkerValidation:
         self._loader: ValidationLoader | None = None
 
     def run(self, task: m.ValidationTask) -> None:
-        """Evaluate a task, and report the results.
+        """Evaluate a task, and report the results; with the worker as the current one.
 
         Raises:
             CollectiveAborted: The run has failed.
             Exception: The function, the model or the data set raised.
         """
         if self._loader is None:
-            self._loader = self._data.make_loader(self._rank, self._worker())
+            self._loader = self._data.make_loader(self._rank, current_worker())
         failure: EvaluationFailed | None = None
         try:
             self._evaluate(task, self._loader)
@@ -112,7 +110,7 @@ class WorkerValidation:
             rank=self._rank,
             world_size=self._world_size,
             is_stopped=self._check_live,
-            worker=self._worker(),
+            worker=current_worker(),
         )
         with self._stepper.autocast():
             loop.run(_TaskBatches(task, loader))

@@ -16,7 +16,7 @@ from coordinator import messages as m
 from coordinator.messages import Send
 from coordinator.service import Service
 from runtime import Trainer, current_worker
-from runtime.checkpoint.store import load_newest, save_once
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -179,7 +179,7 @@ def test_a_resumed_run_keeps_the_factor(tmp_path):
     auto(Used()).checkpoint_dir(tmp_path / "first").run().join(WAIT_S)
     data = load_newest(tmp_path / "first").data
     data.run["lr_factor"].update(shares={0: 0.8, 1: 0.2}, fixed=True)
-    path = save_once(tmp_path / "edited", replace(data))
+    path = write_checkpoint(tmp_path / "edited", replace(data))
     used = Used()
     state = auto(used).num_epochs(2).resume(path).run().join(WAIT_S)
     expected = math.sqrt(2) / 2 / (0.8**2 + 0.2**2)
@@ -191,7 +191,7 @@ def test_a_checkpoint_without_a_factor_is_resumed(tmp_path):
     auto(Used()).checkpoint_dir(tmp_path / "first").run().join(WAIT_S)
     data = load_newest(tmp_path / "first").data
     del data.run["lr_factor"], data.run["metrics"][0]["lr_factor"]
-    path = save_once(tmp_path / "edited", data)
+    path = write_checkpoint(tmp_path / "edited", data)
     state = auto(Used()).num_epochs(2).resume(path).run().join(WAIT_S)
     first, second = (metrics.lr_factor for metrics in state.metrics)
     assert first == 1.0

@@ -20,7 +20,7 @@ from coordinator.machine import Coordinator
 from runtime import AverageBackend, CheckpointError, ReplicaMismatch, WorkerFailed
 from runtime.checkpoint import format as manifest
 from runtime.checkpoint.resume import check_content
-from runtime.checkpoint.store import load_newest, save_once
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from tests.support import programs
 from tests.support.pairs import SCALE
 from tests.support.resuming import MarkingRun, marked
@@ -146,7 +146,7 @@ FAULTS = {
 def test_invalid_content_is_refused_with_the_fields_name(fault, written, tmp_path):
     way, _, data = written
     edit, message = FAULTS[fault]
-    save_once(tmp_path, altered(data, edit))
+    write_checkpoint(tmp_path, altered(data, edit))
     with pytest.raises(CheckpointError, match=message):
         resumed(way, tmp_path)
 
@@ -189,8 +189,8 @@ def test_an_epoch_without_counted_samples_is_valid(written):
 
 def test_the_checkpoint_before_a_refused_one_is_used(written, tmp_path, caplog):
     way, run, data = written
-    save_once(tmp_path, data)
-    save_once(tmp_path, altered(data, drop("run", "epochs")))
+    write_checkpoint(tmp_path, data)
+    write_checkpoint(tmp_path, altered(data, drop("run", "epochs")))
     state = resumed(way, tmp_path)
     assert "run has no 'epochs'" in caplog.text
     assert marked(state.state_dict()) == run.all_samples()
@@ -312,7 +312,7 @@ def test_any_value_in_a_ranks_state_is_refused_or_harmless(adam, tmp_path, monke
                     num_refused += 1
                     continue
                 path = tmp_path / str(num_refused + num_taken)
-                save_once(path, tried)
+                write_checkpoint(path, tried)
                 state = outcome_of(way, path)
                 num_refused += state is None
                 num_taken += state is not None
@@ -328,7 +328,7 @@ JSON_WRONG = [None, -1, 2**70, math.nan, "text", [], {}, [None], True, 1.5]
 def test_any_value_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
     """As above for the manifest, whose digest is recomputed."""
     _, data = adam
-    file = save_once(tmp_path, data) / "manifest.json"
+    file = write_checkpoint(tmp_path, data) / "manifest.json"
     body = json.loads(file.read_bytes())
     del body["sha256"]
     taken = []
@@ -354,13 +354,13 @@ def test_any_value_in_the_manifest_is_refused_or_harmless(adam, tmp_path):
 def test_links_out_of_the_directory_are_not_followed(written, tmp_path):
     way, run, data = written
     inside, outside = tmp_path / "in", tmp_path / "out"
-    good = save_once(outside, data)
+    good = write_checkpoint(outside, data)
     inside.mkdir()
     (inside / good.name).symlink_to(good)
     with pytest.raises(CheckpointError, match=f"{good.name}: a link, which is not followed"):
         resumed(way, inside)
     (inside / good.name).unlink()
-    copied = save_once(inside, data)
+    copied = write_checkpoint(inside, data)
     weights = copied / "weights.safetensors"
     weights.unlink()
     weights.symlink_to(good / "weights.safetensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.checkpoint.store import load_newest, save_once
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from tests.support.pairs import SCALE
 from tests.support.resuming import MarkingRun, captured_run, consumed, marked
 from tests.support.running import LOCAL_WAYS, WAIT_S
@@ -25,7 +25,7 @@ def test_a_run_resumed_from_any_checkpoint_trains_the_rest_exactly_once(way, tmp
     run, saved = captured_run(120, way=way)
     for data in saved[:: max(1, len(saved) // (4 if SCALE > 1 else 2))]:
         rest = MarkingRun(n=run.n, way=way)
-        state = rest.builder().resume(save_once(tmp_path, data)).run().join(WAIT_S)
+        state = rest.builder().resume(write_checkpoint(tmp_path, data)).run().join(WAIT_S)
         assert set(rest.trained) == run.all_samples() - consumed(data, run.n, run.batch_size)
         assert set(rest.trained.values()) <= {1}
         assert marked(state.state_dict()) == run.all_samples()

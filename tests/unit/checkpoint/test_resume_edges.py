@@ -17,7 +17,7 @@ from torch.utils.serialization import config
 from runtime import CheckpointError, checkpoint_service
 from runtime.checkpoint import files, store
 from runtime.checkpoint.format import MANIFEST, Manifest, plain
-from runtime.checkpoint.store import load_newest, save_once, write_checkpoint
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from runtime.core.signals import INTERRUPTS
 from runtime.device.cuda import open_device
 from runtime.worker.rank_checkpoint import _generators, _restore_process
@@ -40,7 +40,7 @@ def test_an_epoch_opened_ahead_is_not_trained_if_num_epochs_is_lower(tmp_path):
     data = replace(data, global_step=10)
     for rank in opened["tally"]["ranks"]:
         rank.update(num_samples=0)
-    path = save_once(tmp_path / "edited", data)
+    path = write_checkpoint(tmp_path / "edited", data)
     state = rest.builder().num_epochs(1).resume(path).run().join(WAIT_S)
     assert [m.epoch for m in state.metrics] == [0]
     assert not rest.trained

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runtime import Weighted, current_worker, record_scalar
-from runtime.checkpoint.store import load_newest, save_once
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from tests.support.pairs import SCALE
 from tests.support.resuming import capture_often
 from tests.support.running import SYNC, THREAD, WAIT_S, builder
@@ -172,7 +172,7 @@ def test_resuming_from_an_intermediate_checkpoint_gives_the_same_result(name, tm
     saved = capture_often(handle, most=6)
     assert_same(handle.join(WAIT_S), straight)
     for data in saved[1:6:2]:
-        path = save_once(tmp_path, data)
+        path = write_checkpoint(tmp_path, data)
         seed_process(2)
         end = recipe.start(configure=lambda b, p=path: b.resume(p)).join(WAIT_S)
         assert_same(end, straight)

@@ -24,7 +24,6 @@ from runtime.checkpoint.format import Manifest
 from runtime.checkpoint.store import (
     load_newest,
     remove_old_checkpoints,
-    save_once,
     write_checkpoint,
 )
 from runtime.core.errors import CheckpointError
@@ -155,7 +154,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
 def test_a_checkpoint_is_not_written_into_a_checkpoint(tmp_path):
     path = write_checkpoint(tmp_path, make())
     with pytest.raises(CheckpointError, match="is itself a checkpoint"):
-        save_once(path, make())
+        write_checkpoint(path, make())
 
 
 def test_files_are_flushed_before_the_rename(tmp_path, monkeypatch):
@@ -211,7 +210,7 @@ def test_other_files_are_never_removed(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "step-best").mkdir()
     for step in range(3):
-        save_once(tmp_path, make(step))
+        write_checkpoint(tmp_path, make(step))
     remove_old_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["notes.txt", "step-0000000002-epoch-0001-000003", "step-best"]
 

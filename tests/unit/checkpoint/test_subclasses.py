@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from runtime import CheckpointError, KeepBest
 from runtime.checkpoint.format import plain
-from runtime.checkpoint.store import load_newest, save_once
+from runtime.checkpoint.store import load_newest, write_checkpoint
 from runtime.checkpoint.subclasses import restore_subclasses
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder
 
@@ -189,7 +189,7 @@ def test_a_class_that_was_not_imported_is_named_at_the_resume(tmp_path):
         stored = rank["optimizer"]["state"][0]["m"]
         assert type(stored["inner"]["half"]) is Tensor
         stored.update((k, "gone.Other") for k, v in stored.items() if str(v).endswith("Halves"))
-    save_once(tmp_path / "b", data)
+    write_checkpoint(tmp_path / "b", data)
     with pytest.raises(CheckpointError, match=r"no tensor subclass gone\.Other: import its module"):
         run(Halves, WAYS[0], 2).resume(tmp_path / "b").run().join(WAIT_S)
 

@@ -122,6 +122,19 @@ def test_each_sample_is_evaluated_once(ranks):
     assert sorted(seen) == list(range(HELD_OUT))
 
 
+def test_the_function_has_the_current_worker():
+    def fn(model, batch):
+        return {"epoch": current_worker().current_epoch, "lr": current_worker().current_lr}
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            found = worker.evaluate((torch.arange(HELD_OUT),), fn)
+            assert found == {"epoch": worker.epoch, "lr": worker.optimizer.param_groups[0]["lr"]}
+
+    loop_builder(loop, ranks=2).run().join(WAIT_S)
+
+
 def test_all_ranks_evaluate():
     barrier = threading.Barrier(3, timeout=WAIT_S)
     ranks = set()
