@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -400,10 +401,14 @@ def make_scheduler(optimizer: torch.optim.Optimizer, factory: Any) -> LRSchedule
 
 
 def needs_whole_parameters(optimizer: object) -> bool:
-    """True for an optimizer of PyTorch whose step on a parameter depends on all its elements or on
-    its shape.
+    """True for an optimizer whose step on a parameter depends on all its elements or on its shape.
+
+    Those of PyTorch and well-known ones of other packages, recognised by their names.
     """
-    return any(kind.__name__ in _WHOLE_PARAMETERS for kind in type(optimizer).__mro__)
+    kinds = (kind.__name__.lower() for kind in type(optimizer).__mro__)
+    return any(_WHOLE_PARAMETERS.fullmatch(kind) for kind in kinds)
 
 
-_WHOLE_PARAMETERS = ("Adafactor", "Muon", "LBFGS")
+_WHOLE_PARAMETERS = re.compile(
+    r"adafactor\w*|came|lbfgs\w*|(fused)?lamb|lar[sc]|\w*muon|(nv|fused)?novograd|\w*shampoo\w*|sm3|soap"
+)

@@ -373,6 +373,21 @@ def test_optimizers_that_need_whole_parameters_are_refused_where_ranks_have_part
     on_shards(strategy, body, world_size=world_size)
 
 
+@pytest.mark.parametrize("name", ["Lamb", "FusedLAMB", "LARS", "SOAP", "DistributedShampoo"])
+def test_optimizers_of_other_packages_that_need_whole_parameters_are_refused(name):
+    """Their steps use norms or matrices of whole parameters."""
+    x, y = data()
+    kind = type(name, (torch.optim.SGD,), {})
+
+    def body(_, fsdp, optimizer):
+        mse_loss(fsdp(x), y).backward()
+        fsdp.sync_gradients()
+        with pytest.raises(ValueError, match=rf"{name} .*use an element-wise optimizer"):
+            kind(fsdp.parameters(), 0.1).step()
+
+    on_shards(ShardingStrategy.FULL_SHARD, body, world_size=2)
+
+
 def test_ranks_that_initialize_replicated_parameters_differently_are_refused():
     x, y = data()
 
