@@ -10,7 +10,6 @@ import torch
 
 from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
-from coordinator.messages import Payload
 from runtime.replica.flat import FlatState
 
 MANY = 9_000_001
@@ -95,15 +94,3 @@ def test_ordinary_pages_are_used_without_huge_pages(monkeypatch, advice):
     monkeypatch.setattr(host_memory, "_MADV_HUGEPAGE", advice)
     made = host_memory.empty_like(torch.empty(MANY, device="meta")).fill_(3.0)
     assert made.sum(dtype=torch.float64) == 3.0 * MANY
-
-
-def test_the_average_of_payloads_in_huge_pages_is_correct():
-    torch.manual_seed(0)
-    payloads = []
-    for _ in range(2):
-        payload = Payload(params=(host_memory.empty_like(torch.empty(MANY, device="meta")),))
-        payload.params[0].normal_()
-        payloads.append(payload)
-    got = Averager().average(payloads, [1, 3]).average.params[0]
-    first, second = (p.params[0].double() for p in payloads)
-    torch.testing.assert_close(got, (first / 4 + second * 3 / 4).float())

@@ -6,51 +6,32 @@ import pytest
 import torch
 
 from coordinator import messages as m
-from runtime import ApplyPolicy, GpuWorker, NonFiniteError, UserFunctions, WorkerConfig
+from runtime import NonFiniteError
 from runtime.replica.non_finite import ON_NON_FINITE
 from tests.support.faulty import Single, Spoilt, count_pair, is_finite, pair
-from tests.support.running import WAIT_S, plain_sgd
+from tests.support.running import WAIT_S
+from tests.unit.worker import test_worker
+from tests.unit.worker.test_worker import BATCH
 
-BATCH = (torch.zeros(2),)
 READS = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__")
 
 
-class Alone:
+class Alone(test_worker.Alone):
     """One worker of two, whose queues the test reads and writes."""
 
-    def __init__(self, mode, train=count_pair, model=pair, precision="fp32", **functions):
-        endpoints, channels = GpuWorker.channels()
-        self.worker = GpuWorker(
-            WorkerConfig(
-                num_samples=40,
-                batch_size=2,
-                world_size=2,
-                policy=ApplyPolicy.CADENCE,
-                precision=precision,
-                on_non_finite=mode,
-                report_interval_s=1e9,
-            ),
-            UserFunctions(
-                model_factory=model, optim_factory=plain_sgd, train_fn=train, **functions
-            ),
-            endpoints,
-        )
-        self._channels = channels
+    def __init__(self, mode, train=count_pair, model=pair, **kwargs):
+        super().__init__(train=train, model=model, world_size=2, on_non_finite=mode, **kwargs)
 
     def steps(self, count, train=None):
         for _ in range(count):
             self.worker.train_step(BATCH, train)
 
     def send(self, message):
-        self._channels.control.put(message)
+        super().send(message)
         self.worker.handle_control()
 
     def answer(self):
-        return self._channels.reports.get(timeout=WAIT_S)
-
-    @property
-    def silent(self):
-        return self._channels.reports.empty()
+        return self.reports.get(timeout=WAIT_S)
 
 
 def average_like(payload, value):
@@ -190,7 +171,7 @@ def test_the_average_of_a_round_without_a_finite_state_is_not_applied():
     snapshot = snapshot_of_a_spoilt_replica(alone)
     with pytest.raises(NonFiniteError, match="first"):
         alone.send(m.Update(round=1, average=snapshot.payload, num_samples=0, evaluate=0))
-    assert alone.silent
+    assert alone.reports.empty()
 
 
 def test_a_replica_that_turns_bad_during_a_round_is_healed_in_the_next():

@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from coordinator import messages as m
-from runtime import CheckpointError, GpuWorker
+from runtime import CheckpointError
 from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
 from runtime.replica.flat import FlatParams
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
-from runtime.worker.worker_config import UserFunctions, WorkerConfig
+from tests.unit.worker import test_worker
 
 OPTIMIZERS = {
     "sgd with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -161,22 +161,15 @@ def test_another_world_size_rescales_the_rate():
 # -- in the worker -----------------------------------------------------------------------
 
 
-class Alone:
-    """A standalone worker, driven by the test."""
+class Alone(test_worker.Alone):
+    """A standalone worker with a model that has buffers, driven by the test."""
 
-    def __init__(self, resume=None, rank=0, epoch_fn=None):
-        endpoints, channels = GpuWorker.channels()
-        self.control, self.reports = channels.control, channels.reports
-        self.worker = GpuWorker(
-            WorkerConfig(rank=rank, num_samples=8, batch_size=2),
-            UserFunctions(
-                model_factory=lambda device: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
-                optim_factory=lambda p: torch.optim.Adam(p, 0.1),
-                train_fn=lambda model, x: model(x).square().mean(),
-                epoch_fn=epoch_fn,
-            ),
-            endpoints,
-            resume=resume,
+    def __init__(self, **kwargs):
+        super().__init__(
+            model=lambda device: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+            optim=lambda p: torch.optim.Adam(p, 0.1),
+            train=lambda model, x: model(x).square().mean(),
+            **kwargs,
         )
 
     def step(self, seed):
@@ -189,15 +182,9 @@ class Alone:
         self.reports.get_nowait()
 
     def ask(self, message):
-        self.control.put(message)
+        self.send(message)
         self.worker.handle_control()
-        found = []
-        while not self.reports.empty():
-            found.append(self.reports.get())
-        return found
-
-    def close(self):
-        self.worker.close()
+        return self.take()
 
 
 @pytest.fixture
@@ -209,8 +196,8 @@ def alone():
         return made[-1]
 
     yield make
-    for worker in made:
-        worker.close()
+    for made_one in made:
+        made_one.worker.close()
 
 
 def point(captured, weights):

@@ -58,7 +58,7 @@ class Alone:
             key: kwargs.pop(key)
             for key in (
                 *("rank", "world_size", "policy", "accumulate", "total_steps", "lr_scale"),
-                *("survives", "on_non_finite"),
+                *("survives", "on_non_finite", "precision"),
             )
             if key in kwargs
         }
