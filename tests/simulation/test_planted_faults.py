@@ -180,30 +180,22 @@ def test_a_round_that_begins_before_the_last_was_acknowledged_is_found(monkeypat
     assert_is_found("acknowledged round")
 
 
-def test_counters_zeroed_by_an_update_are_found(monkeypatch):
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [(("batches", "samples"), "samples for the batches"), (("weight",), "Violation: weight 0")],
+)
+def test_counts_zeroed_by_an_update_are_found(counts, found, monkeypatch):
     updated = WorkerProtocol.on_updated
 
     def zeroed(self, update):
         taken = updated(self, update)
         if taken:
-            self.batches = self.samples = 0
+            for name in counts:
+                setattr(self, name, 0)
         return taken
 
     monkeypatch.setattr(WorkerProtocol, "on_updated", zeroed)
-    assert_is_found("samples for the batches")
-
-
-def test_a_weight_zeroed_by_an_update_is_found(monkeypatch):
-    updated = WorkerProtocol.on_updated
-
-    def zeroed(self, update):
-        taken = updated(self, update)
-        if taken:
-            self.weight = 0
-        return taken
-
-    monkeypatch.setattr(WorkerProtocol, "on_updated", zeroed)
-    assert_is_found("Violation: weight 0")
+    assert_is_found(found)
 
 
 def test_a_worker_that_joins_a_round_while_it_leaves_is_found(monkeypatch):

@@ -60,40 +60,38 @@ def test_a_round_not_undone_is_found(monkeypatch):
     assert_is_found("undone: effects in parameters", draw_rounds, tensors=True, first=66)
 
 
-def test_parameters_not_undone_are_found(monkeypatch):
-    undo = ReplicaAverager.undo_all_reduce
+def forget_parameters(averager):
+    for change in averager._params_before:
+        change.zero_()
 
-    def forgetful(self):
-        for change in self._params_before:
+
+def forget_buffers(averager):
+    averager._buffers_before = ()
+
+
+def forget_flags(averager):
+    for change in averager._buffers_before:
+        if change.dtype is torch.int8:
             change.zero_()
-        undo(self)
-
-    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: effects in parameters", draw_rounds, tensors=True, first=66)
 
 
-def test_buffers_not_undone_are_found(monkeypatch):
+@pytest.mark.parametrize(
+    ("forget", "what", "first"),
+    [
+        (forget_parameters, "effects in parameters", 66),
+        (forget_buffers, "effects in buffers", 66),
+        (forget_flags, "flags", 106),
+    ],
+)
+def test_changes_not_undone_are_found(forget, what, first, monkeypatch):
     undo = ReplicaAverager.undo_all_reduce
 
     def forgetful(self):
-        self._buffers_before = ()
+        forget(self)
         undo(self)
 
     monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: effects in buffers", draw_rounds, tensors=True, first=66)
-
-
-def test_flags_not_undone_are_found(monkeypatch):
-    undo = ReplicaAverager.undo_all_reduce
-
-    def forgetful(self):
-        for change in self._buffers_before:
-            if change.dtype is torch.int8:
-                change.zero_()
-        undo(self)
-
-    monkeypatch.setattr(ReplicaAverager, "undo_all_reduce", forgetful)
-    assert_is_found("undone: flags", draw_rounds, tensors=True, first=106)
+    assert_is_found(f"undone: {what}", draw_rounds, tensors=True, first=first)
 
 
 def test_integers_of_the_first_rank_are_found(monkeypatch):

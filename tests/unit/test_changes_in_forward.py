@@ -69,19 +69,23 @@ def assert_equal(model, expected):
     torch.testing.assert_close(dict(model.state_dict()), dict(expected))
 
 
+def assert_as_one_device(model, ranks=2):
+    """Three steps of an own loop, without a change of ``model``."""
+    expected = trained_alone(model)
+    with on_cpus(copy.deepcopy(model), ranks, sgd) as replicas:
+        for _ in range(3):
+            loss_of(replicas, batch()).backward()
+            replicas.step()
+        assert_equal(replicas, expected)
+
+
 in_place = pytest.mark.parametrize("change", [shrink, shrink_data])
 frozen_or_not = pytest.mark.parametrize("frozen", [False, True])
 
 
 @frozen_or_not
 def test_values_assigned_in_forward_are_those_of_one_device_in_an_own_loop(frozen):
-    model = Changing(limit_norm, frozen=frozen)
-    expected = trained_alone(model)
-    with on_cpus(copy.deepcopy(model), 2, sgd) as replicas:
-        for _ in range(3):
-            loss_of(replicas, batch()).backward()
-            replicas.step()
-        assert_equal(replicas, expected)
+    assert_as_one_device(Changing(limit_norm, frozen=frozen))
 
 
 @frozen_or_not
@@ -115,24 +119,13 @@ def test_a_change_in_place_of_shared_memory_is_refused(change, frozen):
 @in_place
 @frozen_or_not
 def test_ranks_with_memory_of_their_own_change_parameters_in_place_as_one_device(change, frozen):
-    model = Changing(change, frozen=frozen)
-    expected = trained_alone(model)
-    with exchanging_gradients("copies"), on_cpus(copy.deepcopy(model), 2, sgd) as replicas:
-        for _ in range(3):
-            loss_of(replicas, batch()).backward()
-            replicas.step()
-        assert_equal(replicas, expected)
+    with exchanging_gradients("copies"):
+        assert_as_one_device(Changing(change, frozen=frozen))
 
 
 @in_place
 def test_one_replica_changes_parameters_in_place_as_one_device(change):
-    model = Changing(change)
-    expected = trained_alone(model)
-    with on_cpus(copy.deepcopy(model), 1, sgd) as replicas:
-        for _ in range(3):
-            loss_of(replicas, batch()).backward()
-            replicas.step()
-        assert_equal(replicas, expected)
+    assert_as_one_device(Changing(change), ranks=1)
 
 
 def test_a_change_in_a_later_forward_is_refused():

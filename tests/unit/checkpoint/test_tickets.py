@@ -20,13 +20,6 @@ def test_a_call_of_save_is_answered_once():
     assert ticket.wait(1.0) is data
 
 
-def test_a_call_of_save_raises_the_error_of_the_state():
-    ticket = Ticket()
-    ticket.give(None, CheckpointError("planted"))
-    with pytest.raises(CheckpointError, match="planted"):
-        ticket.wait(1.0)
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [

@@ -362,23 +362,19 @@ def test_an_error_at_the_end_of_a_machine_is_raised_by_its_handle(part, monkeypa
         Machine(MemoryCluster(), "a").join()
 
 
-def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"batch_size": 5}, r"machine c .*batch_size is 5, not 4"),
+        ({"outer": Nesterov()}, r"machine c .*outer is 'Nesterov.*, not 'Mean"),
+    ],
+)
+def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue(other, message):
     cluster = MemoryCluster()
     a = Machine(cluster, "a", epochs=5000)
     assert a.started.wait(WAIT_S)
-    c = Machine(cluster, "c", batch_size=5, epochs=2)
-    with pytest.raises(ClusterError, match=r"machine c .*batch_size is 5, not 4"):
-        c.join()
-    a.handle.stop()
-    assert a.join().stopped
-
-
-def test_a_machine_with_another_outer_optimizer_is_refused():
-    cluster = MemoryCluster()
-    a = Machine(cluster, "a", epochs=5000)
-    assert a.started.wait(WAIT_S)
-    c = Machine(cluster, "c", epochs=5000, outer=Nesterov())
-    with pytest.raises(ClusterError, match=r"outer is 'Nesterov.*, not 'Mean"):
+    c = Machine(cluster, "c", epochs=2, **other)
+    with pytest.raises(ClusterError, match=message):
         c.join()
     a.handle.stop()
     assert a.join().stopped

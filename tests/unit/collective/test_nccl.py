@@ -579,6 +579,15 @@ def test_an_error_that_the_backend_has_noticed_is_seen_before_the_result_is_trus
     assert any("NCCL has failed: COMM_ERROR" in str(error) for error in errors)
 
 
+def errors_soon(stuck, ends):
+    """The error of each rank, long before the timeout."""
+    tensors = [stuck.tensor(end, 1.0) for end in ends]
+    begin = time.monotonic()
+    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
+    assert time.monotonic() - begin < SOON_S
+    return errors
+
+
 def test_an_exchange_that_raises_aborts_the_peers(stuck, monkeypatch):
     ends = stuck.group()
 
@@ -587,10 +596,7 @@ def test_an_exchange_that_raises_aborts_the_peers(stuck, monkeypatch):
         raise RuntimeError("planted: out of memory")
 
     monkeypatch.setattr(stuck.backends[0], "_run", raising)
-    tensors = [stuck.tensor(end, 1.0) for end in ends]
-    begin = time.monotonic()
-    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
-    assert time.monotonic() - begin < SOON_S
+    errors = errors_soon(stuck, ends)
     assert [type(error) for error in errors] == [CollectiveAborted] * 2
     assert any("planted" in str(error.__cause__) for error in errors)
 
@@ -603,11 +609,10 @@ def test_a_rank_without_memory_for_an_exchange_raises_its_own_error(stuck, monke
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(ends[0], "_stage", raising)
-    tensors = [stuck.tensor(end, 1.0) for end in ends]
-    begin = time.monotonic()
-    errors = errors_of(ends, stuck.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
-    assert time.monotonic() - begin < SOON_S
-    assert [type(error) for error in errors] == [torch.OutOfMemoryError, CollectiveAborted]
+    assert [type(error) for error in errors_soon(stuck, ends)] == [
+        torch.OutOfMemoryError,
+        CollectiveAborted,
+    ]
 
 
 def late_mean(scene, end):

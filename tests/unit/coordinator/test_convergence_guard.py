@@ -24,12 +24,22 @@ def verdicts(guard, *rounds):
     return [guard.report([value]) for value in rounds]
 
 
-def test_small_divergences_are_stable():
-    assert verdicts(ConvergenceGuard(0.05), 0.0, 0.01, 0.05, 0.05) == [STABLE] * 4
-
-
-def test_one_round_above_the_threshold_suppresses_growth():
-    assert verdicts(ConvergenceGuard(0.05), 0.01, 0.06, 0.01) == [STABLE, SUPPRESS, STABLE]
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        ([0.0, 0.01, 0.05, 0.05], [STABLE] * 4),
+        ([0.01, 0.06, 0.01], [STABLE, SUPPRESS, STABLE]),
+        ([0.9, 0.7, 0.5, 0.3, 0.1], [SUPPRESS] * 5),
+        ([0.1] * 9, [SUPPRESS, SUPPRESS, NUDGE] * 3),
+        ([0.1, 0.1, 0.0] * 2 + [0.1], [SUPPRESS, SUPPRESS, STABLE] * 2 + [SUPPRESS]),
+        (
+            [0.1, 0.1, 0.1, 0.06, 0.01, 0.06],
+            [SUPPRESS, SUPPRESS, NUDGE, SUPPRESS, STABLE, SUPPRESS],
+        ),
+    ],
+)
+def test_each_round_is_judged_by_the_rounds_before_it(rounds, expected):
+    assert verdicts(ConvergenceGuard(0.05), *rounds) == expected
 
 
 def test_nudge_down_is_reached_after_three_rounds_that_do_not_fall():
@@ -37,26 +47,8 @@ def test_nudge_down_is_reached_after_three_rounds_that_do_not_fall():
     assert verdicts(ConvergenceGuard(0.05), 0.06, 0.09, 0.07) == [SUPPRESS, SUPPRESS, NUDGE]
 
 
-def test_falling_divergence_only_suppresses_growth():
-    assert verdicts(ConvergenceGuard(0.05), 0.9, 0.7, 0.5, 0.3, 0.1) == [SUPPRESS] * 5
-
-
 def test_a_rise_after_a_fall_nudges_down():
     assert verdicts(ConvergenceGuard(0.05), 0.9, 0.3, 0.3, 0.4)[-1] is NUDGE
-
-
-def test_a_stable_round_resets_the_count():
-    assert NUDGE not in verdicts(ConvergenceGuard(0.05), 0.1, 0.1, 0.0, 0.1, 0.1, 0.0, 0.1)
-
-
-def test_each_nudge_needs_three_rounds_of_its_own():
-    assert verdicts(ConvergenceGuard(0.05), *[0.1] * 9) == [SUPPRESS, SUPPRESS, NUDGE] * 3
-
-
-def test_one_divergent_interval_cannot_nudge_twice():
-    guard = ConvergenceGuard(0.05)
-    verdicts(guard, 0.1, 0.1, 0.1)
-    assert verdicts(guard, 0.06, 0.01, 0.06, 0.01) == [SUPPRESS, STABLE] * 2
 
 
 def test_the_worst_rank_decides():

@@ -153,8 +153,9 @@ def test_shards_carry_the_attributes_of_their_originals():
     assert on_ranks(1, work) == [[False, True, False, False]]
 
 
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "fsdp"])
 @each_sharded
-def test_clipping_shards_with_torch_is_named_once(strategy, caplog):
+def test_clipping_shards_with_torch_is_named_once(strategy, by_torch, caplog):
     nets = [copy.deepcopy(seeded()) for _ in range(4)]
 
     def work(end):
@@ -162,31 +163,17 @@ def test_clipping_shards_with_torch_is_named_once(strategy, caplog):
 
         def clip():
             fsdp.sync_gradients()
-            torch.nn.utils.clip_grad_norm_(fsdp.parameters(), 0.01)
+            if by_torch:
+                torch.nn.utils.clip_grad_norm_(fsdp.parameters(), 0.01)
+            else:
+                fsdp.clip_grad_norm_(0.01)
 
         train(fsdp, *data(), torch.optim.SGD(fsdp.parameters(), 0.1), clip)
 
     with caplog.at_level(logging.WARNING):
         on_ranks(4, work)
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 4 * by_torch
     assert all("fsdp.clip_grad_norm_" in record.getMessage() for record in caplog.records)
-
-
-@each_strategy
-def test_clipping_with_fsdp_gives_no_warning(strategy, caplog):
-    nets = [copy.deepcopy(seeded()) for _ in range(2)]
-
-    def work(end):
-        fsdp = FSDP(nets[end.rank], end, strategy, node_size(strategy, 2))
-
-        def clip():
-            fsdp.sync_gradients()
-            fsdp.clip_grad_norm_(0.01)
-
-        train(fsdp, *data(), torch.optim.SGD(fsdp.parameters(), 0.1), clip)
-
-    on_ranks(2, work)
-    assert not caplog.records
 
 
 class Wrapping(nn.Module):

@@ -38,28 +38,32 @@ def prefetch_threads():
     return [t for t in threading.enumerate() if t.name.startswith("fsdp-prefetch-")]
 
 
+def train(end, strategy, *, prefetches=True, max_norm=None):
+    """The full state after three steps."""
+    fsdp = wrap(end, strategy)
+    optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1)
+    for seed in range(3):
+        assert fsdp.has_pending_prefetch == (prefetches and seed > 0)
+        optimizer.zero_grad()
+        loss_of(fsdp, share(batch(8, seed), end)).backward()
+        assert not fsdp.has_pending_prefetch
+        fsdp.sync_gradients()
+        if max_norm is not None:
+            fsdp.clip_grad_norm_(max_norm)
+        optimizer.step()
+        if prefetches:
+            fsdp.prefetch_forward_params()
+    state = fsdp.full_state_dict()
+    fsdp.close()
+    return state
+
+
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
 @pytest.mark.parametrize("world_size", [1, 4])
 @each_freeing
 def test_training_with_prefetches_equals_training_without(strategy, world_size, kind):
-    def train(end, prefetches):
-        fsdp = wrap(end, strategy)
-        optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1)
-        for seed in range(3):
-            assert fsdp.has_pending_prefetch == (prefetches and seed > 0)
-            optimizer.zero_grad()
-            loss_of(fsdp, share(batch(8, seed), end)).backward()
-            assert not fsdp.has_pending_prefetch
-            fsdp.sync_gradients()
-            optimizer.step()
-            if prefetches:
-                fsdp.prefetch_forward_params()
-        state = fsdp.full_state_dict()
-        fsdp.close()
-        return state
-
     def work(end):
-        return train(end, True), train(end, False)
+        return train(end, strategy), train(end, strategy, prefetches=False)
 
     for with_prefetch, without in on_ranks(world_size, work, kind):
         assert all(with_prefetch[name].equal(tensor) for name, tensor in without.items())
@@ -179,23 +183,13 @@ def make():
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])
 @each_freeing
-def test_an_abort_of_the_collective_ends_a_prefetch_that_waits_for_a_peer(make, strategy, kind):
+@pytest.mark.parametrize(("end", "message"), [("abort", None), ("close", "left the group")])
+def test_a_peer_that_aborts_or_leaves_ends_a_prefetch(make, strategy, kind, end, message):
     ranks = make(strategy, kind)
     ranks.fsdp[0].prefetch_forward_params()
     begin = time.monotonic()
-    ranks.ends[1].abort()
-    with pytest.raises(CollectiveAborted):
-        ranks.fsdp[0](batch(2)[0])
-    assert time.monotonic() - begin < WAKE_S
-
-
-@pytest.mark.parametrize("kind", ["thread", "gloo"])
-def test_a_peer_that_leaves_ends_a_prefetch_that_waits_for_it(make, kind):
-    ranks = make(kind=kind)
-    ranks.fsdp[0].prefetch_forward_params()
-    begin = time.monotonic()
-    ranks.ends[1].close()
-    with pytest.raises(CollectiveAborted, match="left the group"):
+    getattr(ranks.ends[1], end)()
+    with pytest.raises(CollectiveAborted, match=message):
         ranks.fsdp[0](batch(2)[0])
     assert time.monotonic() - begin < WAKE_S
 
@@ -346,23 +340,12 @@ def test_a_prefetch_runs_after_the_step_on_its_own_stream(late):
 @pytest.mark.parametrize("kind", POSING)
 @each_freeing
 def test_ranks_that_pose_as_gpus_train_as_on_the_cpu(strategy, kind):
-    def train(end):
-        fsdp = wrap(end, strategy)
-        optimizer = torch.optim.AdamW(fsdp.parameters(), lr=0.1)
-        for seed in range(3):
-            optimizer.zero_grad()
-            loss_of(fsdp, share(batch(8, seed), end)).backward()
-            fsdp.sync_gradients()
-            fsdp.clip_grad_norm_(0.5)
-            optimizer.step()
-            fsdp.prefetch_forward_params()
-        state = fsdp.full_state_dict()
-        fsdp.close()
-        return state
+    def work(end):
+        return train(end, strategy, max_norm=0.5)
 
     with posing_group(2, kind, WAIT_S) as ends:
-        posing = outcomes_of(ends, train)
-    for state, expected in zip(posing, on_ranks(2, train), strict=True):
+        posing = outcomes_of(ends, work)
+    for state, expected in zip(posing, on_ranks(2, work), strict=True):
         assert not isinstance(state, BaseException), state
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-9, atol=1e-12)

@@ -64,15 +64,20 @@ def test_a_group_aborted_before_its_creation_is_created_aborted():
     groups.close()
 
 
-def test_a_group_can_be_aborted_during_its_creation():
+@pytest.mark.parametrize("end", [lambda g: g.abort(1), lambda g: g.abort(), lambda g: g.close()])
+@pytest.mark.parametrize("made_first", [True, False])
+def test_an_end_during_the_creation_of_a_group_aborts_the_group(end, made_first):
+    """Otherwise its ranks would wait for their peers until the timeout."""
     hold = threading.Event()
     make = Maker(hold)
     groups = CollectiveGroups(make)
     found = []
-    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0, 1), 0, THREAD)))
+    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0,), 0, THREAD)))
+    if not made_first:
+        groups.abort()
     thread.start()
     assert make.entered.wait(WAIT_S)
-    groups.abort(1)  # does not wait for it
+    end(groups)  # does not wait for it
     hold.set()
     thread.join(WAIT_S)
     with pytest.raises(CollectiveAborted):
@@ -101,42 +106,6 @@ def test_no_group_is_created_after_the_end_of_the_run():
     with pytest.raises(CollectiveAborted, match="ended"):
         groups.connect(0, (0, 1), 0, THREAD)
     assert make.made == []
-
-
-def test_a_run_that_ends_during_the_creation_of_a_group_closes_the_group():
-    hold = threading.Event()
-    make = Maker(hold)
-    groups = CollectiveGroups(make)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0, 1), 0, THREAD)))
-    thread.start()
-    assert make.entered.wait(WAIT_S)
-    groups.close()
-    hold.set()
-    thread.join(WAIT_S)
-    with pytest.raises(CollectiveAborted):
-        found[0].barrier()
-
-
-@pytest.mark.parametrize("made_first", [True, False])
-def test_a_run_that_fails_during_the_creation_of_a_group_aborts_the_group(made_first):
-    """Otherwise its ranks would wait for their peers until the timeout."""
-    hold = threading.Event()
-    make = Maker(hold)
-    groups = CollectiveGroups(make)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(groups.connect(1, (0,), 0, THREAD)))
-    if not made_first:
-        groups.abort()
-    thread.start()
-    assert make.entered.wait(WAIT_S)
-    if made_first:
-        groups.abort()
-    hold.set()
-    thread.join(WAIT_S)
-    with pytest.raises(CollectiveAborted):
-        found[0].barrier()
-    groups.close()
 
 
 def test_a_group_that_cannot_be_created_beside_an_earlier_one_fails_every_rank():

@@ -406,17 +406,6 @@ def test_a_rank_that_reads_late_sees_that_all_have_skipped_the_batch(end):
     assert meetings.follow(0, range(2), 0, 0) is None
 
 
-def test_a_step_of_the_optimizer_in_the_body_is_refused_at_the_first_batch():
-    def loop(worker):
-        for batch in worker.batches():
-            worker.model.loss(worker.epoch, batch).backward()
-            worker.optimizer.step()
-            worker.optimizer.zero_grad()
-
-    with pytest.raises(WorkerFailed, match=r"step 0: .*call worker\.step\(loss\)"):
-        loop_builder(loop).run().join(WAIT_S)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_global_step_is_the_number_of_batches_before_this_one_in_its_whole_body(ranks):
     seen = [[] for _ in range(ranks)]
@@ -518,25 +507,33 @@ def test_optimizers_in_another_order_get_an_error_that_names_both():
         run(Trainer.loop(gan, gan_optimizers, loop))
 
 
+def plain_backward(worker, loss):
+    loss.backward()
+
+
+def step_of_the_optimizer(worker, loss):
+    loss.backward()
+    worker.optimizer.step()
+    worker.optimizer.zero_grad()
+
+
 @every_policy
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_at_the_end_of_an_epoch_are_an_error(policy, ranks):
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (lambda worker, loss: worker.backward(loss), "left gradients without"),
+        (plain_backward, "while a plain loss"),
+        (step_of_the_optimizer, r"step 0: .*call worker\.step\(loss\)"),
+    ],
+)
+def test_gradients_without_a_step_of_the_worker_are_an_error(policy, ranks, train, message):
     def loop(worker):
         for batch in worker.batches():
-            worker.backward(worker.model.loss(worker.epoch, batch))
+            train(worker, worker.model.loss(worker.epoch, batch))
 
-    with pytest.raises(WorkerFailed, match="left gradients without"):
+    with pytest.raises(WorkerFailed, match=message):
         loop_builder(loop, policy=policy, ranks=ranks).run().join(WAIT_S)
-
-
-@every_policy
-def test_gradients_of_a_plain_backward_are_an_error(policy):
-    def loop(worker):
-        for batch in worker.batches():
-            worker.model.loss(worker.epoch, batch).backward()
-
-    with pytest.raises(WorkerFailed, match="while a plain loss"):
-        loop_builder(loop, policy=policy).run().join(WAIT_S)
 
 
 def test_an_error_that_the_body_hides_ends_the_run():
