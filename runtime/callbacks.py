@@ -19,7 +19,7 @@ from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.checkpoint.tensor_file import TensorFileError, load_file, read_metadata
-from runtime.core.checks import check_flag, check_float, check_int, check_path
+from runtime.core.checks import check_flag, check_float, check_int, check_path, check_word
 from runtime.core.errors import UnknownMetric
 from runtime.replica.flat import copy_values
 
@@ -165,8 +165,7 @@ class MetricTracker:
     def __init__(self, owner: str, metric: str, mode: str, min_delta: float = 0.0) -> None:
         if not isinstance(metric, str):
             raise TypeError(f"{owner}(metric={metric!r}): pass a name, such as 'eval/loss'")
-        if mode not in MODES:
-            raise ValueError(f"{owner}(mode={mode!r}): pass one of {', '.join(MODES)}")
+        check_word(f"{owner}: mode", mode, MODES)
         self._reader = MetricReader(owner, metric)
         self._sign = 1.0 if mode == "min" else -1.0
         self._min_delta = min_delta

@@ -34,6 +34,7 @@ from runtime.core.checks import (
     check_float,
     check_int,
     check_path,
+    check_word,
 )
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.epoch_index import check_sampler
@@ -864,9 +865,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         over the global batch, or over one device's batch under ``CADENCE`` and ``ASYNC`` without
         :meth:`global_batch_size`. ``avg_loss`` is the mean over samples with both.
         """
-        if name not in LOSS_REDUCTIONS:
-            raise ValueError(f'loss_reduction({name!r:.40}): pass "mean" or "sum"')
-        return self._set(loss_reduction=name)
+        return self._set(loss_reduction=check_word("loss_reduction", name, LOSS_REDUCTIONS))
 
     def precision(self, name: str | int) -> Self:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast around ``train_fn``; fp16 with a
@@ -889,9 +888,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         loads its peers' average and resets its optimizer. Without a finite peer the run ends as
         with ``"raise"``.
         """
-        if mode not in ON_NON_FINITE:
-            raise ValueError(f"on_non_finite({mode!r}): pass one of {', '.join(ON_NON_FINITE)}")
-        return self._set(on_non_finite=mode)
+        return self._set(on_non_finite=check_word("on_non_finite", mode, ON_NON_FINITE))
 
     def on_drift(self, mode: str) -> Self:
         """Reaction to replicas that differ under ``SYNC`` (default ``"raise"``).
@@ -902,9 +899,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         tensor that differs, the ranks and the last step after which they were equal. ``"repair"``
         copies the state of the lowest rank to the others and logs a warning.
         """
-        if mode not in ON_DRIFT:
-            raise ValueError(f"on_drift({mode!r}): pass one of {', '.join(ON_DRIFT)}")
-        return self._set(on_drift=mode)
+        return self._set(on_drift=check_word("on_drift", mode, ON_DRIFT))
 
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None
@@ -927,8 +922,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         for each in f.values() if isinstance(f, Mapping) else (f,):
             check_callable("scheduler", each, "f(optimizer[, total]) -> LRScheduler")
             takes_total(each)
-        if interval not in ("step", "epoch"):
-            raise ValueError(f'scheduler(interval={interval!r:.40}): pass "step" or "epoch"')
+        check_word("scheduler: interval", interval, ("step", "epoch"))
         if metric is not None and (not isinstance(metric, str) or not metric):
             raise TypeError(f"scheduler(metric={metric!r:.40}): pass a name, such as 'eval/loss'")
         return self._set(scheduler=f, scheduler_interval=interval, scheduler_metric=metric)
@@ -1233,9 +1227,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         ``TrainedState.failures`` lists the dead workers. Replicas that differ, non-finite values
         and a failure to build rank 0 always end the run.
         """
-        if mode not in ON_WORKER_FAILURE:
-            raise ValueError(f"on_worker_failure({mode!r}): pass 'raise' or 'continue'")
-        goes_on = mode == "continue"
+        goes_on = check_word("on_worker_failure", mode, ON_WORKER_FAILURE) == "continue"
         return self._set(continue_on_failure=goes_on, survives=goes_on)
 
     def vram_fraction(self, f: float) -> Self:

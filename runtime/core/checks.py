@@ -161,6 +161,13 @@ def check_directory(name: str, path: Path) -> None:
         raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
 
 
+def check_word(name: str, value: object, words: Sequence[str]) -> str:
+    """Return ``value`` if it is one of these strings; raise ``ValueError`` otherwise."""
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(f"{name}({value!r:.40}): pass one of {', '.join(words)}")
+    return value
+
+
 def check_choice(
     name: str, value: object, kind: type[E], hints: Mapping[str, str] | None = None
 ) -> E:

@@ -56,12 +56,6 @@ class DeviceBudget:
         self._last_held = 0
         self._is_begun = False
 
-    @property
-    def reserve_bytes(self) -> int | None:
-        """Peak memory of everything but batches; ``None`` before the first steps."""
-        with self._lock:
-            return self._reserve_bytes
-
     def reserve(self, num_bytes: int) -> None:
         """Reserve memory that the first steps do not use, such as for averaging."""
         with self._lock:
@@ -105,11 +99,6 @@ class DeviceBudget:
             if self._reserve_bytes is not None:
                 seen = reading.peak_bytes - self._last_held
                 self._reserve_bytes = max(self._reserve_bytes, seen)
-
-    def room_bytes(self, reading: MemoryReading) -> int:
-        """Bytes available for batches on the device, including those held."""
-        with self._lock:
-            return self._room(reading)
 
     def share_bytes(self, owner: Hashable, reading: MemoryReading) -> int:
         """Bytes available for ``owner``'s batches, including those held."""

@@ -39,17 +39,15 @@ def test_capacity_is_limited_by_other_processes():
 
 def test_the_budget_is_zero_before_a_peak_is_measured():
     budget = DeviceBudget(0.9)
-    assert budget.reserve_bytes is None
-    assert budget.room_bytes(reading()) == 0
     assert budget.share_bytes(0, reading()) == 0
 
 
 def test_the_budget_is_the_capacity_minus_peak_and_margin():
     budget = DeviceBudget(0.5, margin=GIB)
     budget.observe(0, reading())
-    assert budget.room_bytes(reading()) == 30 * GIB
+    assert budget.share_bytes(0, reading()) == 30 * GIB
     budget.reserve(2 * GIB)
-    assert budget.room_bytes(reading()) == 28 * GIB
+    assert budget.share_bytes(0, reading()) == 28 * GIB
 
 
 def test_the_margin_is_a_fraction_of_the_capacity_with_a_minimum():
@@ -57,28 +55,27 @@ def test_the_margin_is_a_fraction_of_the_capacity_with_a_minimum():
     assert margin_bytes(GIB) == 64 * MIB
     budget = DeviceBudget(0.5)
     budget.observe(0, reading())
-    assert budget.room_bytes(reading()) == 31 * GIB - 2 * GIB
+    assert budget.share_bytes(0, reading()) == 31 * GIB - 2 * GIB
 
 
 def test_the_reserve_never_falls_below_the_highest_peak():
     budget = DeviceBudget(0.5, margin=0)
     budget.observe(0, reading(peak=20 * GIB))
     budget.observe(0, reading(peak=12 * GIB))
-    assert budget.reserve_bytes == 20 * GIB
+    assert budget.share_bytes(0, reading()) == (40 - 20) * GIB
     budget.observe(0, reading(peak=25 * GIB))
-    assert budget.reserve_bytes == 25 * GIB
+    assert budget.share_bytes(0, reading()) == (40 - 25) * GIB
 
 
 def test_memory_held_for_batches_is_not_in_the_reserve():
     budget = DeviceBudget(0.5, margin=0)
     budget.observe(0, reading(peak=10 * GIB))
     budget.hold(0, 6 * GIB, reading(active=14 * GIB, peak=14 * GIB))
-    assert budget.reserve_bytes == 10 * GIB
+    assert budget.share_bytes(0, reading()) == (40 - 10) * GIB
     budget.observe(0, reading(active=14 * GIB, peak=16 * GIB))
-    assert budget.reserve_bytes == 10 * GIB
+    assert budget.share_bytes(0, reading()) == (40 - 10) * GIB
     budget.observe(0, reading(active=14 * GIB, peak=17 * GIB))
-    assert budget.reserve_bytes == 11 * GIB
-    assert budget.share_bytes(0, reading()) == 29 * GIB
+    assert budget.share_bytes(0, reading()) == (40 - 11) * GIB
 
 
 def test_a_peak_measured_before_the_slots_is_not_reduced_by_them():
@@ -87,7 +84,7 @@ def test_a_peak_measured_before_the_slots_is_not_reduced_by_them():
     budget.hold(0, 6 * GIB, reading(active=14 * GIB, peak=20 * GIB))
     for peak in (20, 22):
         budget.observe(0, reading(active=14 * GIB, peak=peak * GIB))
-        assert budget.reserve_bytes == 20 * GIB
+        assert budget.share_bytes(0, reading()) == (40 - 20) * GIB
 
 
 def test_workers_on_a_device_share_the_budget():
@@ -105,11 +102,11 @@ def test_workers_on_a_device_share_the_budget():
 def test_a_worker_without_a_measured_step_is_assumed_to_need_as_much():
     budget = DeviceBudget(0.5, 3, margin=0)
     budget.observe(0, reading(active=8 * GIB, peak=10 * GIB))
-    assert budget.room_bytes(reading()) == (30 - 2 * 2) * GIB
+    assert budget.share_bytes(0, reading()) == (30 - 2 * 2) * GIB // 3
     budget.observe(1, reading(active=8 * GIB, peak=10 * GIB))
-    assert budget.room_bytes(reading()) == (30 - 2) * GIB
+    assert budget.share_bytes(0, reading()) == (30 - 2) * GIB // 3
     budget.observe(2, reading(active=8 * GIB, peak=10 * GIB))
-    assert budget.room_bytes(reading()) == 30 * GIB
+    assert budget.share_bytes(0, reading()) == 10 * GIB
 
 
 def test_begin_is_true_once():
