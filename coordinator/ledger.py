@@ -597,17 +597,17 @@ class BatchLedger:
             if epoch.quotas is not None:
                 epoch.quotas[rank] += len(span)
         ledger.assigned = deque(each for each in ledger.assigned if each[0] != number)
-        stay = [0.0 if r in epoch.left else share for r, share in enumerate(shares)]
-        self._redistribute_quota(epoch, rank, stay)
+        self._redistribute_quota(epoch, rank, shares)
 
     def end_short(self, epoch: Epoch) -> int:
         """Omit the open batches of an epoch; returns their number of samples."""
         omitted = sum(self._samples(span) for span in epoch.open.spans)
-        epoch.num_batches -= len(epoch.open)
+        epoch.num_omitted += len(epoch.open)
         epoch.open = BatchSet()
         return omitted
 
     def _redistribute_quota(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
+        shares = [0.0 if r in epoch.left else share for r, share in enumerate(shares)]
         if epoch.quotas is None or not any(shares):
             return
         weights = shares if self._ratios is None else self._masked(self._ratios, shares)
@@ -709,6 +709,7 @@ class Epoch:
         complete: In a cluster, all batches are settled by some machine.
         others: In a cluster, the sums of the other machines, once complete.
         left: Ranks that have left it before its end.
+        num_omitted: Batches that were open once all ranks had left it.
     """
 
     epoch: int
@@ -735,11 +736,13 @@ class Epoch:
     complete: bool = True
     others: tuple[MachineStats, ...] = ()
     left: set[int] = field(default_factory=set)
+    num_omitted: int = 0
 
     @property
     def settled(self) -> bool:
-        """True if every batch is settled."""
-        return self.complete and self.num_settled + self.num_elsewhere == self.num_batches
+        """True if every batch is settled or omitted."""
+        num_done = self.num_settled + self.num_elsewhere + self.num_omitted
+        return self.complete and num_done == self.num_batches
 
     def take_parts(
         self, ranks: Sequence[int], spans: Sequence[range]

@@ -176,7 +176,7 @@ class WorkerProtocol:
                 if self.accepts(message.plan):
                     self.plans.append(message.plan)
                 elif self.state is not _S.HALTED:
-                    return self.returned(message.plan.epoch)
+                    return self.returned(message.plan)
             case m.Throttle():
                 self._budget = m.BatchBudget(
                     limit=message.limit, report_after=self._budget.report_after
@@ -227,21 +227,21 @@ class WorkerProtocol:
         self.plan = None
         self._update_state()
 
-    def drop_epoch(self, epoch: int) -> int:
-        """Drop the plan in progress and all of an epoch, received or still to come.
+    def leave_epoch(self, epoch: int) -> list[m.EpochPlan]:
+        """Drop the plan in progress, and all of this and earlier epochs, now and from now on.
 
         Returns:
-            The number received and not begun.
+            The plans received and not begun.
         """
-        self._left_epoch = epoch
-        kept = deque(plan for plan in self.plans if plan.epoch != epoch)
-        dropped, self.plans = len(self.plans) - len(kept), kept
+        self._left_epoch = max(self._left_epoch, epoch)
+        dropped = [plan for plan in self.plans if plan.epoch <= self._left_epoch]
+        self.plans = deque(plan for plan in self.plans if plan.epoch > self._left_epoch)
         self.end_plan()
         return dropped
 
-    def returned(self, epoch: int) -> m.EpochReport:
+    def returned(self, plan: m.EpochPlan) -> m.EpochReport:
         """The report of a plan that was not begun, of an epoch that the worker has left."""
-        return m.EpochReport(rank=self.rank, epoch=epoch, stats=ReportStats(), left=True)
+        return m.EpochReport(rank=self.rank, epoch=plan.epoch, stats=ReportStats(), left=True)
 
     def drop_plans(self) -> None:
         """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""

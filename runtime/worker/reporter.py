@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from coordinator import messages as m
@@ -110,17 +111,17 @@ class Reporter:
         stats = self._take(wait=wait)
         return m.BatchReport(rank=self._protocol.rank, epoch=self.epoch, stats=stats)
 
-    def leave_epoch(self, epoch: int, num_dropped: int) -> None:
+    def leave_epoch(self, epoch: int, dropped: Iterable[m.EpochPlan]) -> None:
         """Report that the worker has left an epoch.
 
         Args:
             epoch: The epoch.
-            num_dropped: Plans of it that it has not begun.
+            dropped: Plans of it, or of earlier ones, that it has not begun.
         """
         stats, rank = self._take(wait=True), self._protocol.rank
         self.send(m.EpochReport(rank=rank, epoch=epoch, stats=stats, left=True))
-        for _ in range(num_dropped):
-            self.send(self._protocol.returned(epoch))
+        for plan in dropped:
+            self.send(self._protocol.returned(plan))
 
     def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
         """Report a completed plan, with all training not reported yet.

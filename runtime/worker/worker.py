@@ -500,8 +500,7 @@ class GpuWorker:
             raise _EpochLeft
         loop.halted()
         self._forget_loads()
-        num_dropped = self.protocol.drop_epoch(plan.epoch)
-        self._reporter.leave_epoch(plan.epoch, num_dropped)
+        self._reporter.leave_epoch(plan.epoch, self.protocol.leave_epoch(plan.epoch))
 
     def _check_drift(self, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""

@@ -16,7 +16,7 @@ from coordinator.splitting import batch_bounds, seconds, split_by_cost
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.replicas import expect_payload
-from tests.simulation.saves import BEFORE, SaveChecks
+from tests.simulation.saves import BEFORE, SaveChecks, consumed_by
 
 if TYPE_CHECKING:
     from tests.simulation.harness import Simulation
@@ -38,6 +38,7 @@ class Checks:
         self._num_trained: Counter[int] = Counter()
         self._pieces: dict[int, dict[Batch, tuple[int, int]]] = {}
         self._begun: defaultdict[int, list[int]] = defaultdict(list)
+        self._left: dict[int, set[int]] = {}  # by epoch
         self._asked = 0
         self._unanswered: set[int] = set()
         self._asked_at: dict[int, float] = {}
@@ -61,8 +62,10 @@ class Checks:
         self._round_ranks: Counter[int] = Counter()
         self._lr_factors: dict[int, float] = {}
         self._resumed: frozenset[Batch] = frozenset()
+        self._omitted_before: frozenset[Batch] = frozenset()
         if sim.origin is not None:
             self._resumed = sim.origin.held
+            self._omitted_before = consumed_by(sim.origin.run, self._per_epoch) - self._resumed
             self._trained = dict.fromkeys(self._resumed, BEFORE)
             if c.batch_sizes is None:
                 self._evaluated_at = self._validated_at = len(self._resumed)
@@ -208,6 +211,10 @@ class Checks:
             raise Violation(f"epoch {metrics.epoch} closes after {self._closed}")
         self._closed.append(metrics.epoch)
         samples = sum(map(self._sim.samples_of, self._batches_of(metrics.epoch)))
+        if metrics.epoch in self._left and self._sim.dead:
+            return  # a worker may not have received yet that a round was undone
+        omitted = self.omitted(metrics.epoch, self._sim.settled())
+        samples -= sum(map(self._sim.samples_of, omitted))
         by_rank = sum(r.num_samples for r in metrics.per_rank)
         if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
             raise Violation(f"{samples} samples are trained in an epoch, published: {metrics}")
@@ -248,11 +255,26 @@ class Checks:
         return [(epoch, b) for b in range(self._per_epoch)]
 
     def _must_hold(self, epoch: int, effects: frozenset[Batch], what: str) -> None:
-        missing = [b for b in self._batches_of(epoch) if b not in effects]
+        omitted = self.omitted(epoch, effects)
+        missing = [b for b in self._batches_of(epoch) if b not in effects and b not in omitted]
         if missing:
             raise Violation(f"epoch {epoch} is {what} without the effect of {missing}")
 
+    def omitted(self, epoch: int, effects: frozenset[Batch]) -> set[Batch]:
+        """The batches without an effect of an epoch that every rank has left."""
+        omitted = {batch for batch in self._omitted_before if batch[0] == epoch}
+        left, dead = self._left.get(epoch, set()), self._sim.dead
+        if left and not set(range(self._config.world_size)) - left - dead:
+            lost = {None, *dead}
+            omitted |= {b for b in self._batches_of(epoch) if self._trained.get(b) in lost}
+        return omitted - effects
+
     # -- the workers ---------------------------------------------------------------------
+
+    def on_left(self, rank: int, epoch: int) -> None:
+        """The body of a rank leaves an epoch, and all before it."""
+        for number in range(epoch + 1):
+            self._left.setdefault(number, set()).add(rank)
 
     def on_lr_factor(self, rank: int, number: int, factor: float) -> None:
         """Check the factor of the learning rate after a round: the same on all its ranks, and no
@@ -434,7 +456,7 @@ class Checks:
             raise Violation(f"never trained: {sorted(effects - self._trained.keys())}")
         if effects != self._trained.keys() and not self._sim.dead:
             raise Violation(f"trained, not in the result: {sorted(self._trained.keys() - effects)}")
-        self._all_was_done(len(effects), outcome.stopped)
+        self._all_was_done(effects, outcome.stopped)
 
     def _must_have_failed(self, failure: m.WorkerFailure) -> None:
         """Check that a run fails exactly if a death must end it."""
@@ -470,9 +492,10 @@ class Checks:
                 f"{wanted} samples are in the result of epochs that were cut: {reported}"
             )
 
-    def _all_was_done(self, num_effects: int, stopped: bool) -> None:
-        c = self._config
+    def _all_was_done(self, effects: frozenset[Batch], stopped: bool) -> None:
+        c, num_effects = self._config, len(effects)
         total = self._per_epoch * c.num_epochs
+        total -= sum(len(self.omitted(epoch, effects)) for epoch in range(c.num_epochs))
         wanted = total
         if c.max_steps is not None:
             wanted = min(total, c.count_batches(c.max_steps))
@@ -480,7 +503,8 @@ class Checks:
             raise Violation(f"{num_effects} batches of {wanted} are in the result")
         if stopped:
             return
-        if len(self._closed) != wanted // self._per_epoch:
+        whole = c.num_epochs if c.max_steps is None else wanted // self._per_epoch
+        if len(self._closed) != whole:
             raise Violation(f"only the epochs {self._closed} have closed")
         if c.max_steps is None:
             for rank in set(range(c.world_size)) - self._sim.dead:
@@ -496,7 +520,7 @@ class Checks:
         c, sim, every = self._config, self._sim, self._config.val_every_steps
         if every is None or c.max_steps is not None or self._resumed:
             return
-        if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
+        if self._left or sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
             return
         counted, ahead = c.steps_per_epoch, 4 * c.world_size * c.accumulate
         if counted >= 2 * every + ahead and self._validated_at is None:
@@ -507,7 +531,7 @@ class Checks:
         c, sim = self._config, self._sim
         if c.eval_every is None or c.max_steps is not None or self._resumed:
             return
-        if sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
+        if self._left or sim.dead or sim.num_faults or sim.machine.run_state.num_failed_rounds:
             return
         counted, ahead = c.steps_per_epoch, 4 * c.world_size * c.accumulate
         if counted >= 2 * c.eval_every + ahead and self._evaluated_at is None:
@@ -516,12 +540,13 @@ class Checks:
     def _unfinished(self) -> list[int]:
         """Epochs with batches trained in this run."""
         epochs = range(self._config.num_epochs)
-        return [e for e in epochs if not self._resumed.issuperset(self._batches_of(e))]
+        done = self._resumed | self._omitted_before
+        return [e for e in epochs if not done.issuperset(self._batches_of(e))]
 
     def _shares(self) -> None:
         """Check that fixed ratios hold in every epoch to within a batch."""
         c = self._config
-        if c.partition_ratios is None or c.max_steps is not None:
+        if c.partition_ratios is None or c.max_steps is not None or self._left:
             return
         scale = self._per_epoch / sum(c.partition_ratios)
         for epoch in range(c.num_epochs):

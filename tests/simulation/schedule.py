@@ -50,6 +50,7 @@ class Schedule:
             reads are not measured.
         reads_ahead: Data of the next batch are read from the start of a step on, not on request.
         call_chance: Chance that a body calls ``evaluate`` after a step, without lockstep.
+        leave_chance: Chance that a body leaves the epoch after a step.
         report_interval_s: See ``WorkerConfig``.
         stop_at_s: Time of the call of ``stop()``, if any.
         divergence: Largest divergence that a round shows.
@@ -86,6 +87,7 @@ class Schedule:
     data_s: tuple[float, ...] = ()
     reads_ahead: bool = False
     call_chance: float = 0.0
+    leave_chance: float = 0.0
     report_interval_s: float = 0.05
     stop_at_s: float | None = None
     divergence: float = 0.0
@@ -221,13 +223,22 @@ def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
     drawn = with_transports(with_global_batches(drawn))
-    return with_statistics(with_calls(with_validations(with_evaluations(drawn))))
+    drawn = with_calls(with_validations(with_evaluations(drawn)))
+    return with_leaves(with_statistics(drawn))
 
 
 def with_statistics(schedule: Schedule) -> Schedule:
     """The schedule with batch statistics in a third of the runs, from a separate generator."""
     rng = random.Random(f"statistics of {schedule.seed}")
     return replace(schedule, batch_statistics=rng.random() < 0.33)
+
+
+def with_leaves(schedule: Schedule) -> Schedule:
+    """The schedule with bodies that leave epochs in a fifth of the runs of whole epochs."""
+    c, rng = schedule.config, random.Random(f"leaves of {schedule.seed}")
+    if c.max_steps is not None or rng.random() < 0.8:
+        return schedule
+    return replace(schedule, leave_chance=rng.choice((0.02, 0.1, 0.5)))
 
 
 def with_calls(schedule: Schedule) -> Schedule:

@@ -37,6 +37,10 @@ class Get:
 GET: Final = Get()
 
 
+class _EpochLeft(Exception):
+    """The body leaves the epoch in lockstep."""
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """Enter a collective.
@@ -106,7 +110,7 @@ class SimWorker:
         self._calls = False  # the body waits for an evaluation
         self._too_early = 0  # the last round that cannot answer it
         self._call_draws = random.Random(f"calls of {schedule.seed} on {rank}")
-        self._begun_epoch = -1
+        self._begun_epoch = self._left_epoch = -1
         self._lockstep = LockstepProgress(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
         self._before: Traced | None = None
@@ -150,6 +154,11 @@ class SimWorker:
                 if self.protocol.leaving:
                     break
                 continue
+            except _EpochLeft:
+                self._halt()
+                if self.protocol.leaving:
+                    break
+                continue
             except CollectiveAborted as error:
                 if not (self._goes_on and self._is_lockstep):
                     yield from self._drain_until_shutdown()
@@ -185,7 +194,8 @@ class SimWorker:
 
     @property
     def _goes_on(self) -> bool:
-        return self._config.redoes or bool(self._sim.schedule.config.alternatives)
+        schedule = self._sim.schedule
+        return self._config.redoes or bool(schedule.config.alternatives or schedule.leave_chance)
 
     def _halt(self, fault: str | None = None, too_large: int = 0) -> None:
         if not self.protocol.leaving:
@@ -202,6 +212,7 @@ class SimWorker:
                 fault=fault,
                 report=self._reporter.take_report(),
                 too_large=too_large,
+                left=self._reporter.epoch if self._reporter.epoch <= self._left_epoch else None,
             )
         )
 
@@ -274,6 +285,9 @@ class SimWorker:
                 yield from self._abandon(plan)
                 return self.protocol.leaving
             empty = windows.num_empty.get(index, 0)
+            if sizes and self._call_draws.random() < self._sim.schedule.leave_chance:
+                self._leave_epoch(plan.epoch)
+                return self.protocol.leaving
             if not (yield from self._run_window(sizes, batches, empty)):
                 yield from self._abandon(plan)
                 return True
@@ -310,6 +324,13 @@ class SimWorker:
             self.protocol.drop_plans()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
+
+    def _leave_epoch(self, epoch: int) -> None:
+        self._sim.checks.on_left(self.rank, epoch)
+        self._left_epoch = epoch
+        if self._is_lockstep:
+            raise _EpochLeft
+        self._reporter.leave_epoch(epoch, self.protocol.leave_epoch(epoch))
 
     def _sync_buffers(self) -> Steps:
         if self._is_lockstep:
@@ -536,7 +557,7 @@ class SimWorker:
             )
         if ok:
             work = message.evaluate, message.checkpoint, message.eval_at, message.validate
-            yield from self._per_epoch(*work)
+            yield from self._per_epoch(*work, held=self.base)
             yield from self._answer_calls(message)
 
     def _all_reduce(self, round_id: int) -> Steps:
@@ -609,7 +630,7 @@ class SimWorker:
             self.replica.take(average, wanted=message.has_calls)
         self._expect("updated")
         work = message.evaluate, message.checkpoint, message.eval_at, message.validate
-        yield from self._per_epoch(*work)
+        yield from self._per_epoch(*work, held=self.base)
         yield from self._answer_calls(message)
         self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
@@ -619,9 +640,12 @@ class SimWorker:
         checkpoint: int | None,
         eval_at: int | None = None,
         validate: m.ValidationTask | None = None,
+        *,
+        held: frozenset[Batch] | None = None,
     ) -> Steps:
         c = self._sim.schedule.config
-        held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
+        if held is None:
+            held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
         if evaluate is not None and c.evaluate:
             if eval_at is None:
                 self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)

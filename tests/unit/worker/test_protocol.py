@@ -336,7 +336,7 @@ def test_one_resume_or_shutdown_releases_the_worker_after_any_sequence_of_messag
 def test_plans_of_an_epoch_that_was_left_are_returned_whenever_they_arrive():
     protocol = training()
     protocol.receive(m.StartEpoch(plan=PLAN))
-    assert protocol.drop_epoch(0) == 1
+    assert protocol.leave_epoch(0) == [PLAN]
     report = protocol.receive(m.StartEpoch(plan=PLAN))
     assert isinstance(report, m.EpochReport)
     assert (report.epoch, report.left) == (0, True)
