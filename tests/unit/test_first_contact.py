@@ -61,28 +61,25 @@ def test_a_case_that_hangs_dies_or_fails_is_recorded_and_the_others_run(tmp_path
 
 
 @pytest.mark.timeout(120)
-def test_cases_without_time_are_named_and_do_not_fail_the_run(tmp_path):
-    done = run(tmp_path, *PLANTED, "--parts", "last", "--total", "0")
+@pytest.mark.parametrize(
+    ("options", "case", "message"),
+    [
+        ("last --total 0", "last/*", "no time was left"),
+        ("last --cases none", "last/*", "not run, no case matches: last/*"),
+        (  # cut off, which is no hang
+            "hangs --cases waits --limit hangs=4 --case 90",
+            "hangs/waits",
+            "the time of its part was over",
+        ),
+    ],
+)
+def test_cases_that_were_not_run_are_named_and_do_not_fail_the_run(
+    options, case, message, tmp_path
+):
+    done = run(tmp_path, *PLANTED, "--parts", *options.split())
     assert done.returncode == 0
-    assert results_of(tmp_path) == {"last/*": "not run"}
-    assert "no time was left" in done.stdout
-
-
-@pytest.mark.timeout(120)
-def test_a_case_cut_off_by_the_end_of_its_part_does_not_count_as_a_hang(tmp_path):
-    options = ["--parts", "hangs", "--cases", "waits", "--limit", "hangs=4", "--case", "90"]
-    done = run(tmp_path, *PLANTED, *options)
-    assert done.returncode == 0
-    assert results_of(tmp_path) == {"hangs/waits": "not run"}
-    assert "the time of its part was over" in done.stdout
-
-
-@pytest.mark.timeout(120)
-def test_a_part_without_a_matching_case_says_so(tmp_path):
-    done = run(tmp_path, *PLANTED, "--parts", "last", "--cases", "no such case")
-    assert done.returncode == 0
-    assert results_of(tmp_path) == {"last/*": "not run"}
-    assert "not run, no case matches: last/*" in done.stdout
+    assert results_of(tmp_path) == {case: "not run"}
+    assert message in done.stdout
 
 
 def test_an_earlier_record_is_kept_beside_the_new_one(tmp_path):

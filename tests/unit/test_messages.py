@@ -476,19 +476,6 @@ def test_no_memory_names_the_largest_batch_that_fitted():
     assert "the batch had 7 samples, the largest that fitted had 7" in text
 
 
-def test_no_memory_in_an_own_loop_names_smaller_batches():
-    class Greedy(nn.Linear):
-        def forward(self, x):
-            if len(x) > 4:
-                raise torch.OutOfMemoryError("planted: out of memory")
-            return super().forward(x)
-
-    with Trainer.setup(Greedy(3, 1), sgd, ["cpu", "cpu"]) as model:
-        model(torch.zeros(8, 3)).sum().backward()
-        with pytest.raises(ReplicaFailed, match="had 8 samples, the largest that fitted had 4"):
-            model(torch.zeros(16, 3))
-
-
 class FullInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -502,9 +489,15 @@ class FullInBackward(torch.autograd.Function):
         return grad
 
 
-def test_no_memory_in_the_backward_pass_of_an_own_loop_names_smaller_batches():
+def full_in_forward(x):
+    if len(x) > 4:
+        raise torch.OutOfMemoryError("planted: out of memory")
+
+
+@pytest.mark.parametrize("full", [full_in_forward, FullInBackward.apply])
+def test_no_memory_in_an_own_loop_names_smaller_batches(full):
     with Trainer.setup(linear(), sgd, ["cpu", "cpu"]) as model:
-        model.module.register_forward_hook(lambda _, __, out: FullInBackward.apply(out))
+        model.module.register_forward_hook(lambda _, __, out: full(out))
         model(torch.zeros(8, 3)).sum().backward()
         with pytest.raises(ReplicaFailed, match="had 8 samples, the largest that fitted had 4: p"):
             model(torch.zeros(16, 3)).sum().backward()

@@ -370,38 +370,8 @@ def test_every_rank_is_launched_by_one_thread_within_one_group(scene):
     assert len({stream for _, _, stream in launch}) == 3
 
 
-def test_a_call_that_may_wait_for_a_device_waits_for_the_launch(scene):
-    inside, free = threading.Event(), threading.Event()
-    order = []
-
-    class Slow(PosingBackend):
-        def _group_end(self):
-            inside.set()
-            assert free.wait(TIMEOUT_S)
-            super()._group_end()
-            order.append("launched")
-
-    def call():
-        with capture_gate.GATE.driver_call():
-            order.append("called")
-
-    scene.kind = Slow
-    ends = scene.group()
-    tensors = [scene.tensor(end, 1.0) for end in ends]
-    futures = start_ranks(ends, scene.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
-    assert inside.wait(TIMEOUT_S)
-    thread = threading.Thread(target=call)
-    thread.start()
-    until(lambda: capture_gate.GATE._launches._waiters)
-    free.set()
-    thread.join(TIMEOUT_S)
-    for future in futures:
-        future.result(TIMEOUT_S)
-    assert order == ["launched", "called"]
-
-
-def test_an_abort_waits_for_a_launch_in_progress(scene):
-    """NCCL would use a freed communicator."""
+def held_launch(scene):
+    """Ranks within a launch, their futures, and the event that lets it end."""
     inside, free = threading.Event(), threading.Event()
 
     class Slow(PosingBackend):
@@ -416,6 +386,30 @@ def test_an_abort_waits_for_a_launch_in_progress(scene):
     tensors = [scene.tensor(end, 1.0) for end in ends]
     futures = start_ranks(ends, scene.on_stream(lambda end: end.all_reduce_(tensors[end.rank])))
     assert inside.wait(TIMEOUT_S)
+    return ends, futures, free
+
+
+def test_a_call_that_may_wait_for_a_device_waits_for_the_launch(scene):
+    _, futures, free = held_launch(scene)
+    launched = []
+
+    def call():
+        with capture_gate.GATE.driver_call():
+            launched.append("launched" in scene.names())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    until(lambda: capture_gate.GATE._launches._waiters)
+    free.set()
+    thread.join(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert launched == [True]
+
+
+def test_an_abort_waits_for_a_launch_in_progress(scene):
+    """NCCL would use a freed communicator."""
+    ends, futures, free = held_launch(scene)
     ends[0].abort()
     free.set()
     until(lambda: scene.names().count("abort") == 2)

@@ -51,6 +51,11 @@ def leave_a_block(handle):
         pass
 
 
+def join_in_a_block(handle):
+    with handle:
+        handle.join()
+
+
 WAYS_TO_WAIT = {
     "join": lambda handle: handle.join(),
     "metrics": lambda handle: list(handle.metrics()),
@@ -122,7 +127,8 @@ def test_the_second_signal_aborts_a_run_stuck_in_user_code(wait, waits, monkeypa
     gate.opened.set()
 
 
-def test_the_third_signal_stops_waiting(waits, probe):
+@pytest.mark.parametrize("wait", [lambda handle: handle.join(), join_in_a_block])
+def test_the_third_signal_stops_waiting(wait, waits, probe):
     gate, handle = held_run()
 
     def interrupt():
@@ -136,25 +142,9 @@ def test_the_third_signal_stops_waiting(waits, probe):
     thread.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        handle.join()
+        wait(handle)
     assert time.monotonic() - start < SOON_S
     thread.join(WAIT_S)
-    assert not handle._ended
-    gate.opened.set()
-    with pytest.raises(RunAborted):
-        handle.join(WAIT_S)
-
-
-def test_after_the_third_signal_leaving_the_block_does_not_wait(waits):
-    gate, handle = held_run()
-    waits.actions = [[raising(SIGINT)] * 3]
-
-    def block():
-        with handle:
-            handle.join()
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
     assert not handle._ended
     gate.opened.set()
     with pytest.raises(RunAborted):

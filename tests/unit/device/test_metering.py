@@ -17,28 +17,16 @@ def wait_of(loads, compute_s, *, ahead, num_batches=2, num_empty=0):
     return meter.take().data_wait_s
 
 
-def test_the_time_of_reads_on_request_counts_in_full():
-    assert wait_of((3.0, 5.0), 1.0, ahead=False) == pytest.approx(8.0)
-
-
 @pytest.mark.parametrize(("compute_s", "wait_s"), [(2.0, 6.0), (7.0, 1.0), (8.0, 0.0), (99.0, 0.0)])
 def test_of_reads_ahead_the_part_above_the_compute_time_counts(compute_s, wait_s):
     assert wait_of((3.0, 5.0), compute_s, ahead=True) == pytest.approx(wait_s)
 
 
-def test_batches_read_for_later_steps_do_not_count_yet():
-    assert wait_of((4.0, 4.0, 4.0), 0.0, ahead=False) == pytest.approx(8.0)
-
-
-def test_empty_batches_are_not_read():
+def test_reads_of_trained_batches_count_once_they_are_timed():
+    assert wait_of((3.0, 5.0), 1.0, ahead=False) == pytest.approx(8.0)
+    assert wait_of((4.0, 4.0, 4.0), 0.0, ahead=False) == pytest.approx(8.0)  # one for a later step
     assert wait_of((4.0, 4.0), 2.0, ahead=True, num_empty=3) == pytest.approx(6.0)
-
-
-def test_a_report_without_reads_has_no_measurement():
     assert wait_of((), 1.0, ahead=False) is None
-
-
-def test_reads_ahead_of_steps_that_are_not_timed_have_no_measurement():
     assert wait_of((1.0,), 0.0, ahead=True, num_batches=0) is None
 
 

@@ -369,7 +369,7 @@ def test_every_logger_is_closed_once_even_if_another_raises(tmp_path, caplog):
     assert caplog.text.count("planted: no space left") == 1
 
 
-def test_an_error_in_close_is_logged_and_the_others_are_closed(tmp_path, caplog):
+def test_an_exit_in_close_is_logged_and_the_run_keeps_its_result(tmp_path, caplog):
     log = Closes(tmp_path / "1.csv", SystemExit("planted"))
     with caplog.at_level(logging.ERROR, "runtime"):
         state = builder(epochs=2).metrics_fn(log).run().join(WAIT_S)
