@@ -29,7 +29,6 @@ from runtime.core.tracebacks import print_briefly
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_import_of_main
 from runtime.data.stream import StreamAdapter, is_stream
-from runtime.loggers.progress import RecentProgress
 from runtime.monitor.control import CONTROL, ControlledRun, ListedRun, program_name
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
@@ -37,6 +36,7 @@ from runtime.replica.build import ModelT_co
 from runtime.results import TrainedState, load_given
 from runtime.run import Run
 from runtime.settings import RunSettings
+from runtime.timeline.recent_progress import RecentProgress
 from runtime.timeline.run_summary import RunSummary
 
 logger = logging.getLogger(__name__)

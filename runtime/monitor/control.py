@@ -22,10 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.run_state import Statistics
 from runtime.monitor.feed import Json
+from runtime.timeline.recent_progress import WINDOW_S, CurrentProgress
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ TIMEOUT_S = 2.0
 """Longest wait for another process, in each direction."""
 SAMPLE_S = 0.5
 """Time over which speed and loss are measured without a recent request."""
-WINDOW_S = 10.0
-"""Age up to which earlier readings are used."""
 MAX_REQUEST_BYTES = 256
 MAX_REPLY_BYTES = 1 << 20
 
@@ -135,26 +134,10 @@ class ControlledRun:
 
     describe: Callable[[], Json]
     statistics: Callable[[], Statistics]
-    measure: Callable[[], Callable[[], MeasuredProgress]]
+    measure: Callable[[], Callable[[], CurrentProgress]]
     stop: Callable[[], None]
     total_batches: int
     num_epochs: int
-
-
-class MeasuredProgress(Protocol):
-    """Means of the last seconds; see :class:`runtime.loggers.progress.CurrentProgress`."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch being trained."""
-
-    @property
-    def loss(self) -> float:
-        """Mean of the losses; NaN: none."""
-
-    @property
-    def rate(self) -> float:
-        """Samples per second."""
 
 
 class ListedRun:
@@ -163,7 +146,7 @@ class ListedRun:
     def __init__(self, run: ControlledRun) -> None:
         self.run = run
         self._started = time.monotonic()
-        self._recent: Callable[[], MeasuredProgress] | None = None
+        self._recent: Callable[[], CurrentProgress] | None = None
         self._read_at = -math.inf
 
     def read(self, pause: Callable[[float], object]) -> Json:

@@ -19,6 +19,7 @@ from runtime.monitor.feed import Json
 from runtime.monitor.run_view import RunEnd, RunView
 from runtime.timeline.buffers import Row
 from runtime.timeline.events import Cause
+from runtime.timeline.recent_progress import RecentProgress
 from runtime.timeline.resources import ResourcePoller
 from runtime.timeline.summary import TimelineSummary
 from runtime.timeline.text import error_text, one_line
@@ -45,7 +46,7 @@ class RunReader:
         self._load = LoadReader(run, poll_s)
         self._events = EventBuffer(run)
         self._num_epochs = 0
-        self._first: tuple[float, int] | None = None
+        self._recent = RecentProgress(run.statistics, run.total_batches, run.facts.num_epochs)
         self._num_readings = 0
         self._losses = (0.0, 0.0)
 
@@ -95,8 +96,6 @@ class RunReader:
         error = None if end is None else end.error
         throughput = self._run.summary()
         total, step = self._run.total_batches, statistics.global_step
-        if self._first is None or step == self._first[1]:
-            self._first = (elapsed_s, step)
         return {
             "state": "running" if end is None else end.state,
             "error": None if error is None else error_text(error),
@@ -104,7 +103,7 @@ class RunReader:
             "headline": throughput.headline,
             "advice": throughput.advice,
             "elapsed_s": round(elapsed_s, 3),
-            "left_s": None if end is not None else self._left_s(elapsed_s, step),
+            "left_s": None if end is not None else self._recent.read().left_s,
             "step": step,
             "progress": min(1.0, step / total) if total else 0.0,
             "epoch": statistics.epoch,
@@ -119,15 +118,6 @@ class RunReader:
             "ranks": [_rank(rank, summary) for rank in statistics.ranks],
             "machines": _machines(statistics),
         }
-
-    def _left_s(self, elapsed_s: float, step: int) -> float | None:
-        """Remaining seconds at the speed since the first batches; ``None`` before."""
-        assert self._first is not None
-        start_s, first_step = self._first
-        trained, lasted = step - first_step, elapsed_s - start_s
-        if trained <= 0 or lasted <= 0:
-            return None
-        return max(0.0, (self._run.total_batches - step) * lasted / trained)
 
     def _tick(
         self, statistics: Statistics, summary: TimelineSummary | None, elapsed_s: float

@@ -13,7 +13,8 @@ from coordinator import CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.metrics import EpochMetrics, ReportStats
 from runtime.loggers import progress
-from runtime.loggers.progress import ProgressLines, RecentProgress, duration_text, make_display
+from runtime.loggers.progress import ProgressLines, duration_text, make_display
+from runtime.timeline.recent_progress import RecentProgress
 from tests.support.running import WAIT_S, builder
 
 
