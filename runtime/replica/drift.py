@@ -156,7 +156,7 @@ class DriftCheck:
             found = settings_of(groups.get(id(p), {}))
             keys = sorted(found.keys() & self._optimizer.defaults.keys())
             values = [(key, _setting(found[key])) for key in keys]
-            yield f"the settings of the optimizer for {name!r}", _mixed(*values)
+            yield f"the optimizer's setting for {name!r}", _mixed(*values)
 
     def _tensors(self) -> list[tuple[str, Any]]:
         params = zip(self._state.params.names, self._state.params.params, strict=True)

@@ -718,7 +718,7 @@ class OwnLoop:
     def _prepare(self, position: int | None) -> None:
         self._before = self._steps.prepare(position)
         self._num_begun = self._stepper.num_begun
-        self.global_step = self._steps.position_of(position)
+        self.global_step = self._steps.global_step
         self._num_timed = 0
 
     def _begin_step(self) -> None:

@@ -65,6 +65,7 @@ class WorkerSteps:
     Attributes:
         is_torn: True if an exception interrupted an optimizer's step, so that the replica is in
             no state between two steps.
+        global_step: Position of the schedule at the present step.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class WorkerSteps:
         # Launched steps are undone together, with the positions of the schedule.
         self._marks_schedule = config.redoes or (config.saves and config.device.type != "cpu")
         self.is_torn = False
+        self.global_step = 0
         self._launched: deque[_LaunchedStep] = deque()
         self._schedule_before: ScheduleMark | None = None
         self._shrinks = config.balance and self._is_lockstep
@@ -220,6 +222,7 @@ class WorkerSteps:
         return self._await_batch(answer=answer)
 
     def _follow_schedule(self, position: int | None) -> None:
+        self.global_step = self.position_of(position)
         if self.replica.rates is not None:
             self.replica.rates.factor = self._protocol.lr_factor
         if self._schedule.scheduler is not None or self._capturable is not None:

@@ -270,6 +270,16 @@ class GpuWorker:
         return self._progress.local_step
 
     @property
+    def global_step(self) -> int:
+        """Batches of all ranks before the present step: the position of the schedule.
+
+        Equal on all ranks under ``SYNC``, where a rank may have steps without samples, in which it
+        calls no ``train_fn``. Otherwise those of other ranks are included after each averaging
+        round. With ``global_batch_size`` it counts global batches.
+        """
+        return self.steps.global_step
+
+    @property
     def current_epoch(self) -> int:
         """Epoch of the plan in progress, or of the last one."""
         return self._progress.epoch

@@ -416,10 +416,21 @@ def test_ranks_may_hold_their_parameters_in_another_order(make, strategy, reads,
 @pytest.mark.parametrize("strategy", SHARDED[:2], ids=lambda s: s[0].name)
 def test_ranks_that_train_a_parameter_with_other_settings_are_noticed(strategy, other):
     made = builder(2, strategy, optim=by_rank(in_groups(1), other))
-    with pytest.raises(
-        ReplicaMismatch, match="the settings of the optimizer for 'scale' of rank 1"
-    ):
+    with pytest.raises(ReplicaMismatch, match="the optimizer's setting for 'scale' of rank 1"):
         finish(made)
+
+
+def test_a_scheduler_that_a_rank_without_samples_does_not_step_is_noticed():
+    """The last step of an epoch has 2 samples for 3 ranks."""
+
+    def loop(worker):
+        rates = torch.optim.lr_scheduler.LambdaLR(worker.optimizer, lambda step: 0.9**step)
+        for batch in worker.batches():
+            worker.step(loss_of(worker.model, batch))
+            rates.step()
+
+    with pytest.raises(ReplicaMismatch, match="setting for 'scale' of rank 1, 2 differs"):
+        finish(looping(3, (FULL, None), loop=loop))
 
 
 @diagonal(strategy=SHARDED, loops=[False, True])

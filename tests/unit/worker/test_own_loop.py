@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter as Tally
 from functools import partial
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from coordinator.splitting import permutation
-from runtime import LoopWorker, ReplicaMismatch, Trainer, WorkerFailed
+from runtime import LoopWorker, ReplicaMismatch, Trainer, WorkerFailed, current_worker
 from runtime.worker.meetings import Act, Meetings, Post
 from tests.support.looping import NUM_SAMPLES, Marks, loop_builder, marked, plain
 from tests.support.running import WAIT_S
@@ -419,6 +420,60 @@ def test_global_step_is_the_number_of_batches_before_this_one_in_its_whole_body(
     handle = loop_builder(loop, ranks=ranks, dataset=(torch.arange(20),)).run()
     handle.join(WAIT_S)
     assert seen == [[(n, n) for n in range(0, handle.total_batches, ranks)]] * ranks
+
+
+SHORT = points(11)
+"""Three batches of four, so that the second of two ranks has no sample in an epoch's last step."""
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_global_step_counts_steps_in_which_a_rank_has_no_samples(loops):
+    seen = {0: [], 1: []}
+
+    def train(model, batch):
+        seen[current_worker().rank].append(current_worker().global_step)
+        return square_loss(model, batch)
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(train(worker.model, batch))
+
+    if loops:
+        run(Trainer.loop(smooth_net, adam_of, loop), SHORT)
+    else:
+        run(Trainer.builder(smooth_net, adam, train), SHORT)
+    assert seen == {0: [0, 2, 3, 5], 1: [0, 3]}
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_hook_of_the_optimizer_follows_the_weights_on_a_rank_without_samples(loops):
+    teachers = {}
+
+    def begin(worker, model):
+        teacher = teachers[worker.rank] = copy.deepcopy(model)
+
+        @torch.no_grad()
+        def follow(*_):
+            for mine, p in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.lerp_(p, 0.1)
+
+        worker.optimizer.register_step_post_hook(follow)
+
+    def train(model, batch):
+        if current_worker().rank not in teachers:
+            begin(current_worker(), model)
+        return square_loss(model, batch)
+
+    def loop(worker):
+        begin(worker, worker.model)
+        square_loop(worker)
+
+    if loops:
+        run(Trainer.loop(smooth_net, adam_of, loop), SHORT)
+    else:
+        run(Trainer.builder(smooth_net, adam, train), SHORT)
+    first, second = (teachers[rank].state_dict() for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("way", ["accumulate", "backward", "step"])
