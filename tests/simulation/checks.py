@@ -124,7 +124,7 @@ class Checks:
     def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
         """Check the pieces, and the sizes of the first batch, once all ranks have the plan."""
         live = [r.rank for r in self._sim.machine.run_state.live]
-        if rank == live[0]:
+        if rank in self._dealt:  # a later plan; ranks that have left the epoch have no pieces
             self._sizes, self._dealt = {}, {}
         start, stop = pieces[0]
         self._sizes[rank] = stop - start
@@ -133,7 +133,7 @@ class Checks:
         if rank == live[-1] and is_split and self._least > 1:
             for each in zip(*self._dealt.values(), strict=False):
                 sizes = [stop - start for start, stop in each]
-                if 1 in sizes and sum(sizes) > 1 and len(sizes) == len(live):
+                if 1 in sizes and sum(sizes) > 1:
                     raise Violation(f"a piece of 1 sample with batch statistics: {sizes}")
         if rank == live[-1] and sum(self._sizes.values()) == self._slice_samples(live):
             for idle in [r for r, n in self._sizes.items() if n == 0]:
