@@ -98,7 +98,7 @@ def capture_run(
             state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
             state["num_samples"] -= run.ledger.count_samples(batches)
             state["num_averagings"] -= undone
-            state["parts"] = _parts_left(run, cuts)
+            state["parts"] = _parts_left(run, cuts, epoch)
         epochs.append(state)
     return {
         "world_size": len(run.ranks),
@@ -134,11 +134,15 @@ def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, lis
     return late
 
 
-def _parts_left(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, list[list[int]]] | None:
+def _parts_left(
+    run: RunState, cuts: Mapping[int, RankCut], epoch: Epoch
+) -> dict[int, list[list[int]]] | None:
     plan = run.plan
     if plan is None or plan.pieces or set(plan.parts) != set(cuts):
         return None  # split global batches belong to no single rank
     left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
+    if epoch.parts is not None and set(epoch.parts) == set(left):  # beyond max_steps
+        left = {rank: part + _order(epoch.parts[rank]) for rank, part in left.items()}
     if not any(left.values()):
         return None
     return {rank: [[s.start, s.stop, s.step] for s in _spans(part)] for rank, part in left.items()}

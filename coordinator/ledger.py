@@ -20,6 +20,7 @@ from coordinator.splitting import (
     BatchSet,
     batch_bounds,
     count_batches,
+    first_steps,
     split_by_ratio,
     split_over_ranks,
 )
@@ -378,11 +379,15 @@ class BatchLedger:
             spans = epoch.open.take(min(left, most, len(epoch.open.spans[0])))
             assigned = {rank: spans if rank == ranks[0] else () for rank in ranks}
         else:
-            spans = epoch.open.take(left)
+            # With ratios max_steps cuts the parts of the whole epoch, which a resume continues.
+            spans = epoch.open.take(left if self._ratios is None else len(epoch.open))
             # After a resume, as they were assigned before the interruption.
             assigned = epoch.take_parts(ranks, spans) or split_over_ranks(
                 spans, ranks, self._ratios
             )
+            if self._ratios is not None and left < sum(map(len, spans)):
+                assigned, epoch.parts = first_steps(assigned, left)
+                epoch.open.put_back(span for part in epoch.parts.values() for span in part)
         for rank, part in assigned.items():
             self._mark_assigned(epoch, rank, part)
         return epoch.epoch, assigned
@@ -703,7 +708,7 @@ class Epoch:
         is_validated: The average that closes it is validated; ``None``: not decided.
         validation: Means over the validation set.
         saved: The checkpoint function has returned.
-        parts: The parts of the ranks before the run was interrupted.
+        parts: The parts of the ranks before the run was interrupted, or after ``max_steps``.
         granted: In a cluster, batches granted to this machine and not returned.
         num_elsewhere: In a cluster, batches settled by other machines.
         complete: In a cluster, all batches are settled by some machine.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -211,6 +212,38 @@ def split_over_ranks(
     rest, chosen = BatchSet(spans), [ratios[rank] for rank in ranks]
     parts = split_by_ratio(len(rest), chosen if sum(chosen) > 0 else [1.0] * len(ranks))
     return {rank: rest.take(count) for rank, count in zip(ranks, parts, strict=True)}
+
+
+def first_steps(
+    parts: Mapping[int, Sequence[range]], count: int
+) -> tuple[dict[int, tuple[range, ...]], dict[int, tuple[range, ...]]]:
+    """Divide the parts of ranks in lockstep, which train one batch each in a step.
+
+    Args:
+        parts: The batches of each rank, in order.
+        count: Batches in the first steps, over all ranks.
+
+    Returns:
+        The first steps of each rank, the last of which may be of some ranks only, and the rest.
+    """
+    lengths = {rank: sum(map(len, spans)) for rank, spans in parts.items()}
+    steps = bisect.bisect_right(
+        range(max(lengths.values())),
+        count,
+        key=lambda n: sum(min(length, n + 1) for length in lengths.values()),
+    )
+    left = count - sum(min(length, steps) for length in lengths.values())
+    first: dict[int, tuple[range, ...]] = {}
+    rest: dict[int, tuple[range, ...]] = {}
+    for rank, spans in parts.items():
+        num = min(lengths[rank], steps)
+        if left > 0 and lengths[rank] > steps:
+            num, left = num + 1, left - 1
+        begin = [sum(map(len, spans[:i])) for i in range(len(spans))]
+        pairs = list(zip(spans, begin, strict=True))
+        first[rank] = tuple(part for span, at in pairs if (part := span[: max(0, num - at)]))
+        rest[rank] = tuple(part for span, at in pairs if (part := span[max(0, num - at) :]))
+    return first, rest
 
 
 def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:

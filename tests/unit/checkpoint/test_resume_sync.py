@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -138,13 +138,22 @@ def test_a_run_stopped_at_any_step_equals_an_uninterrupted_one(recipe, tmp_path)
     assert len(stops) > 1
 
 
-@pytest.mark.parametrize(("accumulate", "max_steps"), [(1, 2), (1, 8), (1, 13), (2, 4), (2, 15)])
-def test_a_run_ended_by_max_steps_is_resumed_like_an_uninterrupted_one(
-    accumulate, max_steps, tmp_path
-):
+@pytest.mark.parametrize(
+    ("whole", "max_steps"),
+    [
+        (Recipe(), 2),
+        (Recipe(), 8),
+        (Recipe(), 13),
+        (Recipe(accumulate=2), 4),
+        (Recipe(accumulate=2), 15),
+        (Recipe(ratios=(1.0, 2.0)), 4),
+        (Recipe(ratios=(1.0, 2.0)), 10),  # the last of these steps are those of rank 1
+        (Recipe(ratios=(1.0, 2.0), accumulate=2), 15),
+    ],
+)
+def test_a_run_ended_by_max_steps_is_resumed_like_an_uninterrupted_one(whole, max_steps, tmp_path):
     """Also the running statistics, which the first run averages for the state that it returns."""
-    whole = Recipe(accumulate=accumulate)
-    first = Recipe(accumulate=accumulate, max_steps=max_steps)
+    first = replace(whole, max_steps=max_steps)
     first.start(configure=lambda b: b.checkpoint_dir(tmp_path)).join(WAIT_S)
     assert_same(whole.resumed(tmp_path).join(WAIT_S), whole.straight())
 

@@ -14,6 +14,7 @@ from coordinator.splitting import (
     batch_bounds,
     compress,
     count_batches,
+    first_steps,
     permutation,
     split_by_ratio,
     split_over_ranks,
@@ -185,3 +186,24 @@ def test_a_range_is_not_cut_below_a_whole_multiple_if_others_were_taken():
     batches = BatchSet([range(3), range(10, 20)])
     assert batches.take(4, whole=2) == (range(3),)
     assert batches.take(1, whole=2) == (range(10, 11),)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=4),
+    st.integers(0, 40),
+)
+def test_the_first_steps_of_parts_are_those_of_all_ranks_together(lengths, count):
+    parts, start = {}, 0
+    for rank, spans in enumerate(lengths):
+        parts[rank] = []
+        for length in spans:
+            parts[rank].append(range(start, start + length))
+            start += length + 1
+    orders = {rank: [b for span in spans for b in span] for rank, spans in parts.items()}
+    longest = max(map(len, orders.values()))
+    steps = [(n, rank) for n in range(longest) for rank in orders if n < len(orders[rank])]
+    first, rest = first_steps(parts, count)
+    for rank, order in orders.items():
+        num = sum(r == rank for _, r in steps[:count])
+        assert [b for span in first[rank] for b in span] == order[:num]
+        assert [b for span in rest[rank] for b in span] == order[num:]
