@@ -125,7 +125,7 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def split_like(total: int, sizes: Sequence[int], least: int = 1) -> tuple[int, ...]:
+def split_like(total: int, sizes: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split ``total`` in proportion to ``sizes``, with parts of at least ``least``."""
     rest = total - least * len(sizes)
     return tuple(least + n for n in split_by_ratio(rest, sizes))

@@ -15,13 +15,14 @@ import psutil
 import torch
 import torch.distributed
 
-from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.cluster.lighthouse import DEFAULT_PORT, JOIN_TIMEOUT_S, Lighthouse
 from runtime.cluster.machine_status import status_table
 from runtime.cluster.membership import read_cluster_status
 from runtime.cluster.options import ENV_VARIABLES
+from runtime.collective import resolve_backend
 from runtime.collective.nccl_library import (
+    has_nccl,
     launch_blocking_fault,
     loaded_version,
     version_name,
@@ -51,14 +52,11 @@ def machine_report(devices: Sequence[torch.device] | None = None) -> str:
     lines = [device_summary(devices), ""]
     lines += [f"  {name:<10}{text}" for name, text in _facts(devices)]
     lines += ["", "backend(AUTO) selects:"]
-    nccl = _has_nccl()
-    blocking = launch_blocking_fault(len(devices)) is not None
-    fault = "CUDA_LAUNCH_BLOCKING is set, so NCCL is out" if blocking else None
-    names = [str(device) for device in devices]
+    fault = launch_blocking_fault(len(devices)) or ""
     for policy in ApplyPolicy:
-        backend, reason = choose_backend(
-            AverageBackend.AUTO, policy, names, nccl_available=nccl, nccl_fault=fault
-        )
+        backend, reason = resolve_backend(AverageBackend.AUTO, devices, policy)
+        if fault:  # in full above
+            reason = reason.replace(fault, "CUDA_LAUNCH_BLOCKING is set, so NCCL is out")
         lines.append(f"  {policy.name:<10}{backend.name:<8}{reason}")
     return "\n".join(lines) + "\n"
 
@@ -101,12 +99,8 @@ def _models(devices: Sequence[torch.device]) -> str:
     return "one model of GPU" if names else "no GPU"
 
 
-def _has_nccl() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
-
-
 def _nccl(num_ranks: int) -> str:
-    if not _has_nccl():
+    if not has_nccl():
         return "not in this build of PyTorch"
     version = loaded_version()
     name = "" if version is None else f" ({version_name(version)})"

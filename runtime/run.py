@@ -21,7 +21,6 @@ import torch.distributed
 from torch import Tensor, nn
 
 from coordinator import messages as m
-from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
@@ -33,8 +32,7 @@ from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
-from runtime.collective import Collective, create_collectives
-from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
+from runtime.collective import Collective, create_collectives, resolve_backend
 from runtime.core.capabilities import thread_end_fault
 from runtime.core.context import announce, current_worker
 from runtime.core.errors import (
@@ -129,8 +127,8 @@ class Run:
         num_samples = index.num_samples
         config.check(num_samples, self.devices)
         self._recording = RunRecorder(config.timeline, len(self.devices))
-        names = tuple(str(d) for d in self.devices)
-        backend, reason = _choose_backend(config, names)
+        policy = config.coordinator.policy
+        backend, reason = resolve_backend(config.requested_backend, self.devices, policy)
         config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
         self._cpu_workers = config.worker.num_cpu_workers
         # Raises for an unsupported device, before any thread starts.
@@ -141,8 +139,8 @@ class Run:
         self.config = config
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
-        self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in names]
-        self._workers: list[GpuWorker | None] = [None] * len(names)
+        self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
+        self._workers: list[GpuWorker | None] = [None] * len(self.devices)
         self._threads: list[threading.Thread] = []
         self._workers_started = threading.Event()
         self._peers = RunPeers(CollectiveGroups(self._make_group))
@@ -803,19 +801,6 @@ class Run:
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()
-
-
-def _choose_backend(config: RunSettings, names: Sequence[str]) -> tuple[AverageBackend, str]:
-    """The backend of devices with these names, and the reason for it."""
-    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return choose_backend(
-        config.requested_backend,
-        config.coordinator.policy,
-        names,
-        nccl_available=has_nccl,
-        shared_gpu_fault=shared_gpu_fault(),
-        nccl_fault=launch_blocking_fault(len(names)),
-    )
 
 
 def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Tensor] | None:

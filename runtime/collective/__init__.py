@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed
 
+from coordinator.backend_choice import choose_backend
+from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.collective.barrier import AbortableBarrier
 from runtime.collective.base import Collective, Group, ReduceOp, close_collectives
 from runtime.collective.nccl import NcclCollective, create_nccl_groups
-from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
+from runtime.collective.nccl_library import has_nccl, launch_blocking_fault, shared_gpu_fault
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
@@ -26,6 +27,7 @@ __all__ = [
     "ThreadCollective",
     "close_collectives",
     "create_collectives",
+    "resolve_backend",
     "split",
     "split_nodes",
 ]
@@ -102,7 +104,27 @@ def _check_nccl(devices: Sequence[torch.device]) -> None:
         raise ValueError(
             f"'nccl' needs a distinct CUDA device for each rank: {fault}; use 'thread'"
         )
-    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+    if not has_nccl():
         raise ValueError("'nccl': this build of PyTorch has no NCCL; use 'thread'")
     if (fault := launch_blocking_fault(len(devices))) is not None:
         raise ValueError(f"'nccl': {fault}, or use 'thread'")
+
+
+def resolve_backend(
+    backend: AverageBackend,
+    devices: Sequence[torch.device],
+    policy: ApplyPolicy = ApplyPolicy.SYNC,
+) -> tuple[AverageBackend, str]:
+    """The transport between ranks on these devices, and why it is that one.
+
+    Raises:
+        ValueError: The backend does not serve the devices.
+    """
+    return choose_backend(
+        backend,
+        policy,
+        [str(device) for device in devices],
+        nccl_available=has_nccl(),
+        shared_gpu_fault=shared_gpu_fault(),
+        nccl_fault=launch_blocking_fault(len(devices)),
+    )

@@ -6,6 +6,8 @@ import ctypes
 import os
 from contextlib import suppress
 
+import torch.distributed
+
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable with which NCCL accepts several ranks on one GPU."""
 MULTI_RANK_SINCE = (2, 30, 0)
@@ -51,6 +53,11 @@ def _version_of(code: int) -> Version:
 def version_name(version: Version | None) -> str:
     """The version as NCCL prints it."""
     return "no NCCL" if version is None else "NCCL " + ".".join(map(str, version))
+
+
+def has_nccl() -> bool:
+    """True if this build of PyTorch has NCCL."""
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 def launch_blocking_fault(num_ranks: int) -> str | None:

@@ -1,16 +1,10 @@
-"""The process group of a loop's replicas: choice of backend, and creation on demand."""
+"""The process group of a loop's replicas, created on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed
-
-from coordinator.backend_choice import choose_backend
-from coordinator.config import ApplyPolicy, AverageBackend
 from runtime.collective import Collective, close_collectives
-from runtime.collective.nccl_library import launch_blocking_fault, shared_gpu_fault
 
 
 class CollectiveGroup:
@@ -43,21 +37,3 @@ class CollectiveGroup:
         """Close the group. No rank may be inside a collective."""
         collectives, self._collectives, self._aborted = self._collectives, (), False
         close_collectives(collectives)
-
-
-def resolve_backend(
-    backend: AverageBackend, devices: Sequence[torch.device]
-) -> tuple[AverageBackend, str]:
-    """The transport of gradients between replicas on these devices, and why it is that one.
-
-    Raises:
-        ValueError: The backend does not serve the devices.
-    """
-    return choose_backend(
-        backend,
-        ApplyPolicy.SYNC,
-        [str(device) for device in devices],
-        nccl_available=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
-        shared_gpu_fault=shared_gpu_fault(),
-        nccl_fault=launch_blocking_fault(len(devices)),
-    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
+from runtime.collective import resolve_backend
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
@@ -21,7 +22,6 @@ from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.batches import movable_parts, move_batch
 from runtime.loop.buffer_backup import BufferBackup, make_writable
-from runtime.loop.collective_group import resolve_backend
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.rank_group import RankGroup
 from runtime.loop.rank_replica import (

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.config import AverageBackend
+from runtime.collective import resolve_backend
 from runtime.core.checks import check_devices
 from runtime.core.launchers import refuse_launcher
 from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
 from runtime.core.threads import Closeable
-from runtime.loop.collective_group import resolve_backend
 from runtime.loop.reduction import Reduction, make_reduction
 from runtime.loop.replica_set import ReplicaSet
 

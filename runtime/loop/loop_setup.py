@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from coordinator.config import AverageBackend
+from runtime.collective import resolve_backend
 from runtime.core.checks import check_callable, check_devices, default_devices
 from runtime.core.context import announce
 from runtime.core.launchers import refuse_launcher
@@ -19,7 +20,6 @@ from runtime.device.base import device_summary
 from runtime.device.cuda import devices_differ
 from runtime.loop.accumulation import AccumulationSchedule
 from runtime.loop.balance import Balancer
-from runtime.loop.collective_group import resolve_backend
 from runtime.loop.ddp_config import DdpConfig
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.mirror import ModelMaker

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coordinator.splitting import split_by_ratio
+from coordinator.splitting import split_by_ratio, split_like
 from runtime.core.checks import in_func_transform
 from runtime.core.loss_weights import Weight
 from runtime.core.nested import flatten
@@ -553,11 +553,8 @@ class ThreadedEngine:
 def _without_ones(num_samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Shard sizes of two samples or none, as batch statistics of one sample are not defined."""
     num_ranks = max(1, min(len(ratios), num_samples // 2))
-    rest = num_samples - 2 * num_ranks
-    sizes = [2 + n for n in split_by_ratio(max(0, rest), ratios[:num_ranks])]
-    if num_samples < 2:
-        sizes = [num_samples]
-    return (*sizes, *[0] * (len(ratios) - len(sizes)))
+    sizes = split_like(num_samples, ratios[:num_ranks], least=min(2, num_samples))
+    return (*sizes, *[0] * (len(ratios) - num_ranks))
 
 
 def _forward(

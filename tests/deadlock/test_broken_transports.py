@@ -129,7 +129,7 @@ def test_any_error_in_a_collective_is_a_fault_of_the_transport(faults, monkeypat
 @pytest.mark.parametrize("how", BREAKS)
 def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     """D36: from an agreed step, its gradients discarded; NCCL has a stand-in."""
-    monkeypatch.setattr(runtime.run, "choose_backend", lambda *_, **__: (NCCL, "a stand-in"))
+    monkeypatch.setattr(runtime.run, "resolve_backend", lambda *_, **__: (NCCL, "a stand-in"))
     wire = Wire(monkeypatch, kind="nccl", **BREAKS[how])
     with within(END_S):
         handle = run_over(faults, (SYNC, AUTO))
@@ -142,7 +142,7 @@ def test_sync_falls_back_to_shared_memory(how, faults, monkeypatch):
     # Each step counts once, as without a fault.
     with monkeypatch.context() as patch:
         patch.setattr(runtime.run, "create_collectives", create_collectives)
-        patch.setattr(runtime.run, "choose_backend", lambda *_, **__: (THREAD, "plain"))
+        patch.setattr(runtime.run, "resolve_backend", lambda *_, **__: (THREAD, "plain"))
         plain = run_over(faults, (SYNC, THREAD)).join(BOUND_S)
     assert state.params["w"].equal(plain.params["w"])
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from coordinator.config import ApplyPolicy
-from runtime import __main__ as module
 from runtime.__main__ import machine_report
 from tests.support import programs
 
@@ -32,7 +31,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-        monkeypatch.setattr(module, "_has_nccl", lambda: True)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
 
     return pretend
 
@@ -87,7 +86,7 @@ def test_the_report_describes_equal_gpus_and_mixed_devices(gpus):
 
 def test_a_build_without_nccl_is_reported(gpus, monkeypatch):
     gpus("One", "One")
-    monkeypatch.setattr(module, "_has_nccl", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     text = machine_report()
     assert lines_of(text, "NCCL") == ["not in this build of PyTorch"]
     assert lines_of(text, "SYNC")[0].startswith("THREAD")

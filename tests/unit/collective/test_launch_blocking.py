@@ -7,9 +7,8 @@ import torch
 
 from coordinator.backend_choice import choose_backend
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.collective import create_collectives
+from runtime.collective import create_collectives, resolve_backend
 from runtime.collective.nccl_library import launch_blocking_fault
-from runtime.loop.collective_group import resolve_backend
 
 GPUS = [torch.device("cuda", i) for i in range(2)]
 

@@ -7,10 +7,9 @@ import torch
 import torch.distributed
 
 from runtime import AverageBackend
-from runtime.collective import create_collectives, nccl_library
+from runtime.collective import create_collectives, nccl_library, resolve_backend
 from runtime.collective import nccl as nccl_module
 from runtime.collective.nccl_library import loaded_version, shared_gpu_fault
-from runtime.loop.collective_group import resolve_backend
 from tests.support.fake_cuda import FakeCuda, standing_in
 from tests.support.posing import PosingBackend
 from tests.unit.collective.test_collectives import on_ranks
