@@ -423,15 +423,12 @@ def draw_late_schedule(seed: int) -> Schedule:
     )
     longer = config.num_epochs * config.num_samples / (c.num_epochs * c.num_samples)
     stop_at_s = base.stop_at_s
-    return with_transports(
-        with_saves(
-            replace(
-                base,
-                config=config,
-                late=True,
-                busy_s=rng.choice((0.0, 0.1, 2.0)) * base.batch_s(0, 0.0),
-                stop_at_s=None if stop_at_s is None else stop_at_s * longer,
-                deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
-            )
-        )
+    drawn = replace(
+        base,
+        config=config,
+        late=True,
+        busy_s=rng.choice((0.0, 0.1, 2.0)) * base.batch_s(0, 0.0),
+        stop_at_s=None if stop_at_s is None else stop_at_s * longer,
+        deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
     )
+    return with_leaves(with_transports(with_saves(drawn)))
