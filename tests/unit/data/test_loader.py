@@ -99,11 +99,6 @@ def test_batches_carry_the_time_in_which_they_were_read(kind, monkeypatch):
         assert consumer.loader.reads_ahead == (kind is ThreadLoader)
 
 
-def test_a_thread_without_depth_reads_on_request():
-    with Consumer(ThreadLoader, Noisy(), depth=0) as consumer:
-        assert not consumer.loader.reads_ahead
-
-
 def test_random_draws_depend_only_on_the_batch():
     with Consumer(InlineLoader, Noisy()) as consumer:
         wanted = draws(consumer.take(ALL))

@@ -157,23 +157,16 @@ def test_batches_are_copied_through_slots_only(streamed):
     assert rig.context.num_brought <= 2 * (CALIBRATION + 1)
 
 
-def test_the_budget_bounds_the_slots():
+@pytest.mark.parametrize(("fitting", "depth"), [(3, 2), (1, 0)])
+def test_the_budget_bounds_the_slots(fitting, depth):
+    """A single slot would hold no batch but the present one: none is allocated."""
     context = DelayedCopies()
     peak = 2 * GIB
-    context.total_bytes = 2 * (peak + 3 * slot_bytes())
+    context.total_bytes = 2 * (peak + fitting * slot_bytes())
     with Rig(Numbers(), context=context) as rig:
         rig.use(ALL)
-        assert rig.stage.depth == 2
-        assert rig.stage._pool.num_device_slots == 3
-
-
-def test_without_free_memory_batches_are_loaded_on_request():
-    context = DelayedCopies()
-    context.total_bytes = 2 * (2 * GIB + slot_bytes())
-    with Rig(Numbers(), context=context) as rig:
-        rig.use(ALL)
-        assert rig.stage.depth == 0
-        assert context.allocated_bytes == 0
+        assert rig.stage.depth == depth
+        assert context.allocated_bytes == (fitting * slot_bytes() if depth else 0)
 
 
 def test_a_depth_beyond_the_budget_is_logged(caplog):

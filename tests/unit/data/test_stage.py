@@ -117,6 +117,7 @@ class Counted(Noisy):
 def test_depth_zero_loads_each_batch_on_request():
     dataset = Counted()
     with Consumer(ThreadLoader, dataset, depth=0) as consumer:
+        assert not consumer.loader.reads_ahead
         consumer.loader.submit(ALL)
         assert not consumer.ready.acquire(timeout=0.05)
         assert dataset.num_batches == 0

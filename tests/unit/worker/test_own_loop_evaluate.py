@@ -315,15 +315,19 @@ def test_a_rank_that_evaluates_alone_gets_an_error_that_names_both(when, alone):
     assert time.monotonic() - since < WAIT_S / 2
 
 
-def test_a_rank_that_skips_the_batch_of_an_evaluation_gets_an_error_that_names_both():
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_skips_an_evaluation_or_dies_before_it_ends_the_run_with_its_error(dies):
     def loop(worker):
         for batch in worker.batches():
+            if worker.rank == 1 and dies:
+                raise ValueError("planted")
             if worker.rank == 1:
                 continue
             worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
             worker.step(worker.model.loss(worker.epoch, batch))
 
-    with pytest.raises(ReplicaMismatch, match=r"evaluate\(\)"):
+    error, message = (WorkerFailed, "planted") if dies else (ReplicaMismatch, r"evaluate\(\)")
+    with pytest.raises(error, match=message):
         loop_builder(loop).run().join(WAIT_S)
 
 
@@ -431,18 +435,6 @@ def test_a_death_within_an_evaluation_is_survived(ranks):
     state = loop_builder(loop, ranks=ranks).on_worker_failure("continue").run().join(WAIT_S)
     assert marked(state) == [NUM_SAMPLES] * 2
     assert [failure.rank for failure in state.failures] == [1]
-
-
-def test_a_death_ends_the_run_with_its_error():
-    def loop(worker):
-        for batch in worker.batches():
-            if worker.rank == 1:
-                raise ValueError("planted")
-            worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
-            worker.step(worker.model.loss(worker.epoch, batch))
-
-    with pytest.raises(WorkerFailed, match="planted"):
-        loop_builder(loop).run().join(WAIT_S)
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -578,6 +570,16 @@ def dying(rank, ranks):
     return Meeting(ranks, inner)
 
 
+def with_two_optimizers(loop):
+    def optim(model):
+        parts = {"a": model[0], "b": model[2]}
+        return {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+
+    b = Trainer.loop(lambda device: small_net(device).double(), optim, loop)
+    b.dataset(points(22, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy("sync")
+    return b.collective_timeout(WAIT_S).tune_allocator(False)
+
+
 def test_a_step_before_an_evaluation_that_fails_stays_with_its_loss_and_its_time(monkeypatch):
     fn, made, taken = dying(1, 2), [], []
     take = StepMeter.take
@@ -601,14 +603,7 @@ def test_a_step_before_an_evaluation_that_fails_stays_with_its_loss_and_its_time
                 made.append(worker.global_step)
             worker.evaluate((torch.arange(40),), fn)
 
-    def optim(model):
-        parts = {"a": model[0], "b": model[2]}
-        return {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
-
-    made_by = Trainer.loop(lambda device: small_net(device).double(), optim, loop)
-    made_by.dataset(points(22, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy("sync")
-    made_by.collective_timeout(WAIT_S).tune_allocator(False).on_worker_failure("continue")
-    state = made_by.run().join(WAIT_S)
+    state = with_two_optimizers(loop).on_worker_failure("continue").run().join(WAIT_S)
     assert state.metrics[0].scalars["loss/b"] > 0
     assert sum(num for num, _ in taken) == sum(timed for _, timed in taken) == len(made)
 
@@ -622,15 +617,8 @@ def test_a_death_in_an_evaluation_between_two_optimizers_leaves_no_state(tmp_pat
             worker.evaluate((torch.arange(40),), fn)
             worker.step(worker.model(batch[0]).square().mean(), optimizer="b")
 
-    def optim(model):
-        parts = {"a": model[0], "b": model[2]}
-        return {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
-
-    made = Trainer.loop(lambda device: small_net(device).double(), optim, loop)
-    made.dataset(points(22, 1)).batch_size(4).num_epochs(1).devices(["cpu"] * 2).policy("sync")
-    made.collective_timeout(WAIT_S).tune_allocator(False).checkpoint_dir(tmp_path)
     with pytest.raises(WorkerFailed, match="planted"):
-        made.run().join(WAIT_S)
+        with_two_optimizers(loop).checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
