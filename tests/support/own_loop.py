@@ -18,6 +18,23 @@ WAIT_S = 60.0
 NUM_FEATURES, NUM_CLASSES = 6, 3
 
 
+class Centred(nn.Module):
+    """Subtracts a moving average of the samples, or of ones."""
+
+    centre: torch.Tensor
+
+    def __init__(self, num_in=NUM_FEATURES, num_out=NUM_CLASSES, *, of_samples):
+        super().__init__()
+        self.of_samples = of_samples
+        self.head = nn.Linear(num_in, num_out, dtype=torch.float64)
+        self.register_buffer("centre", torch.zeros(num_in, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.centre.lerp_((x if self.of_samples else torch.ones_like(x)).mean(0), 0.1)
+        return self.head(x - self.centre)
+
+
 def make_net(dtype=torch.float64):
     return nn.Sequential(
         nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, NUM_CLASSES)

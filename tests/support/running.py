@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker, run
 
@@ -73,6 +74,19 @@ def plain_sgd(params, lr=1.0):
 def numbers(n):
     """A data set whose sample ``i`` is ``i``."""
     return (torch.arange(n),)
+
+
+class Stream(IterableDataset):
+    """The same samples as a stream."""
+
+    def __init__(self, n):
+        self._n = n
+
+    def __len__(self):
+        return self._n
+
+    def __iter__(self):
+        return ((torch.tensor(i),) for i in range(self._n))
 
 
 def builder(

@@ -208,14 +208,14 @@ def test_the_file_holds_the_weights_of_the_best_epoch(tmp_path, way):
     assert not keep._weights  # nothing is held on to
 
 
-def resumed_after(num_epochs, make, directory, values):
+def resumed_after(num_epochs, make, directory, values, states=None):
     """Callbacks made by ``make()`` for a run that stops after some epochs, and its resumed rest."""
-    made = []
+    made, states = [], [] if states is None else states
     for epochs, resumes in ((num_epochs, False), (len(values), True)):
         made.append(make())
         b = builder(epochs=epochs).eval_fn(lambda model, epoch: {"score": values[epoch]})
         b = b.callbacks(made[-1]).checkpoint_dir(directory / "run")
-        (b.resume(directory / "run") if resumes else b).run().join(WAIT_S)
+        states.append((b.resume(directory / "run") if resumes else b).run().join(WAIT_S))
     return made
 
 
@@ -332,10 +332,7 @@ def test_the_best_weights_before_a_resume_are_restored_from_their_file(tmp_path,
     def make():
         return KeepBest(path, "eval/score", restore=True)
 
-    for epochs, resumes in ((1, False), (3, True)):
-        b = builder(epochs=epochs).eval_fn(lambda model, epoch: {"score": values[epoch]})
-        b = b.callbacks(make()).checkpoint_dir(tmp_path / "run")
-        states.append((b.resume(tmp_path / "run") if resumes else b).run().join(WAIT_S))
+    resumed_after(1, make, tmp_path, values, states)
     assert torch.equal(states[1].params["w"], load_file(path)["w"])
     assert torch.equal(states[1].params["w"], states[0].params["w"]) is (best == 0)
 

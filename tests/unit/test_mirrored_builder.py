@@ -10,6 +10,7 @@ from torch import nn
 
 import gpuworker
 from runtime.replica import train_fn_checks
+from tests.support.own_loop import Centred
 from tests.support.running import ASYNC, CADENCE, SYNC, THREAD, WAIT_S, builder
 
 POLICIES = [SYNC, CADENCE, ASYNC]
@@ -540,27 +541,12 @@ def test_batches_of_sparse_tensors_are_trained(layout, policy):
 # Buffers that each rank computes from its own samples
 
 
-class Centred(nn.Module):
-    """Subtracts a moving average of the samples, or of ones."""
-
-    def __init__(self, *, of_samples):
-        super().__init__()
-        self.of_samples = of_samples
-        self.head = nn.Linear(3, 1, dtype=torch.float64)
-        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
-
-    def forward(self, x):
-        if self.training:
-            self.centre.lerp_((x if self.of_samples else torch.ones_like(x)).mean(0), 0.1)
-        return self.head(x - self.centre)
-
-
 @pytest.mark.parametrize("of_samples", [True, False])
 @pytest.mark.parametrize("policy", [SYNC, CADENCE])
 def test_buffers_that_depend_on_the_ranks_samples_are_named_once_under_sync(
     of_samples, policy, caplog
 ):
-    run(lambda device: Centred(of_samples=of_samples), policy=policy, epochs=3)
+    run(lambda device: Centred(3, 1, of_samples=of_samples), policy=policy, epochs=3)
     found = [each for each in caplog.records if "buffer 'centre' differs" in each.message]
     assert len(found) == (of_samples and policy is SYNC)
 

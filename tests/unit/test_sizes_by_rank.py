@@ -8,24 +8,14 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from runtime import AverageBackend, CheckpointError, StepMetrics, Timeline, Trainer
-from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, Seen, builder
+from tests.support.running import ASYNC, CADENCE, OVER_CPU, THREAD, WAIT_S, Seen, Stream, builder
 
 N, EPOCHS = 203, 2
 SIZES = 12, 8
 WAYS = [(CADENCE, OVER_CPU), (CADENCE, THREAD), (ASYNC, OVER_CPU), (ASYNC, AverageBackend.GLOO)]
-
-
-class Stream(IterableDataset):
-    """A stream of sample numbers."""
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return ((torch.tensor(i),) for i in range(N))
 
 
 class Indexed(Dataset):
@@ -71,7 +61,7 @@ def test_each_rank_has_batches_of_its_size_and_each_sample_comes_once(way, more)
 @pytest.mark.parametrize("more", [{}, {"accumulate": 3}])
 def test_a_stream_is_handed_out_in_batches_of_each_ranks_size(way, more):
     seen = Seen()
-    check(run(seen, SIZES, way, Stream(), **more), seen)
+    check(run(seen, SIZES, way, Stream(N), **more), seen)
 
 
 def test_loader_processes_give_batches_of_each_ranks_size():
@@ -113,7 +103,7 @@ def check(handle, seen, sizes=SIZES):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dataset", [None, Stream()], ids=["indexed", "stream"])
+@pytest.mark.parametrize("dataset", [None, Stream(N)], ids=["indexed", "stream"])
 def test_a_death_loses_nothing(way, dataset):
     seen = Seen(fails_at=3)
     state = run(seen, (12, 8, 4), way, dataset, on_worker_failure="continue").join(WAIT_S)

@@ -217,7 +217,7 @@ def test_a_death_is_logged_as_it_happens(caplog):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="pass 'raise' or 'continue'"):
+    with pytest.raises(ValueError, match="pass one of raise, continue"):
         builder().on_worker_failure("ignore")
 
 

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import StepLR
 from runtime import DataParallelCoordinator, DdpConfig
 from runtime.loop.scatter import to_replica
 from tests.support.own_loop import (
-    NUM_CLASSES,
     NUM_FEATURES,
+    Centred,
     OneDevice,
     adamw,
     assert_close,
@@ -440,21 +440,6 @@ def test_a_shard_of_one_sample_is_not_made_where_batch_statistics_are_used():
         model(x[:2]).sum().backward()
         assert seen == [5, 2]
         assert_identical(model)
-
-
-class Centred(nn.Module):
-    """Subtracts a moving average of the samples, or of ones."""
-
-    def __init__(self, *, of_samples):
-        super().__init__()
-        self.of_samples = of_samples
-        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.float64)
-        self.register_buffer("centre", torch.zeros(NUM_FEATURES, dtype=torch.float64))
-
-    def forward(self, x):
-        if self.training:
-            self.centre.lerp_((x if self.of_samples else torch.ones_like(x)).mean(0), 0.1)
-        return self.head(x - self.centre)
 
 
 @pytest.mark.parametrize("of_samples", [True, False])

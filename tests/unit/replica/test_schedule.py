@@ -336,7 +336,7 @@ def test_a_resumed_run_keeps_the_rate_of_the_epoch_and_refuses_another_interval(
 
 
 def test_an_unknown_interval_is_refused():
-    with pytest.raises(ValueError, match='pass "step" or "epoch"'):
+    with pytest.raises(ValueError, match="pass one of step, epoch"):
         builder().scheduler(lambda o: StepLR(o, 1), interval="batch")
 
 
