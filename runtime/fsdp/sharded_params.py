@@ -88,11 +88,23 @@ class ShardedParams(FlatParams):
         """Replace the parameters of the optimizer, which has made no step, by the shards."""
         optimizer = self._optimizer
         state = optimizer.state_dict() if optimizer.state else None
-        for group in optimizer.param_groups:
-            group["params"][:] = [self.store.shard_of(p) for p in group["params"]]
+        self.adopt_groups()
         optimizer.state.clear()
         if state is not None:
             load_optimizer_state(optimizer, self.own_part(state))
+
+    def adopt_groups(self) -> None:
+        """See :meth:`FlatParams.adopt_groups`.
+
+        Raises:
+            ValueError: A parameter is in two groups.
+        """
+        groups = self._optimizer.param_groups
+        for group in groups:
+            group["params"][:] = [self.store.shard_of(p) for p in group["params"]]
+        held = [id(p) for group in groups for p in group["params"]]
+        if len(set(held)) < len(held):
+            raise ValueError("some parameters appear in more than one parameter group")
 
     def gather(self) -> None:
         """Gather the full parameters from the shards and install them in the module; collective."""

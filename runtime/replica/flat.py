@@ -271,6 +271,9 @@ class FlatParams:
         """This rank's part of the optimizer's state of a checkpoint."""
         return optimizer_state
 
+    def adopt_groups(self) -> None:
+        """Replace parameters in groups that were added to the optimizer by this rank's shards."""
+
     def close(self) -> None:
         """Close the groups of ranks that shards need."""
 

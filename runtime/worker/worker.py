@@ -529,6 +529,7 @@ class GpuWorker:
             seed_generator(self.generator, self.config.seed, self.rank, epoch)
             if self._functions.epoch_fn is not None:
                 self._functions.epoch_fn(epoch, self)
+                self.flat_state.params.adopt_groups()
             self.replica.check_structure()
             checkpoint.after_epoch_fn(epoch)
             if self._holds and self._is_lockstep:

@@ -521,6 +521,48 @@ def test_parameters_frozen_during_the_run_stay(strategy):
     assert_close(finish(builder(3, strategy).epoch_fn(freeze)), expected)
 
 
+def some(params):
+    return torch.optim.AdamW(list(params)[:3], 1e-2)
+
+
+@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
+def test_groups_may_be_added_by_the_shapes_of_full_parameters(strategy, tmp_path):
+    def add(epoch, worker):
+        last = list(worker.model.last.parameters())
+        if epoch == 1 and len(worker.optimizer.param_groups) == 1:
+            matrices, others = (
+                [p for p in last if (p.ndim > 1) is is_2d] for is_2d in (True, False)
+            )
+            worker.optimizer.add_param_group({"params": matrices, "weight_decay": 0.5})
+            worker.optimizer.add_param_group({"params": others, "weight_decay": 0.0})
+
+    expected = finish(builder(1, optim=some).epoch_fn(add))
+    assert_close(finish(builder(3, strategy, optim=some).epoch_fn(add)), expected)
+    stopped(builder(3, strategy, optim=some).epoch_fn(add), tmp_path, 4)
+    resumed = finish(builder(3, strategy, optim=some).epoch_fn(add).resume(tmp_path))
+    assert_close(resumed, expected)
+
+
+def test_a_group_that_is_added_within_an_epoch_is_refused():
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            if number == 1:
+                worker.optimizer.add_param_group({"params": [worker.model.last.bias]})
+            worker.step(loss_of(worker.model, batch))
+
+    made = looping(2, (FULL, None), loop=loop, optim=some)
+    with pytest.raises(WorkerFailed, match="group 1 of the optimizer has a parameter that is not"):
+        finish(made)
+
+
+def test_a_parameter_that_is_added_to_a_second_group_is_refused():
+    def add(epoch, worker):
+        worker.optimizer.add_param_group({"params": [worker.model.scale]})
+
+    with pytest.raises(WorkerFailed, match="more than one parameter group"):
+        finish(builder(2, (FULL, None)).epoch_fn(add))
+
+
 def test_a_frozen_teacher_that_follows_the_weights_is_equal_on_all_workers():
     def train(model, batch):
         with torch.no_grad():
