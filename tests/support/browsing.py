@@ -14,6 +14,10 @@ ARGUMENTS = (
     "--disable-dev-shm-usage",
     "--disable-gpu",
     "--hide-scrollbars",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
 )
 
 

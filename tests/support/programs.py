@@ -5,7 +5,7 @@ first call starts a server, one for this process, which imports PyTorch and the 
 forks a child for each program. The child runs it as the main program of its interpreter, with
 its own arguments, environment, directory, files and process group, and ends as every
 interpreter does. The server of a process that has called ``share`` also serves the processes that
-it starts. ``python -m tests.support.programs ...`` is the interpreter, forked.
+it starts; ``python programs.py -u -c CODE`` is such a program.
 
 Settings that an interpreter or PyTorch reads at start are those of the server. For tests of
 these, use ``subprocess``.
@@ -61,8 +61,9 @@ UNDERSTOOD = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")
 """Those of them that also apply to a forked program."""
 PR_SET_PDEATHSIG = 1
 
+MODULE = "tests.support.programs"
 # Leaves no name behind in the main module.
-SERVE = "exec(__import__('tests.support.programs', fromlist=['serve']).serve({fd}))"
+SERVE = f"exec(__import__({MODULE!r}, fromlist=['serve']).serve({{fd}}))"
 
 
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -451,10 +452,11 @@ def _open_again(fd: int, name: str, unbuffered: bool) -> None:
 
 
 def main() -> int:
-    """Run ``[-u] SCRIPT | -c CODE | -m MODULE ...`` forked; returns its exit status."""
-    args = sys.argv[1:]
+    """Run ``-u -c CODE`` forked, with a fork server of its own; returns its exit status."""
+    _, how, code = sys.argv[1:]
+    code = f"from {MODULE} import fork_the_fork_server as fork; fork(); del fork\n{code}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program's, which ends this one
-    status = Popen([sys.executable, *(args[1:] if args[0] == "-u" else args)]).wait(1e6)
+    status = Popen([sys.executable, how, code]).wait(1e6)
     return 128 - status if status < 0 else status
 
 

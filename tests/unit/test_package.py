@@ -14,6 +14,7 @@ import pytest
 import gpuworker
 import gpuworker.__main__
 import runtime
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = "raise SystemExit('the code of the foreign package was run')\n"
@@ -98,6 +99,8 @@ def test_the_command_has_the_subcommands_of_python_m_runtime(capsys, monkeypatch
 
 
 def test_python_m_gpuworker_prints_the_machine_report():
-    done = python("-m", "gpuworker", path=[ROOT])
+    done = programs.run(
+        [sys.executable, "-m", "gpuworker"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "backend(AUTO)" in done.stdout

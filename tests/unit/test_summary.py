@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 from contextlib import suppress
@@ -52,8 +51,8 @@ if __name__ == "__main__":
 """
 
 
-def stderr_of(how, before="pass", start=programs.run, check=True):
-    done = start(
+def stderr_of(how, before="pass", check=True):
+    done = programs.run(
         [sys.executable, "-c", SCRIPT.format(how=how, before=before)],
         cwd=ROOT,
         capture_output=True,
@@ -66,12 +65,10 @@ def stderr_of(how, before="pass", start=programs.run, check=True):
 
 
 @pytest.mark.parametrize(
-    ("how", "start", "expected"),
+    ("how", "expected"),
     [
-        # One of them is a whole start, in which the imports are as silent.
         (
             "run",
-            subprocess.run,
             [
                 "2 workers on 2 x cpu",
                 "equal devices",
@@ -83,14 +80,13 @@ def stderr_of(how, before="pass", start=programs.run, check=True):
         ),
         (
             "setup",
-            programs.run,
             ["your own loop", "2 workers on 2 x cpu", "equal devices", "over THREAD"],
         ),
     ],
     ids=["run", "setup"],
 )
-def test_the_first_line_names_devices_policy_and_batch(how, start, expected):
-    lines = stderr_of(how, start=start).splitlines()
+def test_the_first_line_names_devices_policy_and_batch(how, expected):
+    lines = stderr_of(how).splitlines()
     first = [lines[0], *itertools.takewhile(lambda line: line.startswith("  "), lines[1:])]
     whole = " ".join(line.strip() for line in first)
     assert [part for part in expected if part not in whole] == []

@@ -33,7 +33,7 @@ from runtime.collective.base import RegisteredTensors
 from runtime.collective.process_group import FLIGHT_RECORDER
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from tests.support import programs
-from tests.support.pairs import pairwise
+from tests.support.pairs import SCALE, pairwise
 from tests.support.posing import POSING, posing_group
 
 KINDS = ("thread", "gloo", *POSING)
@@ -588,8 +588,8 @@ def test_no_rank_runs_ahead_of_a_barrier(kind):
 
 
 @each_kind
-def test_a_thousand_calls_by_ranks_out_of_step_stay_right(kind):
-    world_size, num_calls = 3, 1000
+def test_many_calls_by_ranks_out_of_step_stay_right(kind):
+    world_size, num_calls = 3, 1000 if SCALE > 1 else 250
     sizes = (1, 300, 5000)
 
     def work(end: Collective) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.support import programs
 
 FAKE_TENSORS_IN_THREADS_THAT_END = """
 import threading
@@ -31,7 +32,7 @@ assert len(kept) == 15
 def test_a_thread_that_compiled_may_end_before_the_next_one_compiles():
     # In a CUDA build without a GPU, plain PyTorch 2.11 crashes here with SIGSEGV.
     run = [sys.executable, "-W", "ignore", "-c", FAKE_TENSORS_IN_THREADS_THAT_END]
-    assert subprocess.run(run, timeout=100, check=False).returncode == 0
+    assert programs.run(run, timeout=100, check=False).returncode == 0
 
 
 THREADS_OF_FORKED_PROCESSES = """
@@ -77,4 +78,4 @@ assert exit_code(fork_again) == 0
 def test_threads_of_a_forked_process_set_their_number_of_intra_op_threads():
     # Without the GIL plain PyTorch 2.12 fails in a quarter of the processes.
     run = [sys.executable, "-W", "ignore", "-c", THREADS_OF_FORKED_PROCESSES]
-    assert subprocess.run(run, timeout=100, check=False).returncode == 0
+    assert programs.run(run, timeout=100, check=False).returncode == 0

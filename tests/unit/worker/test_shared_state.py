@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from runtime.data.epoch_index import EpochIndex
 from runtime.replica.build import BuildOrder, Template
 from runtime.replica.graphs import GraphFallbacks
 from runtime.run import Run
+from tests.support import programs
 from tests.support.running import WAIT_S, builder, until
 
 STRESS_S = 0.15
@@ -406,7 +406,7 @@ owner, user = process_group.BackendOwner(Backend, "collective-0"), User()
 owner.backend(user)
 owner.release()
 """
-    ended = subprocess.run(
+    ended = programs.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout == "freed\n"
