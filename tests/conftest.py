@@ -162,5 +162,8 @@ def seed() -> int:
     value = 20_240_229
     random.seed(value)
     np.random.seed(value)
-    torch.manual_seed(value)
+    # torch.manual_seed also queues calls, with a stack each, for devices that are not in use.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
     return value

@@ -6,7 +6,8 @@ import inspect
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def ignores_gradient_scale(
     Two new optimizers of its class step small CPU parameters, one with a multiple of the other's
     gradients. The optimizer, its state and random generators are not changed. For a subclass of an
     optimizer of PyTorch it is PyTorch's class: code of the subclass may count or record its steps.
+    A class of PyTorch with equal settings is probed once in a process.
 
     Args:
         optimizer: The optimizer.
@@ -124,10 +126,25 @@ def ignores_gradient_scale(
     Returns:
         ``None`` if its step fails, for instance because it requires a closure.
     """
+    kind, settings = _probed_class(type(optimizer)), settings_of(group)
+    if isinstance(settings.get("lr"), Tensor):
+        settings["lr"] = float(settings["lr"])
+    if kind.__module__.startswith("torch.optim."):
+        with suppress(TypeError):  # a setting that has no hash
+            return _probe_once(kind, num_dims, tuple(settings.items()))
+    return _probe(kind, num_dims, settings)
+
+
+@lru_cache(maxsize=64)
+def _probe_once(kind: type[Any], num_dims: int, settings: tuple[tuple[str, Any], ...]) -> Any:
+    return _probe(kind, num_dims, dict(settings))
+
+
+def _probe(kind: type[Any], num_dims: int, settings: dict[str, Any]) -> bool | None:
     generator = torch.get_rng_state()
     try:
-        one = _displacement(optimizer, group, num_dims, _SIZE)
-        other = _displacement(optimizer, group, num_dims, _SIZE * _SCALE)
+        one = _displacement(kind, settings, num_dims, _SIZE)
+        other = _displacement(kind, settings, num_dims, _SIZE * _SCALE)
     except Exception:
         return None
     finally:
@@ -143,17 +160,11 @@ def _probed_class(kind: type[torch.optim.Optimizer]) -> type[Any]:
     return next((base for base in bases if base.__module__.startswith("torch.optim.")), kind)
 
 
-def _displacement(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dims: int, size: float
-) -> Tensor:
+def _displacement(kind: type[Any], settings: dict[str, Any], num_dims: int, size: float) -> Tensor:
     """The movement of a parameter in the last steps of a probe."""
     shape = [2] * num_dims
     p = torch.nn.Parameter(torch.full(shape, 0.05, dtype=torch.float64, device="cpu"))
-    kind = _probed_class(type(optimizer))
     accepted = inspect.signature(kind).parameters
-    settings = settings_of(group)
-    if isinstance(settings.get("lr"), Tensor):
-        settings["lr"] = float(settings["lr"])
     # Some classes require an argument that is also a setting of each group.
     arguments = {name: settings[name] for name in settings if name in accepted}
     probe = kind([{**settings, "params": [p]}], **arguments)

@@ -74,7 +74,6 @@ def assert_trained(case: Case, state: State) -> None:
 @diagonal(
     strategy=[s.name for s in ShardingStrategy],
     group=[(4, "float64", "gloo"), (2, "float64", "thread"), (4, "float32", "thread")],
-    times=2,
 )
 def test_fsdp_equals_fully_shard(
     fsdp_processes: RankProcesses, strategy: str, group: tuple[int, str, str]

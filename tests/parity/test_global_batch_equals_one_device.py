@@ -112,7 +112,7 @@ SETTINGS = {
 }
 
 
-@diagonal(name=list(SETTINGS), ranks=[2, 3, 1], times=2)
+@diagonal(name=list(SETTINGS), ranks=[2, 3, 1])
 def test_training_is_that_of_a_plain_loop(name, ranks):
     settings, of_plain = SETTINGS[name]
     b = builder(ranks)

@@ -24,6 +24,7 @@ from runtime import (
 )
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.global_batch_comm import GlobalBatchComm
+from tests.support.pairs import diagonal
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 N, EPOCHS, SIZE, SEED = 107, 2, 4, 5
@@ -122,18 +123,18 @@ def assert_same(actual, expected, *, buffers=True):
     assert (expected["one.weight"] - START.state_dict()["one.weight"]).norm() > 0.05
 
 
-@pytest.mark.parametrize("train", [mean_loss, weighted])
-@pytest.mark.parametrize(
-    ("ranks", "accumulate", "optim", "backend"),
-    [
+@diagonal(
+    way=[
         (1, 2, sgd, THREAD),
         (2, 1, adamw, THREAD),
         (2, 3, sgd, AverageBackend.GLOO),
         (3, 1, sgd, THREAD),
         (4, 2, adamw, THREAD),
     ],
+    train=[mean_loss, weighted],
 )
-def test_ranks_equal_one_device_on_the_global_batch(ranks, accumulate, optim, backend, train):
+def test_ranks_equal_one_device_on_the_global_batch(way, train):
+    ranks, accumulate, optim, backend = way
     handle = run(train, optim, ranks=ranks, accumulate=accumulate, way=(SYNC, backend))
     state = handle.join(WAIT_S).state_dict()
     expected = one_device(train, optim, ranks, accumulate)

@@ -13,9 +13,10 @@ from torch import Tensor
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
 from tests.parity import ddp_process
 from tests.parity.ddp_process import Case
+from tests.support.pairs import SCALE
 from tests.support.rank_processes import RankProcesses
 
-NUM_STEPS = 50
+NUM_STEPS = 50 if SCALE > 1 else 20
 JOIN_S = 40.0
 
 State = dict[str, Tensor]
@@ -100,7 +101,7 @@ def assert_parity(case: Case, actual: State, expected: State) -> None:
 
 
 def assert_trained(case: Case, steps: Steps, state: State) -> None:
-    """50 steps, each sample once an epoch, and weights far from the initial ones."""
+    """All steps, each sample once an epoch, and weights far from the initial ones."""
     assert len(steps) == NUM_STEPS
     seen = torch.cat([indices for step in steps for indices in step])
     for epoch in seen.split(case.num_samples):
@@ -136,7 +137,7 @@ def test_sync_equals_distributed_data_parallel_on_the_same_batches(
         dtype=dtype,
         num_samples=8 * world_size * 10,
         batch_size=8,
-        num_epochs=5,
+        num_epochs=NUM_STEPS // 10,
     )
     steps, state = train_sync(case, world_size, backend)
     assert_trained(case, steps, state)
@@ -156,7 +157,7 @@ def test_sync_equals_one_device_whatever_the_remainder(
         dtype=dtype,
         num_samples=8 * world_size * 5 - 5 if is_short else 8 * world_size * 4 + 5,
         batch_size=8,
-        num_epochs=10,
+        num_epochs=NUM_STEPS // 5,
     )
     steps, state = train_sync(case, world_size, backend)
     assert_trained(case, steps, state)

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader  # noqa: F401
 with suppress(ImportError):  # it has no wheel without the GIL
     import safetensors.torch  # noqa: F401
 
+PACKAGES = ("coordinator", "runtime", "gpuworker")
 SYSTEMS = {
     "windows": (
         "win32",
@@ -55,6 +56,9 @@ SYSTEMS = {
 def hide(system):
     """Remove what the system lacks."""
     name_of_system, modules, names = SYSTEMS[system]
+    for name in list(sys.modules):  # of a forked program
+        if name.partition(".")[0] in PACKAGES:
+            del sys.modules[name]
     sysconfig.get_config_vars()  # by the name of the system, once
     pair, family = socket.socketpair, socket.AF_UNIX
     vars(socket)["socketpair"] = lambda *_: pair(family)  # of another family on Windows
@@ -80,7 +84,7 @@ def hide(system):
 def import_all():
     """Import every module of the packages, and return their number."""
     found = 0
-    for package in ("coordinator", "runtime", "gpuworker"):
+    for package in PACKAGES:
         module = importlib.import_module(package)
         for each in pkgutil.walk_packages(module.__path__, f"{package}."):
             if not each.name.endswith(("__main__", "torchft_engine")):

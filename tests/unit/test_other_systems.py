@@ -4,12 +4,12 @@ trains, and what cannot work is refused by name.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 REFUSALS = {
@@ -27,13 +27,11 @@ REFUSALS = {
 @pytest.mark.parametrize("system", REFUSALS)
 def test_packages_work_without_features_that_another_system_lacks(system, tmp_path):
     pytest.importorskip("aiohttp")
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-W", "error", "-m", "tests.support.other_system", system, str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     imported, trained, *refused = done.stdout.splitlines()

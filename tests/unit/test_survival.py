@@ -13,6 +13,7 @@ from torch import nn
 from runtime import AverageBackend, ReplicaMismatch, current_worker
 from runtime.core.errors import CollectiveAborted
 from runtime.replica.reducer import GradientReducer
+from tests.support.pairs import SCALE
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -237,8 +238,9 @@ def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way
         images, labels = batch
         return nn.functional.cross_entropy(model(images), labels)
 
-    # 23 batches an epoch and rank: the sixth of twelve epochs.
-    fault = Dies((1, 130), inner=fit)
+    # 30 batches an epoch and rank: in the middle.
+    epochs = 12 if SCALE > 1 else 5
+    fault = Dies((1, 15 * epochs), inner=fit)
     state = (
         builder(
             model=lambda device: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
@@ -246,7 +248,7 @@ def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way
             train=fault,
             dataset=(x[train], y[train]),
             batch_size=16,
-            epochs=12,
+            epochs=epochs,
             ranks=3,
             way=way,
         )
@@ -256,11 +258,11 @@ def test_digits_are_learned_although_one_of_three_workers_dies_in_the_middle(way
     )
     assert fault.num_shots == 1
     assert [f.rank for f in state.failures] == [1]
-    assert [m.num_samples for m in state.metrics] == [len(train)] * 12
+    assert [m.num_samples for m in state.metrics] == [len(train)] * epochs
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model.load_state_dict(state.state_dict())
     accuracy = float((model(x[test]).argmax(1) == y[test]).float().mean())
-    assert accuracy >= 0.93
+    assert accuracy >= (0.93 if SCALE > 1 else 0.9)
 
 
 def test_under_sync_the_mean_loss_counts_no_batch_twice():

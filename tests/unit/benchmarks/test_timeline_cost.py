@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import overhead
 from coordinator import ApplyPolicy
+from tests.support.pairs import SCALE
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def no_restart(monkeypatch):
 
 
 def test_every_part_has_a_cost(capsys):
-    overhead.main(["parts", "--count", "300", "--readings", "1"])
+    overhead.main(["parts", "--count", "300" if SCALE > 1 else "100", "--readings", "1"])
     printed = capsys.readouterr().out
     costs = [line.split("|")[2].split() for line in printed.splitlines() if line.endswith("s |")]
     assert [unit for _, unit in costs] == ["ns", "ns", "ns", "us", "us"]
@@ -47,5 +48,5 @@ def test_the_time_of_recording_in_a_step_is_measured(monkeypatch):
         return plain(replace(job, workload=replace(job.workload, loss=burning)))
 
     monkeypatch.setattr(overhead, "train", lambda job: slowed(job) if job.recorded else plain(job))
-    step_ns, _ = overhead.added_ns(ApplyPolicy.CADENCE, 1, 300)
+    step_ns, _ = overhead.added_ns(ApplyPolicy.CADENCE, 1, 300 if SCALE > 1 else 150)
     assert 0.9e6 < step_ns < 2e6

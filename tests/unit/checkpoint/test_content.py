@@ -292,7 +292,7 @@ def test_any_value_in_a_ranks_state_is_refused_or_harmless(adam, tmp_path, monke
     """
     way, data = adam
     monkeypatch.setattr(os, "fsync", lambda file: None)
-    every = 7 if SCALE == 1 else 1 if way == "sync" else 3
+    every = 17 if SCALE == 1 else 1 if way == "sync" else 3
     num_refused = num_taken = num_edits = 0
     for part in ("ranks", "compatible"):
         root = data.ranks[0] if part == "ranks" else data.compatible

@@ -38,7 +38,7 @@ AUTO = AverageBackend.AUTO
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_is_written_every_n_batches(tmp_path, way, ranks):
     run = MarkingRun(n=240, ranks=ranks, way=way, epochs=1)
-    run.on_step = lambda worker: time.sleep(0.01)
+    run.on_step = lambda worker: time.sleep(0.005)
     b = run.builder().checkpoint_dir(tmp_path, keep=100, every_steps=25)
     b.run().join(WAIT_S)
     found = sorted(entries(tmp_path))

@@ -180,7 +180,7 @@ def number(items):
 @local_ways
 def test_items_are_freed_once_no_failure_can_require_them(way):
     stream = Items(300)
-    b = builder(batch_size=2, epochs=8, way=way).collate_fn(number).dataset(stream)
+    b = builder(batch_size=2, epochs=4, way=way).collate_fn(number).dataset(stream)
     b.run().join(WAIT_S)
     # At most two epochs are open; under SYNC one, plus items read ahead and, without the GIL,
     # those that the thread that made them has not freed yet.

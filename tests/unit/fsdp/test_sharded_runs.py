@@ -187,7 +187,6 @@ def one_device():
         (2, (NONE, None)),
         (3, (HYBRID, 3)),
     ],
-    times=2,
 )
 def test_a_sharded_run_equals_one_device(case, way, one_device):
     make, configure = CASES[case]

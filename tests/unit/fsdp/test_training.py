@@ -22,6 +22,7 @@ from tests.support.fsdp_ranks import (
     share,
     wrap,
 )
+from tests.support.pairs import diagonal
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
@@ -64,11 +65,13 @@ def train_step(fsdp, optimizer, part, max_norm=None):
     fsdp.broadcast_updated_params()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind"), [(1, "thread"), (2, "gloo"), (3, "thread"), (4, "thread"), (4, "gloo")]
+@diagonal(
+    group=[(1, "thread"), (2, "gloo"), (3, "thread"), (4, "thread"), (4, "gloo")],
+    strategy=STRATEGIES,
+    times=2,
 )
-@each_strategy
-def test_training_equals_one_device_on_the_whole_batch(world_size, strategy, kind):
+def test_training_equals_one_device_on_the_whole_batch(group, strategy):
+    world_size, kind = group
     batches = [batch(12, seed) for seed in range(NUM_STEPS)]
 
     def work(end):

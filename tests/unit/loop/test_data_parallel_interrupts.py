@@ -29,7 +29,7 @@ MODULES = (
     *(data_parallel, mirror, rank_threads, rank_replica, runner, shard_loss, shard_samples),
     threading,
 )
-EVERY = 1 if SCALE > 1 else 3
+EVERY = 1 if SCALE > 1 else 5
 """Lines from one interruption to the next."""
 FILES = {module.__file__ for module in MODULES}
 

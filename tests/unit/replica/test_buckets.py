@@ -18,7 +18,7 @@ from runtime.core.errors import CollectiveAborted
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
-from tests.support.pairs import diagonal, pairwise
+from tests.support.pairs import SCALE, diagonal, pairwise
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 TINY = 64
@@ -321,8 +321,11 @@ def test_a_gradient_in_several_parts_after_the_first_step_is_refused():
 # Whole runs.
 
 
+NUM_SAMPLES = 96 if SCALE > 1 else 48
+
+
 def run_of(way, cap_mb, **settings):
-    x, y = batch_of(0, 0, size=96)
+    x, y = batch_of(0, 0, size=NUM_SAMPLES)
     b = builder(
         model=lambda device: Net(),
         optim=plain_sgd,
@@ -374,7 +377,7 @@ def test_the_other_ranks_continue_after_a_death_within_a_step(way, where):
 
     handle = run_of(way, TINY / 2**20, ranks=3, on_worker_failure="continue", train=train)
     state = handle.join(WAIT_S)
-    assert [metrics.num_samples for metrics in state.metrics] == [96] * 3
+    assert [metrics.num_samples for metrics in state.metrics] == [NUM_SAMPLES] * 3
     assert {rank for epoch, rank in trained if epoch == 2} == {0, 2}
 
 
@@ -392,7 +395,7 @@ def test_a_step_without_memory_in_its_backward_pass_is_repeated(way):
 
     state = run_of(way, TINY / 2**20, balance=True, train=train).join(WAIT_S)
     assert failed
-    assert [metrics.num_samples for metrics in state.metrics] == [96] * 3
+    assert [metrics.num_samples for metrics in state.metrics] == [NUM_SAMPLES] * 3
 
 
 @pytest.mark.parametrize("way", [(SYNC, GLOO), (SYNC, THREAD)])

@@ -23,6 +23,7 @@ from tests.support.graphing import (
     sgd,
     train,
 )
+from tests.support.pairs import SCALE
 from tests.support.running import SYNC, THREAD, local_ways
 
 __all__ = ["capturable_on_cpu", "posing"]  # fixtures
@@ -59,7 +60,7 @@ def test_pieces_of_four_sizes_are_captured(turns, posing, monkeypatch):
     def make():
         nonlocal dealt
         dealt = count()
-        b = a_run(way=(SYNC, THREAD), ranks=2, dataset=(DATA[:64],), epochs=20)
+        b = a_run(way=(SYNC, THREAD), ranks=2, dataset=(DATA[:64],), epochs=20 if SCALE > 1 else 6)
         return b.balance(True)
 
     monkeypatch.setattr(Shares, "sizes", sizes)
@@ -71,8 +72,8 @@ def test_pieces_of_four_sizes_are_captured(turns, posing, monkeypatch):
 
 @local_ways
 def test_every_policy_trains_every_sample_with_graphs(way, posing):
-    state = train(a_run(way=way, ranks=3, epochs=6).cuda_graphs(True))
-    assert [e.num_samples for e in state.metrics] == [66] * 6
+    state = train(a_run(way=way, ranks=3, epochs=3).cuda_graphs(True))
+    assert [e.num_samples for e in state.metrics] == [66] * 3
     assert state.metrics[-1].avg_loss < state.metrics[0].avg_loss
     assert sum(posing.num_replays) > 0
 

@@ -21,7 +21,7 @@ from tests.support.faulty import (
     is_finite,
     spoilt_run,
 )
-from tests.support.pairs import pairwise
+from tests.support.pairs import SCALE, pairwise
 from tests.support.running import (
     CADENCE,
     LOCAL_WAYS,
@@ -33,6 +33,7 @@ from tests.support.running import (
     local_averaged_ways,
 )
 
+EPOCHS = 60 if SCALE > 1 else 20
 PEERLESS = [((SYNC, THREAD), 1), ((CADENCE, OVER_CPU), 1), ((SYNC, THREAD), 2)]
 AVERAGED = [way for way in LOCAL_WAYS if way[0] is not SYNC]
 ruinous = pytest.mark.parametrize("kind", ["loss", "gradient"])
@@ -55,17 +56,17 @@ def test_a_replica_that_is_not_finite_is_replaced_by_the_average(
 ):
     watch = Watch(monkeypatch)
     spoilt = SpoiltLater(kind, rank, lambda: ("evaluated", True) in watch.seen)
-    b = spoilt_run("ignore", spoilt, watch=watch, way=way, optim=momentum_sgd, epochs=60)
+    b = spoilt_run("ignore", spoilt, watch=watch, way=way, optim=momentum_sgd, epochs=EPOCHS)
     state = b.run().join(WAIT_S)
     spoilt.check()
     watch.check()
     assert is_finite(state.params.values())
-    assert watch.seen.count(("evaluated", True)) == 60
-    assert watch.seen.count(("checkpointed", True)) == 60
+    assert watch.seen.count(("evaluated", True)) == EPOCHS
+    assert watch.seen.count(("checkpointed", True)) == EPOCHS
     skipped = sum(metrics.num_skipped for metrics in state.metrics)
     assert skipped >= 2
     # Every sample was part of one round, or was counted as skipped.
-    assert sum(watch.weights) + skipped == sum(spoilt.samples.values()) == 60 * 40
+    assert sum(watch.weights) + skipped == sum(spoilt.samples.values()) == EPOCHS * 40
     (line,) = warned(caplog)
     parameter = "first" if kind == "loss" else "second"
     assert f"rank {rank}" in line
@@ -84,7 +85,7 @@ def test_the_optimizer_state_of_a_healed_replica_is_reset(monkeypatch, way):
             states.append([is_finite(s.values()) for s in worker.optimizer.state.values()])
         return inner(model, batch)
 
-    b = spoilt_run("ignore", train, watch=watch, way=way, optim=momentum_sgd, epochs=60)
+    b = spoilt_run("ignore", train, watch=watch, way=way, optim=momentum_sgd, epochs=EPOCHS)
     b.run().join(WAIT_S)
     inner.check()
     # Momentum of NaN if a step precedes the round, then no momentum, then a finite one.

@@ -366,7 +366,7 @@ def test_a_rank_receives_a_metric_with_its_next_plan(policy):
     def falling(model, batch):
         return count_up(model, batch) * 0 - current_worker().current_epoch
 
-    b = builder(train=falling, dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
+    b = builder(train=falling, dataset=40, epochs=12, ranks=2, way=(policy, OVER_CPU))
     b.scheduler(halving, metric="avg_loss").progress(False)
     metrics = b.run().join(WAIT_S).metrics
     assert {m.learning_rate for m in metrics} == {1.0}
@@ -380,7 +380,7 @@ def test_a_rank_receives_a_metric_with_its_next_plan(policy):
             late.append((worker.rank, worker.current_epoch, worker.current_lr))
         return rates(model, batch)
 
-    b = builder(train=train, dataset=40, epochs=30, ranks=2, way=(policy, OVER_CPU))
+    b = builder(train=train, dataset=40, epochs=12, ranks=2, way=(policy, OVER_CPU))
     b.scheduler(halving, metric="eval/loss").eval_fn(worse)
     b.run().join(WAIT_S)
     assert not late

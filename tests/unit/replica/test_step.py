@@ -227,7 +227,7 @@ def test_low_precision_trains(precision, way):
         train=train,
         dataset=(x, Y.float()),
         batch_size=4,
-        epochs=12,
+        epochs=6,
         way=way,
     )
     state = b.precision(precision).max_grad_norm(5.0).run().join(WAIT_S)
