@@ -126,7 +126,8 @@ def ignores_gradient_scale(
     Returns:
         ``None`` if its step fails, for instance because it requires a closure.
     """
-    kind, settings = _probed_class(type(optimizer)), settings_of(group)
+    kind: Any = _probed_class(type(optimizer))
+    settings = settings_of(group)
     if isinstance(settings.get("lr"), Tensor):
         settings["lr"] = float(settings["lr"])
     if kind.__module__.startswith("torch.optim."):
@@ -136,7 +137,7 @@ def ignores_gradient_scale(
 
 
 @lru_cache(maxsize=64)
-def _probe_once(kind: type[Any], num_dims: int, settings: tuple[tuple[str, Any], ...]) -> Any:
+def _probe_once(kind: Any, num_dims: int, settings: tuple[tuple[str, Any], ...]) -> bool | None:
     return _probe(kind, num_dims, dict(settings))
 
 

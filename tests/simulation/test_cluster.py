@@ -13,7 +13,7 @@ from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.cluster_schedule import COMMANDS, ClusterSchedule, Fault, Host
 from tests.support.pairs import SCALE
 
-NUM_CLUSTERS = 75 if SCALE == 1 else 150 * SCALE
+NUM_CLUSTERS = 50 if SCALE == 1 else 150 * SCALE
 
 
 def test_every_cluster_ends_with_every_batch_counted_once():
@@ -66,5 +66,5 @@ def large(seed, num=1000):
 
 @pytest.mark.parametrize("seed", range(20 if SCALE > 1 else 1))
 def test_a_large_cluster_ends(seed):
-    num = 1000 if SCALE > 1 else 60
+    num = 1000 if SCALE > 1 else 30
     assert ClusterSimulation(large(seed, num)).run().seen["finished"] > num // 2

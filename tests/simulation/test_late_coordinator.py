@@ -9,7 +9,7 @@ from tests.simulation.harness import simulate
 from tests.simulation.schedule import draw_late_schedule
 from tests.support.pairs import SCALE
 
-NUM_SCHEDULES = 120 if SCALE == 1 else 300 * SCALE
+NUM_SCHEDULES = 100 if SCALE == 1 else 300 * SCALE
 
 
 def test_every_schedule_ends_with_a_late_coordinator():

@@ -11,7 +11,7 @@ from runtime import GpuWorkerError, ReplicaMismatch, current_worker
 from tests.support.looping import NUM_SAMPLES, loop_builder
 from tests.support.pairs import SCALE
 
-NUM_BODIES = 20 if SCALE == 1 else 200
+NUM_BODIES = 12 if SCALE == 1 else 200
 TIMEOUT_S = 20.0
 """Bound of every wait: reached only by a test that fails."""
 LATE = ("no progress", "in time", "no step within")

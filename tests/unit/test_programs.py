@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from subprocess import DEVNULL, PIPE
 
 import psutil
@@ -19,10 +20,11 @@ from tests.support.running import until
 WAIT_S = 50
 
 
-def both(args, **kwargs):
+def both(args, whole_end=False, **kwargs):
     """Exit status, stdout and stderr of a new interpreter and of a forked program."""
     given = {"capture_output": True, "text": True, "timeout": WAIT_S, "cwd": ROOT, **kwargs}
-    found = [run([sys.executable, *args], **given) for run in (subprocess.run, programs.run)]
+    runs = (subprocess.run, partial(programs.run, whole_end=whole_end))
+    found = [run([sys.executable, *args], **given) for run in runs]
     return [(done.returncode, done.stdout, done.stderr) for done in found]
 
 
@@ -82,11 +84,20 @@ def test_a_forked_program_has_the_environment_of_a_started_one(tmp_path, how):
         "import threading; threading.Thread(target=print, args=['ends']).start(); raise SystemExit",
         "import os; os.abort()",
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import atexit, json; atexit.register(lambda: print(json.dumps([1])))",
     ],
 )
-def test_a_forked_program_ends_like_a_started_one(code):
+@pytest.mark.parametrize("whole_end", [False, True])
+def test_a_forked_program_ends_like_a_started_one(code, whole_end):
+    started, forked = both(["-c", code], whole_end)
+    assert forked == started
+
+
+def test_objects_of_a_program_are_finalized_without_a_whole_end():
+    code = "class A:\n def __del__(self): print('finalized')\na = A()"
     started, forked = both(["-c", code])
     assert forked == started
+    assert started[1] == "finalized\n"
 
 
 @pytest.mark.parametrize(("error", "status"), [("KeyboardInterrupt", -2), ("ValueError(1)", 1)])

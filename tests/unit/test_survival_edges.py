@@ -95,6 +95,7 @@ def run_script(script, *arguments, **kwargs):
         text=True,
         timeout=WAIT_S * 2,
         check=False,
+        whole_end=True,
         **kwargs,
     )
 
@@ -177,6 +178,7 @@ def test_after_sigterm_to_the_process_group_loaders_continue_to_the_boundary(tmp
         timeout=WAIT_S * 2,
         check=False,
         start_new_session=True,
+        whole_end=True,
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["state"], found.stderr

@@ -244,6 +244,7 @@ def run(script, *arguments):
         text=True,
         timeout=50,
         check=True,
+        whole_end=True,
     )
 
 

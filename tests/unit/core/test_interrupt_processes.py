@@ -68,7 +68,8 @@ finally:
 @contextmanager
 def script_in_a_step():
     command = [sys.executable, "-c", SCRIPT]
-    with programs.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
+    files = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE}
+    with programs.Popen(command, cwd=ROOT, whole_end=True, **files) as process:
         try:
             assert process.stdout.readline() == b"in a step\n", process.stderr.read()
             yield process
@@ -120,7 +121,8 @@ print("saved", end="")
 )
 def test_output_is_complete_when_the_default_action_ends_the_process(ending, status):
     script = "import logging.handlers" + END_SCRIPT.format(ending=ending)
-    found = programs.run([sys.executable, "-c", script], cwd=ROOT, stdout=PIPE, timeout=WAIT_S)
+    command = [sys.executable, "-c", script]
+    found = programs.run(command, cwd=ROOT, stdout=PIPE, timeout=WAIT_S, whole_end=True)
     assert found.stdout == b"saveda record\n" or found.stdout == b"a record\nsaved"
     assert found.returncode == status
 
@@ -182,7 +184,8 @@ finally:
 def test_ctrl_c_in_a_loop_of_the_user_prints_one_line(in_backward):
     script = LOOP_SCRIPT.format(in_backward=in_backward)
     command = [sys.executable, "-c", script]
-    found = programs.run(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, timeout=2 * WAIT_S)
+    files = {"stdout": PIPE, "stderr": PIPE}
+    found = programs.run(command, cwd=ROOT, timeout=2 * WAIT_S, whole_end=True, **files)
     assert b"Traceback" not in found.stderr
     last = found.stderr.splitlines()[-1]
     assert last == b"KeyboardInterrupt: interrupted in a call of the model's replicas"

@@ -60,6 +60,7 @@ def run_and_signal(tmp_path, where, signum, to_loader=False):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        whole_end=True,
     )
     with process:
         try:

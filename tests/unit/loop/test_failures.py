@@ -348,7 +348,11 @@ def test_a_program_that_never_closes_its_model_exits_without_output():
     )
     root = Path(__file__).parents[3]
     done = programs.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, timeout=50
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=root,
+        capture_output=True,
+        timeout=50,
+        whole_end=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 

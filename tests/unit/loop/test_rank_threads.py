@@ -247,7 +247,7 @@ call = threads.start(lambda rank: rank)
     ("then", "code", "run"),
     [
         ("", 0, subprocess.run),  # also before anything else was imported
-        ("call.wait(); raise ValueError('planted')", 1, programs.run),
+        ("call.wait(); raise ValueError('planted')", 1, partial(programs.run, whole_end=True)),
     ],
     ids=["ends", "raises"],
 )

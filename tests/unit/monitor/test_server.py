@@ -355,5 +355,6 @@ def test_a_process_with_an_open_monitor_ends(tmp_path):
         text=True,
         timeout=110,
         check=False,
+        whole_end=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -407,6 +407,11 @@ owner.backend(user)
 owner.release()
 """
     ended = programs.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        whole_end=True,
     )
     assert ended.stdout == "freed\n"
