@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -67,6 +68,16 @@ def pytest_configure(config: pytest.Config) -> None:
         programs.share()
         forked = f"popen//python={sys.executable} {programs.__file__}"
         config.option.tx = [forked] * len(workers)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests without garbage collection: what is made stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
