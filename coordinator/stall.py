@@ -143,7 +143,7 @@ def _brief(value: object) -> str:
 
 
 # Kept whole. Any other message may hold tensors, or an exception whose frames do, and is reduced
-# to its name and numbers.
+# to its name and whole numbers.
 _KEPT_WHOLE = frozenset(
     (
         m.StartEpoch,
@@ -170,7 +170,6 @@ _KEPT_WHOLE = frozenset(
         m.ClusterCheckpointRequested,
     )
 )
-_NUMBERS = ("round", "generation", "epoch", "step")
 
 
 class MessageLog:
@@ -193,10 +192,11 @@ class MessageLog:
         """Record a message to a rank."""
         self._record(("to", rank), message, now)
 
-    def _record(self, key: tuple[str, int], message: object, now: float) -> None:
+    def _record(self, key: tuple[str, int], message: Any, now: float) -> None:
         kind = type(message)
         if kind not in _KEPT_WHOLE:
-            numbers = [(name, getattr(message, name, None)) for name in _NUMBERS]
+            names = [field.name for field in dataclasses.fields(message) if field.name != "rank"]
+            numbers = [(name, getattr(message, name)) for name in names]
             message = (kind, [(name, n) for name, n in numbers if isinstance(n, int)])
         self._rings[key].append((now, message))
 

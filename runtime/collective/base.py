@@ -63,7 +63,7 @@ class Collective(ABC):
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
-        kind: ``"thread"``, ``"gloo"`` or ``"nccl"``.
+        kind: The kind; see :func:`~runtime.collective.create_collectives`.
         can_hang: True if an exchange may never end, although every rank has arrived.
         host_runs_ahead: True if ``BucketedMean.end_async`` lets only the device wait.
         lane: Records the rank's waits for the others; ``None``: they are not recorded.

@@ -193,15 +193,9 @@ class WorkerProtocol:
                 # A worker that has halted in this group, or joined a later one, has replied.
                 has_replied = self.state is _S.HALTED or message.generation != self.generation
                 return None if has_replied else message
-            case m.Regroup():
-                return message
             case m.Rollback():
                 return message if self.on_rolled_back(message.round) else None
-            case (
-                m.RequestParams() | m.Update() | m.Evaluate() | m.Validate() | m.CallCheckpointFn()
-            ):
-                return message
-            case m.TakeCheckpoint() | m.ApplyDelta():
+            case _ if isinstance(message, m.ToWorkerReplica):
                 return message
             case _:
                 assert_never(message)

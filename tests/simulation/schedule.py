@@ -234,9 +234,9 @@ def with_statistics(schedule: Schedule) -> Schedule:
 
 
 def with_leaves(schedule: Schedule) -> Schedule:
-    """The schedule with bodies that leave epochs in a fifth of the runs of whole epochs."""
-    c, rng = schedule.config, random.Random(f"leaves of {schedule.seed}")
-    if c.max_steps is not None or rng.random() < 0.8:
+    """The schedule with bodies that leave epochs in a fifth of the runs."""
+    rng = random.Random(f"leaves of {schedule.seed}")
+    if rng.random() < 0.8:
         return schedule
     return replace(schedule, leave_chance=rng.choice((0.02, 0.1, 0.5)))
 
