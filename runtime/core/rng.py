@@ -169,3 +169,14 @@ def seeded_globals() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def seed_of(*key: int, stream: int | None = None) -> int:
+    """A seed from some numbers: the upper 63 bits of the first word of NumPy's ``SeedSequence``.
+
+    Args:
+        key: The numbers, such as seed, rank and epoch.
+        stream: Separates draws for different purposes with the same numbers.
+    """
+    sequence = np.random.SeedSequence(key, spawn_key=() if stream is None else (stream,))
+    return int(sequence.generate_state(1, np.uint64)[0]) >> 1

@@ -13,14 +13,13 @@ from contextlib import nullcontext
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
 from runtime.core.nested import map_batch
-from runtime.core.rng import seeded_globals, thread_generator
+from runtime.core.rng import seed_of, seeded_globals, thread_generator
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
 from runtime.device.capture_gate import GATE
@@ -86,22 +85,13 @@ class PlanQueue:
 
 
 def batch_generator(seed: int, epoch: int, batch: int) -> torch.Generator:
-    """A CPU generator for the draws of one batch.
-
-    Its seed is the upper 63 bits of the first word of NumPy's ``SeedSequence`` for
-    ``(seed, epoch, batch)``.
-    """
-    return _generator(np.random.SeedSequence([seed, epoch, batch], spawn_key=(_LOADER_STREAM,)))
+    """A CPU generator for the draws of one batch."""
+    return torch.Generator().manual_seed(seed_of(seed, epoch, batch, stream=_LOADER_STREAM))
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """A CPU generator for a stream's draws in an epoch, seeded as :func:`batch_generator`."""
-    return _generator(np.random.SeedSequence([seed, epoch], spawn_key=(_EPOCH_STREAM,)))
-
-
-def _generator(sequence: np.random.SeedSequence) -> torch.Generator:
-    word = int(sequence.generate_state(1, np.uint64)[0])
-    return torch.Generator().manual_seed(word >> 1)
+    return torch.Generator().manual_seed(seed_of(seed, epoch, stream=_EPOCH_STREAM))
 
 
 def read_batch(

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from coordinator.messages import EpochPlan
+from runtime.core.rng import seed_of
 from runtime.core.tracebacks import fold_tracebacks
 from runtime.data.batches import (
     Position,
@@ -120,9 +121,8 @@ class ProcessLoader(ThreadLoader):
         state.sent()
 
     def _seed_generator(self) -> torch.Generator:
-        key = [self._seed, self.rank, self._settings.generator_seed or 0]
-        word = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
-        return torch.Generator().manual_seed(word >> 1)
+        seed = seed_of(self._seed, self.rank, self._settings.generator_seed or 0)
+        return torch.Generator().manual_seed(seed)
 
     def submit(self, plan: EpochPlan) -> None:
         """Queue the batches of ``plan`` and wake the thread."""

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from runtime.core.errors import (
     ReplicaMismatch,
     without_tracebacks,
 )
+from runtime.core.rng import seed_of
 from runtime.device.base import Device
 from runtime.device.metering import StepMeter, ValueLog
 from runtime.device.timing import StepTimer
@@ -589,5 +589,4 @@ class WorkerProgress:
 
 def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
     """Seed a worker's generator for an epoch."""
-    state = np.random.SeedSequence([seed, rank, epoch])
-    generator.manual_seed(int(state.generate_state(1, np.uint64)[0] >> 1))
+    generator.manual_seed(seed_of(seed, rank, epoch))
