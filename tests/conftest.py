@@ -21,6 +21,11 @@ import pytest
 # they then compete for cores with the threads that they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from tests.support import programs
+
+if "PYTEST_XDIST_WORKER" not in os.environ and any(arg.startswith("-n") for arg in sys.argv):
+    programs.share()  # imports PyTorch while this process does; see pytest_configure
+
 import torch
 
 # The first optimizer of a process imports it, which takes many seconds on a busy machine:
@@ -30,7 +35,6 @@ import tqdm
 
 import tests.support.running  # noqa: F401  (switches a warning off)
 from runtime.collective.nccl_library import shared_gpu_fault
-from tests.support import programs
 
 # Without bytecode files every test process would compile the tests, which takes ten seconds.
 sys.dont_write_bytecode = False

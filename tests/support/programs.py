@@ -191,8 +191,9 @@ def preload(*modules: str) -> None:
 
 
 def share() -> None:
-    """Start the server, for the processes that this one starts as well."""
-    os.environ[SHARED] = _Server.get().listen()
+    """Start the server, for the processes that this one starts as well. Idempotent."""
+    if not os.environ.get(SHARED):
+        os.environ[SHARED] = _Server.get().listen()
 
 
 class _Server:
