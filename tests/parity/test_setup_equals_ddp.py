@@ -25,7 +25,7 @@ def make_case(world_size: int, optimizer: str, dtype: str) -> Case:
         dtype=dtype,
         num_samples=8 * world_size * 10,
         batch_size=8,
-        num_epochs=5,
+        num_epochs=NUM_STEPS // 10,
     )
 
 

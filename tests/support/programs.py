@@ -428,6 +428,7 @@ def _become(request: dict[str, Any], fds: list[int], server: int) -> CodeType:
     env = request["env"]
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # that of the environment
     os.chdir(request["cwd"])
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     for fd, name in enumerate(("stdin", "stdout", "stderr")):

@@ -20,7 +20,9 @@ BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
 PAUSES = (
     "runtime/worker/evaluation_calls.py",
     "runtime/worker/loop_evaluation.py",
+    "runtime/worker/worker_validation.py",
     "runtime/evaluation/predict.py",
+    "runtime/evaluation/validation_data.py",
 )
 """Modules that run between steps, while training pauses."""
 
