@@ -1,5 +1,6 @@
 # make demo   train on scikit-learn's digits, then with every policy and backend
-# make test   run the tests, with a part of the cases of large grids
+# make test   run the tests, with a part of the cases of large grids, without those marked slow
+# make test-slow  those marked slow: examples, benchmarks, pages in a browser, machines as processes
 # make test-long  every case of the tests, and many more schedules: SEED=0 COUNT=200000
 #             CLUSTERS=10000 says which, SCALE=5 how many in the tests; LAUNCHES=20000 of NCCL on
 #             modelled GPUs; and FAULTS=100 of machines in real processes
@@ -23,7 +24,7 @@ PY     := $(VENV)/bin/python
 # The constraints hold the tested versions.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long free-threaded test-gpu first-contact compat browser lint format docs mutation coverage release clean
+.PHONY: demo test test-slow test-long free-threaded test-gpu first-contact compat browser lint format docs mutation coverage release clean
 
 demo: $(VENV)/.stamp-examples
 	$(PY) examples/digits.py
@@ -34,7 +35,10 @@ JOBS    ?= $(shell nproc)
 WORKERS ?= $(shell expr $(JOBS) + 2)
 
 test: $(VENV)/.stamp-test browser
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-slow: $(VENV)/.stamp-test browser
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 SEED  ?= 0
 COUNT ?= 200000

@@ -12,6 +12,8 @@ from tests.compat import recipes
 from tests.compat.apis import APIS, EQUAL, FAILED, TRAINS, Judge
 from tests.compat.matrix import PACKAGES, all_cases, reason_to_skip
 
+pytestmark = pytest.mark.slow
+
 CASES = all_cases()
 
 

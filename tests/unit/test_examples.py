@@ -22,6 +22,8 @@ from tests.support import programs
 from tests.support.pairs import SCALE
 from tests.support.trace_format import load_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 150

@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.slow
 
 EXTRAS = ("aiohttp", "plotly", "tensorboard", "torchft", "wandb", "mlflow", "pynvml", "ipywidgets")
 

@@ -12,6 +12,8 @@ from tests.gpu import first_contact
 from tests.gpu.contact_record import Record
 from tests.gpu.probes import EXCHANGES, KINDS, pairs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PLANTED = ("--parts-from", "tests.support.planted_contact")
 

@@ -33,6 +33,8 @@ from tests.support.running import (
     plain_sgd,
 )
 
+pytestmark = pytest.mark.slow
+
 WAYS = [(CADENCE, OVER_CPU), (SYNC, THREAD), (ASYNC, THREAD), (SYNC, GLOO), (CADENCE, GLOO)]
 NUM_RUNS, NUM_BEFORE = 40 if SCALE == 1 else 100 * SCALE, 20
 ROOT = Path(__file__).parents[2]

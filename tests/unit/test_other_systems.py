@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 REFUSALS = {
     "windows": {

@@ -23,6 +23,8 @@ from benchmarks.quality import compare, judge_mode, markdown, spread
 from tests.support import programs
 from tests.support.pairs import SCALE
 
+pytestmark = pytest.mark.slow
+
 
 def results(losses, **more):
     return {

@@ -13,6 +13,8 @@ from benchmarks import quality
 from benchmarks.harness.studies import STUDIES
 from benchmarks.quality import make_model, train_loop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def plain(monkeypatch):

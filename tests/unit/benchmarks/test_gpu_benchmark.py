@@ -32,6 +32,8 @@ from benchmarks.gpu.models import StepClock
 from benchmarks.gpu.sections import smaller_of
 from benchmarks.harness import environment
 
+pytestmark = pytest.mark.slow
+
 # Module run by the process of the sections in the tests below. It starts without PyTorch.
 TABLE = """
 import os, threading

@@ -13,6 +13,8 @@ from tests.gpu.delays import CPU
 from tests.gpu.runs import ASYNC, CADENCE, OVER_CPU, SYNC
 from tests.support.running import THREAD, over
 
+pytestmark = pytest.mark.slow
+
 each_policy = over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, THREAD)])
 
 

@@ -11,6 +11,8 @@ from benchmarks import interpreters
 from benchmarks.harness.measure import Measured
 from benchmarks.interpreters import ROWS, WANTED, Interpreter, report, targets
 
+pytestmark = pytest.mark.slow
+
 FOUND = [Interpreter(name=name, run=None, solos=()) for name in ("GIL on", "GIL off")]
 
 

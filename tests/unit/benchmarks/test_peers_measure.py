@@ -9,6 +9,8 @@ import pytest
 from benchmarks.harness import measure as machine
 from benchmarks.harness.measure import QUIET
 
+pytestmark = pytest.mark.slow
+
 BUSY = 2 * QUIET
 
 

@@ -14,6 +14,8 @@ from benchmarks.harness.measure import Check
 from benchmarks.speed import cell, step_cell
 from tests.support.pairs import SCALE
 
+pytestmark = pytest.mark.slow
+
 
 def rates_at(slowdown, **systems):
     return {cell(name, slowdown): rate for name, rate in systems.items()}

@@ -9,6 +9,8 @@ from benchmarks.harness import environment, models, processes
 from benchmarks.harness.processes import Child, GlooGroup
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 ECHO = """
 from benchmarks.harness.processes import serve
 def work(n):

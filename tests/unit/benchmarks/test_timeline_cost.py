@@ -12,6 +12,8 @@ from benchmarks import overhead
 from coordinator import ApplyPolicy
 from tests.support.pairs import SCALE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from runtime.checkpoint.tensor_file import HAS_WHEEL
 from tests.support import programs
 from tests.support.pairs import SCALE
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 

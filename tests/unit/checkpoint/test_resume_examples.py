@@ -15,6 +15,8 @@ import pytest
 
 from tests.support import programs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 200
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}

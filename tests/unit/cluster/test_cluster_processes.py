@@ -24,7 +24,7 @@ from tests.support.machines import (
 from tests.support.namespaces import SUBNET, Namespaces
 from tests.support.pairs import SCALE
 
-pytestmark = needs_torchft
+pytestmark = [needs_torchft, pytest.mark.slow]
 long = pytest.mark.skipif(SCALE == 1, reason="TEST_SCALE=2 or more: takes many seconds")
 SAMPLES = 12003
 FEWER = SAMPLES if SCALE > 1 else SAMPLES // 4

@@ -12,6 +12,8 @@ from tests.support.browsing import show
 from tests.support.running import WAIT_S, builder, count_up
 from tests.unit.timeline.test_outputs import HOSTILE, run_hostile
 
+pytestmark = pytest.mark.slow
+
 RANKS = 8
 SVG = "{http://www.w3.org/2000/svg}"
 
