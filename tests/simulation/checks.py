@@ -394,10 +394,11 @@ class Checks:
 
     def _note_trained(self, rank: int, batch: Batch, size: int) -> None:
         before = self._trained.get(batch)
-        # Under lockstep a batch can be lost with a rank that did not train it.
-        lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
-        if before is not None and (before not in lost or before == BEFORE):
-            raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
+        if before is not None:
+            # Under lockstep a batch can be lost with a rank that did not train it.
+            lost = self._sim.dead if self.needs_rounds else self._sim.dead and {before}
+            if before not in lost or before == BEFORE:
+                raise Violation(f"rank {rank} trains {batch}, which rank {before} trained")
         if not 0 <= batch[1] < self._per_epoch or size != self._sim.samples_of(batch):
             raise Violation(f"rank {rank} trains {batch} with {size} samples")
         self._trained[batch] = rank

@@ -77,6 +77,10 @@ def average_effects(
 class Model(nn.Module):
     """A number for each batch, four times."""
 
+    mean: Tensor
+    count: Tensor
+    odd: Tensor
+
     def __init__(self, num_batches: int) -> None:
         super().__init__()
         self.effects = nn.Parameter(torch.zeros(num_batches, dtype=torch.float64))
