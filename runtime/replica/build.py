@@ -300,11 +300,17 @@ def copy_template(model: nn.Module, template: Template, rank: int) -> None:
                 f"model_factory returned rank 0's own parameter {name!r} on rank {rank}: "
                 "return a new module at each call, for instance copy.deepcopy(model)"
             )
-    moved = [
+    # Strides of dimensions of size 1 order no elements, but select kernels, whose bits differ.
+    restrided = [
         name
         for name, tensor in own.tensors.items()
         if own.kinds[name] == "trainable"
-        and memory_order(tensor) != memory_order(template.tensors[name])
+        and dense_stride(tensor) != dense_stride(template.tensors[name])
+    ]
+    moved = [
+        name
+        for name in restrided
+        if memory_order(own.tensors[name]) != memory_order(template.tensors[name])
     ]
     if moved:
         logger.warning(
@@ -314,7 +320,7 @@ def copy_template(model: nn.Module, template: Template, rank: int) -> None:
             moved[0] if len(moved) == 1 else f"{moved[0]} and {len(moved) - 1} more",
         )
     with torch.no_grad():
-        for name in moved:
+        for name in restrided:
             tensor, source = own.tensors[name], template.tensors[name]
             tensor.data = tensor.new_empty_strided(source.size(), dense_stride(source))
         for name, tensor in own.tensors.items():
