@@ -1,14 +1,10 @@
-"""Structure of the source tree: its import graph, its layers, and statistics of its size.
+"""Structure of the source tree: its import graph and its layers.
 
-``python -m tests.house [TREE ...]`` prints the statistics of trees in columns, of this one if
-none is named. ``tests/unit/test_imports.py`` checks this tree.
+``tests/unit/test_imports.py`` checks this tree.
 """
 
-from __future__ import annotations
-
 import ast
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -227,13 +223,9 @@ class House:
             if len(chain) > most:
                 yield f"{len(chain)} deep: " + " > ".join(f.split("/")[-1] for f in chain)
 
-    def top_modules(self):
-        """The modules at the top of ``runtime/``."""
-        return [f for f in self.files if _folder(f) == "runtime"]
-
     def crowded(self):
         """Too many modules at the top."""
-        top = self.top_modules()
+        top = [f for f in self.files if _folder(f) == "runtime"]
         if len(top) > MAX_TOP_MODULES:
             yield f"{len(top)} modules in runtime/: " + ", ".join(f.split("/")[-1] for f in top)
 
@@ -324,40 +316,6 @@ class House:
         """All violations."""
         return [fault for rule in self.RULES for fault in rule(self)]
 
-    # -- statistics --------------------------------------------------------------------------
-
-    def figures(self):
-        """Statistics of the size and structure of the tree, by name."""
-        own = [f for f in self.files if f.startswith("runtime/")]
-        coordinator = [f for f in self.files if f.startswith("coordinator/")]
-        names = Counter(f.split("/")[-1] for f in self.files if not f.endswith("/__init__.py"))
-        benchmarks = [p for p in sources("benchmarks", root=self.root) if p.name != "__init__.py"]
-        return {
-            "modules at the top of runtime/": len(self.top_modules()),
-            "files of runtime/": len(own),
-            "lines of runtime/": self._lines(own),
-            "files of coordinator/": len(coordinator),
-            "lines of coordinator/": self._lines(coordinator),
-            "depth of coordinator/": len(self.chain("coordinator")),
-            "depth of runtime/": len(self.chain("runtime")),
-            "depth of packages": len(self.package_chain()),
-            "imports up or across": len(list(self.wrong_ways())),
-            "circles of files": len(list(self.circles())),
-            "names of two or more classes": sum(t.startswith("class") for t in self.twins()),
-            "names of two or more files": sum(n > 1 for n in names.values()),
-            "benchmark files": len(benchmarks),
-            "lines of benchmarks/": sum(_length(p) for p in benchmarks),
-            "test files": len(sources("tests", root=self.root)),
-            "lines of tests/": sum(_length(p) for p in sources("tests", root=self.root)),
-        }
-
-    def _lines(self, files):
-        return sum(_length(self.root / f) for f in files)
-
-
-def _length(path):
-    return len(path.read_text(encoding="utf-8").splitlines())
-
 
 def _folder(file):
     """The folder of a file for the layers; the coordinator counts as one."""
@@ -412,21 +370,3 @@ def _rings(graph):
     reach = {file: reached(file) for file in graph}
     rings = {frozenset(g for g in reach[f] if f in reach[g]) for f in graph if f in reach[f]}
     return sorted(rings, key=sorted)
-
-
-def main(arguments):
-    """Print the statistics of trees, and the violations of the last."""
-    houses = [House(Path(a).resolve()) for a in arguments or ["."]]
-    columns = [house.figures() for house in houses]
-    width = max(map(len, columns[0]))
-    for name in columns[0]:
-        print(f"{name:{width}}", *(f"{column[name]:>10,}" for column in columns))
-    for package in MAX_DEPTHS:
-        print(f"{package}:", " > ".join(f.split("/", 1)[-1] for f in houses[-1].chain(package)))
-    print("packages:", " > ".join(houses[-1].package_chain()))
-    for fault in houses[-1].faults():
-        print(fault)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -35,153 +35,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SIMULATION = "tests/simulation/test_"
 
 
-def unit(*names: str) -> tuple[str, ...]:
-    """The files of these names in tests/unit, ``folder/name`` where several folders have one."""
-    found: list[str] = []
-    for name in names:
-        folder, _, stem = name.rpartition("/")
-        files = (ROOT / "tests" / "unit" / folder).rglob(f"test_{stem}.py")
-        found += [file.relative_to(ROOT).as_posix() for file in sorted(files)] or [name]
-    return tuple(found)
-
-
 SCHEDULES = (
     f"{SIMULATION}schedules.py::test_every_schedule_ends_with_every_sample_in_the_result_once[0]"
 )
-EVENTS = (
-    *unit("rounds", "coordinator/ledger", "round_schedule", "metrics", "machine", "choose_backend"),
-    *unit(
-        "splitting",
-        "stall_detector",
-        "coordinator_checkpoint",
-        "cadence",
-        "convergence_guard",
-        "exact_sum",
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "coordinator": (
+        SCHEDULES,
+        *(f"{SIMULATION}{name}.py" for name in ("resumed_schedules", "transports")),
+        *(f"{SIMULATION}{name}.py" for name in ("unequal_speeds", "cluster")),
+        "tests/deadlock/test_life_after_a_death.py",
     ),
-    *unit("round_runner", "report_limits", "coordinator/shares", "backend_choice"),
-    SCHEDULES,
-)
-SAVES = (
-    *unit("coordinator_checkpoint", "resume_edges", "resume_runs", "resume_sync", "content"),
-    f"{SIMULATION}resumed_schedules.py",
-    *EVENTS,
-)
-SHARES = (*unit("coordinator/shares"), f"{SIMULATION}unequal_speeds.py", *EVENTS)
-TRANSPORTS = (*unit("backend_choice"), f"{SIMULATION}transports.py", *EVENTS)
-DEATHS = (*TRANSPORTS, *unit("stall"), "tests/deadlock/test_life_after_a_death.py")
-FAILED = (
-    *unit("saved_on_failure", "checkpoint_service", "coordinator/machine"),
-    "tests/unit/worker/test_own_loop.py -k save",
-)
-ARITHMETIC = unit("averaging", "mixing", "host_memory")
-WORKER = (
-    *unit("protocol", "protocol_survival", "undo"),
-    SCHEDULES,
-    *unit("worker"),
-)
-ROUNDS = unit("undo", "averaging_runtime", "non_finite_ignore")
-FILES = unit(
-    *(f"checkpoint/{name}" for name in ("contents", "store", "reader", "failures", "writer")),
-    *("checkpoint/modules", "checkpoint/cut", "content", "resume_edges", "resume_rank"),
-)
-GROUPS = (
-    *unit("shared_state", "collective_noted"),
-    "tests/unit/collective/test_collectives.py -k not gloo",
-    *unit("subgroups"),
-)
-LOCKSTEP = unit("replica/step", "replica/stepper", "replica/reducer", "replica/buckets")
-COPIES = unit("replica/copying", "mirrored_builder", "worker/worker")
-READING = unit(
-    *(f"data/{name}" for name in ("data", "loader", "columns", "samplers", "resident")),
-    *("data/epoch_changes", "data/streams", "data/prefetch", "data/data_path", "data/stage"),
-)
-MACHINES = (
-    *unit("coordinator/cluster", "cluster/engine", "cluster/grants"),
-    f"{SIMULATION}cluster.py",
-    *unit("cluster/cluster_run"),
-)
-
-# Tests by the longest prefix of the module's path, quick ones first.
-TESTS: dict[str, tuple[str, ...]] = {
-    "coordinator/": EVENTS,
-    "coordinator/averaging.py": ARITHMETIC,
-    "coordinator/service.py": unit("service", "stall", "resume_runs"),
-    "coordinator/failure_recovery.py": DEATHS,
-    "coordinator/run_finalizer.py": (*FAILED, *DEATHS),
-    "coordinator/stall.py": DEATHS,
-    "coordinator/shares.py": SHARES,
-    "coordinator/splitting.py": SHARES,
-    "coordinator/backend_choice.py": TRANSPORTS,
-    "coordinator/transports.py": TRANSPORTS,
-    "coordinator/rounds.py": TRANSPORTS,
-    "coordinator/machine.py": TRANSPORTS,
-    "coordinator/epochs.py": (*EVENTS, f"{SIMULATION}unequal_speeds.py"),
-    "coordinator/saving.py": (*FAILED, *SAVES),
-    "coordinator/coordinator_checkpoint.py": SAVES,
-    "coordinator/schema.py": SAVES,
-    "coordinator/cluster/": MACHINES,
-    "runtime/callbacks.py": unit("callbacks"),
-    "runtime/checkpoint_service.py": (*FAILED, *FILES),
-    "runtime/cluster/": MACHINES,
-    "runtime/cluster/compression.py": unit("cluster/engine", "cluster/cluster_run"),
-    "runtime/cluster/checkpointer.py": unit("cluster/checkpointer", "cluster/cluster_run"),
-    "runtime/cluster/options.py": unit("cluster/settings", "cluster/cluster_run"),
-    "runtime/cluster/signing.py": unit("lighthouse_gate", "state_server", "torchft_engine"),
-    "runtime/cluster/lighthouse_gate.py": unit("lighthouse_gate", "torchft_engine"),
-    "runtime/cluster/machine_status.py": unit("lighthouse_gate"),
-    "runtime/cluster/state_server.py": unit("state_server"),
-    "runtime/cluster/torchft_engine.py": unit("torchft_engine", "state_server"),
-    "runtime/data/": READING,
-    "runtime/data/budget.py": unit("budget", "data/prefetch"),
-    "runtime/data/prefetch.py": unit("data/prefetch", "prefetch_resident", "cuda_copies"),
-    "runtime/data/resident.py": unit("data/resident", "prefetch_resident", "cuda_copies"),
-    "runtime/data/slots.py": unit("slots", "cuda_copies", "data/prefetch"),
-    "runtime/data/process_loader.py": unit("loader_process", "torch_loader", "epoch_changes"),
-    "runtime/data/data_set_state.py": unit("loader_process", "epoch_changes"),
-    "runtime/data/torch_loader.py": unit("torch_loader", "samplers"),
-    "runtime/replica/": LOCKSTEP,
-    "runtime/replica/averager.py": ROUNDS,
-    "runtime/replica/batch_norm.py": ("tests/parity/test_sync_batchnorm.py",),
-    "runtime/replica/build.py": COPIES,
-    "runtime/replica/copying.py": COPIES,
-    "runtime/replica/structure.py": (*COPIES, *unit("drift")),
-    "runtime/replica/drift.py": unit("drift"),
-    "runtime/replica/flat.py": (
-        *unit("replica/flat", "flat_math", "replica/copying", "checkpoint/modules"),
-        *ROUNDS,
-    ),
-    "runtime/replica/global_batch_comm.py": (
-        *("tests/parity/test_all_gather.py", "tests/parity/test_sync_batchnorm.py"),
-    ),
-    "runtime/replica/gradients.py": (*LOCKSTEP, *unit("data_parallel_gradients")),
-    "runtime/replica/graphs.py": unit("graphs", "graph_limits"),
-    "runtime/replica/capturable.py": unit("graph_optimizer", "graph_limits"),
-    "runtime/replica/non_finite.py": unit("non_finite", "non_finite_worker", "non_finite_skip"),
-    "runtime/replica/batch_log.py": unit("worker/step", "non_finite"),
-    "runtime/replica/optimizers.py": unit(
-        "replica/optimizers", "optimizer_modes", "resume_rank", "content"
-    ),
-    "runtime/replica/reducer.py": (
-        *LOCKSTEP,
-        *unit("loss_weights", "non_finite", "mirrored_builder"),
-    ),
-    "runtime/replica/schedule.py": unit("replica/schedule"),
-    "runtime/replica/stepper.py": (*LOCKSTEP, *unit("loss_weights", "non_finite_skip")),
-    "runtime/replica/train_fn_checks.py": (*COPIES, *unit("accumulation", "replica/step")),
-    "runtime/worker/protocol.py": WORKER,
-    "runtime/worker/collective_groups.py": (*WORKER, *unit("resume_sync")),
-    "runtime/worker/lockstep.py": (*WORKER, *unit("resume_sync")),
-    "runtime/worker/reporter.py": (*WORKER, *unit("non_finite")),
-    "runtime/worker/message_handler.py": (*WORKER, *ROUNDS),
-    "runtime/checkpoint/": FILES,
-    "runtime/collective/": GROUPS,
-    "runtime/collective/nccl.py": (*unit("nccl"), *GROUPS),
-    "runtime/collective/process_group.py": (
-        "tests/unit/collective/test_collectives.py -k gloo or flight",
-        *unit("subgroups"),
-    ),
-    "runtime/collective/thread.py": (*unit("staged_collective"), *GROUPS),
+    "cluster": ("tests/unit/coordinator/test_cluster.py", f"{SIMULATION}cluster.py"),
+    "replica": ("tests/parity/test_all_gather.py", "tests/parity/test_sync_batchnorm.py"),
+    "worker": (SCHEDULES,),
 }
+"""Tests of a package outside of its folder in ``tests/unit``."""
 
 TEST_TIMEOUT_S = 25
 """Time limit of a test; a longer test counts as stopped by the change."""
@@ -348,10 +216,13 @@ def modules_of(names: list[str]) -> list[str]:
 
 
 def tests_of(module: str) -> tuple[str, ...]:
-    """Tests that cover a module, those of its own name first."""
-    prefix = max((p for p in TESTS if module.startswith(p)), key=len)
-    found = [t for t in TESTS[prefix] if (ROOT / re.split("::| -k ", t)[0]).is_file()]
-    return tuple(sorted(dict.fromkeys(found), key=lambda t: Path(module).stem not in t))
+    """Tests that cover a module: those of its name, of its package, and whole runs."""
+    path, unit = Path(module), ROOT / "tests" / "unit"
+    package = "coordinator" if path.parts[0] == "coordinator" else path.parent.name
+    folder = unit / package if (unit / package).is_dir() else unit
+    own, others = sorted(unit.rglob(f"test_*{path.stem}*.py")), sorted(folder.glob("test_*.py"))
+    found = [file.relative_to(ROOT).as_posix() for file in (*own, *others)]
+    return tuple(dict.fromkeys((*found, *ELSEWHERE.get(package, ()))))
 
 
 # -- running tests ------------------------------------------------------------------
@@ -411,12 +282,19 @@ class Tests:
         for name in list(sys.modules):
             if name.split(".")[0] in ("tests", "runtime", "coordinator"):
                 del sys.modules[name]
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"timeout={TEST_TIMEOUT_S}"]
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"timeout={TEST_TIMEOUT_S}",
+        ]
         for test in tests:  # one file at a time: files after a failure are not collected
-            file, *wanted = test.split(" -k ")
-            chosen = [file, *(f"-k{expression}" for expression in wanted)]
-            code = int(pytest.main([*options, *chosen], plugins=[Twice(writing)]))
-            if code:
+            code = int(pytest.main([*options, test], plugins=[Twice(writing)]))
+            if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 os._exit(code)
         os._exit(0)
 
@@ -447,11 +325,9 @@ class Twice:
 class Run:
     """Tests changes and records the results as lines of JSON, from which a later run continues."""
 
-    def __init__(self, copy: Path, output: Path, slack: float, limit_s: float) -> None:
+    def __init__(self, copy: Path, output: Path) -> None:
         self._copy = copy
         self._output = output
-        self._slack = slack
-        self._limit_s = limit_s
         self._tests = Tests(copy)
         self._limits_s: dict[tuple[str, ...], float] = {}
         self._stamp = int(time.time()) - 10**7
@@ -467,8 +343,6 @@ class Run:
         Returns:
             Seconds; 0 if they fail without a mutation and are useless.
         """
-        if self._limit_s:
-            return self._limit_s
         if tests not in self._limits_s:
             start = time.monotonic()
             verdict, seen = self._tests.run(tests, 1800.0)
@@ -476,7 +350,7 @@ class Run:
             state = "pass" if verdict == "passed" else f"are useless: {seen} is red"
             print(f"{len(tests)} test files {state} in {took_s:.0f} s without a change", flush=True)
             useful = verdict == "passed"
-            self._limits_s[tests] = 2 * TEST_TIMEOUT_S + self._slack * took_s if useful else 0.0
+            self._limits_s[tests] = 2 * TEST_TIMEOUT_S + 4 * took_s if useful else 0.0
         return self._limits_s[tests]
 
     def _write(self, target: Path, source: bytes) -> None:
@@ -515,54 +389,31 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("modules", nargs="*", help="files or folders; all of the table if none")
+    parser.add_argument("modules", nargs="*", default=["coordinator", "runtime"])
     parser.add_argument("--only", help="a pattern of what is changed, such as '= 0$' or '^max$'")
     parser.add_argument("--sample", type=int, default=0, help="changes to try; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--output", type=Path, default=Path("mutation.jsonl"))
-    parser.add_argument("--survivors-of", type=Path, help="try those that an earlier run left")
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long; 0: never")
-    parser.add_argument("--slack", type=float, default=4.0, help="times the usual time allowed")
-    parser.add_argument(
-        "--limit", type=float, default=0.0, help="seconds for the tests of a change; 0: measured"
-    )
-    parser.add_argument("--list", action="store_true", help="count the changes and try none")
     args = parser.parse_args()
-    names = args.modules or [p for p in TESTS if p.count("/") == 1 or p.endswith("/")]
-    modules = list(dict.fromkeys(modules_of(names)))
+    modules = list(dict.fromkeys(modules_of(args.modules)))
     found = [m for module in modules for m in Finder(module, (ROOT / module).read_bytes()).found]
     mutants = sorted(set(found), key=lambda m: (m.module, m.start, m.after))
     if args.only:
         mutants = [m for m in mutants if re.search(args.only, m.before)]
     total = len(mutants)
-    if args.survivors_of:
-        lines = map(json.loads, args.survivors_of.read_text().splitlines())
-        left = {
-            (r["module"], r["before"], r["after"], r["line"])
-            for r in lines
-            if r["verdict"] == "survived"
-        }
-        mutants = [m for m in mutants if (m.module, m.before, m.after, m.line) in left]
-    elif args.sample:
+    if args.sample:
         mutants = random.Random(args.seed).sample(mutants, min(args.sample, total))
     print(f"{total} changes in {len(modules)} modules, {len(mutants)} to try", flush=True)
-    if args.list:
-        for module, count in Counter(m.module for m in mutants).items():
-            print(f"{count:6d} {module}")
-        return 0
 
     import pytest  # noqa: F401
     import torch  # noqa: F401  # imported once, for all processes forked from here
 
-    deadline = time.monotonic() + (args.seconds or 1e9)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder).resolve() / "tree"
         ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
         shutil.copytree(ROOT, copy, ignore=ignored, symlinks=True)
-        run = Run(copy, args.output, args.slack, args.limit)
+        run = Run(copy, args.output)
         for number, mutant in enumerate(mutants):
-            if time.monotonic() > deadline:
-                break
             if mutant.key not in run.verdicts:
                 result = run.try_one(mutant)
                 print(f"{number + 1:5d} {result['verdict']:<9} {mutant}", flush=True)

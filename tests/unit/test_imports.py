@@ -19,7 +19,6 @@ from tests.house import (
     House,
     called,
     imported_modules,
-    main,
     parse,
     relative,
     sources,
@@ -161,14 +160,6 @@ def test_a_tree_in_order_has_no_fault(tmp_path):
 def test_a_planted_fault_is_found(tmp_path, files, message):
     faults = plant(tmp_path, {**GOOD, **files}).faults()
     assert [fault for fault in faults if message in fault], faults
-
-
-def test_the_figures_of_two_trees_are_printed_in_columns(tmp_path, capsys):
-    plant(tmp_path, GOOD)
-    main([str(ROOT), str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[-1] == "3"  # modules at the top
-    assert next(line for line in lines if "depth of coordinator" in line).split()[-1] == "2"
 
 
 def test_importing_coordinator_loads_no_runtime():
