@@ -19,13 +19,21 @@ from coordinator.metrics import EpochMetrics, StepMetrics
 from runtime.checkpoint.files import save_weights
 from runtime.checkpoint.format import named_weights
 from runtime.checkpoint.tensor_file import TensorFileError, load_file, read_metadata
-from runtime.core.checks import check_flag, check_float, check_int, check_path, check_word
+from runtime.core.checks import (
+    check_flag,
+    check_float,
+    check_int,
+    check_path,
+    check_text,
+    check_word,
+)
 from runtime.core.errors import UnknownMetric
 from runtime.replica.flat import copy_values
 
 logger = logging.getLogger(__name__)
 
 MODES = ("min", "max")
+METRIC_REMEDY = "a name, such as 'eval/loss'"
 
 
 class Callback:
@@ -163,8 +171,7 @@ class MetricTracker:
     """
 
     def __init__(self, owner: str, metric: str, mode: str, min_delta: float = 0.0) -> None:
-        if not isinstance(metric, str):
-            raise TypeError(f"{owner}(metric={metric!r}): pass a name, such as 'eval/loss'")
+        check_text(f"{owner}: metric", metric, METRIC_REMEDY)
         check_word(f"{owner}: mode", mode, MODES)
         self._reader = MetricReader(owner, metric)
         self._sign = 1.0 if mode == "min" else -1.0

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from coordinator.config import ApplyPolicy, AverageBackend
-from runtime.callbacks import Callback
+from runtime.callbacks import METRIC_REMEDY, Callback
 from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.outer import OuterOptimizer
 from runtime.core.checks import (
@@ -34,6 +34,7 @@ from runtime.core.checks import (
     check_float,
     check_int,
     check_path,
+    check_text,
     check_word,
 )
 from runtime.core.tracebacks import folds_tracebacks
@@ -923,8 +924,8 @@ class TrainerBuilder(Generic[ModelT_co]):
             check_callable("scheduler", each, "f(optimizer[, total]) -> LRScheduler")
             takes_total(each)
         check_word("scheduler: interval", interval, ("step", "epoch"))
-        if metric is not None and (not isinstance(metric, str) or not metric):
-            raise TypeError(f"scheduler(metric={metric!r:.40}): pass a name, such as 'eval/loss'")
+        if metric is not None:
+            check_text("scheduler: metric", metric, METRIC_REMEDY)
         return self._set(scheduler=f, scheduler_interval=interval, scheduler_metric=metric)
 
     def lr_scale_ratio(self, f: float | Literal["auto"]) -> Self:

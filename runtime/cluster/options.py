@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.core.checks import check_float, check_int
+from runtime.core.checks import check_float, check_int, check_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class EngineOptions:
     max_state_bytes: int = 1 << 36
 
     def __post_init__(self) -> None:
+        check_text("address", self.address, ADDRESS_REMEDY)
         split_host_port("address", self.address)
         check_int("min_machines", self.min_machines, 1)
         for name in ("timeout_s", "connect_timeout_s", "heal_timeout_s", "heartbeat_s"):
@@ -64,8 +65,10 @@ class EngineOptions:
             )
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression({self.compression!r}): pass None, 'bf16' or 'int8'")
-        if self.token is not None and not self.token:
-            raise ValueError("token(''): pass a secret that all machines share, or None")
+        if self.token is not None:
+            check_text("token", self.token, "a secret that all machines share, or None")
+        if self.host != "":
+            check_text("host", self.host, "a name or an address of this machine")
 
     @classmethod
     def from_environment(
@@ -99,6 +102,7 @@ class EngineOptions:
         return cls(**options)
 
 
+ADDRESS_REMEDY = "'host:port', for instance 'host:29510'"
 MAX_MACHINE_ID_BYTES = 256
 COMPRESSIONS = (None, "bf16", "int8")
 ENV_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -128,7 +132,7 @@ def split_host_port(name: str, address: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bare = host.strip("[]")
     if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{name}({address!r}): pass 'host:port', for instance 'host:29510'")
+        raise ValueError(f"{name}({address!r}): pass {ADDRESS_REMEDY}")
     return bare, int(port)
 
 

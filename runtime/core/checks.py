@@ -161,6 +161,21 @@ def check_directory(name: str, path: Path) -> None:
         raise ValueError(f"{name}({str(path)!r}) is a file; pass a directory")
 
 
+def check_text(name: str, value: object, remedy: str) -> str:
+    """Return ``value`` if it is a string and not empty; raise otherwise.
+
+    Args:
+        name: Name of the setting, for the message.
+        value: The value.
+        remedy: The value to pass, for the message: ``"a name, such as 'eval/loss'"``.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name}({value!r:.40}): pass {remedy}")
+    if not value:
+        raise ValueError(f"{name}({value!r}): pass {remedy}")
+    return value
+
+
 def check_word(name: str, value: object, words: Sequence[str]) -> str:
     """Return ``value`` if it is one of these strings; raise ``ValueError`` otherwise."""
     if not isinstance(value, str) or value not in words:

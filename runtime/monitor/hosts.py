@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterable
 
+from runtime.core.checks import check_text
 from runtime.core.host_names import LOOPBACK, is_address
 
 ANY_HOST = "*"
@@ -30,8 +31,7 @@ def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
         raise TypeError(f"allowed_hosts={more!r}: pass a list, for instance [{more!r}]")
     names = {*LOOPBACK, host.strip("[]").lower()}
     for name in more:
-        if not isinstance(name, str):
-            raise TypeError(f"allowed_hosts: {name!r} is not a host name; pass strings")
+        check_text("allowed_hosts", name, "host names as strings")
         found = name.strip("[]").lower()
         if found != ANY_HOST and not is_address(found) and not _HOST_NAME.fullmatch(found):
             raise ValueError(

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 
-from runtime.core.checks import check_float, check_int, require_modules
+from runtime.core.checks import check_float, check_int, check_text, require_modules
 from runtime.core.threads import Closeable
 from runtime.monitor import monitor_page
 from runtime.monitor.feed import Feed
@@ -78,8 +78,7 @@ class Monitor(Closeable):
         from runtime.monitor.server import MonitorServer
 
         number = check_int("Monitor: port", port, 0, 65535)
-        if not isinstance(host, str) or not host:
-            raise TypeError(f"Monitor: host={host!r}: pass a name or an address")
+        check_text("Monitor: host", host, "a name or an address")
         names = allowed_names(host, allowed_hosts)
         poll_s = check_float("Monitor: poll_s", poll_s, MIN_POLL_S, MAX_POLL_S)
         listener = listen(host, number)

@@ -573,6 +573,7 @@ def test_an_exception_of_a_callback_is_logged_and_training_continues(caplog):
     [
         (lambda: builder().callbacks(print), TypeError, "functions go into metrics_fn"),
         (lambda: EarlyStopping(3), TypeError, "pass a name"),
+        (lambda: KeepBest("a", ""), ValueError, "pass a name"),
         (lambda: EarlyStopping(mode="best"), ValueError, "one of min, max"),
         (lambda: EarlyStopping(patience=0), ValueError, "patience"),
         (lambda: EarlyStopping(min_delta=-1.0), ValueError, "min_delta"),

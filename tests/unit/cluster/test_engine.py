@@ -74,6 +74,12 @@ def test_invalid_options_are_named(name, value):
         EngineOptions(address="host:1", **{name: value})
 
 
+@pytest.mark.parametrize("name", ["address", "token", "host"])
+def test_options_that_are_no_text_are_named(name):
+    with pytest.raises(TypeError, match=rf"{name}\(29510\): pass"):
+        EngineOptions(**{"address": "host:1", name: 29510})
+
+
 def test_options_come_from_the_environment():
     environ = {
         "GPUWORKER_CLUSTER": "host:1",
