@@ -7,6 +7,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, overload
 
@@ -30,7 +31,7 @@ from runtime.core.errors import CheckpointError
 from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import evaluate_means, predict_outputs
 from runtime.loop import ReplicatedModule
-from runtime.replica.build import CopyingFactory, ModelFactory, ModelT, ModelT_co
+from runtime.replica.build import CopyingFactory, FactoryDraws, ModelFactory, ModelT, ModelT_co
 from runtime.replica.copying import copy_module
 from runtime.replica.flat import (
     EXTRA_STATE,
@@ -308,10 +309,12 @@ class RunFactory:
 
     Args:
         factory: The factory; ``None``: there is none.
+        draws: The random numbers with which it built rank 0's model.
     """
 
-    def __init__(self, factory: ModelFactory | None) -> None:
+    def __init__(self, factory: ModelFactory | None, draws: FactoryDraws | None = None) -> None:
         self._factory = factory
+        self._draws = draws
 
     @property
     def given(self) -> nn.Module | None:
@@ -325,13 +328,17 @@ class RunFactory:
         return self
 
     def build(self, factory: ModelFactory | None, device: torch.device) -> nn.Module:
-        """Build a module on a device, by ``factory`` if given.
+        """Build a module on a device, by ``factory`` if given, else like rank 0's model.
 
         Raises:
             ValueError: There is no factory.
             TypeError: The factory does not return a module.
         """
-        factory = factory or self._factory
+        draws = self._draws if factory is None else None
+        with nullcontext() if draws is None else draws.repeated(device):
+            return self._build(factory or self._factory, device)
+
+    def _build(self, factory: ModelFactory | None, device: torch.device) -> nn.Module:
         if factory is None:
             raise ValueError(
                 "the state was loaded or copied from another process and has no model factory: "
@@ -372,7 +379,7 @@ def assemble_state(
     flat: FlatState,
     outcome: Outcome,
     checkpoint_errors: tuple[BaseException, ...] = (),
-    factory: ModelFactory | None = None,
+    factory: RunFactory | None = None,
     ema: Mapping[str, Tensor] | None = None,
 ) -> TrainedState:
     """Load the final average into the model and copy its state to the CPU.
@@ -424,7 +431,7 @@ def assemble_state(
         _keys=tuple(keys),
         _extra=extra,
         _ema=None if ema is None else averages,
-        _factory=RunFactory(factory),
+        _factory=factory or RunFactory(None),
     )
 
 

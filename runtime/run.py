@@ -65,7 +65,7 @@ from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
 from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
-from runtime.results import TrainedState, assemble_state, load_given
+from runtime.results import RunFactory, TrainedState, assemble_state, load_given
 from runtime.settings import RunSettings
 from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
 from runtime.timeline.summary import RunFacts
@@ -773,7 +773,7 @@ class Run:
             lead.flat_state,
             outcome,
             errors,
-            self.config.functions.model_factory,
+            RunFactory(self.config.functions.model_factory, self._order.draws),
             None if outcome.payload is None else final_ema(workers, outcome.payload),
         )
 

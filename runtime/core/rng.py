@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,26 @@ def _with_generator(call: Callable[..., Any], place: int) -> Callable[..., Any]:
         return call(keys, *args, **kwargs)
 
     return kernel
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalGenerators:
+    """States of the process's generators on the CPU: PyTorch's default, Python's and NumPy's."""
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def current(cls) -> GlobalGenerators:
+        """The present states."""
+        return cls(torch.default_generator.get_state(), random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.default_generator.set_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
+from runtime.core.rng import GlobalGenerators
 from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
 from runtime.replica.flat import (
@@ -131,12 +132,16 @@ class BuildOrder:
     Args:
         seed: Seed of the process's generators around rank 0's factory; ``None``: do not seed.
         standalone: A single worker, of any rank, that does not wait for rank 0.
+
+    Attributes:
+        draws: Of rank 0's factory, once it is called.
     """
 
     def __init__(self, seed: int | None = None, *, standalone: bool = False) -> None:
         self._seed = seed
         self._standalone = standalone
         self._is_nested = getattr(_thread, "builds", False)
+        self.draws: FactoryDraws | None = None
         self._condition = threading.Condition()
         self._template: Template | None = None
         self._failed = False
@@ -187,11 +192,21 @@ class BuildOrder:
                 return False
         return True
 
-    def seeded(self, rank: int, device: torch.device) -> Any:
-        """Seed the CPU's and the device's generators for rank 0, and restore them after."""
-        if rank != 0 or self._seed is None:
-            return nullcontext()
-        return _seeded(self._seed, device)
+    @contextmanager
+    def seeded(self, rank: int, device: torch.device) -> Iterator[None]:
+        """Draw what rank 0's factory draws, so that attributes that are not copied are equal, too.
+
+        With a seed the CPU's and the device's generators are seeded, and restored after; without
+        one rank 0's factory advances those of the process.
+        """
+        with nullcontext() if self._seed is None else _seeded(self._seed, device):
+            if self.draws is not None:
+                with self.draws.repeated(device):
+                    yield
+                return
+            if rank == 0:
+                self.draws = FactoryDraws(device)
+            yield
 
     def publish(self, template: Template) -> None:
         """Publish rank 0's model for the other ranks."""
@@ -211,6 +226,38 @@ class BuildOrder:
         with self._condition:
             self._template = None
             self._failed = True
+
+
+class FactoryDraws:
+    """States of the generators from which a model factory draws, to call it again with the same
+    random numbers.
+
+    Args:
+        device: The device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = GlobalGenerators.current()
+        self._cuda = _cuda_state(device)
+
+    @contextmanager
+    def repeated(self, device: torch.device) -> Iterator[None]:
+        """Set the generators, those of a device included, to these states; restore them after."""
+        before = FactoryDraws(device)
+        self._restore(device)
+        try:
+            yield
+        finally:
+            before._restore(device)
+
+    def _restore(self, device: torch.device) -> None:
+        self._host.restore()
+        if self._cuda is not None and device.type == "cuda":
+            cuda_api.API.set_generator_state(device, self._cuda)
+
+
+def _cuda_state(device: torch.device) -> Tensor | None:
+    return cuda_api.API.generator_state(device) if device.type == "cuda" else None
 
 
 @contextmanager

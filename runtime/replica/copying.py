@@ -53,6 +53,7 @@ def copy_module(module: nn.Module, device: torch.device | None = None) -> nn.Mod
     memo.update(_recomputed(module))
     try:
         copied = copy.deepcopy(module, memo)
+        changed = _changed_tensor(module, copied, memo)
         if device is not None:
             _move(copied, device)
         for original, twin in twins.values():
@@ -65,6 +66,8 @@ def copy_module(module: nn.Module, device: torch.device | None = None) -> nn.Mod
     if device is not None:
         copied = copied.to(device)
     difference = first_difference(module, copied)
+    if difference is None and changed is not None:
+        difference = f"{changed!r} has other values"
     if difference is not None:
         raise TypeError(
             f"the copy of a {type(module).__name__} for another replica differs from it: "
@@ -135,6 +138,18 @@ def _twin(t: Tensor, memo: dict[int, Any]) -> Tensor:
     data.set_(storage, t.storage_offset(), t.size(), t.stride())
     twin: Tensor = torch.Tensor._make_subclass(type(t), data, t.requires_grad)
     return twin
+
+
+def _changed_tensor(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> str | None:
+    """Name of a tensor that a module's own ``__deepcopy__`` made with other values, if any."""
+    own = dict(named_tensors(copied))
+    for name, t in named_tensors(module):
+        made, twin = own.get(name), memo.get(id(t))
+        if made is None or twin is None or made is twin or made.shape != t.shape:
+            continue  # a difference of another kind, if any, is found later
+        if not torch.equal(made, t):
+            return name
+    return None
 
 
 def _recomputed(module: nn.Module) -> dict[int, Tensor]:

@@ -104,9 +104,10 @@ class StructureCheck:
 def _saved_names(model: nn.Module) -> Iterator[str]:
     """Names of the parameters and of the buffers that a state dict contains."""
     for prefix, sub in model.named_modules():
-        buffers = [k for k in sub._buffers if k not in sub._non_persistent_buffers_set]
-        for key in (*sub._parameters, *buffers):
-            if getattr(sub, key) is not None:
+        # Script modules have mappings that do not iterate over their keys.
+        names = [*sub._parameters.items(), *sub._buffers.items()]
+        for key, value in names:
+            if value is not None and key not in sub._non_persistent_buffers_set:
                 yield f"{prefix}.{key}" if prefix else key
 
 

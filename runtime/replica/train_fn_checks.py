@@ -191,7 +191,9 @@ def _num_rows(batch: Any, num_samples: int) -> int | None:
         parts = (batch,)
     elif isinstance(batch, list) and len(batch) == num_samples:
         return None  # a list of samples
-    shapes = [part.shape for part in parts if isinstance(part, Tensor) and part.dim()]
+    # Nested tensors may have no shape.
+    dense = [part for part in parts if isinstance(part, Tensor) and not part.is_nested]
+    shapes = [part.shape for part in dense if part.dim()]
     if not shapes or any(shape[0] != shapes[0][0] for shape in shapes):
         return None
     rows = shapes[0][0]

@@ -474,6 +474,20 @@ def test_batches_that_leave_out_samples_train_as_one_device_by_the_number_of_row
     assert "rows" not in caplog.text
 
 
+def nested(samples):
+    x, y, _ = zip(*samples, strict=True)
+    return torch.nested.nested_tensor([row[: 1 + i % 3] for i, row in enumerate(x)]), torch.stack(y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_batches_with_a_nested_tensor_are_trained(caplog):
+    def padded(model, batch):
+        return nn.functional.mse_loss(model(batch[0].to_padded_tensor(0.0)), batch[1])
+
+    run(train=padded, model=make_plain, configure=lambda b: collated(b, nested))
+    assert "rows" not in caplog.text
+
+
 def body(worker):
     for batch in worker.batches():
         worker.step(mse(worker.model, batch))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from runtime import current_worker
-from tests.support.running import GLOO, LOCAL_WAYS, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import GLOO, LOCAL_WAYS, SYNC, THREAD, WAIT_S, builder, local_ways
 
 N, EPOCHS = 24, 2
 
@@ -133,6 +133,78 @@ def test_a_run_without_a_seed_repeats_after_manual_seed_and_logs_it(caplog):
     weights = Net().state_dict()
 
     assert same(first, train(2, seed=0, weights=weights))
+
+
+class Projected(nn.Module):
+    """Attributes that are neither parameters nor buffers, of each generator of the process."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = torch.randn(6, 3)
+        self.order = np.random.permutation(6)
+        self.scale = random.random()
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(self.scale * x[:, self.order] @ self.features)
+
+
+@local_ways
+@pytest.mark.parametrize("seed", [None, 5])
+def test_attributes_that_a_factory_draws_are_those_of_rank_0_on_every_rank(way, seed):
+    made = []
+
+    def make(device):
+        made.append(Projected())
+        return made[-1]
+
+    def fit(model, batch):
+        return (model(batch[0]).squeeze(1) - batch[1]).square().mean()
+
+    b = builder(model=make, train=fit, dataset=Noisy(), epochs=1, ranks=3, way=way)
+    if seed is not None:
+        b.seed(seed)
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    state = b.run().join(WAIT_S)
+    after = torch.rand(()), np.random.rand(), random.random()
+    state.model()
+    for net in made[1:]:
+        assert torch.equal(net.features, made[0].features)
+        assert (net.order == made[0].order).all()
+        assert net.scale == made[0].scale
+    # The process's generators are where one call of the factory leaves them.
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    if seed is None:
+        Projected()
+    else:
+        np.random.permutation(6), random.random()
+    assert (torch.rand(()), np.random.rand(), random.random()) == after
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_script_modules_of_a_factory_train_like_the_modules_that_they_are_made_of(ranks):
+    def run(make):
+        def fit(model, batch):
+            return (model(batch[0]).squeeze(1) - batch[1]).square().mean()
+
+        b = builder(
+            model=make,
+            optim=lambda params: torch.optim.SGD(params, 0.01),
+            train=fit,
+            dataset=Noisy(),
+            epochs=1,
+            ranks=ranks,
+            way=(SYNC, THREAD),
+        )
+        return b.seed(1).run().join(WAIT_S).params
+
+    def bare(device):
+        return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    wanted, scripted = run(bare), run(lambda device: torch.jit.script(bare(device)))
+    for name, value in wanted.items():
+        torch.testing.assert_close(scripted[name], value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -180,6 +180,15 @@ def with_a_lock():
     return net
 
 
+class Forgetful(nn.Linear):
+    def __deepcopy__(self, memo):
+        return Forgetful(3, 2)
+
+
+def forgetful():
+    return nn.Sequential(Forgetful(3, 2))
+
+
 class Careless(nn.Linear):
     def __deepcopy__(self, memo):
         copied = Careless(3, 2)
@@ -201,6 +210,7 @@ REFUSED = [
     (with_optimizer_in_backward, "a hook of the parameter 'weight'"),
     (with_patched_forward, "the function 'forward'"),
     (careless, "number of hooks of 'weight'"),
+    (forgetful, "'0.weight' has other values"),
     (with_a_lock, "a Linear cannot be copied for each replica"),
 ]
 
@@ -340,3 +350,8 @@ def test_a_closure_over_a_variable_without_a_value_is_copied():
         later = None
     net.register_forward_hook(hook)
     assert torch.equal(copy_module(net)(X), net(X))
+
+
+def test_a_copy_that_a_module_makes_itself_is_taken_if_its_values_are_the_same():
+    net = Careless(3, 2)
+    assert torch.equal(copy_module(net).weight, net.weight)
