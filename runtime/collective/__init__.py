@@ -15,6 +15,7 @@ from runtime.collective.nccl_library import has_nccl, launch_blocking_fault, sha
 from runtime.collective.process_group import ProcessGroupCollective, create_process_groups
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
+from runtime.core.checks import check_word
 from runtime.core.threads import prepare_threads
 
 __all__ = [
@@ -67,18 +68,9 @@ def create_collectives(
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"{len(devices)} devices for {world_size} ranks; pass one for each rank")
     placed = [_place(device) for device in devices or ["cpu"] * world_size]
+    create = _KINDS[check_word("kind", kind, tuple(_KINDS))]
     prepare_threads()  # each rank is a thread that computes
-    if kind == "thread":
-        group = Group(world_size, timeout_s)
-        return [_thread_end(rank, group, device) for rank, device in enumerate(placed)]
-    if kind == "gloo":
-        if any(device.type != "cpu" for device in placed):
-            raise ValueError("'gloo' collectives reduce CPU tensors; pass CPU devices")
-        return list(create_process_groups(world_size, timeout_s))
-    if kind == "nccl":
-        _check_nccl(placed)
-        return list(create_nccl_groups(placed, timeout_s))
-    raise ValueError(f"unknown kind {kind!r}; pass 'thread', 'gloo' or 'nccl'")
+    return create(placed, timeout_s)
 
 
 def _place(device: torch.device | str) -> torch.device:
@@ -89,14 +81,24 @@ def _place(device: torch.device | str) -> torch.device:
     return placed if placed.type == "cpu" else torch.device("cuda", placed.index or 0)
 
 
-def _thread_end(rank: int, group: Group, device: torch.device) -> Collective:
-    world_size = group.barrier.parties
-    if device.type == "cpu":
-        return ThreadCollective(rank, world_size, group)
-    return StagedThreadCollective(rank, world_size, group, device)
+def _create_thread(devices: Sequence[torch.device], timeout_s: float) -> list[Collective]:
+    world_size = len(devices)
+    group = Group(world_size, timeout_s)
+    return [
+        ThreadCollective(rank, world_size, group)
+        if device.type == "cpu"
+        else StagedThreadCollective(rank, world_size, group, device)
+        for rank, device in enumerate(devices)
+    ]
 
 
-def _check_nccl(devices: Sequence[torch.device]) -> None:
+def _create_gloo(devices: Sequence[torch.device], timeout_s: float) -> list[Collective]:
+    if any(device.type != "cpu" for device in devices):
+        raise ValueError("'gloo' collectives reduce CPU tensors; pass CPU devices")
+    return list(create_process_groups(len(devices), timeout_s))
+
+
+def _create_nccl(devices: Sequence[torch.device], timeout_s: float) -> list[Collective]:
     fault: str | None = "NCCL refuses CPU devices"
     if all(device.type == "cuda" for device in devices):
         fault = shared_gpu_fault() if len(set(devices)) < len(devices) else None
@@ -108,6 +110,11 @@ def _check_nccl(devices: Sequence[torch.device]) -> None:
         raise ValueError("'nccl': this build of PyTorch has no NCCL; use 'thread'")
     if (fault := launch_blocking_fault(len(devices))) is not None:
         raise ValueError(f"'nccl': {fault}, or use 'thread'")
+    return list(create_nccl_groups(devices, timeout_s))
+
+
+_KINDS = {"thread": _create_thread, "gloo": _create_gloo, "nccl": _create_nccl}
+"""Creates the groups of each kind, on checked devices."""
 
 
 def resolve_backend(

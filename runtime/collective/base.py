@@ -325,6 +325,27 @@ class Collective(ABC):
     def _take_part(self, request: Request, plan: Plan) -> None:
         """Executes this rank's part of a plan. If it raises, the group is aborted."""
 
+    def _new_shared(self, members: Sequence[int], group: Group) -> Any:
+        """Objects that the ranks of a new subgroup share, in addition to ``group``.
+
+        Runs on the last rank to arrive, while all others wait.
+
+        Args:
+            members: Their ranks in this group.
+            group: Their rendezvous.
+        """
+        return None
+
+    def _join_subgroup(self, rank: int, group: Group, shared: Any) -> Collective:
+        """Connects this rank to the others of a new subgroup, which do the same in their threads.
+
+        Args:
+            rank: Its rank in the subgroup.
+            group: The rendezvous.
+            shared: The result of :meth:`_new_shared`.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be split; use create_collectives")
+
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until the threads of a closed collective have ended, which requires that its peers
         are closed, too; returns False on timeout.

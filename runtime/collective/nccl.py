@@ -19,6 +19,7 @@ import torch.distributed
 from runtime.collective.base import (
     BUCKETED_MEAN,
     BucketedMean,
+    Collective,
     CollectiveWork,
     Group,
     Plan,
@@ -32,6 +33,7 @@ from runtime.collective.process_group import (
     Staged,
     as_summed,
     connect_ranks,
+    new_store,
 )
 from runtime.collective.thread import Scratch, reduce_at_once, work_of
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, GpuWorkerError, mark_failed
@@ -153,6 +155,23 @@ class NcclCollective(ProcessGroupCollective):
             self.host_runs_ahead = self.agree("joins", capable=self._read_host is not None)
             backend.eager_connect_single_device(device)
         return backend
+
+    def _new_shared(self, members: Sequence[int], group: Group) -> Any:
+        devices = [self._devices[member] for member in members]
+        prefix = f"nccl-{next(_incarnations)}"
+        return new_store(group.timeout_s), prefix, devices, Communicators(group, devices)
+
+    def _join_subgroup(self, rank: int, group: Group, shared: Any) -> Collective:
+        store, prefix, devices, communicators = shared
+        try:
+            return NcclCollective(
+                rank, store, prefix, group.timeout_s, group, devices, communicators
+            )
+        except BaseException as error:
+            # As :meth:`abort`: ranks that have connected must not use an aborted exchange.
+            group.barrier.abort(f"rank {self.rank} could not join its subgroup: {error}")
+            communicators.abort()
+            raise
 
     def _load_reader(self) -> Callable[[Tensor, Tensor], None] | None:
         try:
@@ -902,8 +921,7 @@ def create_nccl_groups(devices: Sequence[torch.device], timeout_s: float) -> lis
         os.environ.setdefault(name, value)
     world_size = len(devices)
     gate = Group(world_size, timeout_s)
-    store = _c10d.HashStore()
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store = new_store(timeout_s)
     prefix = f"nccl-{next(_incarnations)}"
     communicators = Communicators(gate, devices)
 

@@ -124,6 +124,14 @@ class ProcessGroupCollective(Collective):
         """The backend, connected to the other ranks'."""
         return _connect_gloo(self.rank, self.world_size, store, self._timeout_s)
 
+    def _new_shared(self, members: Sequence[int], group: Group) -> Any:
+        return new_store(group.timeout_s)
+
+    def _join_subgroup(self, rank: int, group: Group, shared: Any) -> Collective:
+        return ProcessGroupCollective(
+            rank, group.barrier.parties, shared, "subgroup", group.timeout_s, group
+        )
+
     def _options(self, kind: Any) -> Any:
         """Options of an operation of the backend."""
         return kind()
@@ -472,6 +480,13 @@ def create_process_groups(world_size: int, timeout_s: float) -> list[ProcessGrou
         return ProcessGroupCollective(rank, world_size, store, "collective", timeout_s, gate)
 
     return connect_ranks(connect, world_size, timeout_s)
+
+
+def new_store(timeout_s: float) -> Store:
+    """A store through which the ranks of one group connect."""
+    store: Store = _c10d.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def connect_ranks(

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed
-
 from runtime.collective.base import Collective, Group, Plan, Request
-from runtime.collective.nccl import Communicators, NcclCollective
-from runtime.collective.process_group import ProcessGroupCollective
-from runtime.collective.thread import StagedThreadCollective, ThreadCollective
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
-
-# Any: the type stubs leave out most of the names below.
-_c10d: Any = torch.distributed
-
-_subgroup_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +17,12 @@ class _Place:
     Attributes:
         members: Their ranks in the group that is split.
         group: Their rendezvous.
-        prefix: Name of the subgroup in the store; fresh for every subgroup.
-        store: The store through which process groups connect.
-        communicators: Shared by the ranks over NCCL.
+        shared: Their other objects, by kind of collective.
     """
 
     members: tuple[int, ...]
     group: Group
-    prefix: str
-    store: Any
-    communicators: Communicators
+    shared: Any
 
 
 @dataclass(slots=True)
@@ -136,36 +119,20 @@ def _plan(collective: Collective, requests: Sequence[Request]) -> Plan:
     places: dict[Any, _Place] = {}
     for color in dict.fromkeys(colors):
         members = tuple(rank for rank, other in enumerate(colors) if other == color)
-        places[color] = _new_place(collective, members)
+        group = Group(len(members), collective._group.timeout_s)
+        places[color] = _Place(members, group, collective._new_shared(members, group))
         # Before any rank can use the subgroup.
-        collective._group.barrier.link(places[color].group.barrier, members)
+        collective._group.barrier.link(group.barrier, members)
     return _SplitPlan(places=[places[color] for color in colors])
-
-
-def _new_place(collective: Collective, members: tuple[int, ...]) -> _Place:
-    timeout_s = collective._group.timeout_s
-    store = None
-    devices = getattr(collective, "_devices", [torch.device("cpu")] * collective.world_size)
-    if isinstance(collective, ProcessGroupCollective):
-        store = _c10d.HashStore()
-        store.set_timeout(timedelta(seconds=timeout_s))
-    group = Group(len(members), timeout_s)
-    return _Place(
-        members=members,
-        group=group,
-        prefix=f"{collective.kind}-subgroup-{next(_subgroup_numbers)}",
-        store=store,
-        communicators=Communicators(group, [devices[member] for member in members]),
-    )
 
 
 def _join(collective: Collective, place: _Place) -> Collective:
     """Connects this rank to the others of its subgroup, which do the same in their threads."""
     try:
-        return _new_end(collective, place)
+        rank = place.members.index(collective.rank)
+        return collective._join_subgroup(rank, place.group, place.shared)
     except BaseException as error:
         place.group.barrier.abort(f"rank {collective.rank} could not join its subgroup: {error}")
-        place.communicators.abort()
         if isinstance(error, RuntimeError) and not isinstance(
             error, (CollectiveAborted, CollectiveTimeout)
         ):
@@ -173,20 +140,3 @@ def _join(collective: Collective, place: _Place) -> Collective:
                 f"rank {collective.rank} could not join its subgroup: {error}"
             ) from error
         raise
-
-
-def _new_end(collective: Collective, place: _Place) -> Collective:
-    rank, size = place.members.index(collective.rank), len(place.members)
-    group, timeout_s = place.group, place.group.timeout_s
-    if isinstance(collective, NcclCollective):
-        devices = [collective._devices[member] for member in place.members]
-        return NcclCollective(
-            rank, place.store, place.prefix, timeout_s, group, devices, place.communicators
-        )
-    if isinstance(collective, ProcessGroupCollective):
-        return ProcessGroupCollective(rank, size, place.store, place.prefix, timeout_s, group)
-    if isinstance(collective, StagedThreadCollective):
-        return StagedThreadCollective(rank, size, group, collective._device)
-    if isinstance(collective, ThreadCollective):
-        return type(collective)(rank, size, group)
-    raise TypeError(f"{type(collective).__name__} cannot be split; use create_collectives")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,6 +141,9 @@ class ThreadCollective(Collective):
         steps = plan.work.shares[self.rank]
         _carry_out(self._group, self.rank, steps, plan.work.op, plan.factors, self._scratch)
         self._group.part(self.rank)
+
+    def _join_subgroup(self, rank: int, group: Group, shared: Any) -> Collective:
+        return type(self)(rank, group.barrier.parties, group)
 
     def _release(self) -> None:
         self._group.kept = None
@@ -382,6 +385,9 @@ class StagedThreadCollective(ThreadCollective):
         self._pinned: Tensor | None = None
         self._fetched: Event | None = None
         self._returned: Event | None = None
+
+    def _join_subgroup(self, rank: int, group: Group, shared: Any) -> Collective:
+        return type(self)(rank, group.barrier.parties, group, self._device)
 
     def _placement_fault(self, tensor: Tensor) -> str | None:
         # Called by the last rank to arrive for the tensors of all ranks, already staged.

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import psutil
@@ -36,7 +36,20 @@ from tests.support import programs
 from tests.support.pairs import SCALE, pairwise
 from tests.support.posing import POSING, posing_group
 
-KINDS = ("thread", "gloo", *POSING)
+
+@contextmanager
+def created(world_size: int, kind: str, timeout_s: float) -> Iterator[list[Collective]]:
+    ends = create_collectives(world_size, kind, timeout_s=timeout_s)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+GROUPS = {"thread": created, "gloo": created, **dict.fromkeys(POSING, posing_group)}
+"""The tested kinds, each with a function that opens a group of it."""
+KINDS = tuple(GROUPS)
 WORLD_SIZES = (1, 2, 3, 4)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -60,20 +73,10 @@ def _a_hundredth_is_large(monkeypatch):
         monkeypatch.setattr(thread_module, name, size >> 7)
 
 
-@contextmanager
 def group_of(
     world_size: int, kind: str, timeout_s: float = TIMEOUT_S
-) -> Iterator[list[Collective]]:
-    if kind in POSING:
-        with posing_group(world_size, kind, timeout_s) as posing:
-            yield posing
-        return
-    ends = create_collectives(world_size, kind, timeout_s=timeout_s)
-    try:
-        yield ends
-    finally:
-        for end in ends:
-            end.close()
+) -> AbstractContextManager[list[Collective]]:
+    return GROUPS[kind](world_size, kind, timeout_s)
 
 
 def start(work: Callable[[], Any]) -> Future[Any]:
@@ -743,7 +746,7 @@ def test_wrong_arguments_raise_on_every_rank_and_leave_the_group_usable(kind):
     ("arguments", "message"),
     [
         ({"world_size": 0}, "at least 1"),
-        ({"world_size": 2, "kind": "carrier pigeon"}, "pass 'thread', 'gloo' or 'nccl'"),
+        ({"world_size": 2, "kind": "carrier pigeon"}, "pass one of thread, gloo, nccl"),
         ({"world_size": 2, "timeout_s": 0.0}, "positive"),
         ({"world_size": 2, "devices": ["cpu"]}, "1 devices for 2 ranks"),
         ({"world_size": 2, "kind": "gloo", "devices": ["cuda:0", "cuda:1"]}, "CPU devices"),
