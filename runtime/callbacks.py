@@ -33,6 +33,7 @@ from runtime.replica.flat import copy_values
 logger = logging.getLogger(__name__)
 
 MODES = ("min", "max")
+_IN_USE_LOCK = threading.Lock()
 METRIC_REMEDY = "a name, such as 'eval/loss'"
 
 
@@ -47,10 +48,7 @@ class Callback:
     """
 
     takes_weights = False
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_in_use = False
+    _is_in_use = False  # of the class: subclasses may have an __init__ that does not call this one
 
     def begin(self, run: StoppableRun) -> None:
         """Called before the run starts, in the thread that starts it.
@@ -58,7 +56,7 @@ class Callback:
         Raises:
             RuntimeError: The callback serves another run that is not over.
         """
-        with self._lock:
+        with _IN_USE_LOCK:
             if self._is_in_use:
                 raise RuntimeError(
                     f"{type(self).__name__} serves a run that is not over: create one for each run"
@@ -93,7 +91,7 @@ class Callback:
 
     def end(self) -> None:
         """Called when the run is over."""
-        with self._lock:
+        with _IN_USE_LOCK:
             self._is_in_use = False
 
 
@@ -250,7 +248,6 @@ class EarlyStopping(_MetricCallback):
         min_delta: float = 0.0,
         target: float | None = None,
     ) -> None:
-        super().__init__()
         check_float("EarlyStopping: min_delta", min_delta, 0.0)
         self._make_tracker = partial(MetricTracker, "EarlyStopping", metric, mode, min_delta)
         self._tracker = self._make_tracker()
@@ -299,7 +296,6 @@ class TimeLimit(Callback):
     """
 
     def __init__(self, limit: float | timedelta) -> None:
-        super().__init__()
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
         self._limit_s = check_float("TimeLimit", seconds, 0.0, above=True)
         self._timer: threading.Timer | None = None
@@ -361,7 +357,7 @@ class KeepBest(_MetricCallback):
         mode: str = "min",
         restore: bool = False,
     ) -> None:
-        super().__init__()
+        self._lock = threading.Lock()
         self._restores = check_flag("KeepBest: restore", restore)
         if path is None and not restore:
             raise ValueError(

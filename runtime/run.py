@@ -81,6 +81,8 @@ from runtime.worker.worker_config import WAKE, EvalFn, WorkerEndpoints
 logger = logging.getLogger(__name__)
 
 WORKER_GRACE_S = 5.0
+_STOP_IN_GENERATOR = "generator raised StopIteration"
+"""Python's message."""
 
 UNSEEDED = (
     "seed(n) is not set: the order of samples and the workers' generators use 0, and initial "
@@ -492,6 +494,8 @@ class Run:
 
     def _report(self, rank: int, worker: GpuWorker | None, error: BaseException) -> None:
         """Report an exception of a worker to the coordinator."""
+        if isinstance(error.__cause__, StopIteration) and str(error) == _STOP_IN_GENERATOR:
+            error = error.__cause__  # of the user's code, which a generator of this project called
         error = fold_tracebacks(self._data_path.explain(rank, error))
         if self._loop_peers is not None:
             self._loop_peers.leave(rank)

@@ -245,6 +245,11 @@ def _positive(value: Any, where: str) -> None:
         fail(where, value, "a number above 0")
 
 
+def _number(value: Any, where: str) -> None:
+    if type(value) is not bool:
+        number()(value, where)
+
+
 _SCALER = {
     "scale": _positive,
     "growth_factor": _positive,
@@ -287,6 +292,7 @@ _RANK_STATE = record(
     may={
         "modes": _FLAGS,
         "requires_grad": _FLAGS,
+        "numbers": items(mapping(of_type(str), lambda value, where: _number(value, where))),
         "groups": items(items(of_type(str))),
         "train_point": items(of_type(Tensor)),
         "strides": items(items(integer())),

@@ -93,6 +93,18 @@ def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimiz
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
 
 
+def own_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Numbers and flags among the attributes of each member, as of an optimizer that counts its
+    steps itself. State dicts lack them; those of PyTorch's optimizers need none.
+    """
+    return [
+        {name: value for name, value in vars(each).items() if type(value) in (bool, int, float)}
+        if not type(each).__module__.startswith("torch.optim")
+        else {}
+        for each in members_of(optimizer)
+    ]
+
+
 def copy_tensor_settings(optimizer: torch.optim.Optimizer) -> None:
     """Give its groups settings of their own that are tensors: schedulers write them in place, and
     the factories of all workers may have passed one learning rate.

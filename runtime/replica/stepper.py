@@ -35,7 +35,13 @@ from runtime.replica.error_notes import explain_error
 from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.non_finite import StepFiniteCheck
-from runtime.replica.optimizers import load_optimizer_state, optimizer_kind, state_in_order
+from runtime.replica.optimizers import (
+    load_optimizer_state,
+    members_of,
+    optimizer_kind,
+    own_numbers,
+    state_in_order,
+)
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.reducer import GradientReducer, PackedGradients
 from runtime.replica.train_fn_checks import TrainFnChecks
@@ -105,6 +111,7 @@ class Stepper:
         self.part_names = tuple(part.name for part in parts)
         self._parts = {part.name: part for part in parts}
         self._whole = OptimizerPart("", params, optimizer, reducer, finite_check)
+        self._built_numbers = own_numbers(optimizer)
         self._model = model
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(precision)
@@ -304,6 +311,7 @@ class Stepper:
         state = state_in_order(other._whole.optimizer.state_dict(), theirs, own)
         state = copy.deepcopy(state)
         load_optimizer_state(self._whole.optimizer, state)
+        self._load_numbers(other._changed_numbers())
         if self._scaler is not None and other._scaler is not None:
             self._scaler.load_state_dict(other._scaler.state_dict())
 
@@ -312,7 +320,24 @@ class Stepper:
         optimizer = self._whole.optimizer
         scaler = None if self._scaler is None else self._scaler.state_dict()
         kind = optimizer_kind(optimizer)
-        return {"optimizer": optimizer.state_dict(), "kind": kind, "scaler": scaler}
+        return {
+            "optimizer": optimizer.state_dict(),
+            "numbers": self._changed_numbers(),
+            "kind": kind,
+            "scaler": scaler,
+        }
+
+    def _changed_numbers(self) -> list[dict[str, float]]:
+        """Numbers of the optimizers' own that steps have changed; others are settings."""
+        now = own_numbers(self._whole.optimizer)
+        return [
+            {name: value for name, value in values.items() if built.get(name) != value}
+            for built, values in zip(self._built_numbers, now, strict=True)
+        ]
+
+    def _load_numbers(self, changed: Sequence[Mapping[str, float]]) -> None:
+        for each, values in zip(members_of(self._whole.optimizer), changed, strict=False):
+            vars(each).update(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, or its part of a checkpoint.
@@ -330,6 +355,7 @@ class Stepper:
         self._has_stepped = False
         # A copy: ranks may share it, and torch keeps its containers.
         load_optimizer_state(optimizer, restore_subclasses(state["optimizer"]))
+        self._load_numbers(state.get("numbers", ()))  # older checkpoints have none
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 

@@ -428,6 +428,15 @@ class TwoLayers(nn.Module):
         self.w = nn.Parameter(torch.zeros(1))
 
 
+@pytest.mark.parametrize("place", ["train_fn", "epoch_fn", "eval_fn"])
+def test_a_stop_iteration_is_the_cause_of_the_failure(place):
+    def exhausted(*args):
+        return next(iter([]))
+
+    b = builder(train=exhausted) if place == "train_fn" else getattr(builder(), place)(exhausted)
+    assert isinstance(failure_of(b).__cause__, StopIteration)
+
+
 def test_a_sparse_gradient_is_refused():
     error = failure_of(
         builder(model=lambda d: TwoLayers(), train=lambda m, b: m.embed(b[0] % 8).sum() + m.w.sum())

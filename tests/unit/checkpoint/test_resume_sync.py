@@ -22,6 +22,23 @@ X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
 DATA = (X, X.sum(1, keepdim=True))
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute, which its state dict lacks."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.num_steps = 0
+        self.has_stepped = False
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"] if self.has_stepped else ():
+                p.grad.div_(self.num_steps)
+        self.has_stepped = True
+        return super().step(closure)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A run that is bitwise reproducible from its settings."""
@@ -117,6 +134,7 @@ RECIPES = {
     "three ranks with dropout": Recipe(ranks=3, dropout=True),
     "weights": Recipe(accumulate=2, weighted=True),
     "momentum, short batch dropped": Recipe(ranks=3, optim=torch.optim.RMSprop, drop_last=True),
+    "an optimizer that counts its steps": Recipe(ranks=3, optim=Counting),
     "fp16": Recipe(precision="fp16", optim=torch.optim.SGD),
 }
 
