@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import re
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, assert_never
 
 from coordinator import messages as m
 from coordinator.messages import ReportStall
@@ -56,8 +57,6 @@ class StallDetector:
 
     def observe(self, event: m.Event, now: float) -> None:
         """Restart the timer if a handled event made progress."""
-        if isinstance(event, m.ClusterRoundDone):
-            self._last = now
         rnd = self._round
         completed = self._seen[0] if rnd.in_flight or rnd.num_failed else rnd.id
         seen = (completed, len(self._run.outcome.metrics))
@@ -90,8 +89,16 @@ def _is_progress(event: m.Event) -> bool:
             return True
         case m.EvaluationsDone() | m.Exiting() | m.Failed() | m.ThreadEnded():
             return True
-        case _:
+        case m.ClusterRoundDone():
+            return True
+        case m.FinalSnapshot() | m.EvaluationRequested() | m.Regrouped() | m.ConnectFailed():
             return False
+        case m.Averaged() | m.StopRequested() | m.SaveRequested() | m.AbortRequested() | m.Tick():
+            return False
+        case m.ClusterCheckpointRequested():
+            return False
+        case _:
+            assert_never(event)
 
 
 def describe(run: RunState, round: Round) -> str:
@@ -142,34 +149,9 @@ def _brief(value: object) -> str:
             return type(value).__name__
 
 
-# Kept whole. Any other message may hold tensors, or an exception whose frames do, and is reduced
-# to its name and whole numbers.
-_KEPT_WHOLE = frozenset(
-    (
-        m.StartEpoch,
-        m.SyncNow,
-        m.RequestParams,
-        m.SetGlobalStep,
-        m.Throttle,
-        m.Resume,
-        m.Evaluate,
-        m.CallCheckpointFn,
-        m.Shutdown,
-        m.Ready,
-        m.BatchReport,
-        m.EpochReport,
-        m.SyncAck,
-        m.EvalReport,
-        m.EvaluationRequested,
-        m.EvaluationsDone,
-        m.CheckpointDone,
-        m.Exiting,
-        m.ThreadEnded,
-        m.StopRequested,
-        m.AbortRequested,
-        m.ClusterCheckpointRequested,
-    )
-)
+_PLAIN = {"bool", "float", "int", "range", "str", "tuple", "None", "AverageBackend"}
+_PLAIN |= {"BatchBudget", "BatchReport", "EpochPlan", "ReportStats", "ValidationTask"}
+"""Types of fields that are kept. Others may hold tensors, or an exception whose frames do."""
 
 
 class MessageLog:
@@ -179,7 +161,7 @@ class MessageLog:
     """
 
     def __init__(self) -> None:
-        self._rings: defaultdict[tuple[str, int], deque[tuple[float, object]]] = defaultdict(
+        self._rings: defaultdict[tuple[str, int], deque[tuple[float, Any]]] = defaultdict(
             lambda: deque(maxlen=NUM_KEPT)
         )
 
@@ -193,12 +175,9 @@ class MessageLog:
         self._record(("to", rank), message, now)
 
     def _record(self, key: tuple[str, int], message: Any, now: float) -> None:
-        kind = type(message)
-        if kind not in _KEPT_WHOLE:
-            names = [field.name for field in dataclasses.fields(message) if field.name != "rank"]
-            numbers = [(name, getattr(message, name)) for name in names]
-            message = (kind, [(name, n) for name, n in numbers if isinstance(n, int)])
-        self._rings[key].append((now, message))
+        kind: Any = type(message)
+        values = [(name, getattr(message, name)) for name in _plain_fields(kind)]
+        self._rings[key].append((now, (kind, values)))
 
     def text(self, now: float) -> str:
         """The recorded messages, oldest first, with their age in seconds."""
@@ -209,11 +188,19 @@ class MessageLog:
         return "\n".join(lines) or "none"
 
 
-def _text(message: object) -> str:
-    if isinstance(message, tuple):
-        kind, numbers = message
-        return f"{kind.__name__}({', '.join(f'{name}={n}' for name, n in numbers)})"
-    text = repr(message)
+@functools.cache
+def _plain_fields(kind: Any) -> tuple[str, ...]:
+    """Fields of a message whose types hold no tensors, by the names in their annotations."""
+    return tuple(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.repr and _PLAIN.issuperset(re.findall(r"\w+", str(field.type)))
+    )
+
+
+def _text(message: tuple[type[Any], list[tuple[str, object]]]) -> str:
+    kind, values = message
+    text = f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values)})"
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ..."
 
 

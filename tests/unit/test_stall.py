@@ -238,23 +238,26 @@ def with_tensors(tensor):
         m.ParamSnapshot(rank=0, round=7, payload=payload, num_samples=1, num_batches=1),
         m.FinalSnapshot(rank=0, payload=payload, num_samples=1),
         m.Averaged(round=7, average=payload),
+        m.SyncAck(rank=0, round=7, average=payload, extra={"a": tensor}),
+        m.Halted(rank=0, generation=0, step=0, error=failed.error),
         failed,
-    ), m.Update(round=7, average=payload)
+    ), (m.Update(round=7, average=payload), m.Evaluate(epoch=0, state=payload))
 
 
 def test_no_message_kept_holds_a_tensor():
     log = MessageLog()
     tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
-    events, update = with_tensors(tensor)
+    events, messages = with_tensors(tensor)
     for event in events:
         log.received(event, 0.0)
-    log.sent(0, update, 0.0)
-    del tensor, events, event, update
+    for message in messages:
+        log.sent(0, message, 0.0)
+    del tensor, events, event, messages, message
     gc.collect()
     assert alive() is None
-    assert log.text(0.0).count("(round=7") == 3
-    assert "s ago  Failed(epoch=0, step=0, " in log.text(0.0)
+    assert log.text(0.0).count("round=7") == 4
+    assert "s ago  Failed(rank=0, epoch=0, step=0, fatal=False" in log.text(0.0)
 
 
 @pytest.mark.parametrize("lock", [True, False])
