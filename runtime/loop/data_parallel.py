@@ -18,6 +18,7 @@ from runtime.collective import resolve_backend
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
+from runtime.core.nested import map_batch
 from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.batches import movable_parts, move_batch
@@ -287,7 +288,7 @@ class DataParallelCoordinator(Closeable):
     def _compute_shard(self, rank: int, samples: Any, num_samples: int) -> ShardLoss:
         """Compute the gradients of a shard; run in the replica's thread."""
         if isinstance(samples, Tensor) or holds_columns(samples):
-            samples = move_batch(samples, self._devices[rank])
+            samples = move_batch(map_batch(samples, _uncoupled), self._devices[rank])
         with self._mirror.computing(rank) as model:
             try:
                 loss, result = read_result(self._loss_fn(model, samples), model.parameters())
@@ -414,6 +415,11 @@ class DataParallelCoordinator(Closeable):
             RuntimeError: A thread does not return from user code.
         """
         self._runner.close()
+
+
+def _uncoupled(part: Any) -> Any:
+    """A view with a version counter of its own, as ranks may write to their parts in place."""
+    return part.data if isinstance(part, Tensor) and not part.requires_grad else part
 
 
 @dataclass(frozen=True, slots=True)

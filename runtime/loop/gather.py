@@ -40,7 +40,8 @@ class OutputGather:
     Attributes:
         gathered: Each tensor of the output.
         may_couple_samples: True if an output may relate the samples of a shard to each other:
-            another dimension is as long as the shard, and all shards have the same size.
+            another dimension, a list or a number is as large as the shard, and all shards have
+            the same size.
 
     Raises:
         ValueError: Outputs cannot be concatenated, or relate samples to each other.
@@ -69,7 +70,7 @@ class OutputGather:
         sizes = [shard.stop - shard.start for shard in shards]
         batch_dim = scatter.batch_dim
         coupled = [parts for parts in columns if _couples_samples(parts, sizes, batch_dim)]
-        self.may_couple_samples = bool(coupled)
+        self.may_couple_samples = bool(coupled) or _may_count_samples(first, sizes)
         if coupled and len(set(sizes)) > 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in coupled[0])
             raise ValueError(COUPLED_OUTPUT.format(shapes=shapes, sizes=", ".join(map(str, sizes))))
@@ -119,6 +120,8 @@ class OutputGather:
                 "backward ran through this output before, and the graph was freed: pass "
                 "retain_graph=True to the first backward to run a second"
             )
+        inputs_of = [shard.inputs for shard in self._shards]
+        self._scatter.mark_writes([given for given in inputs_of if given is not None])
         columns = [tensor.split(grad) for tensor, grad in zip(self.gathered, grads, strict=True)]
         parts = [list(row) for row in zip(*columns, strict=True)]
         assert self._run is not None, "only without gradients"
@@ -236,6 +239,7 @@ class GatheredTensor:
             self.value = values[0]
         elif parts[0].dim() == 0:
             self.weight_is_guessed = True
+            self._guessed = torch.stack(values)
             samples = self._weights = _sample_fractions(parts, shards)
             scaled = [v * w for v, w in zip(values, samples, strict=True)]
             self.value = torch.stack(scaled).sum(0)
@@ -243,6 +247,11 @@ class GatheredTensor:
             self._dim = _sample_dim(parts, shards, batch_dim)
             self._rows = [part.size(self._dim) for part in parts]
             self.value = torch.cat(values, self._dim)
+
+    @property
+    def depends_on_guess(self) -> bool:
+        """True if parts whose weight is guessed differ; a synchronization."""
+        return self.weight_is_guessed and bool((self._guessed != self._guessed[0]).any())
 
     def split(self, grad: Tensor | None) -> list[Tensor | None]:
         """Each part's gradient from the gradient of the combined tensor."""
@@ -314,6 +323,16 @@ def _couples_samples(parts: Sequence[Tensor], sizes: Sequence[int], batch_dim: i
     return False
 
 
+def _may_count_samples(spec: NestedSpec, sizes: Sequence[int]) -> bool:
+    """True if a list has an entry for each sample of a shard, or a number counts them, perhaps."""
+    if len(sizes) < 2 or len(set(sizes)) > 1:
+        return False
+    if spec.kind is None:
+        return type(spec.value) is int and spec.value == sizes[0]
+    is_list = spec.kind in (list, tuple) and len(spec.children) == sizes[0]
+    return is_list or any(_may_count_samples(child, sizes) for child in spec.children)
+
+
 class ShardOutput:
     """One replica's output of one call, with its autograd graph.
 
@@ -323,6 +342,7 @@ class ShardOutput:
         stop: One past the last sample.
         spec: The nested structure of the output.
         outputs: The output's tensors; ``None`` once the graph was freed.
+        inputs: The shard's inputs; ``None`` once the graph was freed.
         weight: The count that scalar losses are means over; ``None``: unknown.
         weight_index: Index of that weight in the outputs; ``None``: not among them.
         leaves: The rank's leaves, one per parameter of the model.
@@ -339,7 +359,7 @@ class ShardOutput:
         self.start, self.stop = start, stop
         self.spec = spec
         self.outputs: list[Tensor] | None = []
-        self._shard_input: ShardInput | None = shard_input
+        self.inputs: ShardInput | None = shard_input
 
     def backward(
         self,
@@ -363,8 +383,8 @@ class ShardOutput:
             The gradient of each tensor of the shard's input; ``None`` if not required.
         """
         assert self.outputs is not None, "checked by the caller"
-        assert self._shard_input is not None, "cleared together with the outputs"
-        leaves = self._shard_input.leaves
+        assert self.inputs is not None, "cleared together with the outputs"
+        leaves = self.inputs.leaves
         required = [leaf for leaf in leaves if leaf is not None]
         pairs = [(o, g) for o, g in zip(self.outputs, grads, strict=True) if g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
@@ -381,7 +401,7 @@ class ShardOutput:
         for leaf in required:
             leaf.grad = None
         if not retain_graph:
-            self.outputs = self._shard_input = None
+            self.outputs = self.inputs = None
         return found
 
 

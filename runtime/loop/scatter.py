@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from runtime.core.loss_weights import LossWeightFn
 from runtime.core.nested import NestedSpec, flatten
+from runtime.loop.mirror import version_of
 
 logger = logging.getLogger(__name__)
+
+WRITES_WHOLE = (
+    "forward writes to its input {name!r} in place, which every device has as a whole, and each of "
+    "{num} devices does so: write to a copy in forward, {name} = {name}.clone()"
+)
 
 
 class Scatter:
@@ -73,6 +79,8 @@ class Scatter:
         args_spec = NestedSpec(tuple, tuple(range(len(args))), tuple(specs[: len(args)]))
         kwargs_spec = NestedSpec(dict, tuple(kwargs), tuple(specs[len(args) :]))
         self._spec = NestedSpec(tuple, (0, 1), (args_spec, kwargs_spec))
+        self._names = names
+        self._versions = list(map(version_of, self.tensors))
         self._find_samples(names, candidates)
         split_names = [n for n, dim in zip(names, self._dims, strict=True) if dim is not None]
         lists = [name for name, spec, _ in candidates if id(spec) in self._lists]
@@ -133,29 +141,80 @@ class Scatter:
             )
         self.num_samples = sizes.pop()
 
-    def shard(self, start: int, stop: int, device: torch.device) -> ShardInput:
+    def shard(
+        self, start: int, stop: int, device: torch.device, *, copies: bool = False
+    ) -> ShardInput:
         """The inputs of samples ``start`` to ``stop`` on a device.
 
-        Views on the device of the inputs. Copies run on the current stream; the host does not
+        Views on the device of the inputs, with version counters of their own, as ranks may write
+        to them in place at the same time. Copies run on the current stream; the host does not
         wait for those from pinned memory and between GPUs.
+
+        Args:
+            start: First sample.
+            stop: One past the last sample.
+            device: The device.
+            copies: Copy on the device of the inputs, too.
         """
-        parts, leaves = [], []
+        parts: list[Tensor | None] = []
+        leaves, versions = [], []
         for index, tensor in enumerate(self.tensors):
-            leaf = None
+            part = leaf = None
             row = self._rows.get(index, start)
             if start <= row < stop or row == start:
-                part = tensor.detach()
+                part = tensor.data
                 dim = self._dims[index]
                 if dim is not None and stop - start < self.num_samples:
                     part = part.narrow(dim, start, stop - start)
                 part = to_device(part, device)
+                if copies and _is_on(part, tensor):
+                    part = part.clone()
                 if tensor.requires_grad and torch.is_grad_enabled():
                     leaf = part.requires_grad_()
-                parts.append(part)
+            parts.append(part)
             leaves.append(leaf)
+            versions.append(-1 if part is None else version_of(part))
         spec = self._sliced(self._spec, start, stop) if self._lists else self._spec
-        args, kwargs = spec.build(iter(parts))
-        return ShardInput(args, kwargs, leaves)
+        args, kwargs = spec.build(part for part in parts if part is not None)
+        return ShardInput(args, kwargs, leaves, parts, versions)
+
+    def adopt_writes(self, shards: Sequence[tuple[int, int, ShardInput]]) -> None:
+        """Take over what forward wrote to its inputs in place, as on one device.
+
+        Args:
+            shards: First sample, one past the last, and inputs of each shard.
+
+        Raises:
+            RuntimeError: Several shards have written to the same input.
+        """
+        for start, stop, given in shards:
+            for index, (part, version) in enumerate(zip(given.parts, given.versions, strict=True)):
+                if part is None or version_of(part) == version:
+                    continue
+                tensor, dim = self.tensors[index], self._dims[index]
+                if dim is None and index not in self._rows and len(shards) > 1:
+                    name = self._names[index]
+                    raise RuntimeError(WRITES_WHOLE.format(name=name, num=len(shards)))
+                if _is_on(part, tensor):
+                    torch.autograd.graph.increment_version(tensor)
+                else:
+                    own = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+                    own.detach().copy_(part.detach())
+                self._versions[index] = version_of(tensor)
+
+    def mark_writes(self, shards: Sequence[ShardInput]) -> None:
+        """Count writes of the caller to the inputs since the forward pass, before backward.
+
+        Autograd then refuses those that it has saved, as on one device.
+        """
+        for index, tensor in enumerate(self.tensors):
+            if version_of(tensor) == self._versions[index]:
+                continue
+            self._versions[index] = version_of(tensor)
+            for given in shards:
+                part = given.parts[index]
+                if part is not None and _is_on(part, tensor):
+                    torch.autograd.graph.increment_version(part)
 
     def _sliced(self, spec: NestedSpec, start: int, stop: int) -> NestedSpec:
         """The structure with the entries of samples ``start`` to ``stop`` in split lists."""
@@ -247,6 +306,11 @@ def _parameter_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in kinds if p.kind in positional)
 
 
+def _is_on(part: Tensor, tensor: Tensor) -> bool:
+    """True if a part of a tensor shares its memory."""
+    return part.device == tensor.device
+
+
 def _num_tensors(spec: NestedSpec) -> int:
     if spec.kind is Tensor:
         return 1
@@ -271,11 +335,15 @@ class ShardInput(NamedTuple):
         args: Positional inputs.
         kwargs: Keyword inputs.
         leaves: For each input tensor the leaf that accumulates its gradient, or ``None``.
+        parts: For each input tensor the shard's part, ``None`` if it has none.
+        versions: The version counter of each part before the forward pass.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Tensor | None]
+    parts: list[Tensor | None]
+    versions: list[int]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

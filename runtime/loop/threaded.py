@@ -62,9 +62,9 @@ IN_TRANSFORM = (
 )
 LOSS_WEIGHT_GUESSED = (
     "the model returned a loss without a dimension from each device, and the count that it is a "
-    "mean over is unknown: it is weighted by samples, which is wrong where tokens are ignored or "
-    "classes have weights; pass DdpConfig(loss_weight=f(inputs, output)), or return a field "
-    "loss_weight"
+    "mean over is unknown: it is weighted by samples, which is wrong where tokens are ignored, "
+    "classes have weights, or the loss relates samples to each other; pass "
+    "DdpConfig(loss_weight=f(inputs, output)), or return a field loss_weight"
 )
 
 
@@ -113,6 +113,7 @@ class ThreadedEngine:
         self._pending = PendingGradients(len(replicas))
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
+        self._num_guesses = 0
         self._coupling = SampleCoupling.UNKNOWN
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
@@ -169,15 +170,28 @@ class ThreadedEngine:
             self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
+        scatter.adopt_writes([(s.start, s.stop, s.inputs) for s in shards])
         gather = OutputGather(scatter, shards, self.devices[0], self.backward, params)
         if self._coupling is not SampleCoupling.NO and len(shards) > 1:
             self._coupling = (
                 SampleCoupling.MAYBE if gather.may_couple_samples else SampleCoupling.NO
             )
-        if not self._has_warned and any(gathered.weight_is_guessed for gathered in gather.gathered):
+        self._warn_of_guess(gather)
+        return gather.output()
+
+    def _warn_of_guess(self, gather: OutputGather) -> None:
+        """Warn once if the value of a number depends on guessed weights.
+
+        Compares the ranks' numbers at calls 1, 2, 4, 8, and so on, as it is a synchronization.
+        """
+        if self._has_warned or not any(each.weight_is_guessed for each in gather.gathered):
+            return
+        self._num_guesses += 1
+        if self._num_guesses & (self._num_guesses - 1):
+            return
+        if any(each.depends_on_guess for each in gather.gathered):
             self._has_warned = True
             logger.warning(LOSS_WEIGHT_GUESSED)
-        return gather.output()
 
     def _sizes(self, num_samples: int) -> Sequence[int]:
         """Shard sizes by throughput; unequal ones if outputs may couple samples, to find out."""

@@ -199,3 +199,33 @@ def test_no_replica_gets_a_single_sample_where_batch_statistics_are_used(batch):
         coordinator.train_batch(torch.randn(batch, 6))
         assert len(sizes) == min(4, batch)
         assert identical(coordinator)
+
+
+def test_a_loss_fn_may_write_to_its_samples():
+    def batches():
+        return [samples_of(n, seed) for seed, n in enumerate((8, 7))]
+
+    model = mlp("cpu")
+    optimizer = sgd(model.parameters())
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_fn(model, (x.mul_(0.5), y))[0].backward()
+        optimizer.step()
+    meeting = threading.Barrier(2)
+
+    def loss(model, samples):
+        x, y = samples
+        first = meeting.wait(60.0) == 0
+        if first:
+            found = loss_fn(model, (x.mul_(0.5), y))
+            meeting.wait(60.0)
+        else:
+            meeting.wait(60.0)
+            found = loss_fn(model, (x.mul_(0.5), y))
+        meeting.wait(60.0)  # the second rank writes after the first has saved its samples
+        return found
+
+    with replicas(2, optim=sgd, loss=loss) as coordinator:
+        for samples in batches():
+            coordinator.train_batch(samples)
+    assert_close(state(coordinator.primary), state(model))

@@ -17,10 +17,12 @@ from runtime import (
     Trainer,
     Weighted,
 )
+from runtime.loop import scatter
 from runtime.loop.balance import Balancer
 from runtime.loop.loop_engine import WEIGHTED_TWICE
 from tests.support.own_loop import (
     NUM_CLASSES,
+    NUM_FEATURES,
     OneDevice,
     assert_close,
     loss_fn,
@@ -185,6 +187,152 @@ def test_statistics_of_batch_normalization_are_no_reason_to_refuse_a_model(track
     norm = nn.BatchNorm1d(NUM_CLASSES, track_running_stats=track, dtype=torch.float64)
     with on_cpus(nn.Sequential(net, norm)) as model:
         model(make_batch(8)[0]).sum().backward()
+
+
+class Returning(nn.Module):
+    """Returns a function of its linear layer's output."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES, dtype=torch.float64)
+        self.make = make
+
+    def forward(self, x, **kwargs):
+        return self.make(self, self.linear(x), **kwargs)
+
+
+COUNTING = {
+    "list of rows": lambda _, z: list(z.repeat(1, 4)),
+    "dicts of rows": lambda _, z: [{"row": row} for row in z.repeat(1, 4)],
+    "number": lambda _, z: (z, len(z)),
+    "shape": lambda _, z: {"logits": z, "shape": z.shape},
+}
+
+
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+def test_an_output_whose_structure_depends_on_the_number_of_samples_is_refused(make):
+    x, _ = make_batch(8)
+    with on_cpus(Returning(make)) as model:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"depends on the number of samples.*torch\.stack"):
+                model(x)
+    with on_cpus(Returning(make), config=DdpConfig(whole=[])) as model:
+        model(x)  # the lists have the same length
+        with pytest.raises(ValueError, match="another output than rank 0"):
+            model(x)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda z: torch.arange(len(z)), lambda z: z[:, 0].argsort(0), lambda _: torch.eye(4)]
+)
+def test_indices_and_constants_that_depend_on_the_split_are_refused(make):
+    x, _ = make_batch(8)
+    with torch.no_grad(), on_cpus(Returning(lambda _, z: (z, make(z)))) as model:
+        model.module.linear.weight.fill_(1.0)
+        with pytest.raises(ValueError, match=r"is not that for 2 and 2|relates the samples"):
+            model(x.sort(0, descending=True).values)
+
+
+def test_a_loss_that_relates_the_samples_is_refused():
+    def contrast(_, z, labels):
+        return F.cross_entropy(5 * z @ z.T, torch.arange(len(labels)))
+
+    x, y = make_batch(8)
+    with (
+        on_cpus(Returning(contrast)) as model,
+        pytest.raises(ValueError, match=r"loss_weight=f.*contrastive losses.*in the loop"),
+    ):
+        model(x, labels=y)
+
+
+def test_relations_in_train_mode_only_are_logged_once(caplog):
+    def centred(model, z):
+        return z - z.mean(0) if model.training else z
+
+    x, _ = make_batch(8)
+    net = nn.Sequential(Returning(centred), nn.Dropout(0.5), nn.BatchNorm1d(3).double())
+    for mode, num_logged in ((True, 1), (False, 0)):
+        with on_cpus(copy.deepcopy(net)) as model:
+            caplog.clear()
+            model.train(mode)
+            for _ in range(3):
+                model(x).sum().backward()
+            found = [r for r in caplog.records if "in train mode the model's output" in r.message]
+            assert len(found) == num_logged
+
+
+def test_a_number_that_all_devices_compute_alike_is_no_loss_of_unknown_weight(caplog):
+    def make(model, z):
+        return z, model.linear.weight.exp().sum()
+
+    x, _ = make_batch(8)
+    net = Returning(make)
+    alone = OneDevice(net)
+    with on_cpus(net) as model:
+        for each in (model, alone):
+            z, scale = each(x)
+            (z.logsumexp(1).mean() * scale).backward()
+            each.step()
+        assert_close(model, alone.model)
+    assert "the count that it is a mean over is unknown" not in caplog.text
+
+
+# -- forward passes that write to their inputs ----------------------------------------
+
+
+class InPlace(nn.Module):
+    """Normalizes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x, scale=None):
+        x.sub_(0.5).div_(2.0)
+        return self.net(x if scale is None else x * scale.mul_(2.0))
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["shared", "moved"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_a_forward_that_writes_to_its_input_equals_one_device(num_devices, moves, monkeypatch):
+    if moves:  # as from a CPU tensor to GPUs
+        monkeypatch.setattr(scatter, "to_device", lambda tensor, device: tensor.clone())
+        monkeypatch.setattr(scatter, "_is_on", lambda part, tensor: False)
+    net = InPlace()
+    alone = OneDevice(net)
+    with on_cpus(net, num_devices) as model:
+        for size in (7, 8):
+            x, y = make_batch(size)
+            mine, theirs = x.clone(), x.clone()
+            train_step(model, mine, y)
+            train_step(alone, theirs, y)
+            assert torch.equal(mine, theirs)
+            assert mine._version > 0
+        assert_close(model, alone.model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x.clone()), alone(x.clone()))
+
+
+def test_an_input_that_every_device_writes_to_is_refused():
+    x, _ = make_batch(8)
+    with (
+        on_cpus(InPlace(), config=DdpConfig(whole=["scale"])) as model,
+        pytest.raises(RuntimeError, match=r"each of 2 devices.*scale = scale\.clone\(\)"),
+    ):
+        model(x, torch.ones((), dtype=torch.float64))
+
+
+@one_or_two
+def test_an_input_that_changes_before_backward_is_refused_if_it_was_saved(num_devices):
+    x, y = make_batch(8)
+    with on_cpus(make_net(), num_devices) as model:
+        loss = F.cross_entropy(model(x), y)
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        loss = F.cross_entropy(model(x).detach() + model(x.clone()), y)
+        x.zero_()  # no graph has saved it
+        loss.backward()
 
 
 class Summed(nn.Module):
