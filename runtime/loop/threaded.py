@@ -60,6 +60,12 @@ IN_TRANSFORM = (
     "reach the other devices: apply such transforms to model.module, which runs on the first "
     "device only, or in train_fn of Trainer.builder"
 )
+OUTSIDE_OF_OUTPUT = (
+    "a backward pass began at a tensor that forward left in an attribute of the model, or that a "
+    "hook kept, as an auxiliary loss or features: it is computed from the samples of one device "
+    "only. Return it from forward, out, aux = model(x), or call that part of model.module in the "
+    "loop"
+)
 LOSS_WEIGHT_GUESSED = (
     "the model returned a loss without a dimension from each device, and the count that it is a "
     "mean over is unknown: it is weighted by samples, which is wrong where tokens are ignored, "
@@ -234,6 +240,7 @@ class ThreadedEngine:
         """Run the shards' backward, and add up parameters' gradients if there are any."""
         with self._exclusive():
             self._recover()
+            self._refuse_stray_gradients()
             with_params = wanted is None or any(wanted)
             if with_params:
                 self._detect_caller_gradients()
@@ -360,6 +367,7 @@ class ThreadedEngine:
         with self._exclusive():
             start_s = time.monotonic()
             self._recover()
+            self._refuse_stray_gradients()
             self.rate.check()
             self._detect_caller_gradients()
             num_stashed, reduces = 0, True
@@ -451,6 +459,7 @@ class ThreadedEngine:
         """Prepare a step of the optimizer that the caller makes."""
         if self._spans_steps or self._pending.is_accumulated:
             raise RuntimeError(STEPPED_OUTSIDE)
+        self._refuse_stray_gradients()
         self._detect_caller_gradients()
         if self._has_deferred:
             raise RuntimeError(STEPPED_DEFERRED)
@@ -531,6 +540,14 @@ class ThreadedEngine:
                 take_grads(replica.leaves)
             self._clear_gradients()
             self._mirror.mark_stepped()
+
+    def _refuse_stray_gradients(self) -> None:
+        """Raise if a backward pass of the caller reached a rank's leaves on its own."""
+        if any(leaf.grad is not None for leaves in self._mirror.leaves for leaf in leaves):
+            for leaves in self._mirror.leaves:
+                take_grads(leaves)
+            self._clear_gradients()
+            raise RuntimeError(OUTSIDE_OF_OUTPUT)
 
     def _detect_caller_gradients(self) -> None:
         """Account for gradients that the caller added to or cleared on the model directly."""

@@ -277,6 +277,51 @@ def test_a_number_that_all_devices_compute_alike_is_no_loss_of_unknown_weight(ca
     assert "the count that it is a mean over is unknown" not in caplog.text
 
 
+class Routed(nn.Module):
+    """Leaves an auxiliary loss in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+        self.gate = nn.Linear(NUM_FEATURES, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        self.aux = self.gate(x).softmax(1).mean(0).square().sum()
+        return self.net(x)
+
+
+@pytest.mark.parametrize("order", ["sum", "before", "after", "alone"])
+@pytest.mark.parametrize("steps", ["model", "optimizer"])
+def test_a_backward_pass_from_an_attribute_set_by_forward_is_refused(order, steps):
+    x, y = make_batch(8)
+    with on_cpus(Routed()) as model:
+        loss, aux = F.cross_entropy(model(x), y), model.module.aux
+        passes = {"sum": [loss + aux], "before": [aux, loss], "after": [loss, aux], "alone": [aux]}
+        with pytest.raises(RuntimeError, match=r"one device only.*out, aux = model\(x\)"):
+            for each in passes[order]:
+                each.backward()
+            model.step() if steps == "model" else model.optimizer.step()
+        model.module.aux = None
+        alone = OneDevice(model.module)
+        train_step(model, x, y)
+        train_step(alone, x, y)
+        assert_close(model, alone.model)
+
+
+def test_a_part_of_the_model_may_be_called_in_the_loop():
+    net = Routed()
+    alone = OneDevice(net)
+    with on_cpus(net) as model:
+        for _ in range(2):
+            x, y = make_batch(8)
+            loss = F.cross_entropy(model(x), y) + model.module.gate(x).square().mean()
+            loss.backward()
+            model.step()
+            (F.cross_entropy(alone(x), y) + alone.model.gate(x).square().mean()).backward()
+            alone.step()
+        assert_close(model, alone.model)
+
+
 # -- forward passes that write to their inputs ----------------------------------------
 
 
