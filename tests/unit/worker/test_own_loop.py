@@ -1,7 +1,5 @@
 """Loops of the user: parity with train_fn and one device, and the ways to leave a body."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import Counter as Tally
@@ -339,12 +337,11 @@ def test_a_rank_that_dies_leaves_its_batches_to_the_others(policy):
 
 
 def test_a_loop_resumes_to_the_bit_within_an_epoch(tmp_path):
-    def builder(epochs=3):
-        made = Trainer.loop(gan, gan_optimizers, gan_loop).dataset(points(60)).batch_size(4)
-        made = made.num_epochs(epochs).devices(["cpu"] * 2).policy("sync").seed(0)
+    def builder(loop=gan_loop):
+        made = Trainer.loop(gan, gan_optimizers, loop).dataset(points(60)).batch_size(4)
+        made = made.num_epochs(3).devices(["cpu"] * 2).policy("sync").seed(0)
         return made.scheduler({"judge": gan_schedule, "maker": gan_schedule})
 
-    whole = builder().run().join(WAIT_S)
     stops = threading.Event()
 
     def until_stopped(worker):
@@ -355,10 +352,8 @@ def test_a_loop_resumes_to_the_bit_within_an_epoch(tmp_path):
                 stops.set()
                 worker.stop()
 
-    first = Trainer.loop(gan, gan_optimizers, until_stopped).dataset(points(60)).batch_size(4)
-    first = first.num_epochs(3).devices(["cpu"] * 2).policy("sync").seed(0)
-    first = first.scheduler({"judge": gan_schedule, "maker": gan_schedule})
-    state = first.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    whole = builder().run().join(WAIT_S)
+    state = builder(until_stopped).checkpoint_dir(tmp_path).run().join(WAIT_S)
     assert state.reason == "stopped"
     assert len(state.metrics) < 3
     resumed = builder().resume(tmp_path).run().join(WAIT_S)
@@ -820,13 +815,8 @@ def test_parts_of_a_loss_of_one_of_several_optimizers_equal_their_sum():
             worker.step(optimizer="judge")
             worker.step(maker_loss(worker.model, batch), optimizer="maker")
 
-    def whole(worker):
-        for batch in worker.batches():
-            worker.step(judge_loss(worker.model, batch), optimizer="judge")
-            worker.step(maker_loss(worker.model, batch), optimizer="maker")
-
     found, expected = (
-        run(Trainer.loop(gan, gan_optimizers, loop), ranks=1) for loop in (parts, whole)
+        run(Trainer.loop(gan, gan_optimizers, loop), ranks=1) for loop in (parts, gan_loop)
     )
     torch.testing.assert_close(weights(found), weights(expected), rtol=1e-8, atol=1e-10)
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):

@@ -1,7 +1,5 @@
 """Evaluations in the body of an own loop: values, training bits, errors and deaths."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -104,22 +102,25 @@ def test_the_means_equal_those_of_one_device(ranks, as_loader):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_each_sample_is_evaluated_once(ranks):
+def test_each_sample_is_evaluated_once_by_all_ranks(ranks):
     seen = []
 
     def note(model, batch):
         seen.extend(batch[0].tolist())
         return {"mean": batch[0].double().mean()}
 
+    fn = Meeting(ranks, note)
+
     def loop(worker):
         for number, batch in enumerate(worker.batches()):
             worker.step(worker.model.loss(worker.epoch, batch))
             if number == 1:
-                found = worker.evaluate((torch.arange(HELD_OUT),), note)
+                found = worker.evaluate((torch.arange(HELD_OUT),), fn)
                 assert found == {"mean": pytest.approx((HELD_OUT - 1) / 2)}
 
     loop_builder(loop, ranks=ranks).run().join(WAIT_S)
     assert sorted(seen) == list(range(HELD_OUT))
+    assert fn.met == set(range(ranks))
 
 
 def test_the_function_has_the_current_worker():
@@ -133,27 +134,6 @@ def test_the_function_has_the_current_worker():
             assert found == {"epoch": worker.epoch, "lr": worker.optimizer.param_groups[0]["lr"]}
 
     loop_builder(loop, ranks=2).run().join(WAIT_S)
-
-
-def test_all_ranks_evaluate():
-    barrier = threading.Barrier(3, timeout=WAIT_S)
-    ranks = set()
-
-    def loop(worker):
-        for number, batch in enumerate(worker.batches()):
-            worker.step(worker.model.loss(worker.epoch, batch))
-            if number == 0:
-
-                def fn(model, batch, rank=worker.rank):
-                    if rank not in ranks:
-                        ranks.add(rank)
-                        barrier.wait()
-                    return {"n": 1.0}
-
-                worker.evaluate((torch.arange(HELD_OUT),), fn)
-
-    loop_builder(loop, ranks=3).run().join(WAIT_S)
-    assert ranks == {0, 1, 2}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -304,10 +284,10 @@ def test_a_rank_that_evaluates_alone_gets_an_error_that_names_both(when, alone):
     def loop(worker):
         for batch in worker.batches():
             if when == "before" and worker.rank == alone:
-                worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
+                worker.evaluate((torch.arange(9),), one)
             worker.step(worker.model.loss(worker.epoch, batch))
             if when == "after" and worker.rank == alone:
-                worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
+                worker.evaluate((torch.arange(9),), one)
 
     since = time.monotonic()
     with pytest.raises(ReplicaMismatch, match=rf"rank {alone} made [^;]*then evaluate\(\)"):
@@ -323,7 +303,7 @@ def test_a_rank_that_skips_an_evaluation_or_dies_before_it_ends_the_run_with_its
                 raise ValueError("planted")
             if worker.rank == 1:
                 continue
-            worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
+            worker.evaluate((torch.arange(9),), one)
             worker.step(worker.model.loss(worker.epoch, batch))
 
     error, message = (WorkerFailed, "planted") if dies else (ReplicaMismatch, r"evaluate\(\)")
@@ -340,7 +320,7 @@ def test_a_rank_that_never_calls_ends_the_wait_of_the_others():
             if worker.rank == 1:
                 assert ended.wait(WAIT_S)
             try:
-                worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
+                worker.evaluate((torch.arange(9),), one)
             except CollectiveTimeout:
                 ended.set()
                 raise
@@ -394,7 +374,7 @@ def test_a_death_before_an_evaluation_calls_the_loop_of_the_others_again(
             for _ in range(ranks - 1):
                 assert num_waiting.acquire(timeout=WAIT_S)
             raise ValueError("planted")
-        found = worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0})
+        found = worker.evaluate((torch.arange(9),), one)
         assert found == {"n": 1.0}
 
     def loop(worker):
@@ -414,20 +394,22 @@ def test_a_death_before_an_evaluation_calls_the_loop_of_the_others_again(
     assert sorted(calls) == sorted([1, *others, *others])
 
 
+def dying(rank, ranks):
+    """A function in which every rank evaluates a batch, and one raises."""
+
+    def inner(model, batch):
+        if current_worker().rank == rank:
+            raise ValueError("planted")
+        return one(model, batch)
+
+    return Meeting(ranks, inner)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_death_within_an_evaluation_is_survived(ranks):
-    started = threading.Barrier(ranks, timeout=WAIT_S)
-    met = set()
+    fn = dying(1, ranks)
 
     def loop(worker):
-        def fn(model, batch):
-            if worker.rank not in met:
-                met.add(worker.rank)
-                started.wait()  # every rank evaluates a batch
-                if worker.rank == 1:
-                    raise ValueError("planted")
-            return {"n": 1.0}
-
         for batch in worker.batches():
             worker.step(worker.model.loss(worker.epoch, batch))
             assert worker.evaluate((torch.arange(40),), fn) == {"n": 1.0}
@@ -464,23 +446,20 @@ def test_a_single_worker_evaluates_under_every_policy(policy):
     def loop(worker):
         for batch in worker.batches():
             worker.step(worker.model.loss(worker.epoch, batch))
-            found.append(worker.evaluate((torch.arange(9),), lambda model, batch: {"n": 1.0}))
+            found.append(worker.evaluate((torch.arange(9),), one))
 
     loop_builder(loop, ranks=1, policy=policy).run().join(WAIT_S)
     assert found == [{"n": 1.0}] * 24
 
 
 def test_evaluate_within_a_step_and_outside_the_body_is_refused():
-    def fn(model, batch):
-        return {"n": 1.0}
-
     def loop(worker):
         with pytest.raises(RuntimeError, match=r"worker.evaluate\(\) is for a batch"):
-            worker.evaluate((torch.arange(9),), fn)
+            worker.evaluate((torch.arange(9),), one)
         for batch in worker.batches():
             worker.backward(worker.model.loss(worker.epoch, batch))
             with pytest.raises(RuntimeError, match=r"after worker.step\(\)"):
-                worker.evaluate((torch.arange(9),), fn)
+                worker.evaluate((torch.arange(9),), one)
             worker.step()
 
     assert marked(loop_builder(loop).run().join(WAIT_S)) == [NUM_SAMPLES] * 2
@@ -557,17 +536,6 @@ def test_an_evaluation_does_not_count_as_an_averaging_of_the_buffers():
         return found
 
     assert counts(True) == counts(False)
-
-
-def dying(rank, ranks):
-    """A function in which every rank evaluates a batch, and one raises."""
-
-    def inner(model, batch):
-        if current_worker().rank == rank:
-            raise ValueError("planted")
-        return one(model, batch)
-
-    return Meeting(ranks, inner)
 
 
 def with_two_optimizers(loop):

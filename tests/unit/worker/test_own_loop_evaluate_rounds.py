@@ -1,7 +1,5 @@
 """Evaluations in the body of an own loop on the average of a round that each call forces."""
 
-from __future__ import annotations
-
 import random
 import threading
 
@@ -79,38 +77,24 @@ def test_all_ranks_evaluate_the_average_and_the_caller_gets_the_means(way, ranks
 
 
 @ways
-def test_the_function_has_the_current_worker_of_its_rank(way):
-    epochs = []
+def test_every_call_is_answered_if_all_ranks_make_them_at_their_own_steps(way):
+    found, due, epochs = [], [], set()
 
     def fn(model, batch):
-        epochs.append(current_worker().current_epoch)
-        return {"n": 1.0}
-
-    def loop(worker):
-        for batch in worker.batches():
-            worker.step(worker.model.loss(worker.epoch, batch))
-            if worker.every(4):
-                worker.evaluate(HELD_OUT, fn)
-
-    built(loop, way, ranks=2).run().join(WAIT_S)
-    assert set(epochs) <= {0, 1}
-    assert epochs
-
-
-@ways
-def test_every_call_is_answered_if_all_ranks_make_them_at_their_own_steps(way):
-    found, due = [], []
+        epochs.add(current_worker().current_epoch)
+        return one(model, batch)
 
     def loop(worker):
         for batch in worker.batches():
             worker.step(worker.model.loss(worker.epoch, batch))
             if worker.every(2):
                 due.append(worker.rank)
-                found.append(worker.evaluate(HELD_OUT, one))
+                found.append(worker.evaluate(HELD_OUT, fn))
 
     state = built(loop, way, ranks=3).run().join(WAIT_S)
     assert found == [{"n": 1.0}] * len(due)
     assert len(due) >= 24 // 2 - 3
+    assert epochs <= {0, 1}
     assert [e.num_samples for e in state.metrics] == [NUM_SAMPLES] * 2
 
 
