@@ -2,7 +2,7 @@
 
 Usage: ``python benchmarks/overhead.py SECTION [--json FILE] ...``, where a section is one of
 ``step``, ``prefetch``, ``timeline``, ``metrics``, ``monitor``, ``buckets``, ``draws``,
-``loaders``, ``parts``, ``meetings`` and ``comparisons``.
+``loaders`` and ``parts``.
 ``benchmarks/README.md`` describes the measurements.
 """
 
@@ -65,10 +65,7 @@ from runtime import (
     TrainerHandle,
     current_worker,
 )
-from runtime.collective import AbortableBarrier
 from runtime.core import rng as own_draws
-from runtime.loop.mirror import ModelMirror
-from runtime.worker.replica import WorkerReplica
 
 JOIN_S = 600.0
 
@@ -149,14 +146,14 @@ def step_pairs(workload: Workload, num_workers: int, seconds: float) -> list[Pai
         turns.num_steps += 1
         return workload.loss(model, batch)
 
-    builder = runtime_builder(
-        workload,
-        data,
-        [0] * num_workers,
-        num_epochs=math.ceil(wanted / num_batches),
+    job = Job(
+        workload=workload,
+        data=data,
+        num_workers=num_workers,
         policy=ApplyPolicy.CADENCE,
-        train_fn=train_fn,
+        num_epochs=math.ceil(wanted / num_batches),
     )
+    builder = runtime_builder(job, train_fn=train_fn)
     builder.anchor(NEVER).max_anchor(NEVER).run().join(JOIN_S)
     return [pair for rank in sorted(found) for pair in found[rank][SKIPPED:]]
 
@@ -236,9 +233,15 @@ def loading_rate(
     workload: Workload, data: Batch, pause_s: float, depth: int | None, num_epochs: int
 ) -> float:
     """Samples/s of one worker from the close of epoch 0 to the return of ``join()``."""
-    policy = ApplyPolicy.CADENCE
-    slow = SlowData(data, pause_s)
-    builder = runtime_builder(workload, slow, [0], num_epochs=num_epochs, policy=policy)
+    builder = runtime_builder(
+        Job(
+            workload=workload,
+            data=SlowData(data, pause_s),
+            num_workers=1,
+            policy=ApplyPolicy.CADENCE,
+            num_epochs=num_epochs,
+        )
+    )
     if depth is not None:
         builder.prefetch(depth)
     handle = builder.run()
@@ -373,34 +376,44 @@ def builder_of(
     """The measured run: three epochs, of which the first is warm-up."""
     num_workers, policy, backend = WAYS[way]
     workload = replace(of_width(width), loss=loss)
-    return (
-        runtime_builder(
-            workload,
-            workload.make_data(num_batches * workload.batch_size),
-            [0] * num_workers,
-            num_epochs=3,
-            policy=policy,
-            backend=backend,
-        )
-        .anchor(ANCHOR)
-        .max_anchor(ANCHOR)
+    job = Job(
+        workload=workload,
+        data=workload.make_data(num_batches * workload.batch_size),
+        num_workers=num_workers,
+        policy=policy,
+        num_epochs=3,
+        backend=backend,
     )
+    return runtime_builder(job).anchor(ANCHOR).max_anchor(ANCHOR)
+
+
+class Meter:
+    """Batches of a run since this was made, by the clock and by the process's CPU time."""
+
+    def __init__(self, handle: TrainerHandle) -> None:
+        self._handle = handle
+        self._start = self._read()
+
+    def rates(self) -> Rates:
+        """Batches for each second, and for each second of the process's CPU time, which shows
+        the cost of the recording on a machine that other processes use.
+        """
+        trained, wall_s, cpu_s = (
+            now - then for now, then in zip(self._read(), self._start, strict=True)
+        )
+        return trained / wall_s, trained / cpu_s
+
+    def _read(self) -> tuple[float, float, float]:
+        trained = sum(rank.num_batches for rank in self._handle.statistics().ranks)
+        return trained, time.perf_counter(), time.process_time()
 
 
 def timed(handle: TrainerHandle) -> Rates:
-    """From the close of the first epoch to the end of the run.
-
-    Returns:
-        Batches for each second, and for each second of the process's CPU time, which
-        shows the cost of the recording on a machine that other processes use.
-    """
+    """From the close of the first epoch to the end of the run."""
     handle.next_metrics(JOIN_S)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    before = sum(rank.num_batches for rank in handle.statistics().ranks)
+    meter = Meter(handle)
     handle.join(JOIN_S)
-    elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
-    return trained / elapsed_s, trained / cpu_s
+    return meter.rates()
 
 
 def recorded_rates(way: str, width: int, num_batches: int, enabled: bool) -> Rates:
@@ -412,26 +425,10 @@ def recorded_rates(way: str, width: int, num_batches: int, enabled: bool) -> Rat
 
 
 @contextmanager
-def viewer(url: str) -> Iterator[None]:
-    """A client that reads all data, in a separate process like a browser."""
-    process = subprocess.Popen([sys.executable, "-c", VIEWER, url], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"open\n", "the page could not be opened"
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@contextmanager
-def half_sent(port: int) -> Iterator[None]:
-    """This many half-sent requests at a port, from a separate process."""
-    process = subprocess.Popen(
-        [sys.executable, str(HALF_SENT), str(port), str(NUM_HALF_SENT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+def program(*arguments: str) -> Iterator[None]:
+    """A program in a separate process, from its line "open" to the end of the block."""
+    command = [sys.executable, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"open"), "no request could be sent"
@@ -439,6 +436,16 @@ def half_sent(port: int) -> Iterator[None]:
     finally:
         process.kill()
         process.communicate()
+
+
+def viewer(url: str) -> AbstractContextManager[None]:
+    """A client that reads all data, like a browser."""
+    return program("-c", VIEWER, url)
+
+
+def half_sent(port: int) -> AbstractContextManager[None]:
+    """Half-sent requests at a port."""
+    return program(str(HALF_SENT), str(port), str(NUM_HALF_SENT))
 
 
 def watched_rates(way: str, setting: str, width: int, num_batches: int, enabled: bool) -> Rates:
@@ -492,13 +499,11 @@ def stretches(
 
     def stretch(enabled: bool) -> Rates:
         with feature() if enabled else nullcontext():
-            start, cpu_start = time.perf_counter(), time.process_time()
-            before = sum(rank.num_batches for rank in handle.statistics().ranks)
+            meter = Meter(handle)
             time.sleep(stretch_s)
-            trained = sum(rank.num_batches for rank in handle.statistics().ranks) - before
-            elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+            rates = meter.rates()
         time.sleep(settle_s)
-        return trained / elapsed_s, trained / cpu_s
+        return rates
 
     return stretch
 
@@ -530,7 +535,7 @@ class StepMetricsSwitch:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The workload's loss; applies the switch to the calling worker."""
-        log = current_worker()._values.log  # type: ignore[attr-defined]
+        log = current_worker()._log.values  # type: ignore[attr-defined]
         if (log.each is None) is self._is_on:
             log.each = [] if self._is_on else None
         return self._workload.loss(model, batch)
@@ -576,6 +581,28 @@ def compare(measured: Callable[[bool], Rates], num_pairs: int) -> dict[str, Any]
     }
 
 
+BY_CPU = ("by CPU time", "95 % interval")
+
+
+def print_head(*titles: str) -> None:
+    """The head of a table whose rows are printed as they are measured."""
+    print(table(titles, [], num_texts=len(titles)), flush=True)
+
+
+def print_row(*cells: str) -> None:
+    """A row of such a table."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def judged(
+    found: tuple[float, float, float], target: float, *, at_most: bool = False
+) -> tuple[str, str, str]:
+    """A median, its interval, and the target with the verdict."""
+    middle, low, high = found
+    verdict = Check(what="", measured=middle, wanted=target, at_most=at_most).verdict
+    return f"{middle:.4f}", f"{low:.4f} to {high:.4f}", f"{target} {verdict}"
+
+
 Cases: TypeAlias = Mapping[tuple[str, ...], Callable[[int, int], AbstractContextManager[Measured]]]
 
 
@@ -599,22 +626,13 @@ def judge_pairs(
     step_ms = shortest_step(of_width(width)) * 1e3
     print(f"step of {step_ms:.2f} ms, {args.pairs} interleaved pairs\n")
     texts = ["way", "watched with"][: len(next(iter(cases)))]
-    print("| " + " | ".join(texts), end="")
-    print(" | with over without | 95 % interval | target | by CPU time | 95 % interval |")
-    print("| --- " * (len(texts) + 5) + "|")
+    print_head(*texts, "with over without", "95 % interval", "target", *BY_CPU)
     for names, measured in cases.items():
         with measured(width, num_batches) as rates:
             found = compare(rates, args.pairs)
         result["ways"]["/".join(names)] = found
-        (wall, low, high), (cpu, cpu_low, cpu_high) = found["wall"], found["cpu"]
-        target = targets[names]
-        verdict = Check(what="", measured=wall, wanted=target).verdict
-        print(
-            "| " + " | ".join(names),
-            f"| {wall:.4f} | {low:.4f} to {high:.4f} | {target} {verdict} "
-            f"| {cpu:.4f} | {cpu_low:.4f} to {cpu_high:.4f} |",
-            flush=True,
-        )
+        cpu, *spread = (f"{number:.4f}" for number in found["cpu"])
+        print_row(*names, *judged(found["wall"], targets[names]), cpu, " to ".join(spread))
         save(args.json, result)
     busy = statistics.mean(x for found in result["ways"].values() for x in found["others"])
     print(f"\nOther processes used {busy:.0%} of the cores meanwhile, an open page's among them.")
@@ -660,22 +678,21 @@ BUCKETS_TARGET = 1.02
 
 def bucketed_rates(workload: Workload, cap_mb: float, num_batches: int, enabled: bool) -> Rates:
     """In buckets, or all at once after the backward pass."""
-    builder = runtime_builder(
-        workload,
-        workload.make_data(num_batches * workload.batch_size),
-        [0, 0],
-        num_epochs=3,
+    job = Job(
+        workload=workload,
+        data=workload.make_data(num_batches * workload.batch_size),
+        num_workers=2,
         policy=ApplyPolicy.SYNC,
+        num_epochs=3,
         backend=AverageBackend.GLOO,
     )
-    return timed(builder.bucket_cap_mb(cap_mb if enabled else None).run())
+    return timed(runtime_builder(job).bucket_cap_mb(cap_mb if enabled else None).run())
 
 
 def buckets(args: argparse.Namespace) -> None:
     """Gain or cost of buckets over Gloo, with two workers."""
     result = begin() | {"models": {}}
-    print("| model | buckets of MiB | with over without | 95 % interval | target |")
-    print("| --- " * 5 + "|")
+    print_head("model", "buckets of MiB", "with over without", "95 % interval", "target")
     for model in args.models:
         workload = WORKLOADS[model]
         step_s = shortest_step(workload)
@@ -683,13 +700,8 @@ def buckets(args: argparse.Namespace) -> None:
         for cap_mb in args.mb:
             found = compare(partial(bucketed_rates, workload, cap_mb, num_batches), args.pairs)
             result["models"][f"{model}/{cap_mb:g}"] = found
-            wall, low, high = found["wall"]
-            verdict = Check(what="", measured=wall, wanted=BUCKETS_TARGET).verdict
-            print(
-                f"| {model}, {step_s * 1e3:.1f} ms | {cap_mb:g} | {wall:.3f} "
-                f"| {low:.3f} to {high:.3f} | {BUCKETS_TARGET} {verdict} |",
-                flush=True,
-            )
+            shown = judged(found["wall"], BUCKETS_TARGET)
+            print_row(f"{model}, {step_s * 1e3:.1f} ms", f"{cap_mb:g}", *shown)
             save(args.json, result)
 
 
@@ -712,8 +724,7 @@ def draws(args: argparse.Namespace) -> None:
     result = begin() | {"models": {}}
     width = fitting_width()
     generator = torch.Generator()
-    print("| model | step | with over without | 95 % interval | target |")
-    print("| --- " * 5 + "|")
+    print_head("model", "step", "with over without", "95 % interval", "target")
     for name, layers in DRAWING.items():
         base = of_width(width)
         model = base.make_model()
@@ -729,14 +740,10 @@ def draws(args: argparse.Namespace) -> None:
             if pair >= SKIPPED:
                 ratios.append(found[True] / found[False])
                 times.append(found[False])
-        ratio, low, high = median_interval(ratios)
-        result["models"][name] = {"ratios": ratios, "wall": (ratio, low, high)}
-        verdict = Check(what="", measured=ratio, wanted=DRAWS_TARGET, at_most=True).verdict
-        print(
-            f"| {name} | {median(times) * 1e3:.3f} ms | {ratio:.4f} | {low:.4f} to {high:.4f} "
-            f"| {DRAWS_TARGET} {verdict} |",
-            flush=True,
-        )
+        found_ratio = median_interval(ratios)
+        result["models"][name] = {"ratios": ratios, "wall": found_ratio}
+        step_ms = f"{median(times) * 1e3:.3f} ms"
+        print_row(name, step_ms, *judged(found_ratio, DRAWS_TARGET, at_most=True))
     save(args.json, result)
 
 
@@ -848,8 +855,6 @@ def loaders(args: argparse.Namespace) -> None:
 # -- parts: cost of a timeline in a step and a message, and of a reading --------
 
 PARTS_TARGET_NS = 10_000
-MEETING_STEP_US = 5_000.0
-"""A hundredth of a step of a millisecond."""
 PARTS_ROUNDS = 3
 PARTS_EPOCHS = 3
 BLOCK = 50
@@ -915,20 +920,16 @@ def added_ns(policy: ApplyPolicy, num_workers: int, num_steps: int) -> tuple[flo
 
 def readings_us(num_readings: int) -> list[float]:
     """CPU time of readings of the machine as they come, a tenth of a second apart."""
-    workload, counts = tiny(), [0]
     rest_s = 0.01
-    handle = (
-        runtime_builder(
-            workload,
-            workload.make_data(10**5),
-            counts,
-            num_epochs=10**6,
-            policy=ApplyPolicy.CADENCE,
-            pauses_s=(rest_s,),
-        )
-        .timeline(Timeline(poll_s=READING_S))
-        .run()
+    job = Job(
+        workload=tiny(),
+        data=tiny().make_data(10**5),
+        num_workers=1,
+        policy=ApplyPolicy.CADENCE,
+        num_epochs=10**6,
+        pauses_s=(rest_s,),
     )
+    handle = runtime_builder(job).timeline(Timeline(poll_s=READING_S)).run()
     seen: list[float] = []
     try:
         deadline = time.monotonic() + 10 * READING_S * (num_readings + 2)
@@ -963,128 +964,6 @@ def parts(args: argparse.Namespace) -> None:
     print(Check(what=what, measured=collective_ns, wanted=PARTS_TARGET_NS, at_most=True))
 
 
-def meeting_us(num_ranks: int, count: int) -> float:
-    """Median time of one meeting of otherwise idle threads, in microseconds."""
-    barrier = AbortableBarrier(num_ranks)
-    times: list[float] = []
-
-    def work(rank: int) -> None:
-        for _ in range(count):
-            start = time.perf_counter()
-            barrier.wait(rank, 60.0)
-            if rank == 0:
-                times.append(time.perf_counter() - start)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return median(times) * 1e6
-
-
-def meetings(args: argparse.Namespace) -> None:
-    """The cost of one meeting of rank threads, of which an exchange over NCCL takes one."""
-    begin()
-    rows = []
-    for num_ranks in args.ranks:
-        found = [meeting_us(num_ranks, args.count) for _ in range(args.repeat)]
-        share = median(found) / MEETING_STEP_US
-        rows.append(
-            [str(num_ranks), f"{median(found):.0f} us", f"{max(found):.0f} us", f"{share:.1%}"]
-        )
-    print(table(["ranks", "a meeting", "slowest repetition", "of a step of 5 ms"], rows))
-
-
-# -- comparisons: of replicas in lockstep, and of an own loop's model with its copies ---------
-
-COMPARISON_TARGET = 0.02
-COMPARISON_STEPS_S = (1e-3, 6e-3)
-
-
-class CallTimer:
-    """Sums the time of a function's calls by one thread.
-
-    Args:
-        of: The function.
-    """
-
-    def __init__(self, of: Callable[..., Any]) -> None:
-        self._of = of
-        self._owner: int | None = None
-        self.total_s = 0.0
-
-    def timed(self) -> Callable[..., Any]:
-        """The function, timed."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return self._of(*args, **kwargs)
-            finally:
-                me = threading.get_ident()
-                self._owner = self._owner or me
-                if self._owner == me:
-                    self.total_s += time.perf_counter() - start
-
-        return call
-
-
-@contextmanager
-def call_timers(*places: tuple[type, str]) -> Iterator[list[CallTimer]]:
-    """Time methods while the block runs."""
-    timers = [CallTimer(getattr(owner, name)) for owner, name in places]
-    try:
-        for (owner, name), timer in zip(places, timers, strict=True):
-            setattr(owner, name, timer.timed())
-        yield timers
-    finally:
-        for (owner, name), timer in zip(places, timers, strict=True):
-            setattr(owner, name, timer._of)
-
-
-def lockstep_share(width: int, num_batches: int) -> float:
-    """Share of a ``SYNC`` run's time that a rank spends in comparisons, waiting included."""
-    with call_timers((WorkerReplica, "check_drift"), (WorkerReplica, "check_structure")) as timers:
-        handle = builder_of("sync", width, num_batches).run()
-        handle.next_metrics(JOIN_S)
-        before, start = sum(t.total_s for t in timers), time.perf_counter()
-        handle.join(JOIN_S)
-        return (sum(t.total_s for t in timers) - before) / (time.perf_counter() - start)
-
-
-def own_loop_share(width: int, num_batches: int) -> float:
-    """Share of an own loop's time, on two devices, in which copies are compared with the model."""
-    workload = of_width(width)
-    data = workload.make_data(2 * workload.batch_size)
-    with (
-        call_timers((ModelMirror, "follow"), (ModelMirror, "adopt")) as timers,
-        Trainer.setup(workload.make_model(), workload.make_optimizer, ["cpu", "cpu"]) as model,
-    ):
-        for part in range(2):  # the first warms up
-            before, start = sum(t.total_s for t in timers), time.perf_counter()
-            for _ in range(num_batches if part else 20):
-                workload.loss(model, data).backward()
-                model.step()
-        return (sum(t.total_s for t in timers) - before) / (time.perf_counter() - start)
-
-
-def comparisons(args: argparse.Namespace) -> None:
-    """Cost of detecting replicas that differ, and changes of an own loop's model."""
-    begin()
-    shares = {"SYNC, 2 workers": lockstep_share, "Trainer.setup, 2 devices": own_loop_share}
-    rows = []
-    for step_s in COMPARISON_STEPS_S:
-        width = fitting_width(step_s)
-        for name, share in shares.items():
-            found = [share(width, int(args.seconds / step_s)) for _ in range(args.repeat)]
-            check = Check(what="", measured=median(found), wanted=COMPARISON_TARGET, at_most=True)
-            row = [name, f"{step_s * 1e3:g} ms", f"{median(found):.2%}", f"{max(found):.2%}"]
-            rows.append([*row, f"{COMPARISON_TARGET:.0%} {check.verdict}"])
-    titles = ["training", "step", "time in comparisons", "largest", "target"]
-    print(table(titles, rows))
-
-
 # -- the command line --------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -1097,8 +976,6 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "draws": draws,
     "loaders": loaders,
     "parts": parts,
-    "meetings": meetings,
-    "comparisons": comparisons,
 }
 
 
@@ -1141,13 +1018,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = adds["parts"]
     add("--count", type=int, default=5_000, help="steps of a worker in a run")
     add("--readings", type=int, default=20)
-    add = adds["meetings"]
-    add("--ranks", nargs="+", type=int, default=[2, 4], help="threads that meet")
-    add("--count", type=int, default=5_000, help="meetings of a repetition")
-    add("--repeat", type=int, default=7, help="repetitions")
-    add = adds["comparisons"]
-    add("--seconds", type=float, default=3.0, help="length of an epoch, about")
-    add("--repeat", type=int, default=5, help="repetitions")
     args = parser.parse_args(argv)
     if min(getattr(args, name, 1) for name in ("repeat", "pairs")) < 1:
         parser.error("--repeat and --pairs must be at least 1")

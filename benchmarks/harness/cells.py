@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -55,52 +55,65 @@ WAY_TITLES = {
 # -- a run under the conditions of the bare loops ----------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job for the runtime.
+
+    Attributes:
+        workload: Model, optimizer and loss.
+        data: The data set, tensors or what gathers batches; its length is that of an epoch.
+        num_workers: CPU workers.
+        policy: The policy.
+        backend: The transport; all other settings have their defaults.
+        num_epochs: Epochs; the first warms up.
+        pauses_s: Sleep of each rank within a step of a whole batch, in seconds; a smaller batch
+            sleeps in proportion. Empty: none.
+        recorded: True if a timeline records the rounds.
+        pinned: True if each worker's thread is pinned to a separate core (Linux).
+        balance: True if ``SYNC`` cuts global batches by measured speed.
+        own_loop: True if the steps are made by a loop of ``Trainer.loop``.
+    """
+
+    workload: Workload
+    data: Any
+    num_workers: int
+    policy: ApplyPolicy
+    num_epochs: int
+    pauses_s: tuple[float, ...] = ()
+    backend: AverageBackend = AverageBackend.AUTO
+    recorded: bool = False
+    pinned: bool = False
+    balance: bool = False
+    own_loop: bool = False
+
+
 def runtime_builder(
-    workload: Workload,
-    data: Any,
-    counts: list[int],
-    *,
-    num_epochs: int,
-    policy: ApplyPolicy,
-    pauses_s: Sequence[float] = (),
-    backend: AverageBackend = AverageBackend.AUTO,
-    pinned: bool = False,
-    balance: bool = False,
+    job: Job,
+    counts: list[int] | None = None,
     train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
-    own_loop: bool = False,
 ) -> TrainerBuilder:
     """CPU workers with one intra-op thread each; all other settings have their defaults.
 
     Args:
-        workload: Model, optimizer and loss.
-        data: The data set, tensors or what gathers batches.
-        counts: Batches that each rank has trained, which its worker counts up; as many
-            zeros as there shall be workers.
-        num_epochs: Epochs.
-        policy: The policy.
-        pauses_s: Sleep of each rank within a step of a whole batch, in seconds; a smaller
-            batch sleeps in proportion. Empty: none.
-        backend: The transport.
-        pinned: True if each worker's thread is pinned to a separate core (Linux).
-        balance: True if ``SYNC`` cuts global batches by measured speed.
-        train_fn: Replaces the workload's loss, the pause and the
-            count.
-        own_loop: True if the steps are made by a loop of ``Trainer.loop``.
+        job: The job.
+        counts: Batches that each rank has trained, which its worker counts up.
+        train_fn: Replaces the workload's loss, the pause and the count.
     """
+    workload, trained = job.workload, counts or [0] * job.num_workers
     ranks = count()
 
     def step(model: nn.Module, batch: Batch) -> Tensor:
         loss = workload.loss(model, batch)
         rank = current_worker().rank
-        if pauses_s and pauses_s[rank]:
-            time.sleep(pauses_s[rank] * len(batch[0]) / workload.batch_size)
-        counts[rank] += 1
+        if job.pauses_s and job.pauses_s[rank]:
+            time.sleep(job.pauses_s[rank] * len(batch[0]) / workload.batch_size)
+        trained[rank] += 1
         return loss
 
     def make_model(device: torch.device) -> nn.Module:
         # Called in the worker's own thread, rank 0 first.
         torch.set_num_threads(1)
-        if pinned:
+        if job.pinned:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[next(ranks) % len(cores)]})
         return workload.make_model().to(device)
@@ -111,58 +124,27 @@ def runtime_builder(
         for batch in worker.batches():
             worker.step(loss_fn(worker.model, batch))
 
-    if own_loop:
+    if job.own_loop:
         new = Trainer.loop(make_model, lambda m: workload.make_optimizer(m.parameters()), loop)
     else:
         new = Trainer.builder(make_model, workload.make_optimizer, loss_fn)
     builder = (
-        new.dataset(data)
+        new.dataset(job.data)
         .batch_size(workload.batch_size)
-        .num_epochs(num_epochs)
-        .devices(["cpu"] * len(counts))
-        .policy(policy)
-        .backend(backend)
+        .num_epochs(job.num_epochs)
+        .devices(["cpu"] * job.num_workers)
+        .policy(job.policy)
+        .backend(job.backend)
         .tune_allocator(False)
         .progress(False)
     )
-    return builder.balance(True) if balance else builder  # absent in some other checkouts
+    return builder.balance(True) if job.balance else builder  # absent in some other checkouts
 
 
 # -- one run and its measurements ----------------------------------------------------
 
 
 JOIN_S = 180.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A training job for the runtime.
-
-    Attributes:
-        workload: Model, optimizer and loss.
-        data: The data set; its length is that of an epoch.
-        num_workers: CPU workers.
-        policy: The policy.
-        backend: The transport; all other settings have their defaults.
-        num_epochs: Epochs, the first of which warms up; at least 3.
-        pauses_s: Sleep of each rank within a step; empty: none.
-        recorded: True if a timeline records the rounds.
-        pinned: True if each worker's thread is pinned to a separate core.
-        balance: True if ``SYNC`` cuts global batches by measured speed.
-        own_loop: True if the steps are made by a loop of ``Trainer.loop``.
-    """
-
-    workload: Workload
-    data: Batch
-    num_workers: int
-    policy: ApplyPolicy
-    num_epochs: int
-    pauses_s: tuple[float, ...] = ()
-    backend: AverageBackend = AverageBackend.AUTO
-    recorded: bool = False
-    pinned: bool = False
-    balance: bool = False
-    own_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,18 +201,7 @@ def train(job: Job) -> Outcome:
     """Train, with one intra-op thread for each worker."""
     counts = [0] * job.num_workers
     timeline = Timeline(poll_s=1.0) if job.recorded else None
-    builder = runtime_builder(
-        job.workload,
-        job.data,
-        counts,
-        num_epochs=job.num_epochs,
-        policy=job.policy,
-        pauses_s=job.pauses_s,
-        backend=job.backend,
-        pinned=job.pinned,
-        balance=job.balance,
-        own_loop=job.own_loop,
-    )
+    builder = runtime_builder(job, counts)
     if timeline is not None:
         builder.timeline(timeline)
     handle = builder.run()
@@ -380,12 +351,8 @@ class Cells:
         policy: ApplyPolicy,
         pauses_s: tuple[float, ...],
         *,
-        backend: AverageBackend = AverageBackend.AUTO,
-        recorded: bool = False,
         steady: bool = False,
-        pinned: bool = False,
-        balance: bool = False,
-        own_loop: bool = False,
+        **settings: Any,
     ) -> Cell:
         """The runtime with as many workers as there are pauses.
 
@@ -393,12 +360,8 @@ class Cells:
             key: The cell's.
             policy: The policy.
             pauses_s: Sleep of each rank within a step.
-            backend: The transport.
-            recorded: True if a timeline records the rounds.
             steady: True if the rate leaves out what follows the last epoch.
-            pinned: True if each worker's thread is pinned to a separate core.
-            balance: True if ``SYNC`` cuts global batches by measured speed.
-            own_loop: True if the steps are made by a loop of ``Trainer.loop``.
+            settings: Further fields of :class:`Job`.
         """
         num_workers = len(pauses_s)
 
@@ -411,17 +374,13 @@ class Cells:
                 policy=policy,
                 num_epochs=NUM_EPOCHS,
                 pauses_s=pauses_s,
-                backend=backend,
-                recorded=recorded,
-                pinned=pinned,
-                balance=balance,
-                own_loop=own_loop,
+                **settings,
             )
             outcome = train(job)
             self.outcomes[key].append(outcome)
             return outcome.steady_rate if steady else outcome.rate
 
-        waits = policy is ApplyPolicy.SYNC and not balance
+        waits = policy is ApplyPolicy.SYNC and not settings.get("balance")
         return Cell(key=key, guess=self._expect(waits, pauses_s), run=run)
 
     def peer(self, key: str, system: str, pauses_s: tuple[float, ...]) -> Cell:

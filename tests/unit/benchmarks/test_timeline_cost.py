@@ -1,6 +1,4 @@
-"""The benchmark of a timeline's parts runs, and measures work that is added to a step."""
-
-from __future__ import annotations
+"""Benchmarks of overhead run, and measure work that is added to a step."""
 
 import time
 from dataclasses import replace
@@ -24,7 +22,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def no_restart(monkeypatch):
-    monkeypatch.setattr(overhead, "begin", lambda: torch.set_num_threads(1))
+    monkeypatch.setattr(overhead, "begin", lambda: torch.set_num_threads(1) or {})
 
 
 def test_every_part_has_a_cost(capsys):
@@ -33,6 +31,12 @@ def test_every_part_has_a_cost(capsys):
     costs = [line.split("|")[2].split() for line in printed.splitlines() if line.endswith("s |")]
     assert [unit for _, unit in costs] == ["ns", "ns", "ns", "us", "us"]
     assert all(float(cost) > 0 for cost, _ in costs[3:])  # the others are small differences
+
+
+@pytest.mark.parametrize("section", ["timeline", "metrics"])
+def test_runs_with_and_without_a_feature_are_compared(section, capsys):
+    overhead.main([section, "--ways", "one", "--pairs", "1", "--seconds", "0.1"])
+    assert "| one | " in capsys.readouterr().out
 
 
 def test_the_time_of_recording_in_a_step_is_measured(monkeypatch):
