@@ -10,7 +10,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from benchmarks.harness.measure import (
     parser_of,
     save,
     table,
+    time_of,
 )
 from coordinator import averaging as host_memory
 from coordinator.averaging import Averager
@@ -99,13 +99,6 @@ def of_one_rank(out: Tensor, sources: Sequence[Tensor]) -> dict[str, Work]:
         "snapshot: finite?, then copy": snapshot,
         UPDATE: lambda: add_progress(out, sources[0], base),
     }
-
-
-def time_of(work: Work) -> float:
-    """Duration of a call, in seconds."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def measure_arithmetic(

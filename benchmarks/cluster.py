@@ -43,6 +43,7 @@ from benchmarks.harness.measure import (
     parser_of,
     save,
     table,
+    time_of,
 )
 from benchmarks.harness.models import Batch, Workload, batches, classification_loss, train_step
 from benchmarks.harness.processes import Child, GlooGroup, Step, serve
@@ -600,13 +601,6 @@ def peers(args: argparse.Namespace) -> tuple[dict[str, Any], list[Check]]:
     return {"step_s": step_s, "slowed": found, "skipped": missing}, []
 
 
-def timeit(call: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def cluster_machine(address: str, rank: int, size: int, compression: str | None, out: Any) -> None:
     """One machine's rounds; puts the seconds of each call of each round into a queue."""
     state = ClusterState(tensors={"weights": torch.zeros(size)}, meta={})
@@ -628,7 +622,7 @@ def cluster_machine(address: str, rank: int, size: int, compression: str | None,
             partial(engine.all_reduce, [x]),
             lambda: engine.commit(True),
         ]
-        seconds.append([timeit(call) for call in calls])
+        seconds.append([time_of(call) for call in calls])
     assert torch.allclose(x, delta * NUM_MACHINES, atol=0.05)
     out.put((rank, seconds[WARM_ROUNDS:]))
     engine.close()

@@ -59,7 +59,7 @@ from benchmarks.harness.models import (
 )
 from benchmarks.harness.processes import Child, GlooGroup, serve
 from coordinator.data_waits import DataWaits
-from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker
+from runtime import ApplyPolicy, AverageBackend, Trainer, TrainerBuilder, current_worker
 
 WORLDS = (1, 2, 4, 6, 8)
 WORLD_STEP_S = 0.010
@@ -454,30 +454,13 @@ def coordinator_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
 # == the sections ========================================================================
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Measurement options of a section.
+Options = argparse.Namespace
+"""Arguments of the command line."""
 
-    Attributes:
-        seconds: Length of one measurement.
-        repeat: Repetitions of each cell.
-        num_retries: Maximum number of repetitions of a disturbed measurement.
-        quick: True if the section measures fewer cells.
-        models: Workloads of the sections ``peers``, ``efficiency``, ``shares`` and
-            ``transports``.
-        slowdowns: Factors on rank 1's step time in that section.
-    """
 
-    seconds: float
-    repeat: int
-    num_retries: int
-    quick: bool
-    models: tuple[str, ...]
-    slowdowns: tuple[float, ...]
-
-    def interleaved(self, cells: Sequence[Cell]) -> Measured:
-        """Measure these cells in turn."""
-        return interleaved(cells, self.repeat, self.num_retries)
+def in_turn(options: Options, cells: Sequence[Cell]) -> Measured:
+    """Measure these cells in turn."""
+    return interleaved(cells, options.repeat, options.retry)
 
 
 @dataclass
@@ -526,7 +509,7 @@ def peers(options: Options) -> Section:
             wanted = [c for s in slowdowns for c in _peer_cells(cells, step_s, s, missing)]
             if 1.0 not in slowdowns:  # rank 0's part of the sum
                 wanted.append(cells.solo(cell("solo", 1.0)))
-            measured = options.interleaved(wanted)
+            measured = in_turn(options, wanted)
             rates = measured.medians()
             title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
             section.markdown += [title, peers_table(rates, slowdowns)]
@@ -568,7 +551,7 @@ def efficiency(options: Options) -> Section:
             threads, cadence = (cell(name, slowdown) for name in ("threads", "cadence"))
             pair = [cells.threads(threads, pauses)]
             pair.append(cells.runtime(cadence, POLICIES["cadence"], pauses))
-            measured = options.interleaved(pair)
+            measured = in_turn(options, pair)
             ratios[slowdown] = measured.ratios(cadence, threads)
             section.record.setdefault(model, {})[f"{slowdown:g}"] = section.add(measured)
         title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
@@ -587,7 +570,7 @@ def shares(options: Options) -> Section:
             step_s = step_seconds(workload)
             cells = Cells(workload, step_s, options.seconds, group)
             wanted = [c for s in options.slowdowns for c in _shares_cells(cells, step_s, s)]
-            measured = options.interleaved(wanted)
+            measured = in_turn(options, wanted)
             title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
             section.markdown += [title, shares_table(measured, options.slowdowns)]
             section.checks += shares_checks(model, measured, options.slowdowns)
@@ -631,6 +614,25 @@ def follow(options: Options) -> Section:
     return section
 
 
+def sleeping(
+    train_fn: Callable[..., Tensor], data: Any, batch_size: int, policy: ApplyPolicy
+) -> TrainerBuilder:
+    """A run of two workers whose steps are sleep, under ``SYNC`` with ``balance(True)``."""
+    builder = (
+        Trainer.builder(
+            lambda device: nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), train_fn
+        )
+        .dataset(data)
+        .batch_size(batch_size)
+        .num_epochs(1)
+        .devices(["cpu", "cpu"])
+        .policy(policy)
+        .tune_allocator(False)
+        .progress(False)
+    )
+    return builder.balance(True) if policy is ApplyPolicy.SYNC else builder
+
+
 def follow_once(before: float, after: float, change_at: int) -> tuple[int, float]:
     """One run of two workers that sleep for each sample, of which rank 1 changes its speed.
 
@@ -656,20 +658,8 @@ def follow_once(before: float, after: float, change_at: int) -> tuple[int, float
         loss: Tensor = model(batch[0]).mean()
         return loss
 
-    builder = (
-        Trainer.builder(
-            lambda device: nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), train_fn
-        )
-        .dataset((torch.zeros(FOLLOW_STEPS * 2 * FOLLOW_BATCH, 1),))
-        .batch_size(FOLLOW_BATCH)
-        .num_epochs(1)
-        .devices(["cpu", "cpu"])
-        .policy(ApplyPolicy.SYNC)
-        .balance(True)
-        .tune_allocator(False)
-        .progress(False)
-    )
-    builder.run().join()
+    data = (torch.zeros(FOLLOW_STEPS * 2 * FOLLOW_BATCH, 1),)
+    sleeping(train_fn, data, FOLLOW_BATCH, ApplyPolicy.SYNC).run().join()
     excess = []
     for step, (own, other) in enumerate(zip(*pieces, strict=True)):
         total, slowness = own + other, factor(step)
@@ -717,23 +707,8 @@ class SleepingRun:
             return {}
 
         data = SleepingData((0.0, self.data * SLEEP_SAMPLE_S))
-        builder = (
-            Trainer.builder(
-                lambda device: nn.Linear(1, 1),
-                lambda params: torch.optim.SGD(params, 1e-3),
-                train_fn,
-            )
-            .dataset(data)
-            .batch_size(SLEEP_BATCH)
-            .num_epochs(SLEEP_EPOCHS)
-            .devices(["cpu", "cpu"])
-            .policy(self.policy)
-            .prefetch(self.prefetch)
-            .tune_allocator(False)
-            .progress(False)
-        )
-        if self.policy is ApplyPolicy.SYNC:
-            builder.balance(True)
+        builder = sleeping(train_fn, data, SLEEP_BATCH, self.policy)
+        builder.num_epochs(SLEEP_EPOCHS).prefetch(self.prefetch)
         if self.eval_batches:
             builder.eval_fn(eval_fn)
         if self.eval_rank is not None:
@@ -783,7 +758,7 @@ def delivered(options: Options) -> Section:
             Cell(key=f"{what}, with", guess=1.0, run=run.rate),
             Cell(key=f"{what}, without", guess=1.0, run=replace(run, **without).rate),
         ]
-        measured = options.interleaved(cells)
+        measured = in_turn(options, cells)
         ratio, low, high = median_interval(measured.ratios(cells[0].key, cells[1].key))
         rates = measured.medians()
         rows.append([what, *(f"{rates[c.key]:,.0f}" for c in cells)])
@@ -806,7 +781,7 @@ def transports(options: Options) -> Section:
             cells.runtime(name, ApplyPolicy.CADENCE, (0.0, 0.0), backend=backend)
             for name, (_, backend) in TRANSPORTS.items()
         ]
-        measured = options.interleaved(wanted)
+        measured = in_turn(options, wanted)
         title = f"### {workload.what}: {step_s * 1e3:.2f} ms a step"
         section.markdown += [title, transports_table(measured)]
         section.checks.append(transports_check(model, measured))
@@ -823,7 +798,7 @@ def world(options: Options) -> Section:
         for name, policy in POLICIES.items():
             pauses = (WORLD_STEP_S,) * size
             wanted.append(cells.runtime(cell(name, size), policy, pauses))
-    measured = options.interleaved(wanted)
+    measured = in_turn(options, wanted)
     rates = measured.medians()
     section.markdown.append(world_table(rates, sizes))
     section.checks += world_checks(rates, sizes, WORLD_STEP_S * 1e3)
@@ -844,7 +819,7 @@ def model(options: Options) -> Section:
         for name in ("cadence", "async"):
             key = cell(name, size)
             wanted.append(cells.runtime(key, POLICIES[name], pauses, recorded=True, steady=True))
-        measured = options.interleaved(wanted)
+        measured = in_turn(options, wanted)
         rates |= measured.medians()
         for key, outcomes in cells.outcomes.items():
             rounds[key] = {"num_params": size, **_round_numbers(outcomes)}
@@ -886,7 +861,7 @@ def _lockstep(
         key = cell("sync", size)
         wanted.append(cells.runtime(key, ApplyPolicy.SYNC, pauses, steady=True))
         wanted.append(cells.peer(cell("ddp", size), "ddp", pauses))
-        measured = options.interleaved(wanted)
+        measured = in_turn(options, wanted)
         rates |= measured.medians()
         records[f"{size}"] = section.add(measured, cells)
     return rates, records
@@ -911,7 +886,7 @@ def step(options: Options) -> Section:
             cells.runtime(step_cell("one", kind, step_s), cadence, (pause_s,)),
             cells.runtime(step_cell("cadence", kind, step_s), cadence, (pause_s,) * 2),
         ]
-        measured = options.interleaved(wanted)
+        measured = in_turn(options, wanted)
         rates |= measured.medians()
         section.record[f"{kind} {step_s * 1e3:g} ms"] = section.add(measured, cells)
     section.markdown.append(step_table(rates, steps, tiny().batch_size))
@@ -926,7 +901,7 @@ def coordinator(options: Options) -> Section:
         cells = Cells(tiny(), 0.0, LONGER * options.seconds)
         pauses = (step_s,) * num_workers
         wanted = [cells.runtime(name, policy, pauses) for name, policy in POLICIES.items()]
-        measured = options.interleaved(wanted)
+        measured = in_turn(options, wanted)
         for name, outcomes in cells.outcomes.items():
             rows.append(
                 {
@@ -1048,30 +1023,28 @@ def contests(args: argparse.Namespace) -> list[Contest]:
     """The measurements that the arguments select: rates, then steps against bare ones."""
     found = []
     for model in args.models:
-        workload = workload_of(model)
-        step_s = step_seconds(workload)
-        cells = Cells(workload, step_s, args.seconds)
-        common = {"model": model, "step_s": step_s}
+        step_s = step_seconds(workload_of(model))
+        cells = Cells(workload_of(model), step_s, args.seconds)
+
+        def add(
+            title: str, guess: float, model: str = model, step_s: float = step_s, **more: Any
+        ) -> None:
+            request = {"model": model, "step_s": step_s, "slowdown": 1.0, **more}
+            found.append(Contest(title=title, model=model, guess=guess, request=request))
+
         for slowdown in args.slowdowns:
             for way in args.ways:
                 if slowdown != 1.0 and WAYS[way][0] == 1:
                     continue
                 slowed = f", rank 1 slowed {slowdown:g} times" if slowdown != 1.0 else ""
                 guess = cells.way("", way, slowdown).guess
-                more = {"way": way, "seconds": args.seconds, "slowdown": slowdown}
-                request = {"what": "rate", **common, **more}
-                title = f"{WAY_TITLES[way]}{slowed}"
-                found.append(Contest(title=title, model=model, guess=guess, request=request))
-        more = {"way": "sync", "seconds": args.seconds, "slowdown": 1.0}
-        request = {"what": "setup", **common, **more}
-        found.append(Contest(title="Trainer.setup", model=model, guess=0.0, request=request))
-        if args.no_overhead:
-            continue
-        for way, title in (("one", "1 worker"), ("cadence", "2 workers")):
-            more = {"way": way, "seconds": args.overhead_seconds, "slowdown": 1.0}
-            request = {"what": "overhead", **common, **more}
-            title = f"step / bare step, {title}"
-            found.append(Contest(title=title, model=model, guess=0.0, request=request))
+                more = {"what": "rate", "seconds": args.seconds, "slowdown": slowdown}
+                add(f"{WAY_TITLES[way]}{slowed}", guess, way=way, **more)
+        add("Trainer.setup", 0.0, what="setup", way="sync", seconds=args.seconds)
+        if not args.no_overhead:
+            more = {"what": "overhead", "seconds": args.overhead_seconds}
+            add("step / bare step, 1 worker", 0.0, way="one", **more)
+            add("step / bare step, 2 workers", 0.0, way="cadence", **more)
     return found
 
 
@@ -1178,21 +1151,13 @@ def against(args: argparse.Namespace, result: dict[str, Any]) -> int:
 
 def sections(args: argparse.Namespace, result: dict[str, Any]) -> int:
     """Measure the requested sections."""
-    options = Options(
-        seconds=args.seconds,
-        repeat=args.repeat,
-        num_retries=args.retry,
-        quick=args.quick,
-        models=tuple(args.models),
-        slowdowns=tuple(args.slowdowns),
-    )
     result |= {"repeat": args.repeat, "seconds": args.seconds, "sections": {}}
     print(f"medians of {args.repeat} interleaved runs of about {args.seconds:g} s each\n")
     checks: list[Check] = []
     disturbed: list[bool] = []
     for name in args.sections:
         title, measure = SECTIONS[name]
-        section = measure(options)
+        section = measure(args)
         print(f"## {title}\n")
         print("\n\n".join(section.markdown), end="\n\n", flush=True)
         checks += section.checks

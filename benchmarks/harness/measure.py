@@ -255,6 +255,13 @@ def _measure(cell: Cell, found: Measured, num_retries: int) -> None:
 # -- numbers and bounds ------------------------------------------------------------------
 
 
+def time_of(work: Callable[[], object]) -> float:
+    """Duration of a call, in seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def median(values: Sequence[float]) -> float:
     """The median; ``nan`` without values."""
     return statistics.median(values) if values else math.nan
