@@ -39,7 +39,7 @@ class ClusterSettings:
     connect: EngineFactory = field(default_factory=lambda: connect_torchft)
 
     def __post_init__(self) -> None:
-        check_float("cluster(period=)", self.period_s, 0.0, above=True)
+        check_float("cluster: period", self.period_s, 0.0, above=True)
         if self.period_s >= JOIN_TIMEOUT_S:
             # The lighthouse does not report its own settings.
             logger.warning(

@@ -52,23 +52,26 @@ class EngineOptions:
     max_state_bytes: int = 1 << 36
 
     def __post_init__(self) -> None:
-        check_text("address", self.address, ADDRESS_REMEDY)
-        split_host_port("address", self.address)
-        check_int("min_machines", self.min_machines, 1)
+        check_text("cluster: address", self.address, ADDRESS_REMEDY)
+        split_host_port("cluster: address", self.address)
+        check_int("cluster: min_machines", self.min_machines, 1)
         for name in ("timeout_s", "connect_timeout_s", "heal_timeout_s", "heartbeat_s"):
-            check_float(name, getattr(self, name), 0.0, above=True)
-        check_float("lighthouse_timeout_s", self.lighthouse_timeout_s, 0.0)
-        check_int("max_state_bytes", self.max_state_bytes, 0)
+            check_float(f"cluster: {name.removesuffix('_s')}", getattr(self, name), 0.0, above=True)
+        check_float("cluster: lighthouse_timeout", self.lighthouse_timeout_s, 0.0)
+        check_int("cluster: max_state_bytes", self.max_state_bytes, 0)
         if not self.machine or len(self.machine.encode()) > MAX_MACHINE_ID_BYTES:
             raise ValueError(
-                f"machine({self.machine!r}): pass an id of 1 to {MAX_MACHINE_ID_BYTES} bytes"
+                f"cluster: machine({self.machine!r}): pass an id of 1 to "
+                f"{MAX_MACHINE_ID_BYTES} bytes"
             )
         if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression({self.compression!r}): pass None, 'bf16' or 'int8'")
+            raise ValueError(
+                f"cluster: compression({self.compression!r}): pass None, 'bf16' or 'int8'"
+            )
         if self.token is not None:
-            check_text("token", self.token, "a secret that all machines share, or None")
+            check_text("cluster: token", self.token, "a secret that all machines share, or None")
         if self.host != "":
-            check_text("host", self.host, "a name or an address of this machine")
+            check_text("cluster: host", self.host, "a name or an address of this machine")
 
     @classmethod
     def from_environment(

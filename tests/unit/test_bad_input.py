@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from tests.support.running import (
 )
 
 BOUND_S = 5.0
+ROOT = Path(__file__).parents[2]
 
 
 class Planted(Exception):
@@ -170,6 +172,23 @@ WRONG = [
     ("tune_allocator", (1,), TypeError, "True or False"),
     ("pin_threads", (1,), TypeError, "True or False"),
     ("progress", (0,), TypeError, "True or False"),
+    ("steps_per_epoch", (0,), ValueError, "at least 1"),
+    ("global_batch_size", (0,), ValueError, "at least 1"),
+    ("sampler", (3,), TypeError, "iterable"),
+    ("balance", (1,), TypeError, "True or False"),
+    ("sharded", ("full",), TypeError, "ShardingStrategy"),
+    ("sync_batchnorm", (1,), TypeError, "True or False"),
+    ("all_gather", (1,), TypeError, "True or False"),
+    ("bucket_cap_mb", (-1,), ValueError, "above 0"),
+    ("loss_reduction", ("max",), ValueError, "mean, sum"),
+    ("on_drift", ("warn",), ValueError, "raise, repair"),
+    ("on_worker_failure", ("restart",), ValueError, "raise, continue"),
+    ("ema", (1.5,), ValueError, "at most 1"),
+    ("val_dataset", (numbers(4), 0), ValueError, "at least 1"),
+    ("metrics_every", (0,), ValueError, "at least 1"),
+    ("callbacks", (print,), TypeError, "metrics_fn"),
+    ("cluster", (29510,), TypeError, "host:port"),
+    ("timeline", ("t",), TypeError, "Timeline"),
 ]
 
 
@@ -184,6 +203,23 @@ def test_a_wrong_value_is_refused_when_it_is_set(method, arguments, error, remed
         getattr(b, method)(*arguments)
     named = str(caught.value)
     assert method in named or "device" in named
+
+
+def settings():
+    """Names of the builder's settings."""
+    return {name for name in dir(builder()) if not name.startswith("_")} - {"run"}
+
+
+def test_every_setting_refuses_a_wrong_value():
+    """``dataset`` does so in ``run()``, and ``no_divergence_guard`` has no value."""
+    untested = settings() - {method for method, *_ in WRONG}
+    assert untested == {"dataset", "no_divergence_guard"}, "add a wrong value to WRONG"
+
+
+def test_every_setting_is_on_the_page_of_training():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    missing = {name for name in settings() if f"`{name}(" not in page}
+    assert missing == set(), "add a row to a table of docs/training.md"
 
 
 def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
@@ -254,9 +290,8 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
     }
     for method, arguments in values.items():
         assert getattr(b, method)(*arguments) is b, method
-    public = {name for name in dir(b) if not name.startswith("_")}
-    others = {"cluster", "collate_fn", "global_batch_size", "run", "sharded", "steps_per_epoch"}
-    assert public == {*values, *others}
+    others = {"cluster", "collate_fn", "global_batch_size", "sharded", "steps_per_epoch"}
+    assert settings() == {*values, *others}, "add a valid value of the new setting to `values`"
     assert b.run().join(WAIT_S).metrics[0].num_samples == 12
 
 

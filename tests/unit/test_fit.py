@@ -149,4 +149,4 @@ def test_keyword_arguments_for_type_checkers_are_those_of_the_builder():
             continue
         settings[name] = parameters[0].annotation.replace("ModelT_co", "Any")
     declared = {k: v.__forward_arg__ for k, v in FitSettings.__annotations__.items()}
-    assert declared == settings
+    assert declared == settings, "add the setting to FitSettings in runtime/trainer.py"

@@ -70,7 +70,7 @@ def test_malformed_addresses_raise(text):
     ],
 )
 def test_invalid_options_are_named(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"cluster: {name.removesuffix('_s')}"):
         EngineOptions(address="host:1", **{name: value})
 
 
