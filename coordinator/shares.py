@@ -14,8 +14,8 @@ _OUTLIER_SHARE = 0.25
 """Relative deviation of an outlier; a second one in the same direction is a new speed."""
 _MIN_GAIN = 0.03
 """Share of the step time that new sizes must save: repeated sizes reuse memory and kernels."""
-_PROBE = (2, 1)
-"""Ratio of neighbouring ranks in the second sizes that are measured."""
+_PROBE = 2
+"""Ratio of the faster and the slower ranks in the second sizes that are measured."""
 _MIN_SIZE_DIFFERENCE = 0.1
 """Relative difference of two sizes from which the fixed part of the time is fitted."""
 _MAX_FIXED_SHARE = 0.9
@@ -38,18 +38,21 @@ class Shares:
     """Tracks the speed of each rank and sizes its piece of the global batches.
 
     The time of ``n`` samples is modelled as ``a + b n``. The first measurement of a rank
-    is discarded; the second is of equal pieces, the third of unequal ones, and both together give
-    ``a``. From then on ``b`` is a moving average of the measurements, replaced at once by the
-    second of two outliers in a row. Sizes change only if that saves a few percent of the step. A
-    rank that delays the others even with the smallest piece receives none, and is probed with that
+    is discarded; the second is of the first pieces, the third of other ones, and both together
+    give ``a``. From then on ``b`` is a moving average of the measurements, replaced at once by the
+    second of two outliers in a row; these lower ``a`` if their sizes differ. Sizes change only if
+    that saves a few percent of the step, and return to the first ones if these are as good. A rank
+    that delays the others even with the smallest piece receives none, and is probed with that
     piece at growing intervals.
 
     Deterministic and not thread-safe: no clock, no thread.
 
     Args:
         world_size: Number of ranks.
-        first: Sizes of the first pieces; ``None``: equal ones.
+        first: Proportions of the first pieces; ``None``: equal ones.
         fixed: Keep the proportions of the first pieces, whatever is measured.
+        min_piece: See the attribute.
+        may_idle: True if a slow rank may have no samples.
 
     Attributes:
         min_piece: Minimum samples of a piece. Pieces are smaller only where the total or the limits
@@ -60,12 +63,14 @@ class Shares:
     def __init__(
         self,
         world_size: int,
-        first: Sequence[int] | None = None,
+        first: Sequence[float] | None = None,
         *,
         fixed: bool = False,
         min_piece: int = 1,
+        may_idle: bool = True,
     ) -> None:
         self.min_piece = min_piece
+        self._may_idle = may_idle
         self._first = first or [1] * world_size
         self._is_fixed = fixed
         self._fits = [_TimeFit() for _ in range(world_size)]
@@ -176,36 +181,49 @@ class Shares:
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
-        ratios = {rank: self._first[rank] for rank in ranks}
-        if len(costs) == len(ranks) and not self._is_fixed:
-            if self._has_probed:
-                return self._by_cost(total, ranks, costs)
+        first = self._split_like(total, {rank: self._first[rank] for rank in ranks})
+        if len(costs) < len(ranks) or self._is_fixed:
+            sizes = first
+        elif self._has_probed:
+            sizes = self._by_cost(total, ranks, costs, first)
+        else:
             self._has_probed = True
-            ratios = {rank: n * _PROBE[i % 2] for i, (rank, n) in enumerate(ratios.items())}
-        elif (
-            sum(ratios.values()) == total
-            and not self._limits
-            and min(ratios.values()) >= self.min_piece
-        ):
-            return tuple(ratios.values())
-        return tuple(self._split_like(total, ratios).values())
+            sizes = self._second(total, costs, first)
+        return tuple(sizes.values())
+
+    def _second(
+        self, total: int, costs: Mapping[int, Cost], first: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Sizes after the first ones, different enough to fit the fixed part of the time."""
+        by_speed = self._split(total, list(first), costs)
+        if all(_differ(by_speed[rank], n) for rank, n in first.items()):
+            return by_speed
+        fastest_first = sorted(first, key=lambda rank: costs[rank][1])
+        faster = fastest_first[: len(first) // 2]
+        ratios = {r: self._first[r] * (_PROBE if r in faster else 1) for r in first}
+        return self._split_like(total, ratios)
 
     def _by_cost(
-        self, total: int, ranks: tuple[int, ...], costs: Mapping[int, Cost]
-    ) -> tuple[int, ...]:
+        self,
+        total: int,
+        ranks: tuple[int, ...],
+        costs: Mapping[int, Cost],
+        first: dict[int, int],
+    ) -> dict[int, int]:
         best = self._with_idle_ranks(
             total, ranks, costs, self._without_slow_ranks(total, ranks, costs)
         )
         probed = self._with_probe(best)
         if probed != best:
-            return tuple(probed.values())
-        keeps = self._num_small(self.current) <= self._num_small(best)
-        keeps = keeps and self._is_within(self.current)
-        if keeps and ranks == self._ranks and sum(self._sizes) == total:
-            now_s = _step_s(costs, dict(zip(ranks, self._sizes, strict=True)))
-            if now_s * (1 - _MIN_GAIN) <= _step_s(costs, best):
-                return self._sizes
-        return tuple(best.values())
+            return probed
+        kept = [first]
+        if ranks == self._ranks and sum(self._sizes) == total:
+            kept.insert(0, self.current)
+        for sizes in kept:
+            is_allowed = self._num_small(sizes) <= self._num_small(best) and self._is_within(sizes)
+            if is_allowed and _step_s(costs, sizes) * (1 - _MIN_GAIN) <= _step_s(costs, best):
+                return sizes
+        return best
 
     def _split(self, total: int, ranks: Sequence[int], costs: Mapping[int, Cost]) -> dict[int, int]:
         return self._split_within(
@@ -215,7 +233,7 @@ class Shares:
             lambda n, free, least: split_by_cost(n, [costs[r] for r in free], least),
         )
 
-    def _split_like(self, total: int, ratios: Mapping[int, int]) -> dict[int, int]:
+    def _split_like(self, total: int, ratios: Mapping[int, float]) -> dict[int, int]:
         return self._split_within(
             total,
             list(ratios),
@@ -276,7 +294,7 @@ class Shares:
         Equally slow ranks are left out together: leaving out one of them gains nothing.
         """
         best = sizes = self._split(total, ranks, costs)
-        while True:
+        while self._may_idle:
             some = [rank for rank in ranks if sizes[rank]]
             slow = max(some, key=lambda rank: seconds(costs[rank], sizes[rank]))
             others = [rank for rank in some if rank != slow]
@@ -287,6 +305,7 @@ class Shares:
             sizes = dict.fromkeys(ranks, 0) | self._split(total, others, costs)
             if _step_s(costs, sizes) <= (1 - _IDLE_GAIN) * _step_s(costs, best):
                 best = sizes
+        return best
 
     def _with_idle_ranks(
         self,
@@ -353,6 +372,7 @@ class _TimeFit:
     sample_s: float = 0.0
     num_seen: int = 0
     first: tuple[float, float] | None = None
+    last: tuple[float, float] = (math.inf, 0.0)
     was_off: int = 0
     least: float = math.inf
     """The fewest samples measured: for fewer, the fixed part is extrapolated."""
@@ -366,10 +386,9 @@ class _TimeFit:
         if self.num_seen == 1:
             return  # in the first steps libraries load and allocators grow
         self.least = min(self.least, n)
-        if self.first is not None and abs(n / self.first[0] - 1) > _MIN_SIZE_DIFFERENCE:
-            slope = (time_s - self.first[1]) / (n - self.first[0])
-            fixed_s = self.first[1] - slope * self.first[0]
-            self.fixed_s = min(max(fixed_s, 0.0), _MAX_FIXED_SHARE * min(time_s, self.first[1]))
+        if self.first is not None and _differ(n, self.first[0]):
+            fixed_s = _intercept(self.first, (n, time_s))
+            self.fixed_s = min(fixed_s, _MAX_FIXED_SHARE * min(time_s, self.first[1]))
             self.sample_s = (time_s - self.fixed_s) / n
             self.first = None
         elif not self.is_fitted:
@@ -380,13 +399,28 @@ class _TimeFit:
 
     def _update(self, n: float, time_s: float, *, anew: bool) -> None:
         self.fixed_s = min(self.fixed_s, _MAX_FIXED_SHARE * time_s)
-        new = (time_s - self.fixed_s) / n
         ratio = time_s / seconds((self.fixed_s, self.sample_s), n)
         off = 0 if abs(math.log(ratio)) <= math.log1p(_OUTLIER_SHARE) else (1 if ratio > 1 else -1)
         is_new_speed = off != 0 and off == self.was_off
+        if is_new_speed and _differ(n, self.last[0]):
+            # With too large a fixed part the sizes would oscillate.
+            self.fixed_s = min(self.fixed_s, _intercept(self.last, (n, time_s)))
         weight = 1.0 if is_new_speed or anew else _TIME_WEIGHT
         self.was_off = off
+        self.last = (n, time_s)
+        new = (time_s - self.fixed_s) / n
         self.sample_s += weight * (new - self.sample_s)
+
+
+def _differ(n: float, other: float) -> bool:
+    """True if the fixed part of the time can be fitted to pieces of these sizes."""
+    return abs(n / other - 1) > _MIN_SIZE_DIFFERENCE
+
+
+def _intercept(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """Seconds of a piece of no samples, by the samples and seconds of two; not negative."""
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    return max(0.0, one[1] - slope * one[0])
 
 
 @dataclass(slots=True)

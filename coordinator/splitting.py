@@ -127,8 +127,12 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 def split_like(total: int, sizes: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split ``total`` in proportion to ``sizes``, with parts of at least ``least``."""
-    rest = total - least * len(sizes)
-    return tuple(least + n for n in split_by_ratio(rest, sizes))
+    assert total >= least * len(sizes), f"{total} samples are too few for {len(sizes)} parts"
+    parts = list(split_by_ratio(total, sizes))
+    while min(parts) < least:  # taken from the largest
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(min(parts))] += 1
+    return tuple(parts)
 
 
 Cost = tuple[float, float]

@@ -16,7 +16,7 @@ class DdpConfig:
 
     Attributes:
         speed_hint: ``(slow rank, ratio)``: all other devices are ``ratio`` (at least 1) times
-            faster. Sets the devices' shares until the first reduction; then measured speeds do.
+            faster. Sets the devices' first shares; measured speeds correct them.
         balance: True if measured speeds set the devices' shares. If not, shares stay equal, or
             those of the hint: for models that need shards of a certain size.
         overhead_target: Fraction of the compute time that reductions may cost, 0.01 to 0.50, if

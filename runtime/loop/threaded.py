@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coordinator.splitting import split_by_ratio, split_like
+from coordinator.splitting import split_by_ratio
 from runtime.core.checks import in_func_transform
 from runtime.core.loss_weights import Weight
 from runtime.core.nested import flatten
@@ -201,14 +201,13 @@ class ThreadedEngine:
 
     def _sizes(self, num_samples: int) -> Sequence[int]:
         """Shard sizes by throughput; unequal ones if outputs may couple samples, to find out."""
-        sizes = self._balancer.sizes(num_samples)
-        if self._mirror.uses_batch_statistics:
-            if not torch.is_grad_enabled():
-                # As update_bn() does: the statistics of the whole batch.
-                return (num_samples, *[0] * (len(sizes) - 1))
-            if 1 in sizes and num_samples > 1:
-                return _without_ones(num_samples, self._balancer.chunk_ratios)
-        if self._coupling is not SampleCoupling.MAYBE or len(set(sizes)) > 1 or sizes[0] < 2:
+        least = 2 if self._mirror.uses_batch_statistics else 1  # those of one sample are undefined
+        if least == 2 and not torch.is_grad_enabled():
+            # As update_bn() does: the statistics of the whole batch.
+            return (num_samples, *[0] * (len(self._replicas) - 1))
+        sizes = self._balancer.sizes(num_samples, least)
+        is_equal = len(set(sizes)) == 1
+        if self._coupling is not SampleCoupling.MAYBE or not is_equal or sizes[0] <= least:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
 
@@ -579,13 +578,6 @@ class ThreadedEngine:
             if not self._runner.interrupted:
                 self._clear_gradients()
             raise
-
-
-def _without_ones(num_samples: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Shard sizes of two samples or none, as batch statistics of one sample are not defined."""
-    num_ranks = max(1, min(len(ratios), num_samples // 2))
-    sizes = split_like(num_samples, ratios[:num_ranks], least=min(2, num_samples))
-    return (*sizes, *[0] * (len(ratios) - num_ranks))
 
 
 def _forward(

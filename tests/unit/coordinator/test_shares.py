@@ -135,6 +135,40 @@ def test_noise_of_5_percent_does_not_change_sizes(ratio, seed):
     assert num_changes <= 4
 
 
+def test_ranks_that_are_nearly_equal_return_to_the_first_sizes():
+    ranks = Ranks([(0, 1e-3), (0, 1.04e-3), (0, 1e-3)], 99)
+    sizes = set()
+    for _ in range(9):
+        ranks.train()
+        sizes.add(ranks.sizes)
+    assert len(sizes) > 1
+    assert ranks.sizes == (33, 33, 33)
+
+
+@pytest.mark.parametrize("costs", [[(0, 1e-3), (0, 3e-3)], [(0, 1.1e-3), (0, 1e-3)]])
+def test_the_second_sizes_give_the_faster_rank_more_samples(costs):
+    ranks = Ranks(costs, 60)
+    for _ in range(2):
+        assert ranks.sizes == (30, 30)
+        ranks.train()
+    assert max(ranks.sizes) >= 40
+    assert (ranks.sizes[0] > ranks.sizes[1]) is (costs[0] < costs[1])
+
+
+def test_sizes_settle_although_the_fixed_part_was_fitted_too_large():
+    """The third measurement has waits for data that the second one did not have."""
+    ranks = Ranks([(0, 1e-3), (0, 3e-3)], 64)
+    for _ in range(2):
+        ranks.train()
+    ranks.costs[1] = (0, 5e-3)
+    sizes = []
+    for _ in range(40):
+        ranks.train()
+        sizes.append(ranks.sizes)
+    assert set(sizes[12:]) == {sizes[-1]}
+    assert ranks.loss < 0.05
+
+
 def test_one_outlier_is_forgotten():
     ranks = Ranks([(0, 1e-3), (0, 1e-3)], 128)
     for _ in range(10):
