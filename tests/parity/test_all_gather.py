@@ -1,11 +1,8 @@
 """All-gather of rows in ``train_fn``: losses over the global batch, as on one device."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random
-import threading
 
 import pytest
 import torch
@@ -18,7 +15,17 @@ from coordinator.splitting import permutation, split_like
 from runtime import WorkerFailed, create_collectives, current_worker
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from tests.support.pairs import diagonal
-from tests.support.running import ASYNC, CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import (
+    ASYNC,
+    CADENCE,
+    GLOO,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    at_once,
+    builder,
+)
 
 N, EPOCHS, SIZE, SEED = 43, 2, 4, 5
 GENERATOR = torch.Generator().manual_seed(0)
@@ -248,11 +255,7 @@ def gather_in_threads(pieces, upstream, *, live=None, loss_of=None):
         batch.end_batch()
         found[i] = out.detach(), own, piece.grad
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(pieces))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    at_once(rank, range(len(pieces)))
     for end in ends:
         end.close()
     return zip(*found, strict=True)

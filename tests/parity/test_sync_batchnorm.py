@@ -1,7 +1,5 @@
 """Batch normalisation over the global batch, compared with one device and PyTorch's layer."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random
@@ -25,7 +23,7 @@ from runtime import (
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from tests.support.pairs import diagonal
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, at_once, builder
 
 N, EPOCHS, SIZE, SEED = 107, 2, 4, 5
 GENERATOR = torch.Generator().manual_seed(0)
@@ -332,11 +330,7 @@ def test_a_synchronised_layer_equals_the_plain_layer_on_all_samples(dtype):
         found[i] = (out, piece.grad, layer)
 
     pieces = zip(x.split(sizes), dy.split(sizes), strict=True)
-    threads = [threading.Thread(target=rank, args=(i, *p)) for i, p in enumerate(pieces)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    at_once(lambda args: rank(*args), [(i, *p) for i, p in enumerate(pieces)])
     out, grads, layers = zip(*found, strict=True)
 
     def error(a, b):

@@ -1,11 +1,10 @@
 """Helpers of tests with whole runs: small models with simple arithmetic."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter as Tally
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,6 +43,13 @@ def until(condition, timeout_s=WAIT_S):
     while not condition():
         assert time.monotonic() < deadline, "the state waited for never came"
         time.sleep(0.001)
+
+
+def at_once(work, arguments):
+    """The results of a function for each argument, each in a thread; an error of one is raised."""
+    arguments = list(arguments)
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(work, arguments, timeout=WAIT_S))
 
 
 every_way, local_ways = over(WAYS), over(LOCAL_WAYS)

@@ -1,7 +1,5 @@
 """Writing, reading and retention of checkpoints on disk."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -10,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -30,7 +27,7 @@ from runtime.core.errors import CheckpointError
 from runtime.results import TrainedState
 from tests.support import programs
 from tests.support.checkpointing import make, names, same
-from tests.support.running import WAIT_S
+from tests.support.running import WAIT_S, at_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -326,13 +323,7 @@ def test_a_reader_tolerates_any_number_of_concurrent_removals(tmp_path, monkeypa
 
 
 def test_threads_writing_concurrently_get_distinct_names(tmp_path):
-    threads = [
-        threading.Thread(target=write_checkpoint, args=(tmp_path, make(3))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    at_once(lambda _: write_checkpoint(tmp_path, make(3)), range(4))
     assert names(tmp_path) == [f"step-0000000003-epoch-0001-{serial:06d}" for serial in range(1, 5)]
 
 

@@ -1,7 +1,5 @@
 """CheckpointWriter: does not block submitters, and survives failed writes."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import sys
@@ -17,7 +15,7 @@ from runtime.checkpoint.store import CheckpointWriter, load_newest
 from runtime.core.errors import CheckpointError
 from tests.support import programs
 from tests.support.checkpointing import make, names, same
-from tests.support.running import WAIT_S
+from tests.support.running import WAIT_S, at_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -188,11 +186,7 @@ def test_a_thread_that_cannot_be_started_counts_as_a_failure(tmp_path, monkeypat
 
 def test_many_threads_may_submit(tmp_path):
     w = CheckpointWriter(tmp_path, keep=2)
-    threads = [threading.Thread(target=w.submit, args=(make(step),)) for step in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    at_once(w.submit, map(make, range(20)))
     assert w.close(WAIT_S)
     assert w.num_written + w.num_superseded == 20
     assert w.num_failed == 0

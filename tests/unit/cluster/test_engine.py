@@ -1,7 +1,5 @@
 """Engine options, signatures, compression, the lighthouse command, the in-memory engine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import signal
@@ -25,7 +23,7 @@ from runtime.cluster.torchft_engine import TorchftEngine, open_store
 from tests.support import programs
 from tests.support.machines import LighthouseProcess, needs_torchft
 from tests.support.memory_engine import Died, MemoryCluster
-from tests.support.running import WAIT_S
+from tests.support.running import WAIT_S, at_once
 
 EMPTY = ClusterState(tensors={}, meta={})
 
@@ -184,11 +182,7 @@ def test_a_closed_group_ends_its_connections_although_others_refer_to_it():
             timeout_s=100 * WAIT_S,
         )
 
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    at_once(connect, range(2))
     groups[0].close()
     groups[0].close()
     with pytest.raises(EngineError, match="left the group"):
@@ -225,11 +219,7 @@ def summed(feedbacks, tensors, commit=True):
         if commit:
             feedbacks[rank].commit()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(run, range(size))
     return tensors
 
 
@@ -382,10 +372,6 @@ def test_close_wakes_a_hanging_machine_in_memory():
             errors.append(type(error))
             a.close()
 
-    threads = [threading.Thread(target=run, args=(engine,)) for engine in (a, b)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    at_once(run, (a, b))
     b.close()
     assert errors == [EngineError, EngineClosed]

@@ -1,7 +1,5 @@
 """Random numbers on the CPU come from the calling thread's generator."""
 
-from __future__ import annotations
-
 import random
 import threading
 
@@ -19,7 +17,7 @@ from runtime.core.rng import (
     seeded_globals,
     thread_generator,
 )
-from tests.support.running import builder
+from tests.support.running import at_once, builder
 
 ONES = torch.ones(4, 6)
 IMAGE = torch.linspace(0, 1, 400).view(1, 1, 20, 20)
@@ -134,11 +132,7 @@ def test_threads_do_not_share_generators():
                 values.append(functional.dropout(ONES))
             found[rank] = torch.stack(values)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(run, range(2))
     for rank in range(2):
         with thread_generator(own(rank)):
             alone = torch.stack([functional.dropout(ONES) for _ in range(20)])

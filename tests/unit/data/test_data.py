@@ -1,7 +1,5 @@
 """Adapters for every form of data set, and the order of an epoch."""
 
-from __future__ import annotations
-
 import threading
 from collections import namedtuple
 
@@ -14,6 +12,7 @@ import runtime.data.epoch_index
 from coordinator.splitting import permutation
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
+from tests.support.running import at_once
 
 N = 11
 INDICES = torch.tensor([7, 0, 10, 3])
@@ -325,11 +324,7 @@ def test_the_lock_lets_one_thread_at_a_time_read(base, lock):
     if base is not ManySquares:
         Watched.__getitems__ = None
     adapter = adapt_dataset(Watched(), lock=lock)
-    threads = [threading.Thread(target=adapter.load, args=(torch.tensor([i]),)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    at_once(lambda i: adapter.load(torch.tensor([i])), range(2))
     assert met == [not lock] * 2
 
 

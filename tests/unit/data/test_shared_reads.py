@@ -13,7 +13,16 @@ from torch.utils.data import Dataset, IterableDataset
 from runtime.data.dataset import adapt_dataset
 from runtime.data.shared_reads import SharedReads
 from tests.support.pairs import pairwise
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, count_up
+from tests.support.running import (
+    CADENCE,
+    OVER_CPU,
+    SYNC,
+    THREAD,
+    WAIT_S,
+    at_once,
+    builder,
+    count_up,
+)
 
 N, SIZE = 24, 4
 X = torch.arange(float(N))
@@ -212,12 +221,7 @@ def test_an_observed_read_that_waits_for_another_one_is_not_a_deadlock():
     dataset = Reader(None)
     dataset.during = lambda: barrier.wait(WAIT_S)
     adapter = adapt_dataset(dataset)
-    threads = [threading.Thread(target=adapter.load, args=(torch.tensor([i]),)) for i in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not any(thread.is_alive() for thread in threads)
+    at_once(lambda i: adapter.load(torch.tensor([i])), (0, 1))
 
 
 def test_reads_can_be_sent_to_a_loader_process():

@@ -1,7 +1,5 @@
 """Averaging of replicas: no training is lost, and only the averaged state is sent."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
@@ -25,6 +23,7 @@ from tests.support.running import (
     WAIT_S,
     WAYS,
     Trace,
+    at_once,
     builder,
     every_way,
     local_ways,
@@ -231,21 +230,16 @@ def average_over_cpu(replicas, weights):
 
 def average_over(kind, replicas, weights):
     collectives = create_collectives(len(replicas), kind, None, WAIT_S)
-    found = {}
 
     def rank(i):
         averager = ReplicaAverager(replicas[i][1], Device(1), collectives[i])
         with torch.no_grad():
-            found[i] = averager.all_reduce(weights[i])[0]
+            return averager.all_reduce(weights[i])[0]
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(replicas))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    found = at_once(rank, range(len(replicas)))
     for collective in collectives:
         collective.close()
-    return tuple(found[i] for i in range(len(replicas)))
+    return tuple(found)
 
 
 @pytest.mark.parametrize("kind", ["thread", "gloo"])

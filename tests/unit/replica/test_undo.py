@@ -1,9 +1,5 @@
 """Undoing a round over a collective: its effect is reverted, and later training is kept."""
 
-from __future__ import annotations
-
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +8,7 @@ from runtime import create_collectives
 from runtime.device.base import Device
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState
-from tests.support.running import WAIT_S
+from tests.support.running import WAIT_S, at_once
 
 WEIGHTS = (4, 1, 3)
 
@@ -42,16 +38,7 @@ def averagers(models, ranks, kind):
 
 def on_threads(group, weights):
     """Call ``all_reduce`` on all ranks at once; returns their results."""
-    found = [None] * len(group)
-
-    def work(i):
-        found[i] = group[i].all_reduce(weights[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(group))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    found = at_once(lambda i: group[i].all_reduce(weights[i]), range(len(group)))
     assert None not in found
     return found
 
