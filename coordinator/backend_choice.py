@@ -1,4 +1,4 @@
-"""Choice of the averaging backend: by rule, by measured cost, and away from one that fails."""
+"""Choice of the averaging backend: by rule, by measured cost, and again after one has failed."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class FailureRecovery:
             self._last_step = step
 
     def agree(self, *, regroup: bool) -> None:
-        """Settle on the steps that count, and bring the halted ranks to them.
+        """Determine the steps that count, and regroup the halted ranks at them.
 
         Args:
             regroup: False if the run is about to end.

@@ -1,4 +1,4 @@
-"""The coordinator: an event and a time go in, commands come out.
+"""Coordinator: a state machine that takes an event and a time, and returns commands.
 
 It has no thread, queue, clock or random numbers: the same state machine runs in
 :mod:`coordinator.service` and under a simulated clock. After each event it inspects the whole state

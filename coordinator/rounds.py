@@ -1,4 +1,4 @@
-"""Averaging rounds: start, replies, failures, and what the cadence learns from their cost."""
+"""Averaging rounds: start, replies, failures, and their cost, from which the cadence follows."""
 
 from __future__ import annotations
 

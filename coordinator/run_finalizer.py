@@ -130,7 +130,7 @@ class RunFinalizer:
         self.finish()
 
     def collects(self, *, saves: bool = True) -> bool:
-        """True if ranks are asked for their last states after a failure.
+        """True if the last states of the ranks are requested after a failure.
 
         Args:
             saves: False if the failure makes these states unusable.

@@ -449,7 +449,7 @@ class ImbalanceDetector:
 
         Returns:
             The slowest rank, its time as a multiple of the fastest one's, and the speed-up of
-            steps with balanced shares; ``None``: balanced, or too early to tell.
+            steps with balanced shares; ``None``: balanced, or not measured yet.
         """
         if self.detected:
             return None

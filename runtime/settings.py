@@ -806,10 +806,10 @@ class RunSettings:
 
     def _check_forward_collectives(self) -> None:
         """Check the settings that need collectives within forward and backward passes."""
-        asked = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
-        if not asked:
+        given = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
+        if not given:
             return
-        way = f"{asked[0]}(True)"
+        way = f"{given[0]}(True)"
         self._require_sync(way, "where all ranks train one batch", "trains each rank's own")
         if self.worker.cuda_graphs:
             raise ValueError(

@@ -1273,8 +1273,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         Raises:
             ValueError, TypeError: A setting is missing or invalid; no thread was started.
         """
-        brought = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
-        return start_run(self._config.with_values(**brought))
+        from_loader = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
+        return start_run(self._config.with_values(**from_loader))
 
 
 _STRATEGIES = {

@@ -45,10 +45,6 @@ FILE_NAMES = ("__init__.py", "__main__.py", "base.py")
 """Names that every package may have."""
 
 OPENINGS = {
-    "runtime/collective/process_group.py",
-    "runtime/collective/thread.py",
-    "runtime/device/cuda_api.py",
-    "runtime/device/launch_load.py",
     "runtime/replica/batch_norm.py",  # its layers follow the function that makes them
 }
 """Files that do not open with the class that they are named after; none may be added."""

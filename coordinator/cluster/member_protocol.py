@@ -1,4 +1,4 @@
-"""Member: one machine's state machine in the rounds of a cluster."""
+"""MemberProtocol: one machine's state machine in the rounds of a cluster."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Lighthouse:
 
     Raises:
         ImportError: torchft is not installed.
-        OSError: The address is not available; the message says what to do.
+        OSError: The address is not available; the message names the remedy.
 
     Attributes:
         address: ``host:port`` for :class:`EngineOptions`.
@@ -106,7 +106,7 @@ def load_torchft(feature: str) -> Any:
         feature: The feature that needs them, for the error message.
 
     Raises:
-        ImportError: torchft is not installed; says how to install it.
+        ImportError: torchft is not installed; the message has the command.
     """
     require_modules(feature, ("torchft",), "cluster")
     if "RUST_LOG" in os.environ:

@@ -76,7 +76,7 @@ class TorchftEngine(ClusterEngine):
             state is copied before the call returns.
 
     Raises:
-        ImportError: torchft is not installed; says how to install it.
+        ImportError: torchft is not installed; the message has the command.
         PeerRefused: The machines of the cluster have another token or version.
         EngineError: The lighthouse's name cannot be resolved, or it does not respond within
             :data:`START_TIMEOUT_S`; or this machine has no such host.

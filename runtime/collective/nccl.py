@@ -84,7 +84,7 @@ would take the interpreter lock from the ranks."""
 _MARGIN_S = 0.5
 """Delay after which the group's thread aborts a late exchange that the waiting rank has not."""
 _SPIN_S = 150e-6
-"""Time for which a wait for the device polls without naps, which last longer than asked for: on an
+"""Time for which a wait for the device polls without naps, which last longer than requested: on an
 H200 an exchange of two ranks took 517 us in place of 646, in one run of each."""
 _FIRST_NAP_S = 20e-6
 _LONGEST_NAP_S = 250e-6

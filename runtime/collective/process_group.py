@@ -50,37 +50,6 @@ FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Number of collectives that PyTorch's flight recorder keeps: its name, and the older one."""
 
 
-@dataclass(slots=True)
-class Staged:
-    """One rank's part of an exchange: all memory is allocated, no operation is issued yet.
-
-    The order is: scale, issue, reduce, copy.
-
-    Attributes:
-        scaled: Parts of a weighted mean, to be multiplied by the rank's factor.
-        issues: Operations of the backend; each returns its work.
-        reductions: Computations on the operations' outputs.
-        copies: Targets and sources of the results.
-    """
-
-    scaled: list[Tensor] = field(default_factory=list)
-    issues: list[Callable[[], Any]] = field(default_factory=list)
-    reductions: list[Callable[[], object]] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def scale_(self, factor: float) -> None:
-        """Multiply this rank's parts of a mean by its factor."""
-        for wire in self.scaled:
-            scale_(wire, factor)
-
-    def finish(self) -> None:
-        """Compute the results and copy them to their targets."""
-        for reduction in self.reductions:
-            reduction()
-        for target, source in self.copies:
-            target.copy_(source)
-
-
 class ProcessGroupCollective(Collective):
     """One rank of a process group whose ranks are threads of this process.
 
@@ -309,6 +278,37 @@ class ProcessGroupCollective(Collective):
         options = self._options(_c10d.AllreduceOptions)
         options.reduceOp = _c10d.ReduceOp.SUM
         return self._connected().allreduce([wire], options)
+
+
+@dataclass(slots=True)
+class Staged:
+    """One rank's part of an exchange: all memory is allocated, no operation is issued yet.
+
+    The order is: scale, issue, reduce, copy.
+
+    Attributes:
+        scaled: Parts of a weighted mean, to be multiplied by the rank's factor.
+        issues: Operations of the backend; each returns its work.
+        reductions: Computations on the operations' outputs.
+        copies: Targets and sources of the results.
+    """
+
+    scaled: list[Tensor] = field(default_factory=list)
+    issues: list[Callable[[], Any]] = field(default_factory=list)
+    reductions: list[Callable[[], object]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply this rank's parts of a mean by its factor."""
+        for wire in self.scaled:
+            scale_(wire, factor)
+
+    def finish(self) -> None:
+        """Compute the results and copy them to their targets."""
+        for reduction in self.reductions:
+            reduction()
+        for target, source in self.copies:
+            target.copy_(source)
 
 
 class ProcessGroupBucketedMean(BucketedMean):

@@ -31,55 +31,6 @@ _BLOCK = 1 << 19
 _SMALL = 1 << 19
 
 
-@dataclass(slots=True)
-class Step:
-    """Views of the ranks' tensors: the sources are reduced, the result is copied to targets.
-
-    Sources that are also targets are reduced in place; others are not changed.
-    """
-
-    sources: Sequence[Tensor]
-    targets: Sequence[Tensor]
-
-
-@dataclass(slots=True)
-class Work:
-    """The work of a collective.
-
-    Attributes:
-        op: The reduction; ``None``: a weighted mean, or a copy.
-        shares: The share of each rank; if ``at_once``, all are executed by one rank.
-        at_once: True if the last rank to arrive executes it, while the others wait.
-    """
-
-    op: ReduceOp | None
-    shares: Sequence[Sequence[Step]]
-    at_once: bool
-
-
-@dataclass(slots=True)
-class ThreadPlan(Plan):
-    """A plan with its work."""
-
-    work: Work | None = None
-
-
-class _RegisteredMean(NamedTuple):
-    """The work of a weighted mean of registered tensors, one tuple for each rank."""
-
-    tensors: Sequence[RegisteredTensors]
-    work: Work
-
-    def fits(self, requests: Sequence[Request]) -> bool:
-        """True for valid requests of the same mean."""
-        for tensors, request in zip(self.tensors, requests, strict=True):
-            if request.tensors is not tensors or request.name != "weighted_mean_":
-                return False
-            if request.detail is not None or not is_weight(request.weight):
-                return False
-        return True
-
-
 class ThreadCollective(Collective):
     """Ranks reduce CPU tensors in place, each its own share of the elements.
 
@@ -148,6 +99,55 @@ class ThreadCollective(Collective):
     def _release(self) -> None:
         self._group.kept = None
         self._scratch = Scratch()
+
+
+@dataclass(slots=True)
+class Step:
+    """Views of the ranks' tensors: the sources are reduced, the result is copied to targets.
+
+    Sources that are also targets are reduced in place; others are not changed.
+    """
+
+    sources: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+
+@dataclass(slots=True)
+class Work:
+    """The work of a collective.
+
+    Attributes:
+        op: The reduction; ``None``: a weighted mean, or a copy.
+        shares: The share of each rank; if ``at_once``, all are executed by one rank.
+        at_once: True if the last rank to arrive executes it, while the others wait.
+    """
+
+    op: ReduceOp | None
+    shares: Sequence[Sequence[Step]]
+    at_once: bool
+
+
+@dataclass(slots=True)
+class ThreadPlan(Plan):
+    """A plan with its work."""
+
+    work: Work | None = None
+
+
+class _RegisteredMean(NamedTuple):
+    """The work of a weighted mean of registered tensors, one tuple for each rank."""
+
+    tensors: Sequence[RegisteredTensors]
+    work: Work
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """True for valid requests of the same mean."""
+        for tensors, request in zip(self.tensors, requests, strict=True):
+            if request.tensors is not tensors or request.name != "weighted_mean_":
+                return False
+            if request.detail is not None or not is_weight(request.weight):
+                return False
+        return True
 
 
 def _carry_out(

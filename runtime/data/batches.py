@@ -138,12 +138,12 @@ def pin_batch(batch: Any, context: Device) -> Any:
 
 
 def copy_batch_to_device(batch: Any, context: Device) -> Any:
-    """Copy ``batch`` to a worker's device in the current stream; see ``Device.bring``."""
+    """Copy ``batch`` to a worker's device in the current stream; see ``Device.to_device``."""
 
-    def bring(part: Any) -> Any:
-        return context.bring(part) if isinstance(part, Tensor) else part.to(context.device)
+    def copy(part: Any) -> Any:
+        return context.to_device(part) if isinstance(part, Tensor) else part.to(context.device)
 
-    return map_batch(batch, bring)
+    return map_batch(batch, copy)
 
 
 def movable_parts(batch: Any) -> list[Any]:

@@ -264,7 +264,7 @@ class LoaderProcesses:
 
 
 class BatchRequest(NamedTuple):
-    """One batch, as a loader process is asked for it.
+    """Request for one batch to a loader process.
 
     Attributes:
         epoch: Its epoch.

@@ -93,7 +93,7 @@ class ResidentReader:
         if order is None:
             pinned = self._context.pin(self._index.order(epoch))
             self._data.require_current(epoch, self._context)
-            order = self._orders[epoch] = self._context.bring(pinned)
+            order = self._orders[epoch] = self._context.to_device(pinned)
             if len(self._orders) > _KEPT_ORDERS:
                 self._orders.popitem(last=False)
         return order

@@ -212,7 +212,7 @@ class Device:
         """A page-locked copy of a CPU tensor for a GPU; other tensors are returned as they are."""
         return tensor
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """A tensor on the device, copied in the current stream if it is elsewhere.
 
         From pinned memory the host does not wait, and the source may be dropped at once.

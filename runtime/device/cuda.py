@@ -288,7 +288,7 @@ class CudaDevice(Device):
         pinned = self.api.empty_pinned(tensor.shape, tensor.dtype)
         return pinned.copy_(tensor)
 
-    def bring(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """A tensor on the device; PyTorch keeps a pinned source until the copy is complete
         (``ATen/cuda/CachingHostAllocator.h``).
 

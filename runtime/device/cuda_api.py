@@ -54,57 +54,6 @@ semantics of ``ld.relaxed.sys``: it sees what the host has written by then. Pinn
 same address on host and device."""
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Size of the block that pinned memory of ``num_bytes`` takes: the next power of two.
-
-    PyTorch's ``ATen/core/CachingHostAllocator.h`` rounds so (``c10::llvm::PowerOf2Ceil``), up to
-    2.11 always, in 2.13 unless ``pinned_max_round_threshold_mb`` or ``pinned_max_cached_size_mb``
-    of ``PYTORCH_ALLOC_CONF`` is set. It caches freed blocks for others of the same size.
-    """
-    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
-
-
-_SUCCESS, _NOT_READY = 0, 600  # values of CUresult
-
-
-@cache
-def event_query() -> Callable[[int], int] | None:
-    """``cuEventQuery`` of the driver, called without the interpreter lock; ``None`` without it."""
-    if torch.version.hip is not None:
-        return None
-    try:
-        query = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuEventQuery
-    except (AttributeError, OSError):
-        return None
-    query.argtypes, query.restype = [ctypes.c_void_p], ctypes.c_int
-    return query
-
-
-_NUM_STREAMS = 32
-
-
-class _StreamInUse:
-    """Held by a stream of this process, for as long as the stream lives.
-
-    Not a weak reference to the stream itself: the destructor of ``torch.cuda.Stream`` leaves such a
-    reference dangling, and to follow it crashes the process (pytorch#183403).
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self.device: torch.device = stream.device
-        self.handle: int = stream.cuda_stream
-
-
-_streams: LiveRegistry[_StreamInUse] = LiveRegistry()
-_streams_lock = threading.Lock()
-
-
-REQUIRED = DeviceCapabilities(kind="workers with streams", streams=True, events=True, memory=True)
-"""Capabilities that :class:`CudaApi` requires of a device. ``host_reader``, ``collectives`` and
-``graphs`` are optional: without the first the host waits, without the others such settings are
-refused."""
-
-
 class CudaApi:
     """Calls to CUDA; stateless and thread-safe. Only :meth:`wait_host` waits.
 
@@ -299,6 +248,57 @@ class CudaApi:
     def device_of(self, tensor: Tensor) -> torch.device:
         """The device of a tensor."""
         return tensor.device
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Size of the block that pinned memory of ``num_bytes`` takes: the next power of two.
+
+    PyTorch's ``ATen/core/CachingHostAllocator.h`` rounds so (``c10::llvm::PowerOf2Ceil``), up to
+    2.11 always, in 2.13 unless ``pinned_max_round_threshold_mb`` or ``pinned_max_cached_size_mb``
+    of ``PYTORCH_ALLOC_CONF`` is set. It caches freed blocks for others of the same size.
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0
+
+
+_SUCCESS, _NOT_READY = 0, 600  # values of CUresult
+
+
+@cache
+def event_query() -> Callable[[int], int] | None:
+    """``cuEventQuery`` of the driver, called without the interpreter lock; ``None`` without it."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        query = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuEventQuery
+    except (AttributeError, OSError):
+        return None
+    query.argtypes, query.restype = [ctypes.c_void_p], ctypes.c_int
+    return query
+
+
+_NUM_STREAMS = 32
+
+
+class _StreamInUse:
+    """Held by a stream of this process, for as long as the stream lives.
+
+    Not a weak reference to the stream itself: the destructor of ``torch.cuda.Stream`` leaves such a
+    reference dangling, and to follow it crashes the process (pytorch#183403).
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.device: torch.device = stream.device
+        self.handle: int = stream.cuda_stream
+
+
+_streams: LiveRegistry[_StreamInUse] = LiveRegistry()
+_streams_lock = threading.Lock()
+
+
+REQUIRED = DeviceCapabilities(kind="workers with streams", streams=True, events=True, memory=True)
+"""Capabilities that :class:`CudaApi` requires of a device. ``host_reader``, ``collectives`` and
+``graphs`` are optional: without the first the host waits, without the others such settings are
+refused."""
 
 
 _broken: list[Graph] = []

@@ -26,21 +26,6 @@ MIN_WAIT_SHARE = 0.25
 """Share of the launch time without CPU time from which on the interpreter lock is the cause."""
 
 
-class LaunchSample(NamedTuple):
-    """One step.
-
-    Attributes:
-        launch_s: Wall time in which the host launched it.
-        cpu_s: CPU time of the launching thread in it. The rest is spent without the interpreter
-            lock: launches are asynchronous, and the driver spins where it waits.
-        device_s: Time from its first event on the device to its last.
-    """
-
-    launch_s: float
-    cpu_s: float
-    device_s: float
-
-
 class LaunchLoad:
     """Launch times of the CUDA workers of one run. Thread-safe.
 
@@ -98,6 +83,21 @@ class LaunchLoad:
             100 * wait_share,
             1e3 * device_s / num_samples,
         )
+
+
+class LaunchSample(NamedTuple):
+    """One step.
+
+    Attributes:
+        launch_s: Wall time in which the host launched it.
+        cpu_s: CPU time of the launching thread in it. The rest is spent without the interpreter
+            lock: launches are asynchronous, and the driver spins where it waits.
+        device_s: Time from its first event on the device to its last.
+    """
+
+    launch_s: float
+    cpu_s: float
+    device_s: float
 
 
 class LaunchMeter:

@@ -1,4 +1,4 @@
-"""Losses and scalars of steps on a CUDA device, read without holding it up."""
+"""Metering of a worker's steps: counts and times, and losses that are read late from the device."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class PendingStep(NamedTuple):
 
 
 Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
-"""Loss sum, the weight behind it, and ``(name, weighted sum, weight)`` of each scalar.
+"""Loss sum, the sum of its weights, and ``(name, weighted sum, weight)`` of each scalar.
 
 Sums are :class:`~coordinator.metrics.RoundedSum`.
 """

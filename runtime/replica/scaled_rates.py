@@ -32,9 +32,9 @@ step in proportion to the gradient differs by 0.875."""
 class ScaledRates:
     """Multiplies learning rates by a factor during the optimizer's step.
 
-    Only groups whose steps ignore the scale of the gradient are scaled, as those of Adam; a probe
-    of each group's optimizer with its settings tells. Between steps the rates are those of the
-    user, the scheduler and checkpoints.
+    Only groups whose steps ignore the scale of the gradient are scaled, as those of Adam, which a
+    probe of each group's optimizer with its settings detects. Between steps the rates are those of
+    the user, the scheduler and checkpoints.
 
     Args:
         optimizer: The optimizer; of several, each is probed by itself.

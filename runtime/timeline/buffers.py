@@ -1,4 +1,4 @@
-"""Bounded buffers, written by one thread and read by any: Ring, Bins and Decimated."""
+"""Bounded buffers, written by one thread and read by any: Ring, TimeBins and Decimated."""
 
 from __future__ import annotations
 

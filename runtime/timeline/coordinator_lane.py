@@ -147,7 +147,7 @@ class CoordinatorLane:
             case m.CheckpointDone():
                 self._record(Kind.CHECKPOINT, now, now, event.version)
             case m.SaveRequested():
-                self._record(Kind.CHECKPOINT, now, now, None, "asked for")
+                self._record(Kind.CHECKPOINT, now, now, None, "requested")
             case m.Failed():
                 error = error_text(event.error)
                 self._record(Kind.FAILURE, now, now, event.rank, event.epoch, event.step, error)

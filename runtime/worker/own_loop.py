@@ -1,4 +1,4 @@
-"""LoopWorker: the interface of a user's own training loop, and the steps that it makes."""
+"""OwnLoop: a user's own training loop in the thread of a worker, and LoopWorker, its interface."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class OwnLoop:
         self._num_steps = self._num_batches = self._num_samples = 0  # not counted yet
         self._num_timed = 0
         self._skips = False  # a micro-batch of it was skipped
-        self._fault: BaseException | None = None  # raised when the body asks for a batch
+        self._fault: BaseException | None = None  # raised when the body requests a batch
         # The batch in progress.
         self._serial = 0
         self._size = self._total = 0
@@ -781,7 +781,7 @@ class OwnLoop:
     def _require_no_gradients(self) -> None:
         if self._any_gradients():
             raise RuntimeError(
-                "the next batch was asked for while a plain loss.backward() has left gradients: "
+                "the next batch was requested while a plain loss.backward() has left gradients: "
                 "end the batch with worker.step(), or accumulate by worker.backward(loss)"
             )
 
@@ -993,10 +993,10 @@ class LoopWorker:
                 worker.step(loss)
 
     Averaging rounds, checkpoints, epochs and deaths of other ranks are handled between two batches,
-    when the iterator is asked for the next one; nothing changes the replica while the body runs. A
-    batch is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a
-    step may not be made; ``step`` then returns without an effect, and the iterator yields the batch
-    again. Local variables of the loop are kept.
+    when the iterator yields the next one; nothing changes the replica while the body runs. A batch
+    is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a step may
+    not be made; ``step`` then returns without an effect, and the iterator yields the batch again.
+    Local variables of the loop are kept.
 
     Only for use in the thread of the worker.
 

@@ -90,7 +90,7 @@ class Tap:
         return [command.metrics.epoch for command in self._seen(PublishEpoch)]
 
     def parked(self, rank: int) -> bool:
-        """True if the coordinator's record of the rank says parked."""
+        """True if the rank is parked in the record of the coordinator."""
         return self.machine is not None and self.machine.run_state.ranks[rank].parked
 
     def _seen(self, kind: Any) -> list[Any]:

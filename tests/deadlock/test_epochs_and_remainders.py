@@ -104,7 +104,7 @@ def is_plan(entry):
 
 @diagonal(way=[way for way in WAYS if way[0] is not SYNC], progressive=[True, False])
 def test_partition_ratios_hold_under_progressive_dispatch(way, progressive, faults, tap):
-    """S16: the rank with three quarters is slow, so that measured speed says the opposite."""
+    """S16: the rank with three quarters is slow, so that measured shares are the opposite."""
     planted = faults().slow(rank=0, seconds=0.002)
     b = planted.builder(dataset=40, batch_size=1, epochs=2, way=way).anchor(4)
     b.partition_ratios([3, 1]).progressive_dispatch(progressive).run().join(BOUND_S)

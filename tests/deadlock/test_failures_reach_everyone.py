@@ -334,7 +334,7 @@ def test_a_failing_average_does_not_hang_the_run(monkeypatch):
 
 @over([(SYNC, THREAD), (CADENCE, THREAD), (CADENCE, GLOO)])
 def test_a_stop_during_rounds_returns_a_state_and_leaves_no_rank_waiting(way, faults, tap):
-    """D23: over collectives, asked for while one is in flight."""
+    """D23: over collectives, requested while one is in flight."""
     planted = faults().slow(rank=1, seconds=0.005)
     handle = planted.builder(dataset=4000, batch_size=1, way=way).anchor(1).run()
     planted.wait_for(lambda: planted.steps[1] >= 5)

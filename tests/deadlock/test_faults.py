@@ -41,7 +41,7 @@ def test_another_error_of_the_block_is_not_hidden():
         raise ZeroDivisionError
 
 
-def test_the_end_of_the_block_releases_what_stalls():
+def test_the_end_of_the_block_releases_stalled_threads():
     until = threading.Event()
     with Faults().stall_at(rank=0, step=0, until=until) as faults:
         handle = faults.builder(ranks=1).run()

@@ -40,7 +40,7 @@ class Schedule:
         build_s: Longest time that a replica takes to build.
         delay_s: Longest time that a message travels, in either direction.
         late_chance: Chance that an answer to the coordinator takes ``late_s`` more.
-        load_chance: Chance that a batch is loaded only ``load_s`` after it is asked for.
+        load_chance: Chance that a batch is loaded only ``load_s`` after it is requested.
         wake_s: Longest time until a thread that waits for a message continues.
         average_s: Longest time that an average takes to compute.
         sync_s: Longest time that a collective takes after the last rank joined.

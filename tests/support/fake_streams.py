@@ -134,7 +134,7 @@ class DelayedCopies(Device):
     def pin(self, tensor):
         return tensor.clone()
 
-    def bring(self, tensor):
+    def to_device(self, tensor):
         self.num_brought += 1
         return tensor.clone()
 

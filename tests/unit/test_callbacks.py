@@ -389,7 +389,7 @@ def test_a_run_that_is_stopped_announces_the_reason(caplog):
         assert "the run was stopped (out_of_time) after 0 of 1 epochs" in caplog.text
 
 
-def test_the_users_own_checkpoint_function_is_called_as_often_as_it_asked(tmp_path):
+def test_the_users_checkpoint_function_keeps_its_interval_beside_a_callback(tmp_path):
     versions = []
     keep = KeepBest(tmp_path / "best.safetensors")
     b = builder(epochs=5).checkpoint_every(2).callbacks(keep)

@@ -283,7 +283,7 @@ def test_the_stack_of_every_thread_is_listed_with_its_name(stuck, monkeypatch, l
         assert "\nthread some thread" not in thread_stacks()  # it has ended; nothing else is needed
 
 
-def test_a_stalled_run_without_a_temporary_file_says_why_it_has_no_stacks(monkeypatch):
+def test_a_report_without_a_temporary_file_has_the_reason_in_place_of_stacks(monkeypatch):
     def fails():
         raise OSError("planted")
 

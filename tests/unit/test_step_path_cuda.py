@@ -113,7 +113,7 @@ def test_every_exception_is_needed():
     assert set(ALLOWED) <= found
 
 
-def test_the_step_path_holds_what_a_step_runs():
+def test_the_step_path_contains_the_modules_of_a_step():
     found = {path.name for path in step_path()}
     assert found >= {
         "worker.py",

@@ -102,7 +102,7 @@ def test_nothing_is_pinned_for_a_cpu_worker_or_without_sysfs(sysfs, mask, tmp_pa
     assert cores_meanwhile(GPU, NumaTopology(tmp_path / "missing")) == set(range(8))
 
 
-def test_a_build_that_does_not_tell_the_address_pins_nothing(sysfs, mask, monkeypatch):
+def test_threads_are_not_pinned_by_a_build_without_pci_addresses(sysfs, mask, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     assert cores_meanwhile(GPU, sysfs(["0-3", "4-7"], 1)) == set(range(8))
 

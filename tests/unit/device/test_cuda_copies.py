@@ -66,7 +66,7 @@ class PosingDevice(CudaDevice):
     def empty(self, shape, dtype):
         return torch.zeros(tuple(shape), dtype=dtype)
 
-    def bring(self, tensor):
+    def to_device(self, tensor):
         assert self.api.is_pinned(tensor), "the host waits for a copy from pageable memory"
         target = torch.zeros_like(tensor)
         self.api.copy(target, tensor)

@@ -395,4 +395,4 @@ def test_a_device_with_streams_overrides_every_method_of_the_cpu_that_differs():
     assert inherited <= set(vars(CudaDevice))
     carrying = set(vars(DelayedCopies)) & methods
     assert carrying >= {"copying", "new_event", "record", "wait_event", "wait_host", "is_complete"}
-    assert carrying >= {"copy", "empty", "empty_pinned", "pin", "bring", "memory", "reset_peak"}
+    assert carrying >= {"copy", "empty", "empty_pinned", "pin", "to_device", "memory", "reset_peak"}

@@ -83,6 +83,6 @@ def test_an_error_of_the_driver_is_raised_by_pytorch(driver):
         cuda_api.API.is_complete(Event(7))
 
 
-def test_without_the_driver_pytorch_is_asked(driver):
+def test_without_the_driver_events_are_queried_by_pytorch(driver):
     with pytest.raises(AssertionError, match="interpreter lock"):
         cuda_api.API.is_complete(Event(7))

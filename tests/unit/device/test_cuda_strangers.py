@@ -174,7 +174,7 @@ class ForeignCopies(DelayedCopies):
     def pin(self, tensor):
         return tensor
 
-    def bring(self, tensor):
+    def to_device(self, tensor):
         if tensor.device.type == "meta":
             assert self._stream == COMPUTE
             self.brought.append(any(made is tensor for made in self.made))
@@ -203,8 +203,8 @@ def test_a_tensor_on_the_device_is_recorded_on_the_stream_that_uses_it():
 
     copies = CudaDevice(meta, api=Lends())
     there = torch.empty(3, device=meta)
-    assert copies.bring(there) is there
-    assert copies.bring(torch.empty(3)).device == meta
+    assert copies.to_device(there) is there
+    assert copies.to_device(torch.empty(3)).device == meta
     assert [tensor is there for tensor in lent] == [True]
 
 

@@ -83,7 +83,7 @@ def test_one_measured_size_limits_by_its_memory_and_by_its_double(written, size,
     assert follow(written, [size]).most == most
 
 
-def test_two_sizes_tell_the_fixed_part_apart(written):
+def test_the_fixed_memory_of_a_step_follows_from_two_sizes(written):
     found = StepMemory(written, GPU, lambda: 1)
     for size, most in ((40, 40 + 336 // 12.5), (60, 60 + 236 // 5)):  # peaks at 400 + 5 n
         written.peaks[GPU] = (400 + 5 * size) * MIB

@@ -430,7 +430,7 @@ def test_the_default_is_every_gpu_or_one_cpu():
 
 @one_or_two
 @pytest.mark.parametrize("how", ["directly", "meeting"])
-def test_a_timeline_records_what_each_replica_did(num_devices, how, tmp_path):
+def test_a_timeline_records_the_work_of_each_replica(num_devices, how, tmp_path):
     timeline = Timeline(poll_s=0.01)
     config = DdpConfig(timeline=timeline, speed_hint=(0, 2.0), max_anchor=1)
     with exchanging_gradients(how), on_cpus(make_net(), num_devices, config=config) as model:

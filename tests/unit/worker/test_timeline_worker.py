@@ -159,7 +159,7 @@ def test_checkpoints_are_events_and_count_as_callbacks(way, ranks, tmp_path):
     handle.join(WAIT_S)
     events = of_kind(timeline, Kind.CHECKPOINT, None)
     parts = [event.args["part"] for event in events]
-    assert parts.count("asked for") == 1
+    assert parts.count("requested") == 1
     assert parts[-1] == "saved at the end"
     assert events[-1].args["version"] == 3
     num_saved = sum(part.startswith("saved") for part in parts)
@@ -173,7 +173,7 @@ def test_checkpoints_are_events_and_count_as_callbacks(way, ranks, tmp_path):
     check_totals(timeline)
     timeline.save_trace(tmp_path / "t.json")
     names = {e["name"] for e in load_trace(tmp_path / "t.json") if e.get("cat") == "checkpoint"}
-    assert {"checkpoint state", "checkpoint asked for", "checkpoint 3 saved at the end"} <= names
+    assert {"checkpoint state", "checkpoint requested", "checkpoint 3 saved at the end"} <= names
 
 
 def test_a_failed_checkpoint_is_logged_in_one_line(monkeypatch, tmp_path):
