@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import importlib.util
 import re
@@ -137,6 +138,24 @@ def test_classes_that_the_design_page_names_exist():
         if not any(re.search(rf"\b{member}\b", source) for source in homes):
             missing.append(f"{name}.{member}".rstrip("."))
     assert missing == []
+
+
+NAME = re.compile(r"`(?:\w+\.)?([A-Za-z_]\w*)(?:\(\))?`")
+
+
+def test_names_in_the_recipes_exist():
+    folders = [ROOT / package for package in PACKAGES]
+    sources = [file.read_text("utf-8") for folder in folders for file in folder.rglob("*.py")]
+    defined = re.compile(
+        r"^\s*(?:(?:async )?def|class) (\w+)|^\s*(?:self\.)?(\w+)(?:: [^=\n]+)? =", re.M
+    )
+    known = {name for text in sources for pair in defined.findall(text) for name in pair}
+    named = set(NAME.findall((ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    identifiers = {name for name in named if "_" in name or name != name.lower()}
+    affixes = {"num_", "_bytes", "_s"}
+    assert identifiers - known - affixes - set(dir(builtins)) == set(), (
+        "mend the recipe in CONTRIBUTING.md"
+    )
 
 
 def test_the_reference_has_every_public_name_once():
