@@ -235,13 +235,13 @@ class RunFinalizer:
 
 
 def _newest(finals: Sequence[m.FinalSnapshot]) -> list[m.FinalSnapshot]:
-    """Those with the most steps: after a death in a reduction some may have one more."""
+    """Snapshots with the most steps: after a death in a reduction some may have one more."""
     steps = max((f.step for f in finals), default=0)
     return [f for f in finals if f.step == steps]
 
 
 def _captured(finals: Sequence[m.FinalSnapshot]) -> Sequence[m.FinalSnapshot]:
-    """Those with the rank's own state; if there are none, all."""
+    """Snapshots with the rank's own state; all of them if none has it."""
     return [f for f in finals if isinstance(f.extra, dict)] or finals
 
 

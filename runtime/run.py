@@ -502,7 +502,7 @@ class Run:
         self._inbox.put(failure_message(rank, worker, error))
 
     def _forget(self, rank: int, error: BaseException, frames: TracebackType | None) -> None:
-        """If others continue, free what a dead rank and its frames hold.
+        """Free the memory that a dead rank and its frames hold, if other ranks continue.
 
         Args:
             rank: The dead rank.

@@ -32,8 +32,8 @@ CLOSE_TIMEOUT_S = 600.0
 class ClusterCheckpointer:
     """Writes checkpoints after rounds, and returns the state on request.
 
-    Of machines with the same directory, the first to claim it writes; when that one is gone,
-    another takes over. Every method except :meth:`request` is called on the cluster's thread.
+    A directory that machines share is written by the first to claim it, and by another one after
+    that has left. Every method except :meth:`request` is called on the cluster's thread.
 
     Args:
         options: Directory and intervals.

@@ -181,7 +181,7 @@ class AbortableBarrier:
             raise CollectiveAborted(self._refusal)
 
     def _break(self, reason: str) -> None:
-        """Called with the mutex held. The first reason stands."""
+        """Called with the mutex held; the first reason is kept."""
         if self._refusal is None:
             self._refusal = reason
         self._interrupted.update(self._waiting)

@@ -84,8 +84,8 @@ def split_nodes(collective: Collective, intra_node_size: int) -> tuple[Collectiv
         intra_node_size: Ranks of a node; divides the world size.
 
     Returns:
-        This rank's ends of the group of its node, and of the group of all ranks that stand
-        where it stands in their nodes.
+        This rank's ends of the group of its node, and of the group of the ranks at the same
+        position of all nodes.
 
     Raises:
         ValueError: The world size is not a multiple of ``intra_node_size``.

@@ -440,7 +440,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """As :meth:`reduce`, without changing the parameters."""
+        """Like :meth:`reduce`, without changing the parameters."""
         self._may_be_stale = True
         self._remove_mark()
         trained = [

@@ -136,8 +136,8 @@ class ModelMirror:
         self._record_values()
 
     def adopt_forward(self, ranks: Sequence[int]) -> None:
-        """As :meth:`adopt`, after a forward pass; also sets parameters to what it assigned to their
-        ``.data``, which each rank computed alike.
+        """Like :meth:`adopt`, after a forward pass; also takes over its assignments to ``.data`` of
+        parameters, which each rank computed alike.
 
         Args:
             ranks: Those that had samples.
@@ -600,7 +600,7 @@ class SlotSwap:
 
 
 Homes = dict[int, tuple[torch.UntypedStorage, int]]
-"""Memory on another device, or the same, by the address of the storage that it stands for: a
+"""Memory on another device, or the same, by the address of the storage that it replaces: a
 storage, and the offset in bytes."""
 
 
@@ -788,7 +788,7 @@ def copy_tensors(
     Args:
         tensors: The originals; a tensor with a graph is copied without it.
         device: The device.
-        homes: Memory that stands for storages of parameters; not copied.
+        homes: Memory that replaces storages of parameters; not copied.
 
     Returns:
         The copies, and pairs of target and source by which they are copied again, each with
@@ -816,7 +816,7 @@ def copy_tensors(
 
 
 def _viewed(tensor: Tensor, device: torch.device, homes: Homes) -> Tensor:
-    """The tensor that takes the place of ``tensor`` in the memory that stands for its storage."""
+    """The view in place of ``tensor`` in the memory that replaces its storage."""
     storage, start = homes[tensor.untyped_storage().data_ptr()]
     offset = start // tensor.element_size() + tensor.storage_offset()
     view = torch.empty(0, dtype=tensor.dtype, device=device)

@@ -161,7 +161,7 @@ class RankThreads:
             )
 
     def stop(self, timeout_s: float) -> list[str]:
-        """As :meth:`close`, but return the names of threads that are still alive."""
+        """Like :meth:`close`, but return the names of threads that are still alive."""
         with self._lock:
             if not self._closed:
                 self._closed = True

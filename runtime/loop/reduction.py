@@ -54,7 +54,7 @@ class CpuReduction(Reduction):
     """
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
-        """As :meth:`Reduction.mean_`."""
+        """Like :meth:`Reduction.mean_`."""
         total = float(sum(weights))
         factors = [weight / total for weight in weights]
         with torch.no_grad():
@@ -112,7 +112,7 @@ class GroupReduction(Reduction):
             raise
 
     def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
-        """As :meth:`Reduction.mean_`.
+        """Like :meth:`Reduction.mean_`.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: The exchange failed, now or earlier.

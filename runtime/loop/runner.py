@@ -185,7 +185,7 @@ class Runner:
         return outcomes
 
     def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
-        """As :meth:`run`, but raise no task's exception and order no streams."""
+        """Like :meth:`run`, but raise no task's exception and order no streams."""
         self.check_caller()
         job = Job(tasks)
         self._changing = job if changes else None

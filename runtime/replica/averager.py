@@ -82,7 +82,7 @@ class ReplicaAverager:
         return payload
 
     def last_snapshot(self) -> Payload:
-        """As :meth:`snapshot`, without new memory on the device; no average may follow."""
+        """Like :meth:`snapshot`, without new memory on the device; no average may follow."""
         return self._copy_out(self._host_copy)
 
     def _copy_buffers(self) -> Payload:

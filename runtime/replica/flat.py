@@ -85,7 +85,7 @@ class FlatState:
 
     @torch.no_grad()
     def snapshot_with_norms(self, payload: Payload) -> tuple[float, ...]:
-        """As :meth:`snapshot_into`, on a CPU.
+        """Like :meth:`snapshot_into`, on a CPU.
 
         Returns:
             The squared norm of each flat tensor of parameters; not finite where a value is not.

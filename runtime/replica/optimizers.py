@@ -175,7 +175,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """As ``optimizer.load_state_dict(state)``, except for settings of the implementation.
+    """Like ``optimizer.load_state_dict(state)``, except for settings of the implementation.
 
     ``capturable``, ``fused`` and ``foreach`` keep their values, step counts are moved to the
     device that these require, and states take the memory formats of their parameters.

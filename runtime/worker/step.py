@@ -390,7 +390,7 @@ class WorkerSteps:
             self._confirm(0)
 
     def abandon_steps(self) -> BaseException | None:
-        """As :meth:`confirm_steps`, after a failure: returns the error, if any."""
+        """Like :meth:`confirm_steps`, after a failure: returns the error, if any."""
         try:
             self.confirm_steps()
         except (CollectiveAborted, CollectiveTimeout) as error:
