@@ -12,8 +12,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from runtime.core.checks import check_text
-
 _local = threading.local()
 
 
@@ -160,7 +158,8 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
         TypeError: The name is not a string, or the value not a number.
         ValueError: A tensor with more than one element.
     """
-    check_text("record_scalar: name", name, "a string")
+    if not isinstance(name, str):
+        raise TypeError(f"record_scalar({name!r}, ...): the name must be a string")
     if not hasattr(value, "__float__"):
         raise TypeError(f"record_scalar({name!r}, {value!r:.80}): pass a number or a tensor")
     if isinstance(value, torch.Tensor) and value.numel() != 1:

@@ -538,11 +538,22 @@ def test_fewer_machines_resume_and_train_each_sample_once_after_all_were_killed(
     def saved(builder):
         return builder.checkpoint_dir(tmp_path, every_s=0.05).resume(tmp_path, missing_ok=True)
 
+    def is_saved():
+        return any(entry.step for entry in entries(tmp_path))
+
+    def stop_once_saved():
+        assert not is_saved() or killed.wait(WAIT_S)
+
+    killed = threading.Event()
     cluster = MemoryCluster(min_machines=2)
-    first = [Machine(cluster, name, n=n, way=way, configure=saved) for name in "abc"]
-    until(lambda: any(e.step for e in entries(tmp_path)))
+    first = [
+        Machine(cluster, name, n=n, way=way, configure=saved, before_step=stop_once_saved)
+        for name in "abc"
+    ]
+    until(is_saved)
     for machine in first:
         machine.handle._run.abort()
+    killed.set()
     for machine in first:
         with pytest.raises(RunAborted):
             machine.join()

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        (3, 1.0, TypeError, r"record_scalar: name\(3\): pass a string"),
+        (3, 1.0, TypeError, r"record_scalar\(3, .*the name must be a string"),
         ("loss", "high", TypeError, "'high'.: pass a number or a tensor"),
         ("loss", torch.ones(2), ValueError, r"got shape \(2,\)"),
         ("loss", 1.0, RuntimeError, "worker"),
