@@ -59,6 +59,21 @@ class MappedArray:
 Column = Tensor | MappedArray
 
 
+def take_rows(column: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a column, on the device of both."""
+    if selects_rows(column):
+        return column.index_select(0, indices)
+    return column.unsqueeze(1).index_select(0, indices).squeeze(1)
+
+
+def selects_rows(column: Tensor) -> bool:
+    """False for numbers of types for which PyTorch's ``index_select`` takes rows only."""
+    return column.dim() > 1 or column.dtype not in _UNSIGNED
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def row_bytes(column: Column) -> int:
     """Bytes of one row of a column."""
     return column.nbytes // max(1, len(column))

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from runtime.core.rng import seeded_globals
-from runtime.data.columns import Column, as_column, row_bytes
+from runtime.data.columns import Column, as_column, row_bytes, selects_rows, take_rows
 from runtime.data.shared_reads import SharedReads
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,10 @@ class ColumnAdapter(DatasetAdapter):
         self.num_samples = len(self._columns[0]) if rows is None else len(rows)
         self.in_memory = all(isinstance(column, Tensor) for column in self._columns)
         self.on_cpu = all(column.is_cpu for column in self._columns if isinstance(column, Tensor))
-        self._plain = self.in_memory and self.on_cpu and rows is None
+        selects = all(
+            selects_rows(column) for column in self._columns if isinstance(column, Tensor)
+        )
+        self._plain = self.in_memory and self.on_cpu and rows is None and selects
 
     def load(self, indices: Tensor) -> Any:
         """Gather the rows ``indices`` of every column, as one batch."""
@@ -121,7 +124,7 @@ class ColumnAdapter(DatasetAdapter):
             [
                 # Does not synchronise for columns on a device, except that CUDA may wait for
                 # the copy of more than 8,192 indices.
-                column.index_select(0, indices.to(column.device, non_blocking=True))
+                take_rows(column, indices.to(column.device, non_blocking=True))
                 if isinstance(column, Tensor)
                 else column.index_select(0, indices)
                 for column in self._columns
@@ -160,8 +163,10 @@ class ColumnAdapter(DatasetAdapter):
         if self._rows is not None:
             indices = self._rows.index_select(0, indices)
         for column, target in zip(self._columns, out, strict=True):
-            if isinstance(column, Tensor):
+            if isinstance(column, Tensor) and selects_rows(column):
                 torch.index_select(column, 0, indices, out=target)
+            elif isinstance(column, Tensor):
+                target.copy_(take_rows(column, indices))
             else:
                 target.copy_(column.index_select(0, indices))
 
@@ -485,9 +490,8 @@ def _reject_unreadable(dataset: Any) -> None:
             f"dataset(({_arrays_of(dataset)},)); a batch is then a tuple with one tensor for each"
         )
     get_item = getattr(type(dataset), "__getitem__", None)
-    if get_item in (None, Dataset.__getitem__) and not callable(
-        getattr(dataset, "get_batch", None)
-    ):
+    others = (getattr(dataset, name, None) for name in ("get_batch", "__getitems__"))
+    if get_item in (None, Dataset.__getitem__) and not any(map(callable, others)):
         raise TypeError(f"{name} defines neither __getitem__ nor get_batch: {SUPPORTED_DATASETS}")
     try:
         len(dataset)

@@ -159,8 +159,10 @@ class SampledOrder:
 
     Seeds the sampler's ``generator`` unless the user has set one, and otherwise PyTorch's,
     NumPy's and Python's global generators, which are restored afterwards. A generator that the
-    user has set continues from epoch to epoch, as in a plain loop, so epochs are drawn in order.
-    Calls ``set_epoch`` if the sampler has it. Not thread-safe, except for :meth:`state`.
+    user has set continues from epoch to epoch, as in a plain loop, so epochs are drawn in order;
+    so are those of samplers of other packages without ``set_epoch``, the earlier ones of a resumed
+    run included. Calls ``set_epoch`` if the sampler has it. Not thread-safe, except for
+    :meth:`state`.
 
     Args:
         sampler: See :func:`check_sampler`.
@@ -173,6 +175,11 @@ class SampledOrder:
         self._seed = seed
         own = getattr(sampler, "generator", None)
         self._generator = own if isinstance(own, torch.Generator) else None
+        # Such a sampler may have state of another kind, such as a generator of NumPy.
+        self._continues = not (
+            callable(getattr(sampler, "set_epoch", None))
+            or type(sampler).__module__.startswith("torch.utils.data.")
+        )
         self._next = 0
         # The generator's state before each of the last epochs.
         self._states: dict[int, Tensor] = {}
@@ -190,6 +197,10 @@ class SampledOrder:
                 range.
         """
         if self._generator is None:
+            while self._continues and self._next < epoch:  # of a resumed run
+                self._draw(self._next, num_samples)
+                self._next += 1
+            self._next = max(self._next, epoch + 1)
             return self._draw(epoch, num_samples)
         if epoch < self._next:
             if epoch not in self._states:

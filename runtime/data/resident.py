@@ -14,6 +14,7 @@ from runtime.data.batches import (
     Position,
 )
 from runtime.data.budget import padded_bytes
+from runtime.data.columns import take_rows
 from runtime.data.dataset import ColumnAdapter, DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoadedBatch, LoaderSpec
@@ -85,7 +86,7 @@ class ResidentReader:
         epoch, batch, piece = position
         start, stop = piece or self._index.bounds(batch)
         indices = self._order(epoch)[start:stop]
-        parts = [column.index_select(0, indices) for column in self._columns]
+        parts = [take_rows(column, indices) for column in self._columns]
         return LoadedBatch(self._batch_of(parts), stop - start, epoch, batch)
 
     def _order(self, epoch: int) -> Tensor:

@@ -14,8 +14,10 @@ from torch.utils.data import Subset, TensorDataset
 from runtime.data.columns import MappedArray
 from runtime.data.data_set_state import digest_of
 from runtime.data.dataset import adapt_dataset
+from tests.support.running import WAIT_S, builder
 
 N = 11
+UNSIGNED = ["uint16", "uint32", "uint64"]
 INDICES = torch.tensor([7, 0, 10, 3])
 
 
@@ -43,12 +45,25 @@ def test_a_read_only_array_is_wrapped_without_a_warning():
         np.arange(2 * N)[::2],
         np.arange(N, dtype=">i8"),
         np.arange(N, dtype=">f4"),
+        *(np.arange(N).astype(name) for name in UNSIGNED),
     ],
-    ids=["reversed", "strided", "big-endian", "big-endian-float"],
+    ids=["reversed", "strided", "big-endian", "big-endian-float", *UNSIGNED],
 )
 def test_unusual_arrays_keep_their_values(array):
     (batch,) = adapt_dataset((array,)).load(INDICES)
     assert batch.tolist() == [array[i] for i in INDICES]
+
+
+@pytest.mark.parametrize("name", UNSIGNED)
+def test_unsigned_numbers_of_16_bits_and_more_are_gathered_everywhere(name):
+    column = torch.arange(N).to(getattr(torch, name))
+    part = Subset(TensorDataset(column), range(1, N))
+    assert adapt_dataset(part).load(torch.tensor([2, 0]))[0].tolist() == [3, 1]
+    out = torch.empty(len(INDICES), dtype=column.dtype)
+    adapt_dataset((column,)).load_into(INDICES, [out])
+    assert out.tolist() == INDICES.tolist()
+    run = builder(train=lambda m, b: m.w.sum() * (b[0].dtype == column.dtype), dataset=(column,))
+    assert run.resident(True).run().join(WAIT_S).metrics[0].num_samples == N
 
 
 @pytest.fixture

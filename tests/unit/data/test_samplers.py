@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from itertools import pairwise
 
@@ -197,6 +198,37 @@ def test_a_resumed_epoch_continues_in_the_order_already_drawn(tmp_path, way):
     state = b.resume(tmp_path).run().join(WAIT_S)
     assert sorted(seen.samples) == list(range(N))
     assert [m.num_samples for m in state.metrics] == [N]
+
+
+class OwnState(Sampler):
+    """Draws from generators of its own, and counts its epochs."""
+
+    def __init__(self):
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+        self.num_epochs = 0
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        self.num_epochs += 1
+        draws = self.python.sample(range(N), N), self.numpy.permutation(N)
+        return iter([(int(a) + int(b) + self.num_epochs) % N for a, b in zip(*draws, strict=True)])
+
+
+@pytest.mark.parametrize("steps", [N // 4 * 2, 7, 16])
+def test_the_state_of_a_sampler_continues_in_a_resumed_run(tmp_path, steps):
+    def run(configure=lambda b: b):
+        seen = SampleLog()
+        b = builder(train=seen, dataset=N, batch_size=2, epochs=4).sampler(OwnState())
+        configure(b.checkpoint_dir(tmp_path)).run().join(WAIT_S)
+        return seen
+
+    whole = run().samples
+    for each in tmp_path.iterdir():
+        shutil.rmtree(each)
+    first = run(lambda b: b.max_steps(steps)).samples
+    assert sorted(first + run(lambda b: b.resume(tmp_path)).samples) == sorted(whole)
 
 
 def test_resuming_requires_a_sampler_if_the_checkpoint_had_one(tmp_path):
