@@ -7,10 +7,18 @@ from enum import Enum, auto
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from runtime.core.loss_weights import Weight, fractions_of, inverse_of
 from runtime.loop.loop_engine import MIXED_GRADIENTS, total_weight
 from runtime.loop.rank_replica import Row, add_rows
+
+CHANGED_BEFORE_REDUCTION = (
+    "gradients of the model were changed while other devices hold theirs: after a backward pass "
+    "within no_sync(), after accumulate(...) and with max_anchor, .grad has those of the first "
+    "device only. Change, clip or clear them after a backward pass outside no_sync(), drop them by "
+    "model.zero_grad(), or clip by DdpConfig(max_grad_norm=...)"
+)
 
 
 class PendingGradients:
@@ -35,6 +43,7 @@ class PendingGradients:
         self.weights: list[list[Weight | None]] = [[] for _ in range(num_ranks)]
         self.stashed_weights: list[Weight | None] = []
         self._held = [_RankGradients() for _ in range(1, num_ranks)]
+        self._own = _OwnGradients()
         self._stashed = [_RankGradients() for _ in range(num_ranks)]
 
     @property
@@ -69,15 +78,30 @@ class PendingGradients:
         Args:
             params: The parameters.
             rows: One per rank; may be overwritten.
+
+        Raises:
+            RuntimeError: The caller has changed gradients since the last call.
         """
+        self._own.check()
+        self._own.watch(params)
         for held, row in zip(self._held, rows[1:], strict=True):
             held.add(params, row)
 
     def take(self, params: Sequence[Tensor]) -> list[Row]:
-        """The gradients of the step in progress, one row per rank; the ranks hold none then."""
+        """The gradients of the step in progress, one row per rank; the ranks hold none then.
+
+        Raises:
+            RuntimeError: The caller has changed gradients since :meth:`hold`.
+        """
+        self._own.check()
         rows: list[Row] = [[p.grad for p in params], *(held.row(params) for held in self._held)]
         self.drop()
         return rows
+
+    def record_own(self, params: Sequence[Tensor]) -> None:
+        """Take the model's gradients, set since :meth:`hold`, as unchanged."""
+        for p in params:
+            self._own.record(p)
 
     def stash(self, params: Sequence[Tensor], weight: Weight | None) -> None:
         """Add the gradients of the step in progress to those of stashed steps.
@@ -137,6 +161,7 @@ class PendingGradients:
 
     def drop(self) -> None:
         """Drop the gradients of the step in progress that ranks hold."""
+        self._own.forget()
         for held in self._held:
             held.clear()
 
@@ -183,6 +208,42 @@ class _RankGradients:
 
     def clear(self) -> None:
         self._grads = {}
+
+
+class _OwnGradients:
+    """Notices changes that the caller makes to the model's gradients, which are rank 0's, while
+    the others hold theirs. Backward passes of the caller are no changes.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Record gradients as backward passes accumulate them."""
+        if not self._handles:
+            self._handles = [
+                p.register_post_accumulate_grad_hook(self.record)  # type: ignore[no-untyped-call]
+                for p in params
+                if p.requires_grad
+            ]
+
+    def record(self, p: Tensor) -> None:
+        """Take a parameter's gradient as unchanged."""
+        self._seen[p] = (p.grad, -1 if p.grad is None else p.grad._version)
+
+    def check(self) -> None:
+        """Raise if a gradient was changed or replaced."""
+        for p, (grad, version) in self._seen.items():
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                raise RuntimeError(CHANGED_BEFORE_REDUCTION)
+
+    def forget(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._seen = {}
 
 
 def _has_backward(weight: Weight | None) -> bool:

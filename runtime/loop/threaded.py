@@ -355,11 +355,12 @@ class ThreadedEngine:
     def _hold(self, rows: Sequence[Row]) -> None:
         """Keep gradients by rank until the step; rank 0's are those of the model."""
         params = self._mirror.params
+        self._pending.hold(params, rows)
         mine = [p.grad for p in params]
         add_rows(mine, rows[0])
         for p, grad in zip(params, mine, strict=True):
             p.grad = grad
-        self._pending.hold(params, rows)
+        self._pending.record_own(params)
 
     def step(self, weight: Weight | None = None, *, reduce: bool | None = None) -> None:
         """Step the optimizer with the gradients of the whole batch, and clear them."""

@@ -126,6 +126,79 @@ def test_gradients_requested_within_no_sync_are_of_the_whole_batch(pair):
     assert_close(found, expected)
 
 
+CHANGES = {
+    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "scaled": lambda model: model.module[0].weight.grad.mul_(0.5),
+    "zeroed": lambda model: model.optimizer.zero_grad(set_to_none=False),
+    "one removed": lambda model: setattr(model.module[0].weight, "grad", None),
+    "one replaced": lambda model: setattr(model.module[0].bias, "grad", torch.ones(8).double()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("then", ["backward", "no_sync", "step", "clip"])
+def test_gradients_changed_before_their_reduction_are_refused(pair, change, then):
+    model, alone, _ = pair
+    with model.no_sync():
+        backward(model, make_batch(8))
+    change(model)
+
+    def go_on():
+        if then == "step":
+            model.step()
+        elif then == "clip":
+            model.clip_grad_norm_(1.0)
+        else:
+            with model.no_sync() if then == "no_sync" else nullcontext():
+                backward(model, make_batch(8))
+
+    with pytest.raises(RuntimeError, match=r"changed while other devices hold.*outside no_sync"):
+        go_on()
+    batch = make_batch(8)  # without the gradients from before
+    backward(model, batch)
+    backward(alone, batch)
+    CHANGES["clipped"](model)
+    CHANGES["clipped"](alone.model)
+    model.step()
+    alone.step()
+    assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("way_of_loop", ["accumulate", "max_anchor"])
+def test_accumulated_gradients_changed_before_their_reduction_are_refused(way_of_loop):
+    with on_cpus(make_net(), config=DdpConfig(max_anchor=2)) as model:
+        if way_of_loop == "accumulate":
+            model.accumulate(lambda m, b: F.cross_entropy(m(b[0]), b[1]), [make_batch(4)] * 2)
+        else:
+            backward(model, make_batch(8))
+        CHANGES["scaled"](model)
+        with pytest.raises(RuntimeError, match="changed while other devices hold theirs"):
+            model.step()
+
+
+def test_hooks_and_penalties_do_not_count_as_changes_before_the_reduction(pair):
+    model, alone, _ = pair
+
+    def limit(p):
+        p.grad.clamp_(-100.0, 100.0)
+
+    for each in (model.module, alone.model):
+        each[0].weight.register_post_accumulate_grad_hook(limit)
+    batches = [make_batch(8) for _ in range(2)]
+    with model.no_sync():
+        backward(model, batches[0])
+        model.module[3].bias.square().sum().backward()
+    model.module[3].weight.square().sum().backward()
+    backward(model, batches[1])
+    for batch in batches:
+        backward(alone, batch)
+    (alone.model[3].bias.square().sum() + alone.model[3].weight.square().sum()).backward()
+    assert_close(gradients(model), gradients(alone.model))
+    model.step()
+    alone.step()
+    assert_close(model, alone.model)
+
+
 def test_no_sync_nests_and_ends_on_an_exception(pair):
     model, alone, timeline = pair
     batch = make_batch(8)
