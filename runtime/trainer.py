@@ -440,6 +440,9 @@ def fit(
             "Trainer.builder takes a function that makes one"
         )
     check_callable("loss", loss or call_model, "(output, target) -> loss")
+    given: Any = loss
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise TypeError(f"loss={given.__name__} is a class: pass an instance, {given.__name__}()")
 
     def train_fn(replica: nn.Module, batch: Any) -> Any:
         if loss is None:
@@ -502,6 +505,10 @@ class TrainerBuilder(Generic[ModelT_co]):
             near = difflib.get_close_matches(name, own, 1)
             here = _OTHER_LIBRARIES_NAMES.get(name) or (near[0] if near else None)
             hint = f"did you mean {here}?" if here else "docs/training.md lists them all"
+            if name in _OPTIMIZER_SETTINGS:
+                hint = f"the optimizer has it: lambda params: torch.optim.AdamW(params, {name}=...)"
+            elif not name.startswith("_") and hasattr(TrainerHandle, name):
+                hint = f"the handle that run() returns has it: builder.run().{name}"
             raise AttributeError(f"the builder has no setting {name!r}: {hint}")
 
     def _set(self, **values: Any) -> Self:
@@ -1290,6 +1297,7 @@ _STRATEGIES = {
 """Advice for strategies of other libraries, given as a policy."""
 
 
+_OPTIMIZER_SETTINGS = frozenset(["lr", "betas", "eps", "weight_decay", "momentum", "nesterov"])
 _OTHER_LIBRARIES_NAMES = {
     "train_dataset": "dataset",
     "train_dataloader": "dataset",

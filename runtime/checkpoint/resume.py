@@ -68,6 +68,7 @@ class ResumePoint:
 
     def __init__(self, data: CheckpointData, name: str) -> None:
         self._data = data
+        self._num_epochs: int | None = None  # of the run, once that is checked
         self._name = name
         self._joined: dict[str, Any] | None = None  # the optimizer's state of all shards
         self._lock = threading.Lock()
@@ -81,7 +82,9 @@ class ResumePoint:
             f"resuming from {self._name}: {epochs} epoch{'s' * (epochs != 1)} closed, "
             f"{data.global_step:,} batches trained"
         )
-        if reason and reason != "finished" and not data.failed:
+        if epochs == self._num_epochs:
+            text += "; nothing is left to train: raise num_epochs, or use another directory"
+        elif reason and reason != "finished" and not data.failed:
             text += f"; the run that wrote it ended early ({reason}), and this one trains on"
         return text
 
@@ -120,6 +123,7 @@ class ResumePoint:
 
     def check(self, compatible: Mapping[str, Any], num_epochs: int) -> None:
         """Raise ``CheckpointError`` unless the run matches the checkpoint."""
+        self._num_epochs = num_epochs
         saved = {
             "sampler": False,
             "stream": False,

@@ -254,8 +254,15 @@ def checked_loss(
         TypeError, ValueError: It did not; the message has the remedy.
     """
     if not isinstance(loss, Tensor):
+        several = ""
+        if isinstance(loss, Mapping):
+            several = (
+                "; of several losses return the sum, and record each with "
+                "gpuworker.record_scalar(name, value)"
+            )
         raise TypeError(
             f"{function} returned {type(loss).__name__}: return the batch's mean loss as a tensor"
+            f"{several}"
         )
     if loss.numel() != 1:
         raise ValueError(

@@ -281,7 +281,7 @@ class MapAdapter(_UserCodeAdapter):
             if self._get_items:
                 samples = dataset.__getitems__(positions)
             else:
-                samples = [dataset[position] for position in positions]
+                samples = [self._read_sample(position) for position in positions]
         if self._collate is None:
             if not self._is_checked:
                 with _CHECK_LOCK:  # loaders of several ranks read at once
@@ -291,6 +291,13 @@ class MapAdapter(_UserCodeAdapter):
             try:
                 return check_batch(default_collate(samples), len(positions))
             except (TypeError, RuntimeError) as error:
+                elements = getattr(dataset, "elements", dataset)  # those of Samples
+                if isinstance(elements, list) and isinstance(samples[0], Tensor):
+                    error.add_note(
+                        "the elements of a list are its samples: pass inputs and targets as a "
+                        "tuple, dataset((x, y))"
+                    )
+                    raise
                 error.add_note(
                     "PyTorch's default collate function made a batch of samples of type "
                     f"{type(samples[0]).__name__}: return tensors or arrays of equal shapes, or "
@@ -299,6 +306,13 @@ class MapAdapter(_UserCodeAdapter):
                 raise
         # A collate_fn may pack samples, so its rows are not counted.
         return check_batch(self._collate(samples), None)
+
+    def _read_sample(self, position: int) -> Any:
+        try:
+            return self._dataset[position]
+        except Exception as error:
+            error.add_note(f"the data set raised it for sample {position}")
+            raise
 
 
 _CHECK_LOCK = threading.Lock()

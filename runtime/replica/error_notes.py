@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runtime.device.memory import is_out_of_memory
 
 _BACKWARD_TWICE = "backward through the graph a second time"
+_CHANGED_IN_PLACE = "has been modified by an inplace operation"
 _ONE_SAMPLE = "Expected more than 1 value per channel"
 _DTYPE = re.compile(
     r"same dtype|scalar type|Input type .* should be the same|dtype|not implemented for '"
@@ -58,6 +59,13 @@ def explain_error(
             f"{function} calls backward() on the loss that it returns, and the run does so itself: "
             f"end {function} with return loss, and leave loss.backward(), optimizer.step() and "
             "optimizer.zero_grad() out",
+        )
+    elif owns_backward and _CHANGED_IN_PLACE in text:
+        add_note_once(
+            error,
+            f"the run calls backward() once {function} has returned, so that {function} must not "
+            "write to tensors that its loss is computed from: compute it from a copy, such as "
+            "model.queue.clone() for a memory bank that the new keys are written to",
         )
     elif _DTYPE.search(text):
         note = _dtype_note(function, model, batch, place)

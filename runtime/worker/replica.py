@@ -104,6 +104,8 @@ class WorkerReplica:
 
     _has_compared_statistics = False
 
+    _has_reported_frozen = False
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -483,20 +485,31 @@ class WorkerReplica:
                 "a hook, optimizer.register_step_post_hook(f), which runs on every rank"
             )
         if donor is self:
-            hint = ""
-            if drift.is_frozen:
-                hint = " (train_fn, which updates it, is not called on a rank without samples)"
-            logger.warning("%s%s; all ranks take the state of rank %d", message, hint, ranks[0])
+            self._report_repair(drift, message)
             self.context.finish()
         collective.barrier()  # the donor's state is complete, and it does not train meanwhile
         if donor is not self:
-            if not self.is_sharded:  # else only frozen parameters differ
+            if not drift.is_frozen:  # else buffers, which ranks average, would be lost
                 self.copy_from(donor)
             self._copy_frozen_from(donor)
             self.context.finish()
         collective.barrier()
         self.lockstep.compared()
         return True
+
+    def _report_repair(self, drift: Drift, message: str) -> None:
+        if not drift.is_frozen:
+            logger.warning("%s; all ranks take the state of rank %d", message, self.rank)
+        elif not self._has_reported_frozen:
+            self._has_reported_frozen = True
+            logger.warning(
+                "%s: train_fn, which updates it, is not called on a rank without samples in the "
+                "short last batch. All ranks take those of rank %d at the end of each epoch; "
+                "drop_last(True), or an update in optimizer.register_step_post_hook(f), keeps "
+                "them equal in every step",
+                message,
+                self.rank,
+            )
 
     def _describe_drift(self, drift: Drift, ranks: Sequence[int]) -> str:
         differing = ", ".join(str(ranks[i]) for i in drift.ranks)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import gpuworker
+from gpuworker import current_worker
 from runtime.replica.drift import DriftCheck
 from runtime.worker import worker as worker_file
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
@@ -113,7 +114,7 @@ def test_repair_takes_the_state_of_rank_0(change, name, caplog):
     assert all(torch.isfinite(p).all() for p in once.params.values())
 
 
-def test_frozen_parameters_of_a_teacher_become_those_of_rank_0_with_a_warning(caplog):
+def test_frozen_parameters_of_a_teacher_become_those_of_rank_0_with_one_warning(caplog):
     def updates_teacher(model, batch):
         with torch.no_grad():
             model.teacher.weight.add_(1.0)
@@ -131,8 +132,31 @@ def test_frozen_parameters_of_a_teacher_become_those_of_rank_0_with_a_warning(ca
     trained = b.run().join(WAIT_S).params["teacher.weight"]
     torch.testing.assert_close(trained, Net().teacher.weight + 6, check_stride=False)
     warnings = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
-    assert len(warnings) == 3
+    assert len(warnings) == 1
     assert "frozen parameter 'teacher.weight' of rank 1" in warnings[0]
+    assert "drop_last(True)" in warnings[0]
+
+
+def test_buffers_are_averaged_where_frozen_parameters_become_those_of_rank_0(caplog):
+    def model(device):
+        net = Net()
+        net.register_buffer("seen", torch.zeros(()))
+        return net
+
+    def counts(model, batch):
+        with torch.no_grad():
+            model.teacher.weight.add_(1.0)
+            model.seen.add_(1.0 if len(batch[0]) == 1 or current_worker().rank == 0 else 10.0)
+        return train(model, batch)
+
+    b = builder(
+        model=model, optim=adam, train=counts, dataset=(X[:9],), batch_size=4, way=(SYNC, THREAD)
+    )
+    state = b.run().join(WAIT_S)
+    assert "frozen parameter 'teacher.weight'" in caplog.text
+    # rank 0 counts two steps with 5 samples, rank 1 one step with 4
+    assert state.buffers["seen"].item() == pytest.approx((2 * 5 + 10 * 4) / 9)
+    assert "buffer 'seen' differs between the ranks" in caplog.text
 
 
 def test_a_change_of_frozen_parameters_on_one_rank_is_repaired(caplog):

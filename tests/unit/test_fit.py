@@ -114,6 +114,8 @@ def test_fit_passes_objects_to_settings():
         ({"_set": 3}, TypeError, "no setting '_set'"),
         ({"run": 3}, TypeError, "no setting 'run'"),
         ({"loss": 3}, TypeError, "loss"),
+        ({"loss": nn.MSELoss}, TypeError, r"a class: pass an instance, MSELoss\(\)"),
+        ({"lr": 0.1}, TypeError, r"the optimizer has it: .*lr=..."),
         ({}, ValueError, r"batch_size is not set.*fit\(..., batch_size=n\)"),
         ({"model": lambda device: net()}, TypeError, "torch.nn.Module in place, not a function"),
     ],

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import default_collate
 
 import runtime
 from runtime import DataParallelCoordinator, Ddp, ReplicaFailed, Trainer, WorkerFailed
@@ -350,6 +351,26 @@ def test_samples_that_cannot_be_collated_name_collate_fn():
     assert "pass collate_fn(f)" in message_of(builder(mse, rows))
 
 
+@pytest.mark.parametrize("has_collate", [False, True])
+def test_an_error_of_the_data_set_names_the_sample(has_collate):
+    class Broken:
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            if index == 33:
+                raise KeyError("label")
+            return torch.zeros(3), torch.zeros(1)
+
+    b = builder(mse, Broken())
+    message = message_of(b.collate_fn(default_collate) if has_collate else b)
+    assert "the data set raised it for sample 33" in message
+
+
+def test_inputs_and_targets_in_a_list_lead_to_a_tuple():
+    assert "dataset((x, y))" in message_of(builder(mse, list(data())))
+
+
 class Column:
     def __init__(self, values):
         self.values = values
@@ -428,6 +449,28 @@ def test_backward_in_train_fn_is_refused_by_name(way, train_fn):
 def test_backward_that_counts_gradients_twice_is_warned_of_once(caplog):
     builder(backward_twice).run().join(WAIT_S)
     assert caplog.text.count("train_fn calls backward() itself") == 1
+
+
+@local_ways
+def test_a_memory_bank_written_before_backward_leads_to_a_copy(way):
+    def model(device):
+        net = linear()
+        net.register_buffer("bank", torch.zeros(4, 1))
+        return net
+
+    def train_fn(model, batch):
+        keys = model(batch[0])
+        loss = (keys @ model.bank.T).square().mean()
+        model.bank[0] = keys[0].detach()
+        return loss
+
+    message = message_of(builder(train_fn, model=model).policy(way[0]).backend(way[1]))
+    assert "model.queue.clone()" in message
+
+
+def test_several_losses_in_a_dict_lead_to_their_sum():
+    message = message_of(builder(lambda model, batch: {"a": mse(model, batch)}))
+    assert "return the sum, and record each with gpuworker.record_scalar" in message
 
 
 def test_backward_in_loss_fn_is_refused_by_name():

@@ -47,7 +47,13 @@ def test_the_name_of_a_setting_in_another_library_is_answered_with_this_librarys
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("batchsize", "batch_size"), ("frobnicate", "docs/training.md")]
+    ("name", "hint"),
+    [
+        ("batchsize", "batch_size"),
+        ("frobnicate", "docs/training.md"),
+        ("lr", r"torch.optim.AdamW\(params, lr=...\)"),
+        ("join", r"the handle that run\(\) returns has it: builder.run\(\).join"),
+    ],
 )
 def test_a_misspelt_setting_is_answered_with_the_nearest_name(name, hint):
     with pytest.raises(AttributeError, match=hint):

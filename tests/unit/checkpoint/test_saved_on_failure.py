@@ -605,3 +605,10 @@ def test_an_own_loop_under_sync_continues_from_the_step_before_an_exception(tmp_
     failed_entry(tmp_path)
     state = loop_run(own_loop).resume(tmp_path).run().join(WAIT_S)
     expect_same(state, loop_run(own_loop).run().join(WAIT_S))
+
+
+def test_resume_of_a_complete_run_logs_that_nothing_is_left(tmp_path, caplog):
+    run_of(Steps()).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    with caplog.at_level(logging.INFO):
+        run_of(Steps()).resume(tmp_path).run().join(WAIT_S)
+    assert "nothing is left to train: raise num_epochs" in caplog.text
