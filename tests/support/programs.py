@@ -143,15 +143,14 @@ class Popen(subprocess.Popen):
 def run(
     args: list[Any],
     *,
-    capture_output: bool = False,
     check: bool = False,
     timeout: float = WAIT_S,
     input: Any = None,
     **kwargs: Any,
 ) -> subprocess.CompletedProcess:
-    """``subprocess.run`` of a forked program."""
-    if capture_output:
-        kwargs |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    """``subprocess.run`` of a forked program in this tree, whose output is captured as text."""
+    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
+    kwargs.setdefault("cwd", ROOT)
     if input is not None:
         kwargs["stdin"] = subprocess.PIPE
     with Popen(args, **kwargs) as process:
@@ -160,10 +159,8 @@ def run(
         except BaseException:
             process.kill()
             raise
-    done = subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
-    if check:
-        done.check_returncode()
-    return done
+    assert not check or process.returncode == 0, f"status {process.returncode}: {stderr}"
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
 
 def fork_from(monkeypatch: Any, module: ModuleType) -> None:

@@ -1,7 +1,5 @@
 """Runs listed and stopped from another process of the same user."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -268,7 +266,5 @@ def test_the_commands_reach_a_run_of_another_process(tmp_path, capsys):
 
 
 def test_the_installed_command_lists_no_run():
-    found = programs.run(
-        [sys.executable, "-m", "gpuworker", "status"], cwd=ROOT, stdout=PIPE, check=True
-    )
-    assert found.stdout == b"no active run of this user on this machine\n"
+    found = programs.run([sys.executable, "-m", "gpuworker", "status"], check=True)
+    assert found.stdout == "no active run of this user on this machine\n"

@@ -87,12 +87,9 @@ def run_program(name, *arguments):
     """Runs an example in a separate process."""
     return programs.run(
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_S,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::ResourceWarning"},
-        check=False,
     )
 
 

@@ -172,7 +172,7 @@ def test_importing_coordinator_loads_no_runtime():
         "    importlib.import_module(module.name)\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'runtime']\n"
     )
-    programs.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    programs.run([sys.executable, "-c", code], check=True)
 
 
 class Assignments(ast.NodeVisitor):

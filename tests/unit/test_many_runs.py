@@ -1,7 +1,5 @@
 """Many runs in one process, one after the other and at once."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -85,12 +83,8 @@ def test_many_runs_leave_no_thread_no_descriptor_and_no_memory():
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     found = programs.run(
         [sys.executable, "-c", "from tests.unit.test_many_runs import main; main()"],
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
         timeout=170,
-        check=False,
     )
     assert found.returncode == 0, found.stderr
     threads, fds, rss, threads_now, fds_now, rss_now = map(int, found.stdout.split())

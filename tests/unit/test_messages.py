@@ -1,7 +1,5 @@
 """Mistakes of a first hour: each error names the thing, the value and a remedy to paste."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -636,8 +634,6 @@ def test_a_script_without_a_guard_fails_once_and_names_the_line(tmp_path):
     script.write_text(UNGUARDED)
     done = programs.run(
         [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
         timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

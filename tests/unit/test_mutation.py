@@ -114,8 +114,6 @@ def run_in(project, *arguments):
         [sys.executable, "tests/mutation.py", "coordinator/small.py", *arguments],
         cwd=project,
         env={**os.environ, "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
         timeout=50,
         check=True,
     )

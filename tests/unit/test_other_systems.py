@@ -2,8 +2,6 @@
 trains, and what cannot work is refused by name.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -30,10 +28,7 @@ REFUSALS = {
 def test_packages_work_without_features_that_another_system_lacks(system, tmp_path):
     pytest.importorskip("aiohttp")
     done = programs.run(
-        [sys.executable, "-W", "error", "-m", "tests.support.other_system", system, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "error", "-m", "tests.support.other_system", system, str(tmp_path)]
     )
     assert done.returncode == 0, done.stderr
     imported, trained, *refused = done.stdout.splitlines()

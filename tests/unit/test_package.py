@@ -1,7 +1,5 @@
 """The package ``gpuworker``: names, command, and foreign packages of the same names."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
@@ -99,8 +97,6 @@ def test_the_command_has_the_subcommands_of_python_m_runtime(capsys, monkeypatch
 
 
 def test_python_m_gpuworker_prints_the_machine_report():
-    done = programs.run(
-        [sys.executable, "-m", "gpuworker"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = programs.run([sys.executable, "-m", "gpuworker"])
     assert done.returncode == 0, done.stderr
     assert "backend(AUTO)" in done.stdout

@@ -1,7 +1,5 @@
 """Forked programs behave like started ones, as far as tests rely on it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -22,7 +20,7 @@ WAIT_S = 50
 
 def both(args, whole_end=False, **kwargs):
     """Exit status, stdout and stderr of a new interpreter and of a forked program."""
-    given = {"capture_output": True, "text": True, "timeout": WAIT_S, "cwd": ROOT, **kwargs}
+    given = {"stdout": PIPE, "stderr": PIPE, "text": True, "timeout": WAIT_S, "cwd": ROOT, **kwargs}
     runs = (subprocess.run, partial(programs.run, whole_end=whole_end))
     found = [run([sys.executable, *args], **given) for run in runs]
     return [(done.returncode, done.stdout, done.stderr) for done in found]
@@ -124,7 +122,7 @@ def test_signals_reach_a_program_and_appear_in_its_status():
 def test_a_program_that_exceeds_its_timeout_is_killed():
     code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        programs.run([sys.executable, "-c", code], stdout=PIPE, timeout=0.5)
+        programs.run([sys.executable, "-c", code], timeout=0.5)
     assert not psutil.pid_exists(int(caught.value.stdout))
 
 
@@ -145,9 +143,7 @@ if __name__ == "__main__":
 
 def test_multiprocessing_imports_the_program_as_its_main_module(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNING)
-    done = programs.run(
-        [sys.executable, "program.py"], cwd=tmp_path, stdout=PIPE, text=True, timeout=WAIT_S
-    )
+    done = programs.run([sys.executable, "program.py"], cwd=tmp_path, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "('__mp_main__', 3)\n")
 
 
@@ -198,8 +194,8 @@ def test_programs_end_with_their_server_and_the_next_gets_another(server, how):
         with pytest.raises(RuntimeError, match="has ended before"):
             process.wait(WAIT_S)
         until(lambda: gone(process.pid))
-    done = programs.run([sys.executable, "-c", "print(3)"], stdout=PIPE)
-    assert done.stdout == b"3\n"
+    done = programs.run([sys.executable, "-c", "print(3)"])
+    assert done.stdout == "3\n"
     assert server().pid != first
 
 

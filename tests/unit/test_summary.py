@@ -1,7 +1,5 @@
 """Lines of a run on stderr: the first, those of epochs, the headline; none with progress off."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import logging
@@ -53,12 +51,7 @@ if __name__ == "__main__":
 
 def stderr_of(how, before="pass", check=True):
     done = programs.run(
-        [sys.executable, "-c", SCRIPT.format(how=how, before=before)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=check,
+        [sys.executable, "-c", SCRIPT.format(how=how, before=before)], timeout=55, check=check
     )
     assert done.stdout == ""
     return done.stderr

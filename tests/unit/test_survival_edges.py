@@ -1,7 +1,5 @@
 """Deaths and delays at the edges of a run: its start, its end, its memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
@@ -89,14 +87,7 @@ def test_a_rank_that_is_stuck_for_ever_ends_the_run_with_its_name(policy, backen
 
 def run_script(script, *arguments, **kwargs):
     return programs.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S * 2,
-        check=False,
-        whole_end=True,
-        **kwargs,
+        [sys.executable, "-c", script, *arguments], timeout=WAIT_S * 2, whole_end=True, **kwargs
     )
 
 
@@ -171,12 +162,8 @@ def test_after_sigterm_to_the_process_group_loaders_continue_to_the_boundary(tmp
     path.write_text(GROUP, encoding="utf-8")
     found = programs.run(
         [sys.executable, str(path)],
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=WAIT_S * 2,
-        check=False,
         start_new_session=True,
         whole_end=True,
     )

@@ -1,7 +1,5 @@
 """A run that is killed repeatedly resumes from complete checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -27,12 +25,8 @@ def test_every_restart_after_a_kill_resumes_from_a_complete_checkpoint(tmp_path,
             *(sys.executable, "benchmarks/checkpoint.py", "kills", "--count", str(count)),
             *("--policy", policy, "--longest", "0.3", "--json", str(result)),
         ],
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=BOUND_S,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     found = json.loads(result.read_text())

@@ -1,7 +1,5 @@
 """An example interrupted by Ctrl-C and continued with ``--resume`` equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -37,12 +35,9 @@ def command(*arguments, record=None):
 def run(*arguments, record=None):
     done = programs.run(
         command(*arguments, record=record),
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_S,
         stdin=subprocess.DEVNULL,
         env=ENVIRONMENT,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -143,8 +138,6 @@ def test_an_interrupted_example_resumes_where_it_stopped(policy, tmp_path):
 
 
 def test_resume_without_a_directory_is_refused():
-    done = programs.run(
-        command("--resume"), capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT
-    )
+    done = programs.run(command("--resume"), timeout=TIMEOUT_S, env=ENVIRONMENT)
     assert done.returncode == 2
     assert "--resume needs --checkpoint-dir" in done.stderr

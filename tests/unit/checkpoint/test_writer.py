@@ -232,13 +232,7 @@ for step, (weights, state) in enumerate([(16, 16), (99_000, 16), (16, 99_000), (
 
 def run(script, *arguments):
     return programs.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-        whole_end=True,
+        [sys.executable, "-c", script, *map(str, arguments)], timeout=50, check=True, whole_end=True
     )
 
 

@@ -291,10 +291,8 @@ def test_a_lighthouse_that_cannot_listen_names_the_remedy():
     try:
         again = programs.run(
             [sys.executable, "-m", "runtime", "lighthouse", "--port", str(lighthouse.port)],
-            cwd=programs.ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
     finally:
         lighthouse.close()

@@ -1003,9 +1003,7 @@ from runtime.collective import create_collectives
 end.all_reduce_(torch.ones(3))
 print("all_reduce" in str(_distributed_c10d._dump_fr_trace_json()))
 """
-    ran = programs.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    ran = programs.run([sys.executable, "-c", program], env=environment, check=True)
     assert ran.stdout.split() == [str(asked is not None)]
 
 

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM in separate processes: exit status and output."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys
@@ -123,8 +121,8 @@ print("saved", end="")
 def test_output_is_complete_when_the_default_action_ends_the_process(ending, status):
     script = "import logging.handlers" + END_SCRIPT.format(ending=ending)
     command = [sys.executable, "-c", script]
-    found = programs.run(command, cwd=ROOT, stdout=PIPE, timeout=WAIT_S, whole_end=True)
-    assert found.stdout == b"saveda record\n" or found.stdout == b"a record\nsaved"
+    found = programs.run(command, timeout=WAIT_S, whole_end=True)
+    assert found.stdout == "saveda record\n" or found.stdout == "a record\nsaved"
     assert found.returncode == status
 
 
@@ -185,9 +183,8 @@ finally:
 def test_ctrl_c_in_a_loop_of_the_user_prints_one_line(in_backward):
     script = LOOP_SCRIPT.format(in_backward=in_backward)
     command = [sys.executable, "-c", script]
-    files = {"stdout": PIPE, "stderr": PIPE}
-    found = programs.run(command, cwd=ROOT, timeout=2 * WAIT_S, whole_end=True, **files)
-    assert b"Traceback" not in found.stderr
+    found = programs.run(command, timeout=2 * WAIT_S, whole_end=True)
+    assert "Traceback" not in found.stderr
     last = found.stderr.splitlines()[-1]
-    assert last == b"KeyboardInterrupt: interrupted in a call of the model's replicas"
+    assert last == "KeyboardInterrupt: interrupted in a call of the model's replicas"
     assert found.returncode == -signal.SIGINT

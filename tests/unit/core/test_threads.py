@@ -1,7 +1,5 @@
 """PyTorch in several threads."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.support import programs
@@ -32,7 +30,7 @@ assert len(kept) == 15
 def test_a_thread_that_compiled_may_end_before_the_next_one_compiles():
     # In a CUDA build without a GPU, plain PyTorch 2.11 crashes here with SIGSEGV.
     run = [sys.executable, "-W", "ignore", "-c", FAKE_TENSORS_IN_THREADS_THAT_END]
-    assert programs.run(run, timeout=100, check=False).returncode == 0
+    assert programs.run(run, timeout=100).returncode == 0
 
 
 THREADS_OF_FORKED_PROCESSES = """
@@ -78,4 +76,4 @@ assert exit_code(fork_again) == 0
 def test_threads_of_a_forked_process_set_their_number_of_intra_op_threads():
     # Without the GIL plain PyTorch 2.12 fails in a quarter of the processes.
     run = [sys.executable, "-W", "ignore", "-c", THREADS_OF_FORKED_PROCESSES]
-    assert programs.run(run, timeout=100, check=False).returncode == 0
+    assert programs.run(run, timeout=100).returncode == 0

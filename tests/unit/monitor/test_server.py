@@ -1,7 +1,5 @@
 """The monitor's server: requests, hosts, listening and shutdown."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import importlib.util
@@ -350,12 +348,8 @@ def test_a_process_with_an_open_monitor_ends(tmp_path):
     )
     done = programs.run(
         [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=110,
-        check=False,
         whole_end=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

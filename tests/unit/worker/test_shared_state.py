@@ -1,7 +1,5 @@
 """Consistency of objects that several threads use at once, with and without the GIL."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
@@ -406,12 +404,5 @@ owner, user = process_group.BackendOwner(Backend, "collective-0"), User()
 owner.backend(user)
 owner.release()
 """
-    ended = programs.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        whole_end=True,
-    )
+    ended = programs.run([sys.executable, "-c", program], timeout=60, check=True, whole_end=True)
     assert ended.stdout == "freed\n"
