@@ -7,6 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
@@ -51,6 +54,16 @@ class CallerModes:
             for kind, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
             yield
+
+
+def modes_not_carried() -> list[str]:
+    """Names of the ``TorchFunctionMode`` and ``TorchDispatchMode`` objects of the calling thread.
+
+    Ranks cannot share them. Default devices are left out.
+    """
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*functions, *_get_current_dispatch_mode_stack()]
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from runtime.core.loss_weights import Weight
 from runtime.core.nested import flatten
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
-from runtime.loop.caller_modes import CallerModes
+from runtime.loop.caller_modes import CallerModes, modes_not_carried
 from runtime.loop.gather import OutputGather, ShardOutput
 from runtime.loop.learning_rate import LearningRate
 from runtime.loop.loop_engine import (
@@ -59,6 +59,11 @@ IN_TRANSFORM = (
     "the model was called inside a transform of torch.func (grad, vmap, jacrev), which does not "
     "reach the other devices: apply such transforms to model.module, which runs on the first "
     "device only, or in train_fn of Trainer.builder"
+)
+MODES_WITHOUT_EFFECT = (
+    "the model was called within %s, which has no effect on the devices' threads: it does not see, "
+    "count or change their operations; use it around model.module(...), which runs in the calling "
+    "thread, or in forward"
 )
 OUTSIDE_OF_OUTPUT = (
     "a backward pass began at a tensor that forward left in an attribute of the model, or that a "
@@ -120,6 +125,7 @@ class ThreadedEngine:
         self._stashed_s = [0.0] * len(replicas)
         self._has_warned = False
         self._num_guesses = 0
+        self._has_warned_of_modes = False
         self._coupling = SampleCoupling.UNKNOWN
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
@@ -154,7 +160,7 @@ class ThreadedEngine:
         if in_func_transform():
             raise RuntimeError(IN_TRANSFORM)
         scatter = Scatter(args, kwargs, self._rules, self.model)
-        modes = CallerModes.capture()
+        modes = self._caller_modes()
         with self._exclusive():
             self._prepare()
             sizes = self._sizes(scatter.num_samples)
@@ -184,6 +190,13 @@ class ThreadedEngine:
             )
         self._warn_of_guess(gather)
         return gather.output()
+
+    def _caller_modes(self) -> CallerModes:
+        """The modes of the calling thread; warns once of those that ranks do not have."""
+        if not self._has_warned_of_modes and (names := modes_not_carried()):
+            self._has_warned_of_modes = True
+            logger.warning(MODES_WITHOUT_EFFECT, ", ".join(names))
+        return CallerModes.capture()
 
     def _warn_of_guess(self, gather: OutputGather) -> None:
         """Warn once if the value of a number depends on guessed weights.
@@ -323,7 +336,7 @@ class ThreadedEngine:
     def accumulate(self, loss_fn: LossFn, batches: Sequence[Any]) -> Tensor:
         """Distribute batches; each rank trains its own sequentially."""
         self._runner.check_caller()
-        modes = CallerModes.capture()
+        modes = self._caller_modes()
         tensors: list[Tensor] = []
         flatten(list(batches), tensors, strict=False)
         with self._exclusive():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from runtime import (
     DataParallelCoordinator,
@@ -275,6 +276,21 @@ def test_a_number_that_all_devices_compute_alike_is_no_loss_of_unknown_weight(ca
             each.step()
         assert_close(model, alone.model)
     assert "the count that it is a mean over is unknown" not in caplog.text
+
+
+def test_modes_that_do_not_reach_the_ranks_are_reported_once(caplog):
+    x, _ = make_batch(8)
+    with on_cpus(make_net()) as model:
+        with torch.device("cpu"):
+            model(x)
+        assert "has no effect" not in caplog.text
+        for _ in range(2):
+            with FlopCounterMode(display=False):
+                model(x)
+        assert caplog.text.count("FlopCounterMode, which has no effect") == 1
+        with FlopCounterMode(display=False) as counter:
+            model.module(x)
+        assert counter.get_total_flops() > 0
 
 
 class Routed(nn.Module):
