@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from runtime.loop.rank_group import NewOptimizer, RankGroup, train_mode
 from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
 from runtime.replica.build import (
+    FactoryDraws,
     OptimFactory,
     ParamGroups,
     build_model,
@@ -157,6 +159,7 @@ class ModelSource:
         self.head: Any = None
         self.maker: ModelMaker | None = None
         self._model: nn.Module | None = None
+        self._draws: FactoryDraws | None = None
         model = given if isinstance(given, nn.Module) else getattr(given, "module", None)
         if isinstance(given, type) or not isinstance(model, nn.Module):
             if not callable(given):
@@ -182,7 +185,10 @@ class ModelSource:
         return model
 
     def _make(self, device: torch.device) -> nn.Module:
-        made = self._factory(device)
+        with nullcontext() if self._draws is None else self._draws.repeated(device):
+            if self._draws is None:
+                self._draws = FactoryDraws(device)
+            made = self._factory(device)
         inner = getattr(made, "module", None)
         if not isinstance(made, nn.Module) and isinstance(inner, nn.Module):
             self.head = made if self.head is None else self.head

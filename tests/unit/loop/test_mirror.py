@@ -408,6 +408,33 @@ def test_a_large_buffer_that_the_caller_replaces_reaches_the_replicas():
         assert_identical(model)
 
 
+class Uncopyable(nn.Module):
+    """Has a lock, and a projection that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.features = torch.randn(3, 2)
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.last(x @ self.features)
+
+
+def test_replicas_that_a_factory_makes_draw_the_same_attributes():
+    made = []
+
+    def factory(device):
+        made.append(Uncopyable())
+        return made[-1]
+
+    x = torch.randn(6, 3)
+    with on_cpus(factory, 2) as model:
+        torch.testing.assert_close(model(x), made[0](x))
+    assert len(made) == 2
+    assert torch.equal(made[0].features, made[1].features)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_part_asks_for_a_factory():
     net = nn.Sequential(make_net(), torch.jit.script(nn.Tanh()))
