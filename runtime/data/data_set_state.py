@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.data.dataset import DatasetAdapter
+
+MAX_SHARED_TENSORS = 64
+"""Tensors of which each is sent to another process by a file descriptor of its own; their number
+in a message, and in a process, is limited."""
 
 
 class DataSetState:
@@ -66,10 +71,110 @@ class DataSetState:
             return None
         is_first = self._num_left == self._num_processes
         self._num_left -= 1
-        packed = bytes(ForkingPickler.dumps(self._adapter))
+        packed = dumps(self._adapter, len(self._held))
         if is_first:  # which moves tensors to shared memory
             self._digest, self._held = digest_of(self._adapter)
         return packed
+
+
+class Packed:
+    """An object in a form that ``ForkingPickler`` sends with few file descriptors.
+
+    The largest storages of its tensors are shared with the other process, as without it, and the
+    others are copied into one that is. Tensors of one storage have one there, too.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+        self._parts: tuple[bytes, list[Tensor], list[_Place]] | None = None
+
+    def __reduce__(self) -> Any:
+        if self._parts is None:
+            packer = _Packer(file := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+            packer.dump(self._content)
+            self._parts = (file.getvalue(), *_gathered(packer.tensors))
+        return _unpack, self._parts
+
+
+class _Place(NamedTuple):
+    """A tensor as a part of one of several storages."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Packer(ForkingPickler):
+    """Pickles plain tensors by their number in ``tensors``."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.device.type != "cpu":
+            return None
+        if obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg():
+            return None
+        number = self._numbers.setdefault(id(obj), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(obj)
+        return number
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
+
+
+def _gathered(tensors: list[Tensor]) -> tuple[list[Tensor], list[_Place]]:
+    """The storages of ``tensors``, the smaller ones in one, and each tensor's place in them."""
+    storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors)}
+    order = sorted(storages, key=lambda key: storages[key].nbytes(), reverse=True)
+    order, small = order[: MAX_SHARED_TENSORS // 2], order[MAX_SHARED_TENSORS // 2 :]
+    starts, size = {}, 0
+    for key in small:
+        starts[key] = size
+        size += -(-storages[key].nbytes() // 64) * 64  # aligned for every dtype
+    common = torch.empty(size, dtype=torch.uint8)
+    for key, start in starts.items():
+        part = _bytes_of(storages[key])
+        common[start : start + len(part)] = part
+    numbers = {key: i for i, key in enumerate(order)}
+    places = []
+    for t in tensors:
+        key = t.untyped_storage()._cdata
+        offset = starts.get(key, 0) // t.itemsize + t.storage_offset()
+        number = numbers.get(key, len(order))
+        places.append(_Place(number, t.dtype, int(offset), tuple(t.shape), t.stride()))
+    return [*(_bytes_of(storages[key]) for key in order), common], places
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _unpack(packed: bytes, storages: list[Tensor], places: list[_Place]) -> Any:
+    tensors = [
+        torch.empty(0, dtype=each.dtype).set_(
+            storages[each.storage].untyped_storage(), each.offset, each.shape, each.stride
+        )
+        for each in places
+    ]
+    return _Unpacker(io.BytesIO(packed), tensors).load()
+
+
+def dumps(content: Any, num_tensors: int) -> bytes:
+    """Pickle an object that holds ``num_tensors`` tensors for another process."""
+    sent = Packed(content) if num_tensors > MAX_SHARED_TENSORS else content
+    return bytes(ForkingPickler.dumps(sent))
 
 
 class _NullFile:
@@ -82,8 +187,11 @@ class _NullFile:
 class _DryPickler(pickle.Pickler):
     """Pickles everything but the contents of tensors and arrays."""
 
+    num_tensors = 0
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
+            self.num_tensors += 1
             if obj.is_cuda:
                 raise TypeError("it holds a CUDA tensor")
             return int, ()
@@ -133,12 +241,21 @@ def digest_of(source: object) -> tuple[str, list[Tensor]]:
     """
     digester = _Digester(digest := _Digest())
     _dump(digester, source)
+    if len(digester.tensors) > MAX_SHARED_TENSORS:  # processes have copies of some
+        versions = [-1 if t.is_inference() else t._version for t in digester.tensors]
+        digest.hash.update(repr(versions).encode())
     return digest.hash.hexdigest(), digester.tensors
 
 
-def check_picklable(source: object) -> None:
-    """Raise ``TypeError``, with the remedy, if ``source`` cannot be sent to a process."""
-    _dump(_DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL), source)
+def check_picklable(source: object) -> int:
+    """Raise ``TypeError``, with the remedy, if ``source`` cannot be sent to a process.
+
+    Returns:
+        The number of tensors that it holds.
+    """
+    pickler = _DryPickler(_NullFile(), pickle.HIGHEST_PROTOCOL)
+    _dump(pickler, source)
+    return pickler.num_tensors
 
 
 def _dump(pickler: pickle.Pickler, source: object) -> None:

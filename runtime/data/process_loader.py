@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, spawn
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -26,11 +25,14 @@ from torch.utils.data._utils import worker as torch_worker
 from coordinator.messages import EpochPlan
 from runtime.core.rng import seed_of
 from runtime.core.tracebacks import fold_tracebacks
-from runtime.data.batches import (
-    Position,
-    read_batch,
+from runtime.data.batches import Position, movable_parts, read_batch
+from runtime.data.data_set_state import (
+    MAX_SHARED_TENSORS,
+    DataSetState,
+    Packed,
+    check_picklable,
+    dumps,
 )
-from runtime.data.data_set_state import DataSetState, check_picklable
 from runtime.data.dataset import DatasetAdapter, Samples
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import LoadedBatch, LoaderSpec, Stage, ThreadLoader
@@ -88,7 +90,7 @@ class ProcessLoader(ThreadLoader):
             ValueError: The main script would start the run again in each process.
         """
         source = _BatchDataset(self._adapter, self._seed, self.rank, self._settings.init_fn)
-        check_picklable(source)
+        source.pack(check_picklable(source))
         methods = multiprocessing.get_all_start_methods()
         method = "forkserver" if "forkserver" in methods else "spawn"
         method = self._settings.start_method or method
@@ -118,6 +120,7 @@ class ProcessLoader(ThreadLoader):
                 "the loader processes could not be started: their server ended, probably while it "
                 f"imported the main script. {_GUARD}"
             ) from error
+        source.unpack()
         state.sent()
 
     def _seed_generator(self) -> torch.Generator:
@@ -296,6 +299,19 @@ class _BatchDataset(Dataset[Any]):
         self._rank = rank
         self._init_fn = init_fn
         self._version = 0
+        self._packed: Packed | None = None
+
+    def pack(self, num_tensors: int) -> None:
+        """Pack the data set once for all processes if it holds many tensors."""
+        self._packed = Packed(self._adapter) if num_tensors > MAX_SHARED_TENSORS else None
+
+    def unpack(self) -> None:
+        """Free the memory of :meth:`pack`."""
+        self._packed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        adapter = self._packed or self._adapter  # either is the data set where it is loaded
+        return {**self.__dict__, "_adapter": adapter, "_packed": None}
 
     def begin(self) -> None:
         """Prepare the process for a new copy of the data set, as ``DataLoader`` does."""
@@ -343,7 +359,7 @@ class _BatchDataset(Dataset[Any]):
             alone=True,
         )
         try:
-            packed = bytes(ForkingPickler.dumps(data))
+            packed = dumps(data, len(movable_parts(data)))
         except Exception as error:
             raise TypeError(
                 f"batch {request.batch} of epoch {request.epoch} cannot be sent from its loader "

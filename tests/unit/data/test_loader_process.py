@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import threading
 import time
+from multiprocessing import resource_sharer
 
 import pytest
 import torch
 
 from coordinator.messages import EpochPlan
 from runtime.data import process_loader
-from runtime.data.data_set_state import check_picklable
+from runtime.data.data_set_state import (
+    MAX_SHARED_TENSORS,
+    DataSetState,
+    Packed,
+    check_picklable,
+    dumps,
+)
 from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
 from runtime.data.process_loader import ProcessLoader
@@ -83,6 +91,63 @@ def test_a_dead_process_raises_an_error_and_leaks_nothing():
             consumer.loader.cancel()
     assert len(os.listdir("/proc/self/fd")) <= num_files
     assert children() == before
+
+
+class Many(Noisy):
+    """A data set, and batches, of many tensors, some of them views of one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = [torch.full((1 + i % 3,), float(i)) for i in range(600)]
+        self.views = list(torch.arange(1200.0).view(600, 2))
+
+    def __getitem__(self, index):
+        return {str(i): self.rows[index + 5 * i][:1] for i in range(100)} | {"v": self.views[index]}
+
+
+def test_many_tensors_are_sent_to_processes_and_back():
+    with Consumer(InlineLoader, Many()) as inline:
+        wanted = inline.take(ALL)
+    with Consumer(ProcessLoader, Many(), num_processes=2) as consumer:
+        taken = consumer.take(ALL)
+    for one, other in zip(taken, wanted, strict=True):
+        assert one.data.keys() == other.data.keys()
+        assert all(torch.equal(one.data[key], value) for key, value in other.data.items())
+
+
+@pytest.fixture
+def sharer():
+    """The server of the file descriptors that this process shares ends."""
+    yield
+    resource_sharer.stop(timeout=10.0)
+
+
+def test_packed_tensors_keep_storages_identity_and_layout(sharer):
+    base = torch.arange(12.0).view(3, 4)
+    small = [torch.tensor(i, dtype=torch.int16) for i in range(300)]
+    content = {"base": base, "t": base.T, "again": base, "small": small, "e": torch.empty(0, 3)}
+    found = pickle.loads(dumps(content, num_tensors=304))
+    assert found["again"] is found["base"]
+    assert torch.equal(found["t"], base.T)
+    found["t"][0, 0] = 7.0
+    assert found["base"][0, 0] == 7.0
+    assert found["small"] == small
+    assert found["e"].shape == (0, 3)
+    _, (_, storages, _) = Packed(content).__reduce__()
+    assert len(storages) <= MAX_SHARED_TENSORS
+
+
+def test_writes_to_one_of_many_tensors_are_sent_again(sharer):
+    data = Many()
+    state = DataSetState(adapt_dataset(data), 1)
+    state.sent()
+    state.begin_epoch(0)
+    assert state.take() is None
+    data.rows[3].add_(1)
+    state.begin_epoch(1)
+    sent = state.take()
+    assert sent is not None
+    assert pickle.loads(sent).dataset.rows[3][0] == 4.0
 
 
 class Stuck(Noisy):
