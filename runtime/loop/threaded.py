@@ -532,6 +532,7 @@ class ThreadedEngine:
             if num_stashed := len(self._pending.stashed_weights):
                 logger.warning(UNREDUCED_AT_CLOSE, num_stashed)
                 self._pending.drop_stashed()
+            self._pending.drop()
             self._runner.close()
             self._steps.close()
             self._recorder.finish()

@@ -176,6 +176,14 @@ def test_accumulated_gradients_changed_before_their_reduction_are_refused(way_of
             model.step()
 
 
+def test_a_closed_model_has_no_hooks_of_gradients_that_were_not_reduced(pair):
+    model, _, _ = pair
+    with model.no_sync():
+        backward(model, make_batch(8))
+    model.close()
+    assert not any(p._post_accumulate_grad_hooks for p in model.module.parameters())
+
+
 def test_hooks_and_penalties_do_not_count_as_changes_before_the_reduction(pair):
     model, alone, _ = pair
 
