@@ -1,9 +1,7 @@
 """The ledger of a cluster, its grants, and one machine's state machine."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.grant import INITIAL_BATCHES, Grant
 from coordinator.cluster.machine_report import LedgerError, MachineReport
 from coordinator.cluster.member_protocol import (
-    AdoptState,
     ApplyRound,
     CaptureDone,
     Commit,
@@ -71,21 +68,6 @@ def commit_all(ledger, names=("a", "b"), seconds=0.1):
 # -- reports ----------------------------------------------------------------------------
 
 
-def test_facts_arrive_as_they_were_sent():
-    reports = report_of(
-        new_ledger(),
-        "a",
-        ((0, (range(3), range(5, 9))), (1, (range(1),))),
-        kept=((0, (range(3, 5),)),),
-        weight=12.5,
-        num_samples=12,
-        seconds_per_batch=0.25,
-        tallies=((0, {"loss": 1.5}),),
-        leaving=True,
-    )
-    assert MachineReport.from_json(reports.to_json()) == reports
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -141,38 +123,6 @@ def test_epochs_close_in_order_with_the_tallies_of_all_runs():
     assert [epoch.epoch for epoch in closed] == [0, 1]
     assert ledger.consumed == 20
     assert ledger.recent == tuple(closed)
-
-
-def test_a_commit_that_contradicts_the_ledger_changes_nothing():
-    ledger = new_ledger()
-    commit_all(ledger)
-    before = json.dumps(ledger.state_dict())
-    stolen = report_of(ledger, "b", ledger.grants["a"].batches)
-    old = replace(report_of(ledger, "b"), step=0)
-    twice = report_of(ledger, "b", kept=ledger.grants["b"].batches, done=ledger.grants["b"].batches)
-    leaving = report_of(ledger, "b", kept=ledger.grants["b"].batches, leaving=True)
-    for wrong in (stolen, old, twice, leaving, report_of(ledger, "a")):
-        with pytest.raises(LedgerError):
-            ledger.commit([report_of(ledger, "a"), wrong])
-    assert json.dumps(ledger.state_dict()) == before
-
-
-def test_the_grant_of_a_missing_machine_is_granted_to_others():
-    ledger = new_ledger(num_epochs=1, batches_per_epoch=16)
-    commit_all(ledger)
-    lost = ledger.grants["b"]
-    ledger.commit([report_of(ledger, "a", seconds_per_batch=0.05)])
-    assert set(lost.batches[0][1][0]) <= {b for s in ledger.grants["a"].batches[0][1] for b in s}
-
-
-def test_a_restored_ledger_continues_identically():
-    ledger, restored = new_ledger(), new_ledger()
-    commit_all(ledger)
-    commit_all(ledger)
-    restored.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    for each in (ledger, restored):
-        commit_all(each)
-    assert restored.state_dict() == ledger.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -273,49 +223,6 @@ def test_an_idle_machine_requests_a_quorum_at_once():
     (apply,) = commit_alone(member)
     assert len(apply.grant) == INITIAL_BATCHES
     assert member.handle(Idle(), 0.1) == [FormQuorum()]
-
-
-def test_a_machine_that_is_behind_adopts_the_state_and_restarts():
-    other = new_ledger()
-    commit_all(other, ("b",))
-    member = one()
-    adopt, gather = member.handle(formed("a", "b", healed=other.state_dict()), 0.0)
-    assert adopt == AdoptState()
-    assert (gather.report.step, gather.report.weight, member.healing) == (1, 0.0, True)
-    member.handle(Gathered(reports=(gather.report, report_of(other, "b"))), 0.0)
-    (apply,) = member.handle(Committed(ok=True), 0.0)
-    assert apply.restart
-    assert not member.healing
-
-
-def test_a_state_older_than_the_machine_s_own_is_not_adopted():
-    ahead = new_ledger()
-    commit_all(ahead, ("x",))
-    member = MemberProtocol("a", ahead)
-    assert member.handle(RunReady(), 0.0) == [ResetEngine(step=1), FormQuorum()]
-    commands = member.handle(formed("a", "b", healed=new_ledger().state_dict()), 0.0)
-    assert commands[0] == ResetEngine(step=1)
-    assert commands[1].report.step == 1
-
-
-def test_of_two_histories_of_one_step_one_wins_and_the_other_is_healed():
-    ledgers = [new_ledger(), new_ledger()]
-    members = []
-    for name, ledger in zip("ab", ledgers, strict=True):
-        commit_all(ledger, (name,))
-        member = MemberProtocol(name, ledger)
-        member.handle(RunReady(), 0.0)
-        members.append(member)
-    gathers = [m.handle(formed("a", "b"), 0.0)[-1] for m in members]
-    reports = []
-    for member, command in zip(members, gathers, strict=True):
-        if isinstance(command, RequestCapture):
-            done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
-            (command,) = member.handle(done, 0.0)
-        reports.append(command.report)
-    commands_of = [m.handle(Gathered(reports=tuple(reports)), 0.0) for m in members]
-    resets = [ResetEngine(step=0) in commands for commands in commands_of]
-    assert resets == [ledger.lineage != max(x.lineage for x in ledgers) for ledger in ledgers]
 
 
 def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():

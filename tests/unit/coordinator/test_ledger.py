@@ -1,7 +1,5 @@
 """The batch ledger: every batch is dealt once, settled once, and reopened after a death."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,19 +73,6 @@ def test_a_chunk_is_a_multiple_of_the_window_except_at_the_end():
     assert sizes == [3, 3, 1]
 
 
-@pytest.mark.parametrize(("world_size", "shares"), [(1, (1.0,)), (2, (0.0, 1.0))])
-def test_a_single_rank_receives_all_open_batches(world_size, shares):
-    ledger = ledger_of(50, world_size=world_size)
-    assert size(assign(ledger, world_size - 1, None, shares)) == 50
-
-
-def test_without_progressive_dispatch_a_partition_is_assigned_at_once():
-    ledger = ledger_of(40, progressive=False)
-    assert size(assign(ledger, 0, None, (0.75, 0.25))) == 30
-    assert size(assign(ledger, 1, None, (0.75, 0.25))) == 10
-    assert assign(ledger, 0, None, (0.75, 0.25)) is None
-
-
 def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
     ledger = ledger_of(1, num_epochs=3)
     assert [assign(ledger, 0)[0], assign(ledger, 1)[0]] == [0, 1]
@@ -95,12 +80,6 @@ def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
     settle_all(ledger)
     assert ledger.pop_oldest().epoch == 0
     assert assign(ledger, 0)[0] == 2
-
-
-def test_without_look_ahead_one_epoch_is_open_at_a_time():
-    ledger = ledger_of(1, num_epochs=2, world_size=1, look_ahead=False)
-    assert assign(ledger, 0)[0] == 0
-    assert assign(ledger, 0) is None
 
 
 def test_max_batches_is_spent_on_the_oldest_epoch_first():
@@ -116,23 +95,7 @@ def test_max_batches_is_spent_on_the_oldest_epoch_first():
     assert ledger.pop_oldest().settled
 
 
-def test_max_batches_is_not_exceeded():
-    ledger = ledger_of(10, num_epochs=2, max_batches=13)
-    while assign(ledger, 0) or assign(ledger, 1):
-        pass
-    assert sum(ledger.num_assigned for ledger in ledger.by_rank) == 13
-    assert ledger.exhausted
-
-
 # -- lockstep --------------------------------------------------------------------------------
-
-
-def test_lockstep_steps_consume_a_prefix_in_equal_shares():
-    ledger = ledger_of(7, world_size=3)
-    number, assigned = ledger.assign_epoch((0, 1, 2), (0.9, 0.05, 0.05))
-    assert number == 0
-    batches = {rank: [b for span in spans for b in span] for rank, spans in assigned.items()}
-    assert batches == {0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}
 
 
 def test_lockstep_with_fixed_ratios_assigns_contiguous_parts():
@@ -141,26 +104,7 @@ def test_lockstep_with_fixed_ratios_assigns_contiguous_parts():
     assert assigned == {0: (range(6),), 1: (range(6, 8),)}
 
 
-def test_lockstep_assigns_no_batch_to_surplus_ranks():
-    ledger = ledger_of(2, world_size=4)
-    _, assigned = ledger.assign_epoch((0, 1, 2, 3), (0.25,) * 4)
-    assert [sum(map(len, assigned[r])) for r in range(4)] == [1, 1, 0, 0]
-
-
 # -- tracking -----------------------------------------------------------------------------------
-
-
-def test_only_batches_in_the_round_are_settled():
-    ledger = ledger_of(10, world_size=1, progressive=False)
-    assign(ledger, 0)
-    ledger.record_trained(0, 4)
-    ledger.freeze(0)
-    ledger.record_trained(0, 3)
-    ledger.settle(0)
-    assert ledger.oldest.num_settled == 4
-    ledger.freeze(0)
-    ledger.settle(0)
-    assert ledger.oldest.num_settled == 7
 
 
 @pytest.mark.parametrize(
@@ -180,69 +124,6 @@ def test_only_adjacent_batches_of_one_epoch_are_merged(notes, kept):
     for epoch, span in notes:
         ledger.add_trained(epoch, span)
     assert ledger.trained == (notes if kept is None else kept)
-
-
-def test_batches_of_an_abandoned_round_are_settled_by_the_next():
-    ledger = ledger_of(10, world_size=1, progressive=False)
-    assign(ledger, 0)
-    ledger.record_trained(0, 4)
-    ledger.freeze(0)
-    ledger.unfreeze()
-    ledger.settle(0)
-    assert ledger.oldest.num_settled == 0
-    ledger.freeze(0)
-    ledger.settle(0)
-    assert ledger.oldest.num_settled == 4
-
-
-def test_a_death_reopens_unsettled_batches_and_counts_the_trained_ones():
-    ledger = ledger_of(20, progressive=False)
-    assign(ledger, 0), assign(ledger, 1)
-    for rank in (0, 1):
-        ledger.record_trained(rank, 6)
-        ledger.freeze(rank)
-        ledger.settle(rank)
-        ledger.record_trained(rank, 3)
-    ledger.reopen_rank(1, (1.0, 0.0))
-    assert ledger.oldest.num_retrained == 3
-    assert len(ledger.oldest.open) == 4
-    assert ledger.by_rank[1].num_assigned == 0
-    while size(assign(ledger, 0, None, (1.0, 0.0))):
-        pass
-    settle_all(ledger)
-    assert ledger.oldest.settled
-    assert ledger.oldest.num_samples == 20
-
-
-def test_a_ledger_is_exhausted_once_no_batch_is_open():
-    ledger = ledger_of(10, progressive=False)
-    assert not ledger.exhausted  # the epoch has not begun
-    assign(ledger, 0)
-    assert len(ledger.oldest.open) > 0
-    assert not ledger.exhausted
-    while assign(ledger, 0) or assign(ledger, 1):
-        pass
-    assert ledger.exhausted
-    ledger.reopen_rank(1, (1.0, 0.0))
-    assert not ledger.exhausted
-
-
-def test_the_quota_of_the_last_rank_is_not_redistributed():
-    """No rank has a share to receive it."""
-    ledger = ledger_of(20, progressive=False)
-    assign(ledger, 0)
-    ledger.reopen_rank(0, (0.0, 0.0))
-    assert len(ledger.oldest.open) == 20
-    assert sum(ledger.oldest.quotas) == 20
-
-
-def test_a_death_restores_its_part_of_max_batches():
-    ledger = ledger_of(10, max_batches=6, progressive=False)
-    assert size(assign(ledger, 1)) == 5
-    ledger.reopen_rank(1, (1.0, 0.0))
-    while assign(ledger, 0, None, (1.0, 0.0)):
-        pass
-    assert ledger.by_rank[0].num_assigned == 6
 
 
 @few_examples
@@ -297,6 +178,9 @@ def test_ranks_under_a_lead_limit_always_receive_short_chunks():
 # -- grants with fixed ratios -------------------------------------------------------------
 
 
+# -- minimum batches ----------------------------------------------------------------------
+
+
 def test_granted_and_revoked_batches_keep_the_ratios():
     ledger = ledger_of(40, granted=True, ratios=(0.75, 0.25))
     shares = (0.5, 0.5)
@@ -310,9 +194,6 @@ def test_granted_and_revoked_batches_keep_the_ratios():
     while chunk := assign(ledger, 0):
         assert size(chunk) > 0
     assert ledger.by_rank[0].num_assigned == 9
-
-
-# -- minimum batches ----------------------------------------------------------------------
 
 
 @few_examples

@@ -1,7 +1,5 @@
 """The states of one averaging round."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -54,16 +52,6 @@ def test_a_round_cannot_start_while_another_is_in_flight():
         begin(rnd, RoundState.SYNCING)
 
 
-def test_every_round_has_its_own_id_and_starts_empty():
-    rnd = begun()
-    rnd.snapshots[0] = snapshot()
-    rnd.divergences[0] = 1.0
-    rnd.move(RoundState.NONE)
-    begin(rnd, RoundState.SYNCING, ranks=(0,))
-    assert rnd.id == 2
-    assert (rnd.snapshots, rnd.acks, rnd.divergences) == ({}, {}, {})  # D28
-
-
 def test_a_reply_to_an_old_round_is_ignored():
     """D15."""
     rnd = begun()
@@ -84,14 +72,6 @@ def test_a_reply_in_another_state_or_of_another_rank_is_ignored():
     rnd = begun(ranks=(0, 2))
     assert not rnd.accepts(m.SyncAck(rank=0, round=1), RoundState.SYNCING)
     assert not rnd.accepts(snapshot(1), RoundState.COLLECTING)
-
-
-def test_a_round_is_complete_with_the_last_of_its_ranks():
-    rnd = begun(RoundState.SYNCING)
-    for rank in (0, 1):
-        assert not rnd.all_acks
-        rnd.acks[rank] = m.SyncAck(rank=rank, round=1)
-    assert rnd.all_acks
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Validator: division of the validation set, results batch by batch, exact means."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -38,10 +36,6 @@ def test_each_batch_belongs_to_one_rank_in_proportion_to_speed():
 @pytest.mark.parametrize("speeds", [{0: 0.0, 1: 4.0}, {0: 0.0, 1: 0.0}, {0: 2.0, 1: 2.0}])
 def test_ranks_that_are_not_measured_have_equal_parts(speeds):
     assert list(map(len, make().begin(0, None, speeds).tasks.values())) == [5, 5]
-
-
-def test_few_batches_leave_ranks_without_a_part():
-    assert make(1).begin(0, None, {0: 1.0, 1: 1.0}).tasks == {0: [0]}
 
 
 def test_the_next_parts_follow_the_measured_rates():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -26,44 +24,6 @@ class Maker:
         return create_collectives(len(ranks), "thread", timeout_s=WAIT_S)
 
 
-def in_threads(*functions):
-    """Call each function in its own thread; returns their results or exceptions."""
-    found = [None] * len(functions)
-
-    def call(i):
-        try:
-            found[i] = functions[i]()
-        except BaseException as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    return found
-
-
-def test_a_group_is_created_once_and_each_rank_gets_its_own_collective():
-    make = Maker()
-    groups = CollectiveGroups(make)
-    ends = in_threads(*(lambda r=r: groups.connect(1, (0, 2, 5), r, THREAD) for r in (0, 2, 5)))
-    assert make.made == [(0, 2, 5)]
-    assert [end.rank for end in ends] == [0, 1, 2]
-    assert in_threads(*(end.barrier for end in ends)) == [None] * 3
-    groups.close()
-
-
-def test_a_group_aborted_before_its_creation_is_created_aborted():
-    groups = CollectiveGroups(Maker())
-    groups.abort(1)
-    with pytest.raises(CollectiveAborted):
-        groups.connect(1, (0, 1), 0, THREAD).barrier()
-    groups.connect(2, (0,), 0, THREAD).barrier()
-    groups.close()
-
-
 @pytest.mark.parametrize("end", [lambda g: g.abort(1), lambda g: g.abort(), lambda g: g.close()])
 @pytest.mark.parametrize("made_first", [True, False])
 def test_an_end_during_the_creation_of_a_group_aborts_the_group(end, made_first):
@@ -82,20 +42,6 @@ def test_an_end_during_the_creation_of_a_group_aborts_the_group(end, made_first)
     thread.join(WAIT_S)
     with pytest.raises(CollectiveAborted):
         found[0].barrier()
-    groups.close()
-
-
-def test_the_abort_of_one_group_leaves_the_others():
-    groups = CollectiveGroups(Maker())
-    old = groups.connect(0, (0,), 0, THREAD)
-    new = groups.connect(1, (0,), 0, THREAD)
-    groups.abort(0)
-    with pytest.raises(CollectiveAborted):
-        old.barrier()
-    new.barrier()
-    groups.abort()
-    with pytest.raises(CollectiveAborted):
-        new.barrier()
     groups.close()
 
 

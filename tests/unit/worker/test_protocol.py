@@ -1,7 +1,5 @@
 """The worker's side of the control protocol."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +65,9 @@ def test_an_illegal_transition_raises_and_changes_nothing(state, next_state):
     assert protocol.state is state
 
 
+# -- parking ------------------------------------------------------------------------------
+
+
 def test_a_worker_goes_through_the_states_from_building_to_gone():
     protocol = WorkerProtocol(0)
     assert protocol.state is WorkerState.BUILDING
@@ -83,9 +84,6 @@ def test_a_worker_goes_through_the_states_from_building_to_gone():
     assert protocol.state is WorkerState.GONE
     protocol.leave()
     assert protocol.state is WorkerState.GONE
-
-
-# -- parking ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,15 +130,6 @@ def test_a_worker_parks_at_its_limit_and_reports_at_once():
     assert not protocol.report_due
 
 
-def test_a_worker_that_parked_between_plans_stays_parked():
-    protocol = training(limit=1)
-    train(protocol, 1)
-    protocol.end_plan()
-    assert protocol.parked
-    protocol.receive(m.Resume(budget=m.BatchBudget(limit=2)))
-    assert protocol.state is WorkerState.IDLE
-
-
 # -- rounds -----------------------------------------------------------------------------------
 
 
@@ -157,27 +146,6 @@ def test_seven_and_four_minus_five_and_three_is_two_and_one():
         release(protocol, m.Update(round=1, average=EMPTY))
     assert [p.batches for p in ranks] == [2, 1]
     assert [p.samples for p in ranks] == [20, 10]
-
-
-def test_an_update_of_an_abandoned_round_changes_nothing():
-    protocol = training()
-    train(protocol, 5)
-    protocol.on_snapshot_taken(1)
-    train(protocol, 2)
-    protocol.on_snapshot_taken(2)
-    stale = m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=0))
-    assert not protocol.on_updated(stale)
-    assert protocol.batches == 7
-    assert protocol.may_train
-    assert protocol.on_updated(m.Update(round=2, average=EMPTY))
-    assert protocol.batches == 0
-
-
-def test_an_update_without_a_snapshot_changes_nothing():
-    protocol = training()
-    train(protocol, 2)
-    assert not protocol.on_updated(m.Update(round=0, average=EMPTY))
-    assert protocol.batches == 2
 
 
 def test_a_round_adds_no_batches_to_the_counts():
@@ -229,24 +197,42 @@ def test_a_budget_without_a_factor_keeps_it():
     assert protocol.lr_factor == 1.5
 
 
-def test_a_limit_of_the_next_round_counts_from_the_snapshot():
-    protocol = training(limit=5)
-    train(protocol, 5)
-    assert protocol.parked
+def test_weights_cover_the_training_since_the_last_round():
+    protocol = training()
+    protocol.on_trained(5, 50, 0.1)
     protocol.on_snapshot_taken(1)
-    assert protocol.on_updated(m.Update(round=1, average=EMPTY, budget=m.BatchBudget(limit=3)))
-    train(protocol, 3)
-    assert protocol.parked
+    protocol.on_trained(2, 20, 0.2)
+    assert protocol.weight == 0.1 + 0.2
+    assert protocol.on_updated(m.Update(round=1, average=None))
+    assert protocol.weight == 0.2  # exactly: a rounding error would count as a weight
+    protocol.on_snapshot_taken(2)
+    assert protocol.on_updated(m.Update(round=2, average=None))
+    assert protocol.weight == 0
+    protocol.on_trained(1, 10, 0.5)
+    protocol.add_weight(1.5)
+    message = m.SyncNow(round=3)
+    protocol.receive(message)
+    protocol.on_synced(message, ok=True)
+    assert protocol.weight == 0
+    protocol.on_trained(1, 10)
+    assert protocol.receive(m.Rollback(round=3)) is not None
+    assert protocol.weight == 12.0
+    assert protocol.discard_samples() == 20
+    assert protocol.weight == 0
+
+
+def test_a_halt_is_returned_once_for_each_group():
+    protocol = training()
+    halt = m.Halt(generation=0)
+    assert protocol.receive(halt) is halt
+    protocol.halt()
+    assert protocol.receive(halt) is None
+    protocol.on_regrouped(1)
+    assert protocol.receive(halt) is None  # of a group that it has left
+    assert protocol.receive(m.Halt(generation=1)) is not None
 
 
 # -- the end ---------------------------------------------------------------------------------
-
-
-def test_a_failure_cancels_the_request_for_a_final_snapshot():
-    protocol = training()
-    protocol.receive(m.Shutdown(snapshot=True))
-    protocol.receive(m.Shutdown(snapshot=False))
-    assert protocol.shutdown == m.Shutdown(snapshot=False)
 
 
 # -- reports ------------------------------------------------------------------------------------
@@ -331,16 +317,3 @@ def test_one_resume_or_shutdown_releases_the_worker_after_any_sequence_of_messag
     assert protocol.state is (WorkerState.IDLE if protocol.plan is None else WorkerState.TRAINING)
     protocol.receive(m.Shutdown())
     assert protocol.leaving
-
-
-def test_plans_of_an_epoch_that_was_left_are_returned_whenever_they_arrive():
-    protocol = training()
-    protocol.receive(m.StartEpoch(plan=PLAN))
-    assert protocol.leave_epoch(0) == [PLAN]
-    report = protocol.receive(m.StartEpoch(plan=PLAN))
-    assert isinstance(report, m.EpochReport)
-    assert (report.epoch, report.left) == (0, True)
-    assert protocol.begin_plan() is None
-    later = m.EpochPlan(epoch=1, batches=PLAN.batches)
-    assert protocol.receive(m.StartEpoch(plan=later)) is None
-    assert protocol.begin_plan() is later
