@@ -89,7 +89,8 @@ def build_replica(
             if rank == 0 and not model.training:
                 logger.warning(
                     "the model is in eval mode, which training keeps (no dropout, no batch "
-                    "statistics): call model.train() in the factory to train in train mode"
+                    "statistics): call model.train() before the run, or in the factory, to "
+                    "change it"
                 )
             state = FlatState(model)
             optimizer: torch.optim.Optimizer
