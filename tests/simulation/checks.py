@@ -495,9 +495,8 @@ class Checks:
 
     def _all_was_done(self, effects: frozenset[Batch], stopped: bool) -> None:
         c, num_effects = self._config, len(effects)
-        total = self._per_epoch * c.num_epochs
-        total -= sum(len(self.omitted(epoch, effects)) for epoch in range(c.num_epochs))
-        wanted = total
+        num_omitted = sum(len(self.omitted(epoch, effects)) for epoch in range(c.num_epochs))
+        wanted = total = self._per_epoch * c.num_epochs - num_omitted
         if c.max_steps is not None:
             wanted = min(total, c.count_batches(c.max_steps))
         if num_effects > wanted or (not stopped and num_effects != wanted):
@@ -505,7 +504,9 @@ class Checks:
         if stopped:
             return
         whole = c.num_epochs if c.max_steps is None else wanted // self._per_epoch
-        if len(self._closed) != whole and not (self._left and c.max_steps is not None):
+        # An epoch that the run or its origin left has fewer batches.
+        has_left = bool(self._left or num_omitted)
+        if len(self._closed) != whole and not (has_left and c.max_steps is not None):
             raise Violation(f"only the epochs {self._closed} have closed")
         if c.max_steps is None:
             for rank in set(range(c.world_size)) - self._sim.dead:

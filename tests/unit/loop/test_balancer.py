@@ -88,9 +88,9 @@ def test_a_fixed_cost_per_call_does_not_change_the_shares_of_equal_devices(call_
     call_s=[(0.0, 0.0), (30.0, 30.0), (10.0, 30.0)],
     ratio=[1.5, 3.0, 8.0],
     noise=[0.0, 0.1],
-    hint=[None, (0, 3.0), (1, 2.0)],
+    hint=[None, (0, 3.0), (1, 12.0)],
 )
-def test_steps_of_unequal_devices_come_within_4_percent_of_the_shortest(call_s, ratio, noise, hint):
+def test_steps_of_unequal_devices_come_within_6_percent_of_the_shortest(call_s, ratio, noise, hint):
     sample_s = (1.0, ratio)
     sizes = train(Balancer(2, hint), 64, 500, call_s=call_s, sample_s=sample_s, noise=noise)
     best = min(
@@ -99,7 +99,7 @@ def test_steps_of_unequal_devices_come_within_4_percent_of_the_shortest(call_s, 
     )
     for found in sizes[100:]:
         step_s = max(c + s * n for c, s, n in zip(call_s, sample_s, found, strict=True))
-        assert step_s <= 1.04 * best
+        assert step_s <= 1.06 * best
     assert len(set(sizes[100:])) <= 3
 
 
