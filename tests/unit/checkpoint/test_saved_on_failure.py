@@ -317,7 +317,7 @@ def test_ranks_that_wait_for_data_leave_the_state_of_a_stalled_run(tmp_path, rel
                 released.wait(WAIT_S)
             return tuple(t[i] for t in data())
 
-    b = run_of(Steps()).dataset(Stuck()).stall_timeout(0.5).checkpoint_dir(tmp_path)
+    b = run_of(Steps()).dataset(Stuck()).stall_timeout(2.0).checkpoint_dir(tmp_path)
     expect_failed(b.run(), RunStalled)
     failed_entry(tmp_path)
     expect_same(trained_on(tmp_path), run_of(Steps()).run().join(WAIT_S))
