@@ -98,10 +98,7 @@ class EpochScheduler:
     @property
     def evaluation_due(self) -> bool:
         """True if an evaluation within the open epoch is due."""
-        every, oldest = self._run.config.eval_every, self._run.ledger.oldest
-        if every is None or oldest is None or self.is_evaluating:
-            return False
-        return self._run.num_trained // every > self._num_evaluated
+        return self._is_due(self._run.config.eval_every, self._num_evaluated)
 
     def begin_evaluation(self, lead: int) -> tuple[int, int]:
         """Record the start of an evaluation within the open epoch.
@@ -122,10 +119,12 @@ class EpochScheduler:
     @property
     def validation_due(self) -> bool:
         """True if a validation within the open epoch is due."""
-        every, oldest = self._run.config.val_every_steps, self._run.ledger.oldest
-        if every is None or oldest is None or self.is_evaluating:
+        return self._is_due(self._run.config.val_every_steps, self._num_validated)
+
+    def _is_due(self, every: int | None, num_done: int) -> bool:
+        if every is None or self._run.ledger.oldest is None or self.is_evaluating:
             return False
-        return self._run.num_trained // every > self._num_validated
+        return self._run.num_trained // every > num_done
 
     def begin_validation(self, closing: Epoch | None = None) -> Validation:
         """Begin a validation of an average, for all live ranks.
