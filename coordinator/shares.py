@@ -188,10 +188,10 @@ class Shares:
             sizes = self._by_cost(total, ranks, costs, first)
         else:
             self._has_probed = True
-            sizes = self._second(total, costs, first)
+            sizes = self._second_sizes(total, costs, first)
         return tuple(sizes.values())
 
-    def _second(
+    def _second_sizes(
         self, total: int, costs: Mapping[int, Cost], first: Mapping[int, int]
     ) -> dict[int, int]:
         """Sizes after the first ones, different enough to fit the fixed part of the time."""

@@ -311,7 +311,7 @@ class MapAdapter(_UserCodeAdapter):
         try:
             return self._dataset[position]
         except Exception as error:
-            error.add_note(f"the data set raised it for sample {position}")
+            error.add_note(f"raised by the data set for sample {position}")
             raise
 
 

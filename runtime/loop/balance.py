@@ -94,6 +94,7 @@ class Balancer:
             self._weights = weights
             self._sizes.clear()
             self._clear_times()
+            self._measures_from = self._num_steps
 
     def sizes(self, num_samples: int, min_piece: int = 1) -> tuple[int, ...]:
         """Number of samples of each device.

@@ -145,11 +145,19 @@ def _changed_tensor(module: nn.Module, copied: nn.Module, memo: dict[int, Any]) 
     own = dict(named_tensors(copied))
     for name, t in named_tensors(module):
         made, twin = own.get(name), memo.get(id(t))
-        if made is None or twin is None or made is twin or made.shape != t.shape:
-            continue  # a difference of another kind, if any, is found later
-        if not torch.equal(made, t):
+        if made is None or twin is None or made is twin:
+            continue
+        if made.shape != t.shape or made.dtype != t.dtype:
+            continue  # found later
+        if not torch.equal(made, t) and not _equal_but_for_nan(made, t):
             return name
     return None
+
+
+def _equal_but_for_nan(a: Tensor, b: Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _recomputed(module: nn.Module) -> dict[int, Tensor]:

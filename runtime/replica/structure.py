@@ -105,8 +105,7 @@ def _saved_names(model: nn.Module) -> Iterator[str]:
     """Names of the parameters and of the buffers that a state dict contains."""
     for prefix, sub in model.named_modules():
         # Script modules have mappings that do not iterate over their keys.
-        names = [*sub._parameters.items(), *sub._buffers.items()]
-        for key, value in names:
+        for key, value in (*sub._parameters.items(), *sub._buffers.items()):
             if value is not None and key not in sub._non_persistent_buffers_set:
                 yield f"{prefix}.{key}" if prefix else key
 

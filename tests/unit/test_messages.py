@@ -362,7 +362,7 @@ def test_an_error_of_the_data_set_names_the_sample(has_collate):
 
     b = builder(mse, Broken())
     message = message_of(b.collate_fn(default_collate) if has_collate else b)
-    assert "the data set raised it for sample 33" in message
+    assert "raised by the data set for sample 33" in message
 
 
 def test_inputs_and_targets_in_a_list_lead_to_a_tuple():

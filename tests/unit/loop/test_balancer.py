@@ -130,6 +130,15 @@ def test_late_times_of_the_former_sizes_are_not_those_of_the_new_ones():
     assert [sizes for sizes, _ in groupby(found)] == [(32, 32), (44, 20), (48, 16)]
 
 
+def test_shares_that_are_set_between_two_fits_begin_a_new_measurement():
+    """As the cadence of accumulated batches does."""
+    balancer = Balancer(2)
+    train(balancer, 64, WARMUP_STEPS - 4, sample_s=(1.0, 2.0))
+    balancer.adopt([1.0, 1.0])
+    train(balancer, 64, 4, sample_s=(1.0, 2.0))
+    assert balancer.chunk_ratios == (43 / 64, 21 / 64)
+
+
 def test_a_few_slow_steps_do_not_change_the_shares():
     balancer = Balancer(2)
     for _ in range(4):

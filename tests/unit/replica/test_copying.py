@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
 
 import pytest
@@ -352,6 +353,11 @@ def test_a_closure_over_a_variable_without_a_value_is_copied():
     assert torch.equal(copy_module(net)(X), net(X))
 
 
-def test_a_copy_that_a_module_makes_itself_is_taken_if_its_values_are_the_same():
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_copy_that_a_module_makes_itself_is_taken_if_its_values_are_the_same(value):
     net = Careless(3, 2)
-    assert torch.equal(copy_module(net).weight, net.weight)
+    nn.init.constant_(net.weight, value)
+    copied = copy_module(net).weight
+    assert copied is not net.weight
+    assert torch.equal(copied.isnan(), net.weight.isnan())
+    assert torch.equal(copied.nan_to_num(), net.weight.nan_to_num())
