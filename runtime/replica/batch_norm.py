@@ -83,15 +83,19 @@ class _SyncedBatchNorm(_BatchNorm):
         return y  # type: ignore[no-any-return]
 
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        """Update the running statistics with those of a batch."""
+        """Update the running statistics with those of a batch.
+
+        Through ``.data``, so that version counters stay as PyTorch's kernels leave them: the graph
+        of an earlier pass in eval mode has saved these buffers.
+        """
         factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
-                factor = 1.0 / self.num_batches_tracked
+                factor = self.num_batches_tracked.double().reciprocal()
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             assert running is not None, "checked by the caller"
-            running.add_((new.to(running.dtype) - running) * factor)
+            running.data.add_((new.to(running.dtype) - running) * factor)
 
 
 class SynchronisedBatchNorm1d(_SyncedBatchNorm, nn.BatchNorm1d):

@@ -9,7 +9,9 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from coordinator.shares import Shares
 from coordinator.splitting import permutation, split_like
@@ -212,6 +214,40 @@ def test_layers_in_eval_mode_and_without_running_statistics_equal_one_device(mon
     monkeypatch.setattr(sys.modules[__name__], "START", Modes().double())
     state = run(mean_loss, ranks=ranks).join(WAIT_S).state_dict()
     assert_same(state, one_device(mean_loss, sgd, ranks, 1))
+
+
+def taught(model, batch):
+    """The model in eval mode teaches itself; its graph has saved the running statistics."""
+    x, y = batch[:2]
+    target = model.eval()(x)
+    return F.mse_loss(model.train()(x) + 0.1 * target, y)
+
+
+def taught_in_between(model, batch):
+    x, y = batch[:2]
+    first = model(x)
+    target = model.eval()(x)
+    return F.mse_loss(first + model.train()(2 * x) + 0.1 * target, y)
+
+
+def recomputed(model, batch):
+    x, y = batch[:2]
+    return F.mse_loss(checkpoint(model, x, use_reentrant=False) + model(2 * x), y)
+
+
+def functional(model, batch):
+    x, y = batch[:2]
+    state = dict(model.named_parameters())
+    target = functional_call(model.eval(), state, (x,))
+    state |= dict(model.named_buffers())
+    return F.mse_loss(functional_call(model.train(), state, (x,)) + 0.1 * target, y)
+
+
+@diagonal(train=[taught, taught_in_between, recomputed, functional], ranks=[2, 3])
+def test_several_passes_before_the_backward_pass_equal_one_device(train, ranks):
+    """Their running statistics are updated without a change that autograd counts."""
+    state = run(train, ranks=ranks).join(WAIT_S).state_dict()
+    assert_same(state, one_device(train, sgd, ranks, 1))
 
 
 def test_a_training_forward_outside_of_a_step_uses_the_ranks_own_statistics():
