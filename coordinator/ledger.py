@@ -438,6 +438,7 @@ class BatchLedger:
         """Record that a rank trained its next ``count`` assigned batches, in its own batch size."""
         ledger, size = self.by_rank[rank], self._sizes[rank]
         while count > 0:
+            assert ledger.assigned, f"rank {rank} reports batches that it was not assigned"
             epoch, span = ledger.assigned.popleft()
             done, rest = span[: count * size], span[count * size :]
             ledger.add_trained(epoch, done)

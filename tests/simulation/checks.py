@@ -471,12 +471,14 @@ class Checks:
         if late and isinstance(failure.error, AveragingFailed | CollectiveTimeout | RunStalled):
             return
         if not sim.dead:
-            raise Violation("the run failed for no reason") from failure.error
+            raise Violation(f"the run failed for no reason: {failure.error!r}") from failure.error
         if not self._config.continue_on_failure or len(sim.dead) == len(sim.workers):
             return
         if 0 in sim.dead and not sim.workers[0].was_built:
             return
-        raise Violation("the run failed although it could continue") from failure.error
+        raise Violation(
+            f"the run failed although it could continue: {failure.error!r}"
+        ) from failure.error
 
     def _cut_epochs(self, effects: frozenset[Batch]) -> None:
         """Check that metrics of partial epochs agree with the result."""

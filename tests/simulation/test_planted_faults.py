@@ -69,7 +69,7 @@ def test_a_coordinator_that_accepts_an_old_round_is_found(monkeypatch):
         return self.state is state and message.rank in self.ranks and message.rank not in seen
 
     monkeypatch.setattr(Round, "accepts", forgetful)
-    assert_is_found("Violation", first=61)
+    assert_is_found("but the average holds", first=61)
 
 
 def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
@@ -89,7 +89,7 @@ def test_a_worker_that_accepts_an_old_round_is_found(monkeypatch):
     monkeypatch.setattr(Simulation, "_send_to_worker", drop_and_repeat)
     simulate_all_quietly()
     monkeypatch.setattr(WorkerProtocol, "on_updated", forgetful)
-    assert_is_found("Violation", first=6)
+    assert_is_found("samples for the batches", first=17)
 
 
 def test_one_batch_that_is_never_settled_is_found(monkeypatch):
@@ -157,7 +157,7 @@ def test_a_batch_assigned_twice_is_found(monkeypatch):
         return spans
 
     monkeypatch.setattr(BatchLedger, "_assign", twice)
-    assert_is_found("trains (")
+    assert_is_found("), which rank")
 
 
 def test_a_lost_plan_is_found(monkeypatch):
@@ -182,7 +182,7 @@ def test_a_round_that_begins_before_the_last_was_acknowledged_is_found(monkeypat
 
 @pytest.mark.parametrize(
     ("counts", "found"),
-    [(("batches", "samples"), "samples for the batches"), (("weight",), "Violation: weight 0")],
+    [(("batches", "samples"), "samples for the batches"), (("weight",), "weight 0 for the")],
 )
 def test_counts_zeroed_by_an_update_are_found(counts, found, monkeypatch):
     updated = WorkerProtocol.on_updated
@@ -276,7 +276,7 @@ def test_a_factor_of_the_learning_rate_sent_to_one_rank_is_found(monkeypatch):
         return found if rank == 0 or not self.num_averagings else replace(found, lr_factor=2.0)
 
     monkeypatch.setattr(RunState, "initial_budget", of_one)
-    assert_is_found("others", drawn(averages))
+    assert_is_found("has the factor 2.0, others", drawn(averages))
 
 
 def test_a_factor_of_the_learning_rate_that_ignores_a_death_is_found(monkeypatch):
@@ -325,7 +325,7 @@ def test_a_batch_counted_as_one_of_the_ledger_is_found(monkeypatch):
             count -= len(span[:count])
 
     monkeypatch.setattr(BatchLedger, "record_trained", one_each)
-    assert_is_found("", drawn(sized_apart))
+    assert_is_found("trained, not recorded: [(", drawn(sized_apart))
 
 
 def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
@@ -339,7 +339,7 @@ def test_the_size_of_another_rank_in_a_plan_is_found(monkeypatch):
 
 
 def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
-    """A report then covers batches beyond the end of the range."""
+    """The steps of the run then include batches beyond the end of the range."""
     settle = BatchLedger.settle
 
     def whole(self, rank):
@@ -347,7 +347,7 @@ def test_a_short_batch_counted_as_a_whole_one_is_found(monkeypatch):
         return -(-settle(self, rank) // size) * size
 
     monkeypatch.setattr(BatchLedger, "settle", whole)
-    assert_is_found("", drawn(sized_apart))
+    assert_is_found("batches records", drawn(sized_apart))
 
 
 def test_a_weight_other_than_that_of_the_share_is_found(monkeypatch):
@@ -377,7 +377,7 @@ def small_memory(schedule):
 
 def test_a_piece_that_stays_too_large_is_found(monkeypatch):
     monkeypatch.setattr(Shares, "record_out_of_memory", lambda self, rank, num_samples: None)
-    assert_is_found("", drawn(small_memory))
+    assert_is_found("failed for no reason: MemoryError", drawn(small_memory))
 
 
 def test_a_repeated_step_without_its_first_batches_is_found(monkeypatch):
@@ -389,7 +389,8 @@ def test_a_repeated_step_without_its_first_batches_is_found(monkeypatch):
         return recount(self, rank, number, spans, reported=reported, made=made)
 
     monkeypatch.setattr(BatchLedger, "recount", one_more)
-    assert_is_found("", drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None))
+    steady = drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None)
+    assert_is_found("recorded, not trained: [(", steady, first=26)
 
 
 def late_stops(monkeypatch):
@@ -426,7 +427,7 @@ def test_dropped_steps_that_are_counted_again_are_found(monkeypatch):
         self.first_step = first
 
     monkeypatch.setattr(LockstepPlan, "drop_reported", again)
-    assert_is_found("", drawn(shares))
+    assert_is_found("the plan begins at", drawn(shares))
 
 
 def test_a_message_to_the_dead_is_found(monkeypatch):
@@ -443,8 +444,15 @@ def test_a_message_to_the_dead_is_found(monkeypatch):
 
 
 def test_epochs_that_close_out_of_order_are_found(monkeypatch):
-    def newest_first(self):
-        return self.epochs.pop()
+    def first_settled(self):
+        return next(
+            (epoch for epoch in self.epochs if epoch.settled), next(iter(self.epochs), None)
+        )
 
-    monkeypatch.setattr(BatchLedger, "pop_oldest", newest_first)
-    assert_is_found("")
+    def pop(self):
+        self.epochs.remove(epoch := self.oldest)
+        return epoch
+
+    monkeypatch.setattr(BatchLedger, "oldest", property(first_settled))
+    monkeypatch.setattr(BatchLedger, "pop_oldest", pop)
+    assert_is_found("epoch 1 closes after []", first=76)

@@ -30,7 +30,7 @@ def test_an_ignored_lineage_is_found(monkeypatch):
 
     monkeypatch.setattr(member_protocol, "evaluate_round", trusting)
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
-    assert_cluster_is_found("Violation")
+    assert_cluster_is_found("granted though consumed")
 
 
 def test_a_machine_that_ignores_healing_is_found(monkeypatch):
@@ -43,7 +43,7 @@ def test_a_machine_that_ignores_healing_is_found(monkeypatch):
     )
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
     monkeypatch.setattr(MemberProtocol, "_adopt", lambda self, state: None)
-    assert_cluster_is_found("Violation")
+    assert_cluster_is_found("granted though consumed")
 
 
 def test_a_healed_machine_that_keeps_its_training_is_found(monkeypatch):

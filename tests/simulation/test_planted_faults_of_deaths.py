@@ -11,10 +11,10 @@ from coordinator import machine
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import EpochScheduler
-from coordinator.failure_recovery import FailureRecovery
+from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
 from coordinator.ledger import BatchLedger, LockstepPlan, RankLedger
-from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
+from coordinator.run_state import RankState, RunState
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -23,6 +23,8 @@ from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule, draw_schedule
 from tests.simulation.sim_worker import SimWorker
 from tests.support.pairs import SCALE
+
+NOT_ASSIGNED = "reports batches that it was not assigned"
 
 
 def without(monkeypatch, owner, name, dropped):
@@ -48,7 +50,7 @@ def test_unsettled_batches_not_reopened_after_a_death_are_found(monkeypatch):
         assert lost is not None
 
     monkeypatch.setattr(BatchLedger, "reopen_rank", forgetful)
-    assert_is_found("Violation", first=66)
+    assert_is_found("is closed without the effect of", first=66)
 
 
 def test_assigned_batches_not_reopened_after_a_death_are_found(monkeypatch):
@@ -81,14 +83,14 @@ def test_a_round_with_unreported_training_of_a_dead_rank_is_found(monkeypatch):
         return going_on or on_death(self, rank)
 
     monkeypatch.setattr(RoundRunner, "on_death", trusting)
-    assert_is_found("Violation", first=106)
+    assert_is_found("but the average holds", first=106)
 
 
 def test_a_round_that_is_not_undone_is_found(monkeypatch):
     without(
         monkeypatch, Simulation, "_send_to_worker", lambda message: isinstance(message, m.Rollback)
     )
-    assert_is_found("Violation")
+    assert_is_found("start from different averages")
 
 
 def test_counters_that_are_not_restored_when_a_round_is_undone_are_found(monkeypatch):
@@ -101,7 +103,7 @@ def test_counters_that_are_not_restored_when_a_round_is_undone_are_found(monkeyp
         return undone
 
     monkeypatch.setattr(WorkerProtocol, "on_rolled_back", careless)
-    assert_is_found("Violation")
+    assert_is_found("samples for the batches")
 
 
 def test_ranks_left_in_a_broken_collective_are_found(monkeypatch):
@@ -146,20 +148,25 @@ def test_a_step_counted_by_reports_is_found(monkeypatch):
         return recount(self, rank, number, spans, reported=reported, made=reported)
 
     monkeypatch.setattr(BatchLedger, "recount", by_reports)
-    assert_is_found("Violation", first=87)
+    assert_is_found("), which rank", first=158)
 
 
 def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
     monkeypatch.setattr(LockstepProgress, "position", property(lambda self: (0, 0)))
-    assert_is_found("Violation", first=258)
+    assert_is_found("is closed without the effect of", first=258)
 
 
 def test_a_plan_assigned_before_all_have_halted_is_found(monkeypatch):
+    """The steps of the first rank that halted are taken for those of all."""
+
     def hasty(self):
-        return bool(self._halted) and self.phase.value == "halting"
+        for rank in self.survivors if self._halted else ():
+            first = next(iter(self._halted.values()))
+            self._halted.setdefault(rank.rank, dataclasses.replace(first, rank=rank.rank))
+        return bool(self._halted) and self.phase is RecoveryPhase.HALTING
 
     monkeypatch.setattr(FailureRecovery, "all_halted", property(hasty))
-    assert_is_found("")
+    assert_is_found("the plan begins at", first=158)
 
 
 def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
@@ -172,18 +179,21 @@ def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
             self.protocol.plans.append(plan)
 
     monkeypatch.setattr(SimWorker, "_halt", stubborn)
-    assert_is_found("Violation")
+    assert_is_found("the plan begins at")
 
 
 def test_a_batch_assigned_to_a_dead_rank_is_found(monkeypatch):
-    on_death = Coordinator._on_death
+    assign_batches = EpochScheduler.assign_batches
+    assignable = RankState.LIVE, RankState.DEAD
 
-    def deal_first(self, failure, now, *, fatal=False):
-        self._run.send(failure.rank, m.SetGlobalStep(step=0))
-        on_death(self, failure, now, fatal=fatal)
+    def to_all(self):
+        with monkeypatch.context() as patch:
+            all_ranks = property(lambda run: [r for r in run.ranks if r.state in assignable])
+            patch.setattr(RunState, "live", all_ranks)
+            assign_batches(self)
 
-    monkeypatch.setattr(Coordinator, "_on_death", deal_first)
-    assert_is_found("a message to rank")
+    monkeypatch.setattr(EpochScheduler, "assign_batches", to_all)
+    assert_is_found("which is dead: StartEpoch", first=97)
 
 
 def test_batches_kept_by_a_dead_rank_are_found(monkeypatch):
@@ -245,7 +255,9 @@ def test_a_plan_sent_before_a_halt_and_trained_after_it_is_found(monkeypatch):
 
     monkeypatch.setattr(WorkerProtocol, "accepts", lambda self, plan: not self.leaving)
     monkeypatch.setattr(WorkerProtocol, "begin_plan", even_halted)
-    with pytest.raises(SimulationFailed, match="Violation"):
+    with pytest.raises(
+        SimulationFailed, match=r"^seed \d+: Violation: a step of .* trained others"
+    ):
         _run_all(200)
 
 
@@ -292,7 +304,7 @@ def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
 def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
     """After a death a piece is a part of the global batch, and not one of its batches."""
     monkeypatch.setattr(LockstepPlan, "num_complete_batches", lambda self, rank, num: num)
-    assert_is_found("", drawn(lambda s: lockstep(s) and not s.config.balance and bool(s.deaths)))
+    assert_is_found(NOT_ASSIGNED, drawn(lambda s: lockstep(s) and s.deaths))
 
 
 def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
@@ -303,7 +315,7 @@ def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
         return pieces, [per_global] * len(counts)
 
     monkeypatch.setattr(BatchLedger, "split_pieces", whole)
-    assert_is_found("", drawn(lockstep))
+    assert_is_found(NOT_ASSIGNED, drawn(lockstep))
 
 
 def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
@@ -314,4 +326,4 @@ def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
         init(self, dataclasses.replace(plan, num_slices=1), config)
 
     monkeypatch.setattr(PlanSteps, "__init__", of_slices)
-    assert_is_found("", drawn(lockstep))
+    assert_is_found("batches trained [(", drawn(lockstep))

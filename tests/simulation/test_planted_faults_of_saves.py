@@ -15,7 +15,7 @@ from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
 from coordinator.saving import RunCheckpointer
 from runtime.worker.lockstep import LockstepProgress
-from tests.simulation.finding import assert_is_found, drawn
+from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import draw_schedule
@@ -92,7 +92,7 @@ def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
 
 def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
     monkeypatch.setattr(RunCheckpointer, "cancel", lambda self: None)
-    assert_is_found("", first=87)
+    assert_is_found(STUCK, first=87)
 
 
 def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
