@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,6 +56,7 @@ class Schedule:
         self._position = 0
         self._scale = 1.0
         self._host_lr: float | None = None
+        self._built: dict[str, str] = {}  # fields of the scheduler as the factory made it
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | Schedulers | None = None
         self._base: list[float] = []
         if isinstance(rate := optimizer.param_groups[0].get("lr"), torch.Tensor):
@@ -100,7 +103,9 @@ class Schedule:
         # scheduler steps before optimizer steps.
         for optimizer in members_of(self._optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.scheduler = scheduler
+        self.scheduler, self._built = scheduler, {}
+        with suppress(Exception):  # of a scheduler without a state
+            self._built = dict(_fields(self._scheduler_state()))
         self._check_length()
         self._position = 0
         self._base = self._read()
@@ -219,22 +224,39 @@ class Schedule:
         self._write(other._read())
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, scale, unscaled rates and the scheduler's own state.
+        """Position, scale, unscaled rates, and the scheduler's own state and settings.
 
         Values of the scheduler that a file cannot hold, such as functions, are left out: the
         factory creates them again.
         """
-        scheduler = None
-        if self.scheduler is not None:
-            state = self.scheduler.state_dict()
-            scheduler = plain(state, "the scheduler's state", copy=True, drop=True)
+        scheduler = self._scheduler_state()
+        now = dict(_fields(scheduler))
         return {
             "position": self._position,
             "every": self._every,
             "scale": self._scale,
             "base": list(self._base),
             "scheduler": scheduler,
+            "settings": {name: text for name, text in self._built.items() if now.get(name) == text},
         }
+
+    def _scheduler_state(self) -> dict[str, Any] | None:
+        if self.scheduler is None:
+            return None
+        state = self.scheduler.state_dict()
+        kept: dict[str, Any] = plain(state, "the scheduler's state", copy=True, drop=True)
+        return kept
+
+    def replaced_settings(self, state: Mapping[str, Any]) -> str:
+        """The settings of the built scheduler that :meth:`load_state_dict` replaces, with both
+        values; empty if there are none.
+
+        Settings are the fields that the factory has set and no step has changed.
+        """
+        old, new = state.get("settings", {}), self._built
+        names = [name for name in old if name in new and new[name] != old[name]]
+        kept, made = (", ".join(f"{n}={each[n]:.60}" for n in names) for each in (old, new))
+        return f"{kept}, where scheduler(f) now makes {made}" if names else ""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; the rates are part of the optimizer's state.
@@ -253,6 +275,7 @@ class Schedule:
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(restore_subclasses(dict(state["scheduler"])))
+            self._built.update(state.get("settings", {}))
             self._check_length()
 
     def mark(self) -> ScheduleMark | None:
@@ -358,6 +381,24 @@ def takes_total(factory: Callable[..., Any]) -> bool:
 
 def _call_with_total(factory: Any, total: int, optimizer: torch.optim.Optimizer) -> Any:
     return factory(optimizer, total)
+
+
+_RATES = ("base_lrs", "_last_lr")
+"""Fields that repeat settings of the optimizer."""
+
+
+def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Name and text of each field of a scheduler's state."""
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        for key, item in value.items():
+            if key not in _RATES:
+                yield from _fields(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for i, item in enumerate(value):
+            yield from _fields(item, f"{name}[{i}]")
+    else:
+        is_whole = isinstance(value, float) and value.is_integer()
+        yield name, repr(int(value) if is_whole else value)
 
 
 def _interval_text(every: int) -> str:

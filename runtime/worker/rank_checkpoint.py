@@ -27,6 +27,12 @@ from runtime.worker.lockstep import LockstepProgress
 logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
+SCHEDULE_KEPT = (
+    "the checkpoint's schedule is used, with %s: the rates follow the former. Give the scheduler "
+    "the length of the whole training from the start, or train with the new one from the weights, "
+    "model.load_state_dict(safetensors.torch.load_file(path / 'weights.safetensors')) in "
+    "model_factory, without resume(path)"
+)
 
 
 class RankCheckpoint:
@@ -200,6 +206,7 @@ class RankCheckpoint:
             CheckpointError: The state is of another model or optimizer.
         """
         built = self._stepper.state_dict()["optimizer"]["param_groups"]
+        replaced = self._schedule.replaced_settings(saved["schedule"])
         try:
             self._add_groups(saved.get("groups", []))
             own = dict(saved["optimizer"])
@@ -217,6 +224,8 @@ class RankCheckpoint:
             ) from error
         if self._rank == 0:
             self._warn_of_settings(built, saved)
+            if replaced:
+                logger.warning(SCHEDULE_KEPT, replaced)
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
             self._schedule.rescale(self._lr_scale / before)
