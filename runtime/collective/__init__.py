@@ -16,6 +16,7 @@ from runtime.collective.process_group import ProcessGroupCollective, create_proc
 from runtime.collective.subgroups import split, split_nodes
 from runtime.collective.thread import StagedThreadCollective, ThreadCollective
 from runtime.core.checks import check_word
+from runtime.core.rng import install_thread_generators
 from runtime.core.threads import prepare_threads
 
 __all__ = [
@@ -70,6 +71,7 @@ def create_collectives(
     placed = [_place(device) for device in devices or ["cpu"] * world_size]
     create = _KINDS[check_word("kind", kind, tuple(_KINDS))]
     prepare_threads()  # each rank is a thread that computes
+    install_thread_generators()
     return create(placed, timeout_s)
 
 

@@ -9,16 +9,18 @@ passes none. Other operations and other devices are not affected.
 
 ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed`` and ``fork_rng`` act on the thread's
 generator, too: with them ``torch.utils.checkpoint`` repeats the random numbers of a forward pass.
+Where autograd repeats it in a thread without a generator, ``fork_rng`` makes one for its block.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +67,19 @@ _installed: list[torch.library.Library] = []
 
 
 class _ThreadState(threading.local):
+    """A thread's generator, and a function that makes it at its first use."""
+
     generator: torch.Generator | None = None
+    make: Callable[[], torch.Generator] | None = None
 
 
 _thread = _ThreadState()
+
+
+def _own_generator() -> torch.Generator | None:
+    if _thread.generator is None and _thread.make is not None:
+        _thread.generator = _thread.make()
+    return _thread.generator
 
 
 @contextmanager
@@ -80,18 +91,102 @@ def thread_generator(generator: torch.Generator | None) -> Iterator[None]:
     """
     if not _installed:
         install_thread_generators()
-    before, _thread.generator = _thread.generator, generator
+    before = _thread.generator, _thread.make
+    _thread.generator, _thread.make = generator, None
     try:
         yield
     finally:
-        _thread.generator = before
+        _thread.generator, _thread.make = before
+
+
+def adopt_generator(generator: torch.Generator) -> None:
+    """Draw this thread's random numbers from ``generator`` from now on.
+
+    No effect in a thread that has a generator, and in the main thread, whose own is PyTorch's
+    default generator.
+    """
+    is_main = threading.get_ident() == threading.main_thread().ident
+    if _own_generator() is None and not is_main:
+        _thread.generator = generator
+
+
+class CallGenerators:
+    """Generators of the ranks' threads in one call, seeded from the caller's at their first use.
+
+    A call in which a rank draws advances the caller's generator by one draw, any other leaves it as
+    it is. So a seed or a state that the caller sets decides the draws of all ranks.
+
+    Args:
+        num_ranks: Number of ranks that the call runs on; a single one draws from the caller's.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._own = _own_generator()
+        self._is_shared = num_ranks > 1
+        self._has_drawn = False
+
+    @property
+    def _caller(self) -> torch.Generator:
+        return self._own or torch.default_generator
+
+    @contextmanager
+    def of_rank(self, rank: int) -> Iterator[None]:
+        """Draw the random numbers of this thread from the rank's generator."""
+        made: list[tuple[torch.Generator, bytes]] = []
+
+        def make() -> torch.Generator:
+            key = state_of(self._caller) + rank.to_bytes(8)
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
+            generator = torch.Generator().manual_seed(seed)
+            made.append((generator, state_of(generator)))
+            return generator
+
+        before = _thread.generator, _thread.make
+        _thread.generator, _thread.make = (None, make) if self._is_shared else (self._own, None)
+        try:
+            yield
+        finally:
+            _thread.generator, _thread.make = before
+            if any(state_of(generator) != state for generator, state in made):
+                self._has_drawn = True
+
+    def advance(self) -> None:
+        """Advance the caller's generator if a rank has drawn, once all are done."""
+        if self._has_drawn:
+            self._has_drawn = False
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._caller)
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """The state of a CPU generator."""
+    return generator.get_state().numpy().tobytes()
 
 
 class _DefaultGenerator:
     """Default generator of ``torch.random``, which delegates to the thread's generator."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_thread.generator or torch.default_generator, name)
+        return getattr(_own_generator() or torch.default_generator, name)
+
+
+_fork_rng = torch.random.fork_rng
+
+
+@contextmanager
+def _fork_rng_in_thread(
+    devices: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    own = _own_generator() if enabled else None
+    if enabled and own is None and torch._C._current_graph_task_id() != -1:
+        # A backward pass repeats a forward pass, perhaps in a thread of autograd: the states that
+        # it sets and restores must not be those from which other threads draw.
+        own = torch.Generator()
+        own.set_state(torch.default_generator.get_state())
+    with ExitStack() as stack:
+        if own is not None:
+            stack.enter_context(thread_generator(own))
+        stack.enter_context(_fork_rng(devices, enabled, *args, **kwargs))
+        yield
 
 
 def install_thread_generators() -> None:
@@ -109,6 +204,7 @@ def install_thread_generators() -> None:
             warnings.simplefilter("ignore")
             missing = [name for name in RANDOM_KERNELS if not _replace(library, name)]
         torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
+        torch.random.fork_rng = _fork_rng_in_thread
         _installed.append(library)  # last: thread_generator() reads it without the lock
     if missing:
         logger.warning(
@@ -142,7 +238,7 @@ def _with_generator(call: Callable[..., Any], place: int) -> Callable[..., Any]:
     """
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        generator = _thread.generator
+        generator = _own_generator()
         # PyTorch omits positional arguments that have their default value.
         if generator is not None and len(args) <= place and kwargs.get("generator") is None:
             kwargs["generator"] = generator

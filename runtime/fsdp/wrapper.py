@@ -16,6 +16,7 @@ from runtime.collective import Collective, split
 from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
+from runtime.core.rng import adopt_generator, seed_of
 from runtime.fsdp.call_agreement import agreement_of
 from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
 from runtime.fsdp.group_closer import OwnedGroups
@@ -105,6 +106,10 @@ class FSDP(nn.Module):
     ``torch.nn.utils.clip_grad_norm_(fsdp.parameters(), ...)``, and other helpers that read all
     gradients at once, read only this rank's shards; a warning names them.
 
+    **Random numbers.** From here on the calling thread draws on the CPU from a generator of its
+    own, seeded by ``torch.initial_seed()`` and the rank; the main thread from PyTorch's default
+    one, as ever.
+
     **Parameter groups.** A shard carries the attributes of its original, and ``original_shape`` and
     ``original_name``. Make groups by these, or with :meth:`param_groups`.
 
@@ -153,6 +158,9 @@ class FSDP(nn.Module):
         self._has_warned = False
         self._subgroups = OwnedGroups()
         self._calls = agreement_of(collective)
+        self._generator = torch.Generator()
+        self._generator.manual_seed(seed_of(torch.initial_seed(), collective.rank))
+        self._adopt_generator()
         with self._aborting():
             CLAIMS.claim(((each.name, each.parameter) for each in found), self)
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
@@ -170,6 +178,10 @@ class FSDP(nn.Module):
             sharded = {each.name: each.parameter for each in found}
         STEP_CHECKS.watch(self._check_synced, self._store.shards, sharded)
 
+    def _adopt_generator(self) -> None:
+        if self.collective.world_size > 1:
+            adopt_generator(self._generator)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with full parameters; a collective call if they must be gathered.
 
@@ -182,6 +194,7 @@ class FSDP(nn.Module):
             BaseException: The module's exception; aborts the collective unless every rank
                 raises.
         """
+        self._adopt_generator()
         parameters = self._store
         was_unsharded = parameters.is_unsharded
         with self._agreeing(counts=parameters.is_prefetching or parameters.needs_all_gather):

@@ -69,8 +69,8 @@ class DataParallelCoordinator(Closeable):
 
     There is one model, trained by one optimizer. Each replica computes with it or with a copy that
     shares or follows its parameters, in its own thread, ``data-parallel-<rank>``, which lives
-    until :meth:`close`; replicas on the CPU divide its cores. Replicas on the CPU share PyTorch's
-    process-wide generator, so dropout there draws in no fixed order.
+    until :meth:`close`; replicas on the CPU divide its cores. In each call a replica draws random
+    numbers on the CPU from a generator of its own, seeded from that of the caller's thread.
 
     Use it from one thread at a time. It is a context manager; it is also closed when it is
     garbage-collected and when the interpreter exits.

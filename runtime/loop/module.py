@@ -111,11 +111,11 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     one with tensors is logged.
 
     Use it from one thread at a time. Autocast, gradient and inference mode of the caller apply
-    to the replicas. Dropout on CPU replicas draws from the process-wide generator, in no fixed
-    order. Batch normalization uses only each rank's shard, and its statistics are rank 0's;
-    without gradients, as in ``torch.optim.swa_utils.update_bn``, rank 0 runs the whole batch.
-    On GPUs all work is ordered with the caller's current streams in both
-    directions, and the host does not wait for it; do not overwrite an input in pinned memory
+    to the replicas. In each call a rank draws random numbers on the CPU from a generator of its
+    own, seeded from that of the caller's thread. Batch normalization uses only each rank's shard,
+    and its statistics are rank 0's; without gradients, as in ``torch.optim.swa_utils.update_bn``,
+    rank 0 runs the whole batch. On GPUs all work is ordered with the caller's current streams in
+    both directions, and the host does not wait for it; do not overwrite an input in pinned memory
     before its copy is done.
 
     If a replica raises, the call that ran it raises :class:`~gpuworker.ReplicaFailed`, with the

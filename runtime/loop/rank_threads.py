@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias
 from coordinator.run_errors import GpuWorkerError
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.core.live_registry import LiveRegistry
+from runtime.core.rng import CallGenerators, install_thread_generators
 from runtime.core.threads import IntraOpThreads, prepare_threads
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class RankThreads:
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in contexts]
         last_exit = _LastExit(len(contexts), on_end)
         prepare_threads()
+        install_thread_generators()
         self._threads = [
             threading.Thread(
                 target=_thread_main,
@@ -256,7 +258,7 @@ class TaskOutcome:
 
 
 class Job:
-    """One task per rank, to be waited for together. Thread-safe.
+    """One task per rank, to be waited for together by the thread that makes it.
 
     Args:
         tasks: One per rank; ``None``: no task.
@@ -272,6 +274,7 @@ class Job:
         self._tasks = list(tasks)  # each entry is written by its rank's thread only
         self.outcomes = [TaskOutcome() for _ in tasks]
         self.ranks = [rank for rank, task in enumerate(tasks) if task is not None]
+        self._generators = CallGenerators(len(self.ranks))
         self.is_posted = False
         self._lock = threading.Lock()
         self._num_left = len(self.ranks)
@@ -288,8 +291,9 @@ class Job:
         try:
             if context_error is not None:
                 raise context_error
-            # A copy for each rank: threads cannot be in one context together.
-            outcome.value = self._context.copy().run(task)
+            with self._generators.of_rank(rank):
+                # A copy for each rank: threads cannot be in one context together.
+                outcome.value = self._context.copy().run(task)
         except BaseException as error:
             outcome.error = error
         self._tasks[rank] = task = None  # only the caller keeps its references from here on
@@ -326,6 +330,7 @@ class Job:
                 dead = [name for rank, name in threads.exited().items() if self._tasks[rank]]
                 if dead:
                     raise GpuWorkerError(f"threads have ended: {', '.join(dead)}; set up again")
+        self._generators.advance()
         return True
 
 
