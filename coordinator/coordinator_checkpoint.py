@@ -31,7 +31,7 @@ from coordinator.schema import (
     optional,
     record,
 )
-from coordinator.splitting import BatchSet, compress, count_batches
+from coordinator.splitting import BatchSet, count_batches, cut, union
 
 _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
@@ -82,7 +82,7 @@ def capture_run(
     """
     plan = run.plan
     late = _reported_later(run, cuts)  # under SYNC, by ranks that continued meanwhile
-    num_late = sum(len(batches) for batches in late.values())
+    num_late = sum(map(len, late))
     undone = 0
     if plan is not None and step is not None and not run.alone:
         undone = plan.num_windows - (step - plan.first_window)
@@ -94,9 +94,10 @@ def capture_run(
     for epoch in run.ledger.epochs:
         state = _epoch_state(run, epoch, cuts)
         if plan is not None and plan.epoch == epoch.epoch:
-            batches = sorted(b for found in late.values() for b in found)
-            state["consumed"] = _pairs(_without(_expand(state["consumed"]), batches))
-            state["num_samples"] -= run.ledger.count_samples(batches)
+            consumed = BatchSet(_ranges(state["consumed"]))
+            consumed.remove(late)
+            state["consumed"] = _pairs(consumed)
+            state["num_samples"] -= run.ledger.count_samples(late)
             state["num_averagings"] -= undone
             state["parts"] = _parts_left(run, cuts, epoch)
         epochs.append(state)
@@ -121,16 +122,16 @@ def capture_run(
     }
 
 
-def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> dict[int, list[int]]:
+def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> list[range]:
     """Batches of the present plan that ranks reported after their cuts."""
     plan = run.plan
+    late: list[range] = []
     if plan is None:
-        return {}
-    late = {}
+        return late
     for rank, spans in plan.parts.items():
         if rank in cuts:
             first = plan.num_complete_batches(rank, cuts[rank].num_reported)
-            late[rank] = _order(spans)[first : plan.num_reported(rank)]
+            late += cut(spans, first, plan.num_reported(rank))
     return late
 
 
@@ -140,12 +141,12 @@ def _parts_left(
     plan = run.plan
     if plan is None or plan.pieces or set(plan.parts) != set(cuts):
         return None  # split global batches belong to no single rank
-    left = {rank: _order(spans)[cuts[rank].num_reported :] for rank, spans in plan.parts.items()}
+    left = {rank: cut(spans, cuts[rank].num_reported) for rank, spans in plan.parts.items()}
     if epoch.parts is not None and set(epoch.parts) == set(left):  # beyond max_steps
-        left = {rank: part + _order(epoch.parts[rank]) for rank, part in left.items()}
+        left = {rank: part + epoch.parts[rank] for rank, part in left.items()}
     if not any(left.values()):
         return None
-    return {rank: [[s.start, s.stop, s.step] for s in _spans(part)] for rank, part in left.items()}
+    return {rank: [[s.start, s[-1] + 1, s.step] for s in part] for rank, part in left.items()}
 
 
 def _epoch_state(
@@ -159,8 +160,9 @@ def _epoch_state(
         ]
         for ledger in run.ledger.by_rank
     ]
-    rest = {b for spans in (epoch.open.spans, *unsettled) for span in spans for b in span}
     available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
+    consumed = BatchSet(available)
+    consumed.remove(span for spans in (epoch.open.spans, *unsettled) for span in spans)
     nothing = EpochAccumulator(1).rank_state(0)
     sums = [
         cuts[rank].sums.get(epoch.epoch, nothing) if rank in cuts else epoch.stats.rank_state(rank)
@@ -173,7 +175,7 @@ def _epoch_state(
     return {
         "epoch": epoch.epoch,
         "epoch_s": epoch_s,
-        "consumed": _pairs(b for span in available for b in span if b not in rest),
+        "consumed": _pairs(consumed),
         "num_samples": epoch.num_samples,
         "num_retrained": epoch.num_retrained - _lost_since(run, epoch, cuts, sums),
         "num_averagings": epoch.num_averagings,
@@ -376,14 +378,15 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
             if not end <= start < stop:
                 fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
             end = stop
-        taken = set(_expand(value["consumed"]))
+        taken = _ranges(value["consumed"])
         for rank, spans in (value["parts"] or {}).items():
             if not all(step >= 1 for _, _, step in spans):
                 fail(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
-            for b in _order(range(*span) for span in spans):
-                if b in taken:
-                    raise ValueError(f"{where}['parts'][{rank}] holds batch {b} a second time")
-                taken.add(b)
+            taken += (range(*span) for span in spans)
+        if sum(map(len, taken)) > sum(map(len, union(taken))):
+            raise ValueError(
+                f"{where}['parts'] holds a batch a second time, or one of {where}['consumed']"
+            )
 
     return check
 
@@ -424,8 +427,10 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
 
 def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
     total = run.ledger.batches_per_epoch
-    consumed = set(_expand(saved["consumed"]))
-    left = BatchSet(compress(b for b in range(total) if b not in consumed))
+    consumed = _ranges(saved["consumed"])
+    num_consumed = sum(map(len, consumed))
+    left = BatchSet([range(total)])
+    left.remove(consumed)
     world = len(run.ranks)
     same = len(saved["tally"]["ranks"]) == world
     stats = EpochAccumulator(world)
@@ -441,8 +446,8 @@ def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
         stats=stats,
         open=left,
         quotas=quotas,
-        num_settled=0 if run.config.granted else len(consumed),
-        num_elsewhere=len(consumed) if run.config.granted else 0,
+        num_settled=0 if run.config.granted else num_consumed,
+        num_elsewhere=num_consumed if run.config.granted else 0,
         granted=BatchSet() if run.config.granted else None,
         complete=not run.config.granted,
         num_samples=int(saved["num_samples"]),
@@ -461,34 +466,9 @@ def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
     return epoch
 
 
-def _order(spans: Iterable[range]) -> list[int]:
-    return [batch for span in spans for batch in span]
+def _pairs(batches: BatchSet) -> list[list[int]]:
+    return [[span.start, span.stop] for span in batches.spans]
 
 
-def _pairs(batches: Iterable[int]) -> list[list[int]]:
-    return [[span.start, span.stop] for span in compress(batches)]
-
-
-def _expand(pairs: Iterable[Sequence[int]]) -> list[int]:
-    return [batch for start, stop in pairs for batch in range(start, stop)]
-
-
-def _without(batches: Iterable[int], gone: Iterable[int]) -> list[int]:
-    missing = set(gone)
-    return [batch for batch in batches if batch not in missing]
-
-
-def _spans(order: Sequence[int]) -> list[range]:
-    """Batches in any order as ascending ranges with steps."""
-    spans: list[range] = []
-    i = 0
-    while i < len(order):
-        step = order[i + 1] - order[i] if i + 1 < len(order) else 1
-        if step < 1:
-            step = 1
-        j = i + 1
-        while j < len(order) and order[j] - order[j - 1] == step:
-            j += 1
-        spans.append(range(order[i], order[j - 1] + 1, step))
-        i = j
-    return spans
+def _ranges(pairs: Iterable[Sequence[int]]) -> list[range]:
+    return [range(*pair) for pair in pairs]

@@ -20,9 +20,11 @@ from coordinator.splitting import (
     BatchSet,
     batch_bounds,
     count_batches,
+    cut,
     first_steps,
     split_by_ratio,
     split_over_ranks,
+    union,
 )
 
 CHUNK_S = 0.2
@@ -554,9 +556,9 @@ class BatchLedger:
                 keys[i % num_ranks].append(range(key, key + 1))
         return [tuple(own) for own in keys]
 
-    def count_samples(self, batches: Iterable[int]) -> int:
+    def count_samples(self, spans: Iterable[range]) -> int:
         """Samples in these batches."""
-        return sum(self._samples(range(b, b + 1)) for b in batches)
+        return sum(self._samples(span) for span in spans)
 
     def _samples(self, span: range) -> int:
         total = len(span) * self._batch_size
@@ -647,16 +649,14 @@ class BatchLedger:
             Samples in unreported batches that now count, and in reported batches that do not.
         """
         self.by_rank[rank] = RankLedger()
-        order = [batch for span in spans for batch in span]
-        if reported == made == len(order):
+        if reported == made == sum(map(len, spans)):
             return 0, 0
         epoch = self._get(number)
-        unreported, undone = (
-            self.count_samples(p) for p in (order[reported:made], order[made:reported])
-        )
+        unreported = self.count_samples(cut(spans, reported, made))
+        undone = self.count_samples(cut(spans, made, reported))
         epoch.num_settled += made - reported
         epoch.num_samples += unreported - undone
-        self._reopen(epoch, [range(b, b + 1) for b in order[made:]])
+        self._reopen(epoch, cut(spans, made))
         return unreported, undone
 
     def disable_look_ahead(self) -> None:
@@ -757,8 +757,9 @@ class Epoch:
         parts, self.parts = self.parts, None
         if parts is None or set(parts) != set(ranks):
             return {}
-        assigned = sorted(b for part in parts.values() for span in part for b in span)
-        return parts if assigned == [b for span in spans for b in span] else {}
+        assigned = [span for part in parts.values() for span in part]
+        same_number = sum(map(len, assigned)) == sum(map(len, spans))
+        return parts if same_number and union(assigned) == union(spans) else {}
 
 
 @dataclass(slots=True)
@@ -852,7 +853,7 @@ class LockstepPlan:
         for rank, spans in self.parts.items():
             counted = self.num_complete_batches(rank, num)
             self.first_step += counted
-            self.parts[rank] = _without_first(spans, counted)
+            self.parts[rank] = cut(spans, counted)
             del self.pieces[rank][:num]
             self.reported[rank] = self.reported.get(rank, 0) - num
         del self.counts[: windows * accumulate]
@@ -883,11 +884,3 @@ def _last_batch(span: range, size: int) -> range:
 
 def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
     return [stop - start for start, stop in pieces if stop > start]
-
-
-def _without_first(spans: tuple[range, ...], count: int) -> tuple[range, ...]:
-    left = []
-    for span in spans:
-        left.append(span[count:])
-        count = max(0, count - len(span))
-    return tuple(span for span in left if span)

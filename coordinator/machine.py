@@ -184,7 +184,8 @@ class Coordinator:
             case m.StopRequested():
                 self._on_stop(event.reason)
             case m.SaveRequested():
-                self._saving.request(event.ticket)
+                request = self._saving.withdraw if event.withdrawn else self._saving.request
+                request(event.ticket)
             case m.ClusterCheckpointRequested():
                 self._saving.request_cluster_checkpoint(event.reserve_s)
             case m.ClusterRoundDone():

@@ -1007,9 +1007,11 @@ class SaveRequested:
 
     Attributes:
         ticket: Identifies the call.
+        withdrawn: The call ended without a state, such as by its timeout: nobody waits for one.
     """
 
     ticket: int
+    withdrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

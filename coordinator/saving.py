@@ -82,6 +82,10 @@ class RunCheckpointer:
         if ticket != m.LOOP_TICKET or ticket not in self._tickets:
             self._tickets.append(ticket)
 
+    def withdraw(self, ticket: int) -> None:
+        """Withdraw a request, unless its checkpoint is in progress."""
+        self._tickets = [t for t in self._tickets if t != ticket]
+
     def request_cluster_checkpoint(self, reserve_s: float) -> None:
         """Request this machine's part of a round between machines."""
         self._reserve_s = reserve_s

@@ -17,7 +17,7 @@ class BatchSet:
         self.put_back(spans)
 
     def __len__(self) -> int:
-        return sum(len(span) for span in self._spans)
+        return sum(map(len, self._spans))
 
     def __bool__(self) -> bool:
         return bool(self._spans)
@@ -54,22 +54,14 @@ class BatchSet:
 
     def put_back(self, spans: Iterable[range]) -> None:
         """Put batches back, such as those of a dead rank."""
-        every = [span for span in (*self._spans, *spans) if span]
-        if any(span.step != 1 for span in every):
-            self._spans = list(compress(sorted(b for span in every for b in span)))
-            return
-        # Without expanding the ranges: an epoch may have millions of batches.
-        self._spans = []
-        for span in sorted(every, key=lambda span: span.start):
-            if self._spans and self._spans[-1].stop == span.start:
-                self._spans[-1] = range(self._spans[-1].start, span.stop)
-            else:
-                self._spans.append(span)
+        every = (*self._spans, *spans)
+        self._spans = union(every)
+        assert len(self) == sum(map(len, every)), "a batch was put back twice"
 
     def remove(self, spans: Iterable[range]) -> None:
-        """Remove those of these batches that the set holds. All ranges have step 1."""
+        """Remove those of these batches that the set holds."""
         left: list[range] = []
-        gone = iter(BatchSet(spans).spans)
+        gone = iter(union(spans))
         hole = next(gone, None)
         for span in self._spans:
             start = span.start
@@ -243,11 +235,48 @@ def first_steps(
         num = min(lengths[rank], steps)
         if left > 0 and lengths[rank] > steps:
             num, left = num + 1, left - 1
-        begin = [sum(map(len, spans[:i])) for i in range(len(spans))]
-        pairs = list(zip(spans, begin, strict=True))
-        first[rank] = tuple(part for span, at in pairs if (part := span[: max(0, num - at)]))
-        rest[rank] = tuple(part for span, at in pairs if (part := span[max(0, num - at) :]))
+        first[rank], rest[rank] = cut(spans, 0, num), cut(spans, num)
     return first, rest
+
+
+def cut(spans: Iterable[range], start: int, stop: int | None = None) -> tuple[range, ...]:
+    """The batches at positions ``[start, stop)`` of the concatenated ranges."""
+    parts: list[range] = []
+    for span in spans:
+        parts.append(span[max(0, start) : None if stop is None else max(0, stop)])
+        start -= len(span)
+        stop = None if stop is None else stop - len(span)
+    return tuple(part for part in parts if part)
+
+
+def union(spans: Iterable[range]) -> list[range]:
+    """Batches in ranges of any step, as ascending ranges of step 1.
+
+    An epoch may have millions of batches, so that ranges are not expanded; of those with steps,
+    such as the interleaved parts of the ranks, the stretch that they cover together is one range.
+    """
+    whole: list[range] = []
+    by_step: dict[int, list[range]] = {}
+    for span in spans:
+        if span:
+            (whole if span.step == 1 else by_step.setdefault(span.step, [])).append(span)
+    for step, group in by_step.items():
+        longest = {span.start % step: span for span in sorted(group, key=len)}
+        first = max(span.start for span in longest.values())
+        stop = min(span[-1] for span in longest.values()) + 1 if len(longest) == step else first
+        if first < stop:
+            whole.append(range(first, stop))
+        for span in group:
+            below = max(0, -((span.start - first) // step))
+            above = max(below, -((span.start - stop) // step))
+            whole += [range(b, b + 1) for part in (span[:below], span[above:]) for b in part]
+    found: list[range] = []
+    for span in sorted(whole, key=lambda span: span.start):
+        if found and span.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return found
 
 
 def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:

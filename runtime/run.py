@@ -32,7 +32,12 @@ from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
-from runtime.collective import Collective, create_collectives, resolve_backend
+from runtime.collective import (
+    Collective,
+    create_collectives,
+    resolve_backend,
+    set_timeout_remedy,
+)
 from runtime.core.capabilities import thread_end_fault
 from runtime.core.context import announce, current_worker
 from runtime.core.errors import (
@@ -412,7 +417,9 @@ class Run:
         kind = backend.collective if len(ranks) > 1 else "thread"
         devices = [self.devices[rank] for rank in ranks]
         timeout_s = self.config.coordinator.collective_timeout_s
-        return create_collectives(len(ranks), kind, devices, timeout_s)
+        ends = create_collectives(len(ranks), kind, devices, timeout_s)
+        set_timeout_remedy(ends, "raise collective_timeout(s) if a step can take that long")
+        return ends
 
     def _start_workers(self) -> None:
         try:
@@ -594,9 +601,14 @@ class Run:
                 "it from another thread"
             )
         number, ticket = self._saves.ticket()
-        if number is not None:
-            self._inbox.put(m.SaveRequested(ticket=number))
-        return ticket.wait(timeout_s)
+        if number is None:
+            return ticket.wait(0.0)
+        self._inbox.put(m.SaveRequested(ticket=number))
+        try:
+            return ticket.wait(timeout_s)
+        except (TimeoutError, KeyboardInterrupt):
+            self._inbox.put(m.SaveRequested(ticket=number, withdrawn=True))
+            raise
 
     @property
     def newest_checkpoint(self) -> Path | None:

@@ -79,6 +79,10 @@ class ClusterCheckpointer:
             data = answer.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(f"no round between machines within {timeout_s:g} s") from None
+        finally:
+            with self._lock:
+                if answer in self._requests:  # withdrawn: the next round builds no state for it
+                    self._requests.remove(answer)
         if data is None:
             raise CheckpointError("the run is over, and no round was completed")
         return data

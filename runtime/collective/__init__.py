@@ -30,6 +30,7 @@ __all__ = [
     "close_collectives",
     "create_collectives",
     "resolve_backend",
+    "set_timeout_remedy",
     "split",
     "split_nodes",
 ]
@@ -73,6 +74,11 @@ def create_collectives(
     prepare_threads()  # each rank is a thread that computes
     install_thread_generators()
     return create(placed, timeout_s)
+
+
+def set_timeout_remedy(collectives: Sequence[Collective], remedy: str) -> None:
+    """Set the end of the message of a timeout, for a group whose limit the user sets elsewhere."""
+    collectives[0]._group.barrier.remedy = remedy
 
 
 def _place(device: torch.device | str) -> torch.device:

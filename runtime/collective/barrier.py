@@ -31,12 +31,14 @@ class AbortableBarrier:
 
     Attributes:
         parties: Number of ranks.
+        remedy: The end of the message of a timeout: the caller's means against it.
     """
 
     def __init__(self, parties: int) -> None:
         if parties < 1:
             raise ValueError(f"a barrier needs at least one party, not {parties}")
         self.parties = parties
+        self.remedy = "pass a longer timeout_s to create_collectives if a step can take that long"
         self._mutex = threading.Lock()
         self._turnstiles = [threading.Lock() for _ in range(parties)]
         for turnstile in self._turnstiles:
@@ -163,7 +165,7 @@ class AbortableBarrier:
         self._abort_linked(reason)
         raise CollectiveTimeout(
             f"rank {rank} waited {timeout_s:g} s in a collective for {names}; the group is "
-            "aborted. If a step can take that long, raise collective_timeout"
+            f"aborted: {self.remedy}"
         )
 
     def _abort_linked(self, reason: str) -> None:

@@ -463,7 +463,7 @@ class NcclCollective(ProcessGroupCollective):
         return mark_failed(
             CollectiveTimeout(
                 f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the group "
-                "is aborted"
+                f"is aborted: {self._group.barrier.remedy}"
             )
         )
 

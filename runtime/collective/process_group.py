@@ -155,8 +155,8 @@ class ProcessGroupCollective(Collective):
             if elapsed_s >= 0.95 * self._timeout_s:
                 raise mark_failed(
                     CollectiveTimeout(
-                        f"rank {self.rank}: {name} did not end within "
-                        f"{self._timeout_s:g} s; the group is aborted"
+                        f"rank {self.rank}: {name} did not end within {self._timeout_s:g} s; the "
+                        f"group is aborted: {self._group.barrier.remedy}"
                     )
                 ) from error
             self.abort()

@@ -120,6 +120,7 @@ def _plan(collective: Collective, requests: Sequence[Request]) -> Plan:
     for color in dict.fromkeys(colors):
         members = tuple(rank for rank, other in enumerate(colors) if other == color)
         group = Group(len(members), collective._group.timeout_s)
+        group.barrier.remedy = collective._group.barrier.remedy
         places[color] = _Place(members, group, collective._new_shared(members, group))
         # Before any rank can use the subgroup.
         collective._group.barrier.link(group.barrier, members)

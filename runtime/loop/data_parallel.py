@@ -62,6 +62,10 @@ _REMEDY = (
     "against such batches"
 )
 _MEMORY_REMEDY = "pass fewer samples to train_batch, or train on more devices"
+_TIMEOUT_REMEDY = (
+    "the limit of DataParallelCoordinator is fixed: pass fewer samples to train_batch, or leave "
+    "the slower device out of devices"
+)
 
 
 class DataParallelCoordinator(Closeable):
@@ -148,6 +152,7 @@ class DataParallelCoordinator(Closeable):
             build,
             build,
             partial(build_optimizer, optim_factory),
+            timeout_remedy=_TIMEOUT_REMEDY,
             name="data-parallel",
             waits_on_interrupt=True,
         )

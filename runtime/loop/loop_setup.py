@@ -40,6 +40,12 @@ from runtime.replica.build import (
 
 logger = logging.getLogger(__name__)
 
+_TIMEOUT_REMEDY = (
+    "the limit of Trainer.setup is fixed: give the slower device fewer samples, with "
+    "Trainer.setup_with(..., config=DdpConfig(speed_hint=(rank, ratio))), or leave it out of "
+    "devices"
+)
+
 
 @folds_tracebacks
 def set_up(
@@ -125,6 +131,7 @@ def _on_threads(
         source.first,
         source.maker,
         new_optimizer,
+        timeout_remedy=_TIMEOUT_REMEDY,
         loss_weight=config.loss_weight,
     )
     try:

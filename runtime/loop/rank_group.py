@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from coordinator.config import AverageBackend
-from runtime.collective import create_collectives
+from runtime.collective import Collective, create_collectives, set_timeout_remedy
 from runtime.core.loss_weights import LossWeightFn
 from runtime.loop.collective_group import CollectiveGroup
 from runtime.loop.loop_recorder import LoopRecorder
@@ -53,6 +53,7 @@ class RankGroup:
         make: ModelMaker | None,
         new_optimizer: NewOptimizer,
         *,
+        timeout_remedy: str,
         loss_weight: LossWeightFn | None = None,
         name: str | None = None,
         waits_on_interrupt: bool = False,
@@ -69,15 +70,20 @@ class RankGroup:
             make_first: Makes the model that is trained; called in rank 0's thread.
             make: Makes a further model, see :class:`ModelMirror`.
             new_optimizer: Makes its optimizer.
+            timeout_remedy: The caller's means against the timeout of a reduction.
             loss_weight: See :class:`~gpuworker.DdpConfig`.
             name: As for :class:`Runner`.
             waits_on_interrupt: As for :class:`Runner`.
         """
-        group = CollectiveGroup(
-            partial(
-                create_collectives, len(devices), backend.collective, devices, COLLECTIVE_TIMEOUT_S
+
+        def connect() -> Sequence[Collective]:
+            ends = create_collectives(
+                len(devices), backend.collective, devices, COLLECTIVE_TIMEOUT_S
             )
-        )
+            set_timeout_remedy(ends, timeout_remedy)
+            return ends
+
+        group = CollectiveGroup(connect)
         runner = Runner(devices, group, recorder, name=name, waits_on_interrupt=waits_on_interrupt)
         try:
             model: nn.Module = runner.run_first(partial(make_first, devices[0]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coordinator.config import AverageBackend
-from runtime.collective import close_collectives, create_collectives
+from runtime.collective import close_collectives, create_collectives, set_timeout_remedy
 from runtime.collective.thread import weighted_sums
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
@@ -24,6 +24,11 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements that are reduced together, so that they stay in the CPU cache."""
 ABORT_TIMEOUT_S = 10.0
 """Seconds that an interrupted call waits for internal threads after the abort of their group."""
+_TIMEOUT_REMEDY = (
+    "the limit of Ddp is fixed. Call torch.cuda.synchronize(device) for each device before the "
+    "reduction, so that no rank has a long queue of kernels; replicas that are all on the CPU need "
+    "no group with Ddp.wrap(..., backend=AverageBackend.CPU)"
+)
 
 
 class Reduction(ABC):
@@ -103,6 +108,7 @@ class GroupReduction(Reduction):
         self._packed = [_FlatCopies() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._collectives = create_collectives(len(devices), kind, devices, timeout_s)
+        set_timeout_remedy(self._collectives, _TIMEOUT_REMEDY)
         close = partial(close_collectives, self._collectives)
         try:
             contexts = [_stream_of(device) for device in devices]

@@ -146,7 +146,7 @@ class CoordinatorLane:
                 self._record(Kind.EVALUATION, now, now, event.epoch)
             case m.CheckpointDone():
                 self._record(Kind.CHECKPOINT, now, now, event.version)
-            case m.SaveRequested():
+            case m.SaveRequested() if not event.withdrawn:
                 self._record(Kind.CHECKPOINT, now, now, None, "requested")
             case m.Failed():
                 error = error_text(event.error)

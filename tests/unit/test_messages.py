@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -15,11 +16,23 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import default_collate
 
 import runtime
-from runtime import DataParallelCoordinator, Ddp, ReplicaFailed, Trainer, WorkerFailed
+from runtime import (
+    AverageBackend,
+    CollectiveTimeout,
+    DataParallelCoordinator,
+    Ddp,
+    ReplicaFailed,
+    Trainer,
+    WorkerFailed,
+    create_collectives,
+)
+from runtime.collective import AbortableBarrier, close_collectives, split
+from runtime.collective.barrier import Rendezvous
 from runtime.core.checks import check_devices
 from runtime.data.process_loader import refuse_import_of_main
 from tests.support import programs
-from tests.support.running import ASYNC, CADENCE, CPU, OVER_CPU, SYNC, THREAD, WAIT_S, over
+from tests.support.own_loop import exchanging_gradients
+from tests.support.running import ASYNC, CADENCE, CPU, OVER_CPU, SYNC, THREAD, WAIT_S, at_once, over
 
 N = 64
 local_ways = over([(SYNC, THREAD), (CADENCE, OVER_CPU), (ASYNC, OVER_CPU)])
@@ -667,3 +680,91 @@ def test_notes_of_an_error_are_in_the_message_of_the_run():
 @pytest.fixture(autouse=True)
 def _warnings(caplog):
     caplog.set_level(logging.WARNING)
+
+
+# -- timeouts of collectives ----------------------------------------------------
+
+
+def reduce_in_a_run():
+    builder().policy(SYNC).backend(THREAD).max_failed_rounds(1).run().join(WAIT_S)
+
+
+def reduce_in_setup():
+    with exchanging_gradients("copies"), Trainer.setup(linear(), sgd, ["cpu"] * 2) as model:
+        model(data()[0]).sum().backward()
+        model.step()
+
+
+def reduce_in_data_parallel():
+    devices, loss = ["cpu"] * 2, lambda model, samples: mse(model, samples)
+    with (
+        exchanging_gradients("copies"),
+        DataParallelCoordinator(linear, sgd, loss, devices) as coordinator,
+    ):
+        coordinator.train_batch(data())
+
+
+def reduce_in_ddp():
+    models = [linear(), linear()]
+    with Ddp.wrap(models, ["cpu"] * 2, AverageBackend.GLOO) as ddp:
+        for model in models:
+            model(data()[0]).sum().backward()
+        ddp.all_reduce_gradients()
+
+
+def reduce_in_own_threads():
+    ends = create_collectives(2)
+    try:
+        at_once(lambda end: end.all_reduce_(torch.ones(3)), ends)
+    finally:
+        close_collectives(ends)
+
+
+def reduce_in_a_subgroup():
+    ends = create_collectives(2)
+    groups = at_once(lambda end: split(end, 0), ends)
+    try:
+        at_once(lambda end: end.all_reduce_(torch.ones(3)), groups)
+    finally:
+        close_collectives([*groups, *ends])
+
+
+@pytest.mark.parametrize(
+    ("door", "remedy"),
+    [
+        (reduce_in_a_run, r"raise collective_timeout\(s\) if a step can take that long"),
+        (reduce_in_setup, r"Trainer.setup_with\(..., config=DdpConfig\(speed_hint=\(rank, ratio"),
+        (reduce_in_data_parallel, "pass fewer samples to train_batch, or leave the slower device"),
+        (reduce_in_ddp, r"torch.cuda.synchronize\(device\).*backend=AverageBackend.CPU"),
+        (reduce_in_own_threads, "pass a longer timeout_s to create_collectives if a step can"),
+        (reduce_in_a_subgroup, "pass a longer timeout_s to create_collectives if a step can"),
+    ],
+)
+def test_a_late_rank_names_what_its_door_can_set(monkeypatch, door, remedy):
+    """Rank 1 reduces once rank 0 has waited too long."""
+    meet, wait, is_late, messages = Rendezvous.meet, AbortableBarrier.wait, threading.Event(), []
+    reducing = threading.local()
+
+    def noted(self, rank, request, planner, on_wait=None):
+        reducing.now = request.name in ("all_reduce_", "weighted_mean_", "barrier")
+        return meet(self, rank, request, planner, on_wait)
+
+    def late(self, rank, timeout_s, action=None, on_wait=None):
+        if not getattr(reducing, "now", False):
+            return wait(self, rank, timeout_s, action, on_wait)
+        if rank == 1:
+            assert is_late.wait(WAIT_S)
+        try:
+            return wait(self, rank, 0.05 if rank == 0 else timeout_s, action, on_wait)
+        except CollectiveTimeout as error:
+            messages.append(str(error))
+            is_late.set()
+            raise
+
+    monkeypatch.setattr(Rendezvous, "meet", noted)
+    monkeypatch.setattr(AbortableBarrier, "wait", late)
+    with pytest.raises(RuntimeError):
+        door()
+    assert re.search(
+        "rank 0 waited 0.05 s in a collective for rank 1; .*: .*" + remedy, messages[0]
+    )

@@ -242,11 +242,3 @@ def test_errors_can_be_sent_to_another_process(error):
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert again.rank == 1
-
-
-def test_a_late_rank_receives_the_exception_to_raise():
-    from runtime.collective.barrier import AbortableBarrier
-    from runtime.core.errors import CollectiveTimeout
-
-    with pytest.raises(CollectiveTimeout, match="raise collective_timeout"):
-        AbortableBarrier(2).wait(0, 0.01)

@@ -136,7 +136,7 @@ FAULTS = {
     ),
     "a batch in two parts": (
         put({0: [[28, 30, 1]], 1: [[29, 30, 1]]}, "run", "epochs", 0, "parts"),
-        r"\['parts'\]\[\d\] holds batch (28|29) a second time",
+        r"\['parts'\] holds a batch a second time, or one of .*\['consumed'\]",
     ),
     "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
 }

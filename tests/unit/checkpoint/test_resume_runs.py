@@ -10,6 +10,7 @@ from torch import nn
 
 from runtime import CheckpointError, WorkerFailed
 from runtime.checkpoint.store import entries, load_newest
+from runtime.checkpoint_service import CheckpointService
 from tests.support.resuming import MarkingRun, consumed, marked
 from tests.support.running import (
     ASYNC,
@@ -22,6 +23,7 @@ from tests.support.running import (
     Counter,
     Trace,
     builder,
+    count_up,
 )
 
 N = 60
@@ -253,6 +255,32 @@ def test_save_from_metrics_fn_works(tmp_path):
     handles[0].join(WAIT_S)
     data = load_newest(saved[0]).data
     assert marked(data.weights) == consumed(data, N, 2)
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_save_that_has_timed_out_waits_no_longer_for_its_state(way, tmp_path, monkeypatch):
+    """The first call's state is being collected when it times out, that of the others is not."""
+    make, made, released = CheckpointService.data, [], threading.Event()
+    monkeypatch.setattr(
+        CheckpointService, "data", lambda self, command: made.append(command) or make(self, command)
+    )
+
+    in_step = threading.Semaphore(0)
+
+    def train(model, batch):
+        in_step.release()
+        assert released.wait(WAIT_S)
+        return count_up(model, batch)
+
+    handle = builder(train=train, dataset=40, epochs=3, way=way).run()
+    assert all(in_step.acquire(timeout=WAIT_S) for _ in range(2))
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="no step boundary was reached"):
+            handle.save(tmp_path, timeout=0.05)
+    released.set()
+    handle.join(WAIT_S)
+    assert len(made) <= 1
+    assert list(tmp_path.iterdir()) == []
 
 
 class Odd(torch.optim.SGD):

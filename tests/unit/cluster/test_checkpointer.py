@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
@@ -29,6 +31,37 @@ def commit(ledger):
     return ledger.commit([report])
 
 
+def new_ledger(num_epochs=1):
+    return ClusterLedger(
+        settings={},
+        num_epochs=num_epochs,
+        batches_per_epoch=BATCHES,
+        period_s=1.0,
+        max_batches=None,
+    )
+
+
+def test_no_state_is_made_for_a_request_that_has_timed_out():
+    checkpointer, ledger, made = ClusterCheckpointer(ClusterCheckpointOptions()), new_ledger(), []
+
+    def state():
+        made.append(make())
+        return made[-1]
+
+    with pytest.raises(TimeoutError, match=r"no round between machines within 0\.01 s"):
+        checkpointer.request(0.01)
+    commit(ledger)
+    checkpointer.after_round(ledger, state)
+    assert made == []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(checkpointer.request, 30.0)
+        while not checkpointer._requests:
+            assert not waiting.done()
+        checkpointer.after_round(ledger, state)
+        assert waiting.result() is made[0]
+    checkpointer.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "num_epochs", "least"),
     [
@@ -39,13 +72,7 @@ def commit(ledger):
     ids=["steps", "epochs", "seconds"],
 )
 def test_a_checkpoint_is_due_once_an_interval(settings, num_epochs, least, tmp_path):
-    ledger = ClusterLedger(
-        settings={},
-        num_epochs=num_epochs,
-        batches_per_epoch=BATCHES,
-        period_s=1.0,
-        max_batches=None,
-    )
+    ledger = new_ledger(num_epochs)
     options = ClusterCheckpointOptions(directory=tmp_path, keep=99, **settings)
     checkpointer = ClusterCheckpointer(options)
     checkpointer.start_from(ledger)

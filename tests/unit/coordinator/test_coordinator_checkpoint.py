@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.coordinator_checkpoint import _order, _spans, capture_run, check_run, restore_run
+from coordinator.coordinator_checkpoint import RankCut, capture_run, check_run, restore_run
 from coordinator.messages import SaveCheckpoint
 from coordinator.metrics import ReportStats
 from coordinator.run_state import RunState
-from tests.support.pairs import few_examples
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
@@ -35,18 +32,29 @@ def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
     assert run.machine.run_state.ledger.oldest.num_retrained == 1
 
 
-@few_examples
-@given(st.lists(st.integers(0, 30), unique=True))
-@example([4, 2, 0])
-@example([1, 4, 7, 8, 9, 3])
-def test_unreported_batches_of_a_plan_keep_their_order(batches):
-    spans = _spans(batches)
-    assert _order(spans) == batches
-    assert all(len(span) > 0 for span in spans)
-
-
-def test_batches_at_equal_distances_are_one_range():
-    assert _spans([1, 4, 7, 20]) == [range(1, 8, 3), range(20, 21)]
+@pytest.mark.timeout(20)  # each batch as an integer takes minutes
+def test_the_state_of_an_epoch_of_many_batches_is_made_checked_and_restored_in_ranges():
+    num = 10**9
+    run = Run(world=2, policy=ApplyPolicy.SYNC, backend=AverageBackend.THREAD, num_samples=num)
+    for rank in (0, 1, 0, 1):
+        run.report(rank)
+    found = run.machine.run_state
+    cuts = {rank: RankCut.of(found, found.ledger.epochs, rank) for rank in (0, 1)}
+    run.report(0), run.report(1)  # after the cuts: not in the checkpoint
+    state = capture_run(found, (), 0.0, cuts, 2)
+    (epoch,) = state["epochs"]
+    assert (epoch["consumed"], epoch["num_samples"]) == ([[0, 4]], 4)
+    assert epoch["parts"] == {0: [[4, num - 1, 2]], 1: [[5, num, 2]]}
+    check_run(state, num_samples=num, batch_size=1, drop_last=False, num_rank_states=2)
+    again = RunState(found.config)
+    restore_run(again, state)
+    assert again.ledger.oldest.open.spans == (range(4, num),)
+    assert again.ledger.oldest.num_settled == 4
+    parts = again.ledger.oldest.take_parts((0, 1), [range(4, num)])
+    assert parts == {0: (range(4, num - 1, 2),), 1: (range(5, num, 2),)}
+    epoch["parts"][1][0][0] = 3  # consumed already
+    with pytest.raises(ValueError, match=r"\['parts'\] holds a batch a second time, or one of"):
+        check_run(state, num_samples=num, batch_size=1, drop_last=False, num_rank_states=2)
 
 
 def resumed(state, world):

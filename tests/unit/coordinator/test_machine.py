@@ -646,6 +646,30 @@ def test_every_requested_checkpoint_is_made(world, policy, buffers):
         assert saved == [(t,) for t in range(ticket + 1)]
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_a_request_of_a_checkpoint_that_is_withdrawn_makes_none(policy):
+    run = Run(policy=ApplyPolicy(policy), backend=THREAD, anchor=50)
+    run.handle(m.SaveRequested(ticket=0))  # in progress: its checkpoint is made
+    run.handle(m.SaveRequested(ticket=1))
+    run.handle(m.SaveRequested(ticket=1, withdrawn=True))
+    if policy == "cadence":
+        run.end_plan(0), run.end_plan(1)
+    first = run.to(m.TakeCheckpoint, 0) + run.to(m.SyncNow, 0)
+    part = m.Payload(params=(), buffers=())
+    for rank, average in enumerate((EMPTY, None)):
+        extra = {"rank": rank}
+        run.handle(
+            m.CapturedState(
+                rank=rank, id=first[0].id, payload=part, num_samples=1, step=1, extra=extra
+            )
+            if policy == "sync"
+            else m.SyncAck(rank=rank, round=first[0].round, extra=extra, average=average)
+        )
+    assert [c.tickets for c in run.others if isinstance(c, SaveCheckpoint)] == [(0,)]
+    assert len(run.to(m.TakeCheckpoint, 0)) == (1 if policy == "sync" else 0)
+    assert not run.machine._saving.due
+
+
 def test_buffers_of_a_sync_checkpoint_are_averaged_without_samples_on_one_rank():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD)
     run.handle(m.SaveRequested(ticket=0))

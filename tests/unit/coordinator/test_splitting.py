@@ -14,10 +14,12 @@ from coordinator.splitting import (
     batch_bounds,
     compress,
     count_batches,
+    cut,
     first_steps,
     permutation,
     split_by_ratio,
     split_over_ranks,
+    union,
 )
 from tests.support.pairs import few_examples
 
@@ -127,6 +129,35 @@ def test_a_batch_set_neither_loses_nor_duplicates_a_batch(num_batches, moves):
         assert len(batches) == len(flatten(batches.spans))
         assert bool(batches) == bool(len(batches))
         assert flatten(batches.spans) == sorted(flatten(batches.spans))
+
+
+ranges = st.lists(st.builds(range, st.integers(0, 30), st.integers(0, 60), st.integers(1, 4)))
+
+
+@few_examples
+@given(ranges)
+def test_the_union_of_ranges_has_each_of_their_batches_once(spans):
+    found = union(spans)
+    assert flatten(found) == sorted(set(flatten(spans)))
+    assert all(span.step == 1 for span in found)
+
+
+@few_examples
+@given(ranges, st.integers(0, 40), st.none() | st.integers(0, 40))
+def test_a_cut_of_ranges_is_that_of_their_batches(spans, start, stop):
+    assert flatten(cut(spans, start, stop)) == flatten(spans)[start:stop]
+
+
+@pytest.mark.timeout(20)
+def test_interleaved_ranges_are_joined_without_their_batches():
+    num = 10**12
+    parts = [range(4, num, 3), range(8, num, 3), range(6, num, 3), range(4), range(5, 6)]
+    assert union(parts) == [range(num)]
+
+
+def test_a_batch_cannot_be_put_back_twice():
+    with pytest.raises(AssertionError, match="a batch was put back twice"):
+        BatchSet([range(10)]).put_back([range(9, 12)])
 
 
 @few_examples
