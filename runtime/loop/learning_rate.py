@@ -71,6 +71,8 @@ class LearningRate:
             return
         if len(groups) < self._num_groups:
             self._schedule = Schedule(self._optimizer)  # from the current rates
+            if self._scale:
+                self._schedule.scale_lr(1 / self._scale)
             return
         added = groups[self._num_groups :]
         del groups[self._num_groups :]

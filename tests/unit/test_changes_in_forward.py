@@ -159,14 +159,6 @@ def test_shards_refuse_changes_of_gathered_parameters(strategy, change):
     on_ranks(2, rank)
 
 
-def test_a_module_that_is_not_sharded_changes_its_parameters():
-    def rank(end):
-        fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(shrink))
-        loss_of(fsdp, batch()).backward()
-
-    on_ranks(2, rank)
-
-
 @pytest.mark.parametrize("change", ["in place", "through .data"])
 def test_changes_of_parameters_that_depend_on_the_rank_are_refused_without_shards(change):
     def rank(end):
@@ -183,11 +175,17 @@ def test_changes_of_parameters_that_depend_on_the_rank_are_refused_without_shard
 
 
 def test_changes_of_parameters_alike_on_all_ranks_are_kept_without_shards():
+    expected = trained_alone(Changing(shrink))
+
     def rank(end):
         fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(shrink))
-        for _ in range(2):
+        optimizer = sgd(fsdp.parameters())
+        for _ in range(3):
             loss_of(fsdp, batch()).backward()
             fsdp.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(fsdp.full_state_dict(), dict(expected))
 
     on_ranks(2, rank)
 

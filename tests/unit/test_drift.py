@@ -30,18 +30,27 @@ def train(model, batch):
     return model(batch[0]).square().mean()
 
 
-def adam(params):
-    return torch.optim.AdamW(params, 0.01)
+def adam(params, lr=0.01):
+    return torch.optim.AdamW(params, lr)
 
 
-def run(change, at=1, epochs=3, ranks=2, configure=lambda b: b, way=(SYNC, THREAD), train=train):
+def run(
+    change,
+    at=1,
+    epochs=3,
+    ranks=2,
+    configure=lambda b: b,
+    way=(SYNC, THREAD),
+    train=train,
+    optim=adam,
+):
     def epoch_fn(epoch, worker):
         if epoch == at and worker.rank == ranks - 1:
             change(worker)
 
     b = builder(
         model=lambda device: Net(),
-        optim=adam,
+        optim=optim,
         train=train,
         dataset=(X,),
         batch_size=4,
@@ -231,7 +240,18 @@ def test_a_change_within_a_long_epoch_is_noticed_before_its_end(monkeypatch):
 
 
 def test_parameters_that_differ_are_averaged_under_cadence():
-    run(negated, way=(CADENCE, OVER_CPU))
+    """Weights and their negation, of two ranks that train the whole first epoch without a round."""
+    state = run(
+        negated,
+        at=0,
+        way=(CADENCE, OVER_CPU),
+        configure=lambda b: b.partition_ratios([1, 1]).anchor(100),
+        optim=lambda params: adam(params, 0.0),
+    )
+    before = Net().head.weight.detach()
+    factors = state.params["head.weight"] / before
+    assert factors.abs().max() < 1
+    torch.testing.assert_close(factors, factors[:1, :1].expand_as(factors))
 
 
 def test_an_optimizer_that_steps_on_local_gradients_is_noticed():

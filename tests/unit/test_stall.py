@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from coordinator import messages as m
+from coordinator import service
 from coordinator.run_errors import GpuWorkerError
-from coordinator.stall import MAX_CHARS, NUM_KEPT, MessageLog, thread_stacks
+from coordinator.stall import MAX_CHARS, NUM_KEPT, MessageLog, StallDetector, thread_stacks
 from runtime import RunStalled
 from tests.support.running import (
     ASYNC,
@@ -27,6 +28,7 @@ from tests.support.running import (
     count_up,
     over,
     train,
+    until,
 )
 from tests.unit.coordinator.test_service import Bench, Scripted
 
@@ -145,8 +147,23 @@ def test_steps_shorter_than_the_timeout_are_no_stall_however_many():
     assert time.monotonic() - start > 1.0
 
 
-def test_the_longest_timeout_is_not_shortened():
-    builder().stall_timeout(sys.float_info.max).run().join(WAIT_S)
+def test_the_longest_timeout_is_not_shortened(monkeypatch):
+    """A queue cannot be waited for as long: the end of a shorter wait is no stall."""
+    monkeypatch.setattr(service, "MAX_WAIT_S", 0.01)
+    ticks, check = [], StallDetector.check
+
+    def checked(self, now):
+        ticks.append(self.deadline)
+        return check(self, now)
+
+    monkeypatch.setattr(StallDetector, "check", checked)
+    gate = Gate()
+    handle = builder(train=gate).stall_timeout(sys.float_info.max).run()
+    gate.await_entry()
+    until(lambda: len(ticks) >= 3)
+    gate.opened.set()
+    assert len(handle.join(WAIT_S).metrics) == 1
+    assert set(ticks) == {sys.float_info.max}
 
 
 # -- the service ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -118,17 +119,22 @@ def test_a_step_without_the_gradients_of_the_other_ranks_is_refused(strategy):
 
 
 def test_a_single_rank_with_full_parameters_may_step_without_a_sync(end):
-    fsdp = FSDP(Net(), end, ShardingStrategy.NO_SHARD)
-    loss_of(fsdp, batch(1, 0)).backward()
-    torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+    fsdp, alone = FSDP(Net(), end, ShardingStrategy.NO_SHARD), Net()
+    for net in (fsdp, alone):
+        loss_of(net, batch(1, 0)).backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    torch.testing.assert_close(fsdp.full_state_dict(), alone.state_dict())
 
 
 def test_lists_of_parameters_and_other_optimizers_are_not_affected(end):
     net, other = Net(), Net()
-    kept = [list(net.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)]
+    params = tuple(net.parameters())
+    kept, optimizer = list(params), torch.optim.SGD(other.parameters(), lr=0.1)
     wrap(end, module=net)
-    kept[1].step()
-    assert len(kept[0]) == len(list(net.parameters()))
+    assert all(map(operator.is_, kept, params))
+    other.scale.grad = torch.ones_like(other.scale)
+    optimizer.step()
+    assert other.scale.item() == pytest.approx(1.4)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ def test_loading_between_forward_and_sync_is_an_error():
             fsdp.load_full_state_dict(state_of(1))
         fsdp.reshard()
         fsdp.load_full_state_dict(state_of(1))
+        assert_same(fsdp.full_state_dict(), state_of(1))
 
     on_ranks(2, work)
 
@@ -335,8 +336,12 @@ def test_shards_of_another_memory_format_are_not_loaded(strategy, nested):
 @each_sharded
 def test_formats_that_differ_in_dimensions_of_size_1_have_the_same_shards(strategy):
     def work(end):
-        state = wrap(end, strategy, conv(torch.channels_last, size=1)).state_dict()
-        wrap(end, strategy, conv(size=1)).load_state_dict(state)
+        saved, loaded = (
+            wrap(end, strategy, conv(torch.channels_last, 1)),
+            wrap(end, strategy, conv(size=1)),
+        )
+        loaded.load_state_dict(saved.state_dict())
+        assert_same(loaded.full_state_dict(), saved.full_state_dict())
 
     on_ranks(2, work)
 

@@ -382,8 +382,12 @@ def test_a_step_of_the_optimizer_itself_is_refused_between_accumulate_and_step(n
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_optimizer_of_a_closed_model_may_be_stepped_directly(num_devices):
-    with on_cpus(make_net(), num_devices) as model:
+    net = make_net()
+    with on_cpus(net, num_devices) as model:
         train_step(model, *make_batch(4))
+    alone = OneDevice(net)
     x, y = make_batch(4)
-    F.cross_entropy(model.module(x), y).backward()
-    model.optimizer.step()
+    for module, optimizer in ((net, model.optimizer), (alone.model, alone.optimizer)):
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    assert_close(net, alone.model)

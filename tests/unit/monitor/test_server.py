@@ -309,7 +309,9 @@ def test_open_pages_are_notified_of_the_end():
 def test_a_new_connection_is_closed_with_the_server():
     for _ in range(6):
         with Monitor() as monitor:
-            socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S).close()
+            sock = socket.create_connection(("127.0.0.1", monitor.port), timeout=WAIT_S)
+        with sock:
+            assert sock.recv(1) == b""
         gc.collect()  # an open descriptor is an error here
 
 

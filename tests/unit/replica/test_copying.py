@@ -254,7 +254,15 @@ def test_a_parameter_that_shares_elements_is_refused_with_both_names(kind):
 
 
 def test_parts_of_one_storage_without_a_common_element_are_moved():
-    FlatParams(with_parts_of_a_storage())
+    net = with_parts_of_a_storage()
+    fused = torch.cat([net.left, net.right], 1).detach()
+    (flat,) = FlatParams(net).flats
+    memory = flat.untyped_storage().data_ptr()
+    assert [p.untyped_storage().data_ptr() for p in net.parameters()] == [memory, memory]
+    assert torch.equal(torch.cat([net.left, net.right], 1), fused)
+    flat.zero_()
+    assert not net.left.any()
+    assert not net.right.any()
 
 
 def test_a_factory_of_a_module_in_shared_memory_is_refused():

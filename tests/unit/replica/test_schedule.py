@@ -505,9 +505,25 @@ def test_a_plateau_scheduler_may_take_the_number_of_epochs():
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_cycle_that_ends_one_step_early_is_no_error(policy, missing):
-    """The last rate is that of the step before it: no step is made at the last position."""
-    b = builder(dataset=20, batch_size=2, epochs=2, way=(SYNC, THREAD)).policy(policy)
-    b.scheduler(lambda o: OneCycleLR(o, 0.4, total_steps=20 - missing)).run().join(WAIT_S)
+    """Every batch trains at a rate of the cycle: no step is made at the position after the last."""
+    trained_at = []
+
+    def train(model, batch):
+        trained_at.append(current_worker().current_lr)
+        return count_up(model, batch)
+
+    def cycle(o):
+        return OneCycleLR(o, 0.4, total_steps=20 - missing)
+
+    b = builder(train=train, dataset=20, batch_size=2, epochs=2, way=(SYNC, THREAD)).policy(policy)
+    b.scheduler(cycle).run().join(WAIT_S)
+    scheduler, of_cycle = cycle(o := optimizer()), []
+    for _ in range(20 - missing):
+        of_cycle.append(rates(o)[0])
+        o.step()
+        scheduler.step()
+    assert len(trained_at) == 20
+    assert all(any(rate == pytest.approx(each) for each in of_cycle) for rate in trained_at)
 
 
 def test_a_cycle_that_ended_one_step_early_keeps_its_last_rate():
