@@ -53,6 +53,7 @@ from runtime.core.errors import (
 )
 from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
+from runtime.core.shared_objects import SharedObjects
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
 from runtime.core.tracebacks import fold_tracebacks
@@ -68,7 +69,7 @@ from runtime.device.launch_load import LaunchLoad
 from runtime.loggers.progress import make_display
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
-from runtime.replica.build import BuildOrder
+from runtime.replica.build import BuildOrder, CopyingFactory
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import RunFactory, TrainedState, assemble_state, load_given
 from runtime.settings import RunSettings
@@ -152,7 +153,11 @@ class Run:
         self._workers_started = threading.Event()
         self._peers = RunPeers(CollectiveGroups(self._make_group))
         self._collectives: dict[int, Collective] = {}
-        self._order = BuildOrder(config.seed)
+        shared: SharedObjects | None = None
+        if len(self.devices) > 1:
+            factory = config.functions.model_factory
+            shared = SharedObjects(factory.module if isinstance(factory, CopyingFactory) else None)
+        self._order = BuildOrder(config.seed, shared=shared)
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
         self._agreement = LockstepAgreement()

@@ -11,6 +11,7 @@ from torch import nn
 
 from runtime.core.context import worker_context
 from runtime.core.rng import install_thread_generators
+from runtime.core.shared_objects import IN_EVALUATIONS, shared_by
 from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
 from runtime.data.batches import copy_batch_to_device, pin_batch
 from runtime.device.base import Device
@@ -64,6 +65,11 @@ class DevicePool:
         Raises:
             EvaluationFailed: The function, the model or the data set raised.
         """
+        shared = shared_by(self._models, self._fn, IN_EVALUATIONS)
+        self._run(source)
+        shared.compare()
+
+    def _run(self, source: BatchSource) -> None:
         prepare_threads()
         install_thread_generators()
         num_cpus = sum(device.type == "cpu" for device in self._devices)

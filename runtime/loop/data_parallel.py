@@ -62,7 +62,7 @@ _REMEDY = (
     "against such batches"
 )
 _MEMORY_REMEDY = "pass fewer samples to train_batch, or train on more devices"
-_TIMEOUT_REMEDY = (
+_COORDINATOR_REMEDY = (
     "the limit of DataParallelCoordinator is fixed: pass fewer samples to train_batch, or leave "
     "the slower device out of devices"
 )
@@ -152,7 +152,7 @@ class DataParallelCoordinator(Closeable):
             build,
             build,
             partial(build_optimizer, optim_factory),
-            timeout_remedy=_TIMEOUT_REMEDY,
+            timeout_remedy=_COORDINATOR_REMEDY,
             name="data-parallel",
             waits_on_interrupt=True,
         )
@@ -272,7 +272,8 @@ class DataParallelCoordinator(Closeable):
             for rank, (shard, n) in enumerate(zip(shards, counts, strict=True))
         ]
         try:
-            outcomes = self._runner.run(tasks, self._batch_name, tensors)
+            with self._mirror.comparing(self._loss_fn):
+                outcomes = self._runner.run(tasks, self._batch_name, tensors)
         finally:
             rows: list[Row] = [take_grads(replica.leaves) for replica in self._replicas]
         self._mirror.adopt_forward([rank for rank, n in enumerate(counts) if n])

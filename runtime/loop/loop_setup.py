@@ -40,7 +40,7 @@ from runtime.replica.build import (
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_REMEDY = (
+_SETUP_REMEDY = (
     "the limit of Trainer.setup is fixed: give the slower device fewer samples, with "
     "Trainer.setup_with(..., config=DdpConfig(speed_hint=(rank, ratio))), or leave it out of "
     "devices"
@@ -131,7 +131,7 @@ def _on_threads(
         source.first,
         source.maker,
         new_optimizer,
-        timeout_remedy=_TIMEOUT_REMEDY,
+        timeout_remedy=_SETUP_REMEDY,
         loss_weight=config.loss_weight,
     )
     try:

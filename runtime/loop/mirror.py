@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runtime.core.errors import ReplicaMismatch
+from runtime.core.shared_objects import IN_OWN_LOOPS, shared_by
 from runtime.device.cuda import devices_differ
 from runtime.replica.build import Template, copy_template
 from runtime.replica.flat import checksum
@@ -33,6 +34,8 @@ SMALL_BUFFER_BYTES = 1 << 16
 """Buffers of up to this size together are copied at each forward, changed or not."""
 SMALL_MODEL_BYTES = 1 << 28
 """Parameters of a model that is copied to be tried on its first batch, whatever the inputs."""
+COMPARED_CALLS = 2
+"""First calls in which the objects that ranks share are compared."""
 _ALIGNMENT_BYTES = 64
 UNCOPYABLE = (
     "the model cannot be copied for the other devices ({reason}); pass a factory "
@@ -112,6 +115,7 @@ class ModelMirror:
         self._sums_values = True
         self._num_passes = 0  # of forward in training
         self._has_warned = False
+        self._num_compared = 0 if len(devices) > 1 else COMPARED_CALLS
         self._build()
         if len(devices) > 1:
             warn_of_frequencies(model)
@@ -134,6 +138,18 @@ class ModelMirror:
                 return
         self._build()
         self._record_values()
+
+    @contextmanager
+    def comparing(self, function: Any) -> Iterator[None]:
+        """In the first calls, warn of writes of the function to what all ranks share."""
+        if self._num_compared == COMPARED_CALLS:
+            yield
+            return
+        self._num_compared += 1
+        shared = shared_by(self.models, function, IN_OWN_LOOPS)
+        yield
+        if shared.compare():
+            self._num_compared = COMPARED_CALLS
 
     def adopt_forward(self, ranks: Sequence[int]) -> None:
         """Like :meth:`adopt`, after a forward pass; also takes over its assignments to ``.data`` of

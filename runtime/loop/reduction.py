@@ -24,7 +24,7 @@ _BLOCK_ELEMENTS = 1 << 18
 """Elements that are reduced together, so that they stay in the CPU cache."""
 ABORT_TIMEOUT_S = 10.0
 """Seconds that an interrupted call waits for internal threads after the abort of their group."""
-_TIMEOUT_REMEDY = (
+_DDP_REMEDY = (
     "the limit of Ddp is fixed. Call torch.cuda.synchronize(device) for each device before the "
     "reduction, so that no rank has a long queue of kernels; replicas that are all on the CPU need "
     "no group with Ddp.wrap(..., backend=AverageBackend.CPU)"
@@ -108,7 +108,7 @@ class GroupReduction(Reduction):
         self._packed = [_FlatCopies() for _ in devices]
         self._events: list[Event | None] = [None] * len(devices)
         self._collectives = create_collectives(len(devices), kind, devices, timeout_s)
-        set_timeout_remedy(self._collectives, _TIMEOUT_REMEDY)
+        set_timeout_remedy(self._collectives, _DDP_REMEDY)
         close = partial(close_collectives, self._collectives)
         try:
             contexts = [_stream_of(device) for device in devices]

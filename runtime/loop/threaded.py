@@ -178,7 +178,8 @@ class ThreadedEngine:
                 if size and torch.is_grad_enabled():
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
-            outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+            with self._mirror.comparing(None):
+                outcomes = self._runner.run(tasks, "forward", scatter.tensors)
             self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -354,7 +355,8 @@ class ThreadedEngine:
                 start += size
             with self._clearing_on_error():
                 try:
-                    outcomes = self._runner.run(tasks, "accumulate", tensors)
+                    with self._mirror.comparing(loss_fn):
+                        outcomes = self._runner.run(tasks, "accumulate", tensors)
                 finally:
                     rows = [take_grads(replica.leaves) for replica in self._replicas]
                 self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])

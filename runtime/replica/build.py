@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.core.rng import GlobalGenerators
+from runtime.core.shared_objects import SharedObjects
 from runtime.device import cuda_api
 from runtime.replica.copying import check_copyable, check_unshared, copy_module
 from runtime.replica.flat import (
@@ -133,13 +134,21 @@ class BuildOrder:
     Args:
         seed: Seed of the process's generators around rank 0's factory; ``None``: do not seed.
         standalone: A single worker, of any rank, that does not wait for rank 0.
+        shared: Objects that the workers share; ``None``: there is one worker.
 
     Attributes:
         draws: Of rank 0's factory, once it is called.
     """
 
-    def __init__(self, seed: int | None = None, *, standalone: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        standalone: bool = False,
+        shared: SharedObjects | None = None,
+    ) -> None:
         self._seed = seed
+        self.shared = shared
         self._standalone = standalone
         self._is_nested = getattr(_thread, "builds", False)
         self.draws: FactoryDraws | None = None

@@ -28,6 +28,7 @@ from runtime.core.loss_weights import (
     checked_loss,
     split_loss,
 )
+from runtime.core.shared_objects import SharedObjects
 from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
@@ -141,6 +142,11 @@ class Stepper:
             self._scaler = torch.amp.GradScaler(device.type)
             # Creates the scale now: a rank without a batch unscales before it ever scales.
             self._scaler.scale(torch.zeros((), device=device))
+
+    def compare_shared(self, shared: SharedObjects | None) -> None:
+        """Set the objects whose changes explain gradients that ``train_fn`` seems to change."""
+        for checks in self._checks.values():
+            checks.shared = shared
 
     def window(
         self,
@@ -448,7 +454,8 @@ class AccumulationWindow:
             return self._add(train_fn, batch, num_samples)
         except (RuntimeError, ValueError) as error:
             model = self._stepper._model
-            explain_error(error, "train_fn", model, batch, owns_backward=True)
+            owns_backward = not self._stepper._checks[self._part.name].shares_changes()
+            explain_error(error, "train_fn", model, batch, owns_backward=owns_backward)
             raise
 
     def _add(self, train_fn: TrainFn, batch: Any, num_samples: int) -> tuple[Tensor, Weight | None]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runtime.core.shared_objects import SharedObjects
 from runtime.replica.flat import NamedParams
 from runtime.replica.gradients import check_gradients
 
@@ -34,6 +35,7 @@ class TrainFnChecks:
         is_first: True until the first backward pass.
         has_run_backward: True if the function has run a backward pass itself, before the first
             one of the run.
+        shared: Objects that the workers share; ``None``: not compared.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TrainFnChecks:
         self._warns = warns
         self.is_first = True
         self.has_run_backward = False
+        self.shared: SharedObjects | None = None
         self._next = 0
         self._num_graphs = 0
         self._leaves: list[Tensor] = []
@@ -73,6 +76,8 @@ class TrainFnChecks:
         for i, grad, version in probes:
             now = self._params[i].grad
             if now is not grad or _version(now) != version:
+                if self.shares_changes():
+                    return
                 raise ValueError(
                     "train_fn changed the gradient of "
                     f"{self._names[i]!r} itself, by backward() or zero_grad(), but {why}: return "
@@ -85,7 +90,11 @@ class TrainFnChecks:
             (now := self._params[i].grad) is not grad or _version(now) != version
             for i, grad, version in probes
         )
-        self.has_run_backward = any(changed)
+        self.has_run_backward = any(changed) and not self.shares_changes()
+
+    def shares_changes(self) -> bool:
+        """True if another worker may have reached this one's graph through an object of both."""
+        return self.shared is not None and self.shared.compare()
 
     def check_rows(self, batch: Any, num_samples: int) -> None:
         """Warn once if batches without a weight of their own have a varying number of rows per

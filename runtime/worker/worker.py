@@ -25,6 +25,7 @@ from runtime.collective import Collective
 from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.core.rng import install_thread_generators, thread_generator
+from runtime.core.shared_objects import SharedObjects
 from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
@@ -37,6 +38,7 @@ from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import uses_own_statistics
 from runtime.replica.build import BuildOrder
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
+from runtime.replica.error_notes import add_note_once
 from runtime.replica.flat import FlatState, norm
 from runtime.replica.graphs import GraphFallbacks
 from runtime.replica.schedule import SchedulerFactories
@@ -65,6 +67,8 @@ from runtime.worker.worker_validation import WorkerValidation, validation_fn
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+COMPARED_STEPS = 2
+"""First steps after each of which the objects that workers share are compared."""
 DRAIN_S = 30.0
 """Longest wait for ``Shutdown`` after a collective was aborted."""
 
@@ -161,6 +165,7 @@ class GpuWorker:
         self._reporter.schedule = self._schedule
         self._is_lockstep = self.replica.is_lockstep
         self._checks_types = config.saves  # once, after the first step
+        self._shared = self._join_shared(build_order, functions)
         self.steps = WorkerSteps(
             config,
             self.replica,
@@ -210,6 +215,26 @@ class GpuWorker:
                 recorder=self._recorder,
                 resume=resume,
             )
+
+    def _join_shared(
+        self, order: BuildOrder | None, functions: UserFunctions
+    ) -> SharedObjects | None:
+        """The objects that workers share, compared until one of them ends its first epoch."""
+        shared = None if order is None else order.shared
+        if shared is not None:
+            f = functions
+            called = (f.train_fn, f.loop, f.val_fn, f.epoch_fn)
+            shared.add(self.rank, called, self.model, self.optimizer)
+            self.replica.stepper.compare_shared(shared)
+        self._num_compared = 0  # steps
+        return shared
+
+    def _end_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.compare()
+            self._shared.close()
+            self._shared = None
+            self.replica.stepper.compare_shared(None)
 
     def _make_loop(
         self, function: Loop | None, timer: StepTimer, meter: StepMeter, peers: LoopPeers | None
@@ -447,6 +472,8 @@ class GpuWorker:
         self.replica.checkpoint.return_buffers()
         self._schedule.step_by_metrics(plan.metrics)
         self._begin_epoch(plan.epoch)
+        if self._shared is not None and not self._num_compared:
+            self._shared.compare()
         self.steps.check_graphs()
         if not any(p is plan for p in self._held):
             self._submit(plan)
@@ -474,6 +501,9 @@ class GpuWorker:
                     return self.protocol.leaving
                 self._abandon(plan)
                 return True
+            if self._shared is not None and self._num_compared < COMPARED_STEPS:
+                self._num_compared += 1
+                self._shared.compare()
             if self._checks_types and not is_open:
                 self._checks_types = False
                 self.steps.confirm_steps()
@@ -523,6 +553,8 @@ class GpuWorker:
         if epoch > self._progress.begun_epoch:
             if self._loop is not None:
                 self._loop.require_closed()
+            if self._num_compared:
+                self._end_shared()
             self._progress.begun_epoch = epoch
             checkpoint = self.replica.checkpoint
             checkpoint.before_epoch_fn()
@@ -770,6 +802,10 @@ class GpuWorker:
             else:
                 with worker_context(self), thread_generator(self._cpu_generator):
                     self._loop.run(self._run())
+        except Exception as error:
+            if self._shared is not None and self._shared.compare(warn=False):
+                add_note_once(error, self._shared.message())
+            raise
         finally:
             self._recorder.ended()
             self._lockstep.epoch_starts.leave(self.rank)
@@ -874,6 +910,7 @@ class GpuWorker:
                     return
             if self._loop is not None:
                 self._loop.require_closed()
+            self._end_shared()
         except (CollectiveAborted, CollectiveTimeout):
             self.steps.abandon_steps()
             raise
