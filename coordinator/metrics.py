@@ -139,7 +139,8 @@ class StepMetrics:
         avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
         scalars: Means of the scalars reported since the last step metrics, the same for step
             metrics published together; or the values of the evaluation under ``eval/``.
-        learning_rate: Last reported learning rate of the optimizer's first group; NaN: unknown.
+        learning_rate: Learning rate of the optimizer's first group in the step of the last of these
+            batches, on the lowest rank that trained any, without ``lr_factor``; NaN: unknown.
         throughput: Samples per second of all ranks since the last step metrics.
     """
 
@@ -186,8 +187,8 @@ class ReportStats:
             Fewer than ``num_samples`` while losses have not been read from the device; these
             come with a later report.
         scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
-        losses: With ``metrics_every``, mean loss and weight of each batch whose loss has been
-            read, in step order; weight 0 without a loss.
+        losses: With ``metrics_every``, mean loss, weight and learning rate (``None``: not known)
+            of each batch whose loss has been read, in step order; weight 0 without a loss.
         learning_rate: Learning rate of the optimizer's first group; ``None``: not known.
         most_samples: Most samples of a micro-batch that fit the device's measured memory;
             ``None``: not known, or not bounded.
@@ -202,7 +203,7 @@ class ReportStats:
     loss_sum: float = 0.0
     loss_samples: float = 0
     scalars: tuple[tuple[str, float, float], ...] = ()
-    losses: tuple[tuple[float, float], ...] = ()
+    losses: tuple[tuple[float, float, float | None], ...] = ()
     learning_rate: float | None = None
     most_samples: int | None = None
 
@@ -339,8 +340,8 @@ class EpochAccumulator:
 class StepAccumulator:
     """Computes metrics of every ``every`` batches from the ranks' reports.
 
-    A report covers several steps of one rank. Metrics wait for enough batches of each rank: equal
-    numbers under lockstep, otherwise in proportion to the batches reported so far. They do not
+    A report covers several steps of one rank. Metrics wait for enough batches of each rank: whole
+    steps under lockstep, otherwise in proportion to the batches reported so far. They do not
     wait for a rank whose last report is older than ``SILENT_S``.
 
     Deterministic and not thread-safe.
@@ -385,7 +386,7 @@ class StepAccumulator:
         self._now, self._epoch = now, max(epoch, self._epoch)
         self._last[rank] = now
         self._sums.add(stats)
-        self._waiting[rank].extend((loss, weight, part) for loss, weight in stats.losses)
+        self._waiting[rank].extend((*loss, part) for loss in stats.losses)
         self._reported[rank] += part * len(stats.losses)
         self._held[rank] += part * len(stats.losses)
         return self._complete(SILENT_S)
@@ -409,62 +410,74 @@ class StepAccumulator:
         if not windows:
             return []
         sums, self._sums = self._sums, _RankSums()
-        self._sums.learning_rate = sums.learning_rate
         elapsed_s, self._since = self._now - self._since, self._now
         if elapsed_s > 0 and sums.num_samples:
             self._throughput = sums.num_samples / elapsed_s
         means, found = sums.means(), []
-        for losses, num_batches in windows:
+        for taken, num_batches in windows:
             self.step += num_batches
-            total = math.fsum(x * n for x, n, _ in losses if n)
+            losses = [loss for own in taken for loss in own]
+            total = math.fsum(x * n for x, n, *_ in losses if n)
+            rates = [loss[2] for own in taken for loss in reversed(own) if loss[2] is not None]
             found.append(
                 StepMetrics(
                     step=self.step,
                     epoch=self._epoch,
                     num_batches=num_batches,
-                    avg_loss=_mean(total, math.fsum(n for _, n, _ in losses)),
+                    avg_loss=_mean(total, math.fsum(n for _, n, *_ in losses)),
                     scalars=means.copy(),
-                    learning_rate=_or_nan(sums.learning_rate),
+                    learning_rate=rates[0] if rates else math.nan,
                     throughput=self._throughput,
                 )
             )
         return found
 
-    def _take(self, patience_s: float) -> tuple[list[_Loss], int] | None:
-        """The losses of the next batches and their number, in each rank's proportion; without a
-        rank whose last report is older than ``patience_s``. ``None``: wait.
+    def _take(self, patience_s: float) -> tuple[list[list[_Loss]], int] | None:
+        """The losses of the next batches by rank, and their number, in each rank's proportion;
+        without a rank whose last report is older than ``patience_s``. ``None``: wait.
         """
         missing = self._every - self._ahead
         if sum(self._held) < missing:
             return None
-        parts = [1 if self._equal else num for num in self._reported]
-        quotas = [self._every * part // sum(parts) for part in parts]
+        quotas = self._quotas(missing)
         for waiting, held, num, last in zip(
             self._waiting, self._held, quotas, self._last, strict=True
         ):
             if (not waiting or held < num) and self._now - last <= patience_s:
                 return None
-        taken: list[_Loss] = []
+        taken: list[list[_Loss]] = [[] for _ in quotas]
         for rank, num in enumerate(quotas):
             until = self._held[rank] - num
-            while self._waiting[rank] and self._held[rank] > until and missing > 0:
-                missing -= self._pop(rank, taken)
+            while self._waiting[rank] and self._held[rank] > until:
+                if missing <= 0 and not self._equal:
+                    break
+                missing -= self._pop(rank, taken[rank])
         while missing > 0:
             longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
-            missing -= self._pop(longest, taken)
+            missing -= self._pop(longest, taken[longest])
         # A multiple of ``every`` if one micro-batch is larger than that.
         times, self._ahead = divmod(-missing, self._every)
         return taken, self._every * (1 + int(times))
 
+    def _quotas(self, missing: Fraction | int) -> list[Fraction | int]:
+        """Batches of each rank in the next metrics: under lockstep, those of whole steps."""
+        if not self._equal:
+            return [self._every * num // sum(self._reported) for num in self._reported]
+        pairs = zip(self._waiting, self._last, strict=True)
+        takes = [bool(waiting) or last > -math.inf for waiting, last in pairs]
+        part = next(waiting[0][3] for waiting in self._waiting if waiting)
+        num = -(-missing // (sum(takes) * part)) * part
+        return [num if take else 0 for take in takes]
+
     def _pop(self, rank: int, taken: list[_Loss]) -> Fraction | int:
         loss = self._waiting[rank].popleft()
-        self._held[rank] -= loss[2]
+        self._held[rank] -= loss[3]
         taken.append(loss)
-        return loss[2]
+        return loss[3]
 
 
-_Loss = tuple[float, float, Fraction | int]
-"""Loss of a micro-batch, its weight, and its size in batches."""
+_Loss = tuple[float, float, float | None, Fraction | int]
+"""Loss of a micro-batch, its weight, the learning rate of its step, and its size in batches."""
 
 
 # Reports are sent by time, so the losses of an epoch are summed in pieces that differ from run to

@@ -104,10 +104,10 @@ class StepMeter:
             batch_s = max(0.0, batch_s - compute_s / num_timed)
         return batch_s * (self.num_batches - self.num_empty)
 
-    def _take_losses(self) -> tuple[tuple[float, float], ...]:
+    def _take_losses(self) -> tuple[BatchLoss, ...]:
         if self.log.each is None:
             return ()
-        return self.log.take_each() + ((0.0, 0.0),) * self.num_empty
+        return self.log.take_each() + ((0.0, 0.0, None),) * self.num_empty
 
 
 class LogMark(NamedTuple):
@@ -148,16 +148,19 @@ class Sums:
 
     Args:
         on_bad_loss: See :class:`ValueLog`.
-        each: Receives the single losses as well, each with its weight.
+        each: Receives the single losses as well.
+        rates: Learning rates by the number of the batch; those of these losses are removed.
     """
 
     def __init__(
         self,
         on_bad_loss: Callable[[int], None] | None,
-        each: list[tuple[float, float]] | None = None,
+        each: list[BatchLoss] | None = None,
+        rates: dict[int, float | None] | None = None,
     ) -> None:
         self._on_bad_loss = on_bad_loss
         self._each = each
+        self._rates = {} if rates is None else rates
         self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
         self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
 
@@ -179,7 +182,8 @@ class Sums:
         self._loss_sum.add_all([x * n if n else 0.0 for x, n in zip(losses, weights, strict=True)])
         self._loss_weight.add_all(weights)
         if self._each is not None:
-            self._each += zip(losses, weights, strict=True)
+            rates = [self._rates.pop(step, None) for step in steps]
+            self._each += zip(losses, weights, rates, strict=True)
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
         """Add a scalar of a batch; with weight 0 it adds nothing, NaN included."""
@@ -194,6 +198,8 @@ class Sums:
         return self._loss_sum.value(), self._loss_weight.value(), scalars
 
 
+BatchLoss = tuple[float, float, float | None]
+"""Mean loss of a batch, its weight, and the learning rate of its step, if known."""
 _NOTHING = torch.zeros(())
 
 
@@ -206,13 +212,16 @@ class ValueLog:
     Attributes:
         on_bad_loss: Called by ``harvest`` with the number of the first batch whose loss is
             not finite, counted from 0; ``None``: such losses are summed as they are.
-        each: Losses that ``harvest`` has read, with their weights, until :meth:`take_each`;
-            ``None``: they are not kept.
+        each: Losses that ``harvest`` has read, until :meth:`take_each`; ``None``: they are not
+            kept.
+        rate: The learning rate of the batch whose loss is pushed, with ``each``.
     """
 
     def __init__(self) -> None:
         self.on_bad_loss: Callable[[int], None] | None = None
-        self.each: list[tuple[float, float]] | None = None
+        self.each: list[BatchLoss] | None = None
+        self.rate: Callable[[], float | None] = lambda: None
+        self._rates: dict[int, float | None] = {}
         self._step = 0
         self._losses: list[tuple[torch.Tensor, Weight, int]] = []
         self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
@@ -220,6 +229,8 @@ class ValueLog:
     def push_loss(self, loss: torch.Tensor, weight: Weight) -> None:
         """Keep the mean loss of the next batch; it must be detached."""
         self._losses.append((loss, weight, self._step))
+        if self.each is not None:
+            self._rates[self._step] = self.rate()
         self._step += 1
 
     def push_scalar(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
@@ -294,7 +305,7 @@ class ValueLog:
         self._losses.extend(held.losses)
         self._scalars.extend(held.scalars)
 
-    def take_each(self) -> tuple[tuple[float, float], ...]:
+    def take_each(self) -> tuple[BatchLoss, ...]:
         """Every loss read since the last call; with weight 0 where it was dropped."""
         if self.each is None:
             return ()
@@ -309,7 +320,7 @@ class ValueLog:
         """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
-        sums = Sums(self.on_bad_loss, self.each)
+        sums = Sums(self.on_bad_loss, self.each, self._rates)
         if losses:
             tensors, sizes, steps = zip(*losses, strict=True)
             sums.add_losses(_read(tensors), _read_weights(sizes), steps)
@@ -391,7 +402,7 @@ class CudaLog(ValueLog):
         entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
         entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
         self._losses, self._scalars = [], []
-        sums = Sums(self.on_bad_loss, self.each)
+        sums = Sums(self.on_bad_loss, self.each, self._rates)
         size = CAPACITY // 2 if any(isinstance(e.weight, Tensor) for e in entries) else CAPACITY
         for start in range(0, len(entries), size):
             if not self._free:

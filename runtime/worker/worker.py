@@ -163,6 +163,7 @@ class GpuWorker:
         self.optimizer = self.replica.optimizer
         self._schedule = self.replica.schedule
         self._reporter.schedule = self._schedule
+        meter.log.rate = lambda: self._schedule.host_lr
         self._is_lockstep = self.replica.is_lockstep
         self._checks_types = config.saves  # once, after the first step
         self._shared = self._join_shared(build_order, functions)

@@ -917,11 +917,12 @@ def test_messages_of_a_dead_rank_change_nothing(event):
 def test_step_metrics_do_not_wait_for_a_dead_rank():
     run = Run(world=3, continue_on_failure=True, metrics_every=4)
     run.handle(m.Failed(rank=1, epoch=0, step=0, error=ValueError("planted")))
-    stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0), (3.0, 1.0)))
+    stats = m.ReportStats(num_batches=2, num_samples=2, losses=((1.0, 1.0, 0.1), (3.0, 1.0, 0.2)))
     for rank in (0, 2):
         run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
     published = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
-    assert [(steps.num_batches, steps.avg_loss) for steps in published] == [(4, 2.0)]
+    (steps,) = published
+    assert (steps.num_batches, steps.avg_loss, steps.learning_rate) == (4, 2.0, 0.2)
 
 
 def test_the_run_fails_if_no_backend_can_connect_the_ranks():

@@ -193,7 +193,7 @@ def report_of(*losses, rate=0.1, samples=2, **scalars):
     return ReportStats(
         num_batches=len(losses),
         num_samples=samples * len(losses),
-        losses=tuple((loss, 2.0) for loss in losses),
+        losses=tuple((loss, 2.0, rate) for loss in losses),
         learning_rate=rate,
         scalars=tuple((name, mean * 3, 3) for name, mean in scalars.items()),
     )
@@ -212,7 +212,7 @@ def test_step_metrics_are_returned_once_every_rank_has_enough_batches():
     assert (first.step, first.epoch, first.num_batches) == (4, 0, 4)
     assert first.avg_loss == (1 + 2 + 10 + 20) / 4
     assert first.scalars == {"norm": 7.0}
-    assert first.learning_rate == 0.2
+    assert first.learning_rate == 0.1  # of rank 0
     assert first.throughput == (5 + 3) * 2 / 1.0
     assert stats.add(0, 0, report_of(6), 3.0) == []
     (second,) = stats.flush()
@@ -247,11 +247,11 @@ def test_ranks_of_unequal_speed_contribute_in_proportion():
 
 def test_batches_without_a_loss_are_counted_with_weight_zero():
     stats = steps(3, 1, equal=True)
-    losses = ((math.nan, 0.0), (4.0, 1.0), (0.0, 0.0))
+    losses = ((math.nan, 0.0, None), (4.0, 1.0, None), (0.0, 0.0, None))
     (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=losses), 1.0)
     assert (found.avg_loss, found.epoch) == (4.0, 2)
     assert math.isnan(found.learning_rate)
-    (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=((0.0, 0.0),) * 3), 1.0)
+    (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=((0.0, 0.0, None),) * 3), 1.0)
     assert math.isnan(found.avg_loss)
 
 
@@ -275,7 +275,7 @@ def test_a_death_does_not_change_the_number_of_steps_per_metrics():
     found = []
     for step in range(8):
         for rank in (0, 1):
-            losses = ((float(step), 1.0),) * 2
+            losses = ((float(step), 1.0, None),) * 2
             report = ReportStats(num_batches=2, num_samples=2, losses=losses)
             found += stats.add(rank, 0, report, float(step), Fraction(3, 4))
     assert [(f.step, f.num_batches) for f in found] == [(6, 6), (12, 6), (18, 6), (24, 6)]
@@ -285,7 +285,7 @@ def test_a_death_does_not_change_the_number_of_steps_per_metrics():
 def test_a_piece_of_several_batches_is_reported_once():
     stats = StepAccumulator(1, 1, equal=True)
     stats.begin(0.0)
-    report = ReportStats(num_batches=1, num_samples=8, losses=((2.0, 8.0),))
+    report = ReportStats(num_batches=1, num_samples=8, losses=((2.0, 8.0, None),))
     (found,) = stats.add(0, 0, report, 1.0, 4)
     assert (found.step, found.num_batches, found.avg_loss) == (4, 4, 2.0)
 

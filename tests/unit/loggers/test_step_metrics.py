@@ -17,6 +17,7 @@ from runtime import (
     EpochMetrics,
     StepMetrics,
     TensorBoardLogger,
+    Trainer,
     record_scalar,
 )
 from tests.support.running import (
@@ -222,3 +223,62 @@ def test_loggers_separate_step_metrics_from_epochs(tmp_path):
 def test_invalid_intervals_raise(n):
     with pytest.raises((TypeError, ValueError), match="metrics_every"):
         builder().metrics_every(n)
+
+
+@pytest.mark.parametrize(
+    ("door", "ranks", "accumulate"),
+    [("builder", 1, 1), ("builder", 2, 1), ("builder", 2, 2), ("builder", 3, 1), ("loop", 2, 1)],
+)
+def test_each_step_metrics_has_the_loss_and_the_rate_of_its_own_step(door, ranks, accumulate):
+    """A rate that grows in every step, as in a range test; the last batch is short."""
+    size, num = 12, 100
+    x = torch.linspace(-1, 1, num, dtype=torch.float64).reshape(-1, 1)
+    kept = Kept()
+
+    def new(device=None):
+        torch.manual_seed(0)
+        return torch.nn.Linear(1, 1, dtype=torch.float64)
+
+    def train(model, batch):
+        return (model(batch[0]) - 1).square().mean()
+
+    def grow(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.2)
+
+    def body(worker):
+        for batch in worker.batches():
+            worker.step(train(worker.model, batch))
+
+    def sgd(params):
+        return torch.optim.SGD(params, 1e-3)
+
+    if door == "builder":
+        b = Trainer.builder(new, sgd, train).accumulate(accumulate)
+    else:
+        b = Trainer.loop(new, lambda model: sgd(model.parameters()), body)
+    b.dataset((x,)).sampler(range(num)).global_batch_size(size).num_epochs(1).policy("sync")
+    b.scheduler(grow).devices(["cpu"] * ranks).progress(False)
+    b.metrics_every(1).metrics_fn(kept).run().join(WAIT_S)
+    net = new()
+    optimizer = sgd(net.parameters())
+    scheduler = grow(optimizer)
+    for found, start in zip(kept.steps, range(0, num, size), strict=True):
+        loss = train(net, (x[start : start + size],))
+        assert found.avg_loss == pytest.approx(loss.item(), rel=1e-9)
+        assert found.learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@over(WAYS[1:])
+def test_rates_of_step_metrics_are_rates_of_the_schedule(way):
+    kept = Kept()
+    b = builder(train=falling, dataset=240, epochs=1, ranks=2, way=way)
+    b.scheduler(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.1))
+    b.metrics_fn(kept).metrics_every(2).run().join(WAIT_S)
+    rates = [m.learning_rate for m in kept.steps]
+    assert len(set(rates)) > len(rates) // 2  # not that of the last report for all
+    powers = [math.log(rate / rates[0], 1.1) for rate in rates]
+    assert powers == pytest.approx([round(power) for power in powers], abs=1e-6)
