@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ _FORWARD_AD = threading.RLock()
 
 
 class ProcessState:
-    """Restores modes of the process when the last run of the process ends.
+    """Restores settings of the process when the last of their holders ends.
 
     Subclasses restore other settings of the process.
     """
@@ -37,74 +41,217 @@ class ProcessState:
     _lock = threading.Lock()
     _users = 0
     _before: Any
+    _warned: ClassVar[set[str]] = set()
 
     @classmethod
     def acquire(cls) -> None:
-        """Register a run that starts."""
+        """Register a holder that starts: a run, or a call that computes in several threads."""
         with cls._lock:
             if cls._users == 0:
                 cls._before = cls._capture()
             cls._users += 1
 
     @classmethod
-    def release(cls) -> None:
-        """Register the end of a run, from any thread."""
+    def release(cls, *, once: bool = False) -> None:
+        """Register the end of a holder, from any thread.
+
+        Args:
+            once: Warn of each setting once per process, for calls that repeat.
+        """
         with cls._lock:
             cls._users -= 1
             if cls._users == 0:
-                cls._restore(cls._before)
+                cls._restore(cls._before, once)
+
+    @classmethod
+    @contextmanager
+    def held(cls) -> Iterator[None]:
+        """Hold the settings around a call, with one warning for each setting and process."""
+        cls.acquire()
+        try:
+            yield
+        finally:
+            cls.release(once=True)
 
     @classmethod
     def _capture(cls) -> Any:
-        return _Modes.capture()
+        return [setting.read() for setting in _SETTINGS]
 
     @classmethod
-    def _restore(cls, before: Any) -> None:
-        before.restore()
+    def _restore(cls, before: Any, once: bool) -> None:
+        if cls._capture() == before:
+            return
+        changed = {}
+        for setting, value in zip(_SETTINGS, before, strict=True):
+            now = setting.read()  # again, since those that follow may depend on an earlier one
+            if now != value and now is not _UNREADABLE and value is not _UNREADABLE:
+                setting.write(value)
+                changed[setting.name] = f"{setting.name} was {now} and is {value} again"
+        new = [text for name, text in changed.items() if not (once and name in cls._warned)]
+        cls._warned.update(changed)
+        if new:
+            logger.warning(
+                "settings of the whole process that the workers' threads left changed are as "
+                "before: %s. Contexts of several threads overlap; set what holds for all threads "
+                "outside of them, before the run",
+                "; ".join(new),
+            )
 
 
-class _Modes(NamedTuple):
-    """Modes that overlapping ``with`` blocks of several threads can leave switched on.
+class _Setting(NamedTuple):
+    """A setting of PyTorch that holds for all threads.
 
     Attributes:
-        anomaly: ``torch.is_anomaly_enabled()``.
-        anomaly_nan: ``torch.is_anomaly_check_nan_enabled()``.
-        dtype: ``torch.get_default_dtype()``.
+        name: The context, or else the function, that sets it.
+        read: Returns its value.
+        write: Sets it to a value of ``read``.
     """
 
-    anomaly: bool
-    anomaly_nan: bool
-    dtype: torch.dtype
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
 
-    @classmethod
-    def capture(cls) -> _Modes:
-        """The modes now."""
-        return cls(
-            torch.is_anomaly_enabled(),
-            torch.is_anomaly_check_nan_enabled(),
-            torch.get_default_dtype(),
-        )
 
-    def restore(self) -> None:
-        """Restore the modes, with a warning that lists the changes."""
-        now = _Modes.capture()
-        if now.dtype is not self.dtype:
-            torch.set_default_dtype(self.dtype)
-            logger.warning(
-                "the default dtype was %s at the end of the run and is %s again, as before: call "
-                "torch.set_default_dtype before the run; it holds for all threads",
-                now.dtype,
-                self.dtype,
-            )
-        if now[:2] != self[:2]:
-            torch.autograd.set_detect_anomaly(self.anomaly, self.anomaly_nan)
-            logger.warning(
-                "anomaly detection was %s at the end of the run and is %s again, as before: "
-                "detect_anomaly() in the workers' threads holds for the whole process; enable it "
-                "before the run",
-                "on" if now.anomaly else "off",
-                "on" if self.anomaly else "off",
-            )
+_UNREADABLE = object()
+"""A value that cannot be read, as its old and its new interface contradict each other."""
+
+_OF_C = {
+    "sdpa_kernel (priority)": "sdp_priority_order",
+    "allow_fp16_bf16_reduction_math_sdp": "math_sdp_allow_fp16_bf16_reduction",
+    "cudnn.flags (enabled)": "cudnn_enabled",
+    "cudnn.flags (benchmark)": "cudnn_benchmark",
+    "cudnn.flags (deterministic)": "cudnn_deterministic",
+    "cudnn.flags (depthwise_kernel)": "cudnn_depthwise_kernel",
+    "mkldnn.flags (enabled)": "mkldnn_enabled",
+    "mkldnn.flags (deterministic)": "mkldnn_deterministic",
+    "nnpack.flags": "nnpack_enabled",
+    "miopen.flags": "miopen_immediate",
+    "set_warn_always": "warnAlways",
+    "deterministic.fill_uninitialized_memory": "deterministic_fill_uninitialized_memory",
+    "allow_fp16_accumulation": "cublas_allow_fp16_accumulation",
+    "allow_fp16_reduced_precision_reduction (CPU)": "cpu_allow_fp16_reduced_precision_reduction",
+    "preferred_linalg_library": "linalg_preferred_backend",
+    "preferred_blas_library": "blas_preferred_backend",
+    "preferred_rocm_fa_library": "rocm_fa_preferred_backend",
+    "quantized.engine": "qengine",
+}
+"""Names, and the ends of the functions ``_get_`` and ``_set_`` of ``torch._C``."""
+_PAIRS_OF_C = (
+    *(
+        (f"sdpa_kernel ({kind})", f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}")
+        for kind in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+    ),
+    (
+        "cudnn.flags (benchmark_limit)",
+        "_cuda_get_cudnn_benchmark_limit",
+        "_cuda_set_cudnn_benchmark_limit",
+    ),
+    (
+        "check_sparse_tensor_invariants",
+        "_check_sparse_tensor_invariants",
+        "_set_check_sparse_tensor_invariants",
+    ),
+    ("jit.fuser (cpu)", "_jit_can_fuse_on_cpu", "_jit_override_can_fuse_on_cpu"),
+    ("jit.fuser (gpu)", "_jit_can_fuse_on_gpu", "_jit_override_can_fuse_on_gpu"),
+    ("jit.fuser (NNC)", "_jit_texpr_fuser_enabled", "_jit_set_texpr_fuser_enabled"),
+    ("jit.fuser (oneDNN)", "_jit_llga_enabled", "_jit_set_llga_enabled"),
+    ("the default dtype (set_default_dtype)", "get_default_dtype", "_set_default_dtype"),
+)
+"""Names and functions of ``torch._C``."""
+_OLD_PRECISIONS = {
+    "set_float32_matmul_precision": "float32_matmul_precision",
+    "cudnn.flags (allow_tf32)": "cudnn_allow_tf32",
+    "mkldnn.flags (allow_tf32)": "onednn_allow_tf32",
+}
+"""Like ``_OF_C``. They also set the following, and cannot be read if those contradict them."""
+_PRECISIONS = (
+    ("generic", "all"),
+    *(("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
+    *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")),
+)
+"""Backends and operations that have ``fp32_precision``; a value may be that of an earlier one."""
+_OF_MODULES = (
+    ("opt_einsum.flags (enabled)", vars(torch.backends.opt_einsum)["m"], "enabled"),
+    ("opt_einsum.flags (strategy)", vars(torch.backends.opt_einsum)["m"], "strategy"),
+    ("set_checkpoint_debug_enabled", checkpoint, "_checkpoint_debug_enabled"),
+    ("set_checkpoint_early_stop", checkpoint, "_enable_checkpoint_early_stop"),
+    ("fx.traceback.preserve_node_meta", torch.fx.traceback, "should_preserve_node_meta"),
+    ("mha.set_fastpath_enabled", torch.backends.mha, "_is_fastpath_enabled"),
+    (
+        "set_overwrite_module_params_on_conversion",
+        torch.__future__,
+        "_overwrite_module_params_on_conversion",
+    ),
+    ("set_swap_module_params_on_conversion", torch.__future__, "_swap_module_params_on_conversion"),
+    ("set_default_validate_args", torch.distributions.Distribution, "_validate_args"),
+)
+"""Names, modules or classes, and their attributes."""
+
+
+def _readable(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return _UNREADABLE
+
+
+def _settings() -> Iterator[_Setting]:
+    """All settings of the process in this build of PyTorch."""
+    c: Any = torch._C
+    pairs = [(name, f"_get_{end}", f"_set_{end}") for name, end in _OF_C.items()]
+    for name, getter, setter in (*pairs, *_PAIRS_OF_C):
+        if hasattr(c, getter) and hasattr(c, setter):
+            yield _Setting(name, getattr(c, getter), getattr(c, setter))
+    for name, end in _OLD_PRECISIONS.items():
+        read = partial(_readable, getattr(c, f"_get_{end}"))
+        yield _Setting(name, read, getattr(c, f"_set_{end}"))
+    for where in _PRECISIONS:
+        read = partial(c._get_fp32_precision_getter, *where)
+        write = partial(c._set_fp32_precision_setter, *where)
+        yield _Setting(f"fp32_precision ({', '.join(where)})", read, write)
+    for kind in ("fp16", "bf16"):
+        name = f"allow_{kind}_reduced_precision_reduction"
+        write = getattr(c, f"_set_cublas_{name}")
+        yield _Setting(name, getattr(c, f"_get_cublas_{name}"), partial(_apply, write))
+    for name, module, attribute in _OF_MODULES:
+        if hasattr(module, attribute):
+            read, write = partial(getattr, module, attribute), partial(setattr, module, attribute)
+            yield _Setting(name, read, write)
+    yield _Setting(
+        "anomaly detection (set_detect_anomaly)",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    )
+    yield _Setting(
+        "use_deterministic_algorithms",
+        lambda: (c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only()),
+        lambda value: c._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    )
+    yield _Setting(
+        "set_printoptions",
+        lambda: vars(torch._tensor_str.PRINT_OPTS).copy(),
+        lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),
+    )
+    yield _Setting("torch.compiler.set_stance", _read_stance, _write_stance)
+
+
+def _apply(write: Callable[..., object], value: Any) -> None:
+    write(*value)
+
+
+def _read_stance() -> Any:
+    """The stance of ``torch.compile``; ``None``: PyTorch's own."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(dynamo, "_stance", None)  # none while another thread imports the module
+    return None if stance is None or stance == dynamo.DynamoStance() else stance
+
+
+def _write_stance(stance: Any) -> None:
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
+    dynamo._stance = stance or dynamo.DynamoStance()
+
+
+_SETTINGS = tuple(_settings())
 
 
 def make_thread_safe() -> None:

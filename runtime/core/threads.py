@@ -77,7 +77,7 @@ class IntraOpThreads(ProcessState):
         return torch.get_num_threads()
 
     @classmethod
-    def _restore(cls, before: int) -> None:
+    def _restore(cls, before: int, once: bool) -> None:
         torch.set_num_threads(before)
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from runtime.core.context import worker_context
+from runtime.core.process_state import ProcessState
 from runtime.core.rng import install_thread_generators
 from runtime.core.shared_objects import IN_EVALUATIONS, shared_by
 from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
@@ -75,6 +76,7 @@ class DevicePool:
         num_cpus = sum(device.type == "cpu" for device in self._devices)
         contexts = [open_device(device, num_cpus) for device in self._devices]
         IntraOpThreads.acquire()
+        ProcessState.acquire()
         threads = []
         try:
             for rank, context in enumerate(contexts):
@@ -95,6 +97,7 @@ class DevicePool:
             raise
         finally:
             IntraOpThreads.release()
+            ProcessState.release()
         if self._errors:
             raise self._errors[0]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from coordinator.run_errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
+from runtime.core.process_state import ProcessState
 from runtime.core.threads import IntraOpThreads
 from runtime.core.tracebacks import fold_tracebacks, print_briefly
 from runtime.device.cuda import open_device
@@ -177,7 +178,8 @@ class Runner:
                 None if task is None else partial(self._after_events, device, events, tensors, task)
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
-        outcomes = self.execute(tasks, changes=changes)
+        with ProcessState.held():
+            outcomes = self.execute(tasks, changes=changes)
         if events:
             self._join_streams(outcomes, tensors)
         self._recorder.record_tasks(operation, outcomes)
