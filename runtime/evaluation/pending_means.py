@@ -158,16 +158,26 @@ def read_means(start: int, stop: int, data: Any, result: Any, view: EvaluationVi
 
 
 @contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of each submodule afterwards, by its ``train()`` or ``eval()``, which layers
+    override.
+    """
+    modes = [(part, part.training) for part in model.modules()]  # parents first
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            if part.training != training:
+                (part.train if training else part.eval)()
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a module in evaluation mode without gradients; restore the mode of each submodule."""
-    modes = [(sub, sub.training) for sub in model.modules()]
-    model.eval()
-    try:
+    with keeping_modes(model):
+        model.eval()
         with torch.no_grad():
             yield
-    finally:
-        for sub, training in modes:
-            sub.training = training
 
 
 @contextmanager

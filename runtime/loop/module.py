@@ -408,6 +408,12 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         self.module.train(mode)
         return self
 
+    def eval(self) -> Self:
+        """Set eval mode on every replica."""
+        self.training = False
+        self.module.eval()
+        return self
+
     def __getattr__(self, name: str) -> Any:
         engine = self.__dict__.get("_engine")
         if engine is None or name.startswith("__"):

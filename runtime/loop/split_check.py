@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from runtime.evaluation.pending_means import evaluating
 from runtime.loop.gather import COUPLED_OUTPUT, OutputGather, ShardOutput
 from runtime.loop.rank_replica import read_output
 from runtime.loop.scatter import InputRules, Scatter
@@ -87,13 +88,14 @@ def check_split(
     Raises:
         ValueError: The outputs in eval mode differ, or one is a sum over the samples.
     """
-    modes = {module: module.training for module in trial.modules()}
-    trial.eval()
-    if found := _difference(trial, scatter, rules, device):
+    with evaluating(trial):
+        found = _difference(trial, scatter, rules, device)
+    if found:
         raise ValueError(found)
-    for module, mode in modes.items():
-        module.training = mode and not isinstance(module, (_BatchNorm, _DropoutNd))
-    if any(modes.values()) and (found := _difference(trial, scatter, rules, device)):
+    in_train_mode = any(module.training for module in trial.modules())
+    for module in trial.modules():
+        module.training &= not isinstance(module, (_BatchNorm, _DropoutNd))
+    if in_train_mode and (found := _difference(trial, scatter, rules, device)):
         logger.warning("in train mode %s", found)
 
 

@@ -240,6 +240,7 @@ class ThreadedEngine:
             except BaseException:
                 self._rules.is_checked = False
                 raise
+            self._prepare()  # the trial may share parameters, which its eval() changes and restores
 
     def backward(
         self,

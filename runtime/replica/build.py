@@ -19,7 +19,7 @@ from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.core.rng import GlobalGenerators
 from runtime.core.shared_objects import SharedObjects
 from runtime.device import cuda_api
-from runtime.replica.copying import check_copyable, check_unshared, copy_module
+from runtime.replica.copying import check_copyable, check_unshared, copy_module, effect_of_train
 from runtime.replica.flat import (
     FlatState,
     collapsed,
@@ -33,6 +33,10 @@ from runtime.replica.schedule import Schedule, SchedulerFactories
 
 logger = logging.getLogger(__name__)
 
+TRAIN_NOT_CALLED = (
+    "the model overrides train(), which is not called before training and would set %s: call "
+    "model.train() before the run, or in the factory, to train as a loop that begins with it"
+)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ModelT_co = TypeVar("ModelT_co", bound=nn.Module, default=nn.Module, covariant=True)
 """The model's type, in the types of builder, handle and state."""
@@ -87,12 +91,8 @@ def build_replica(
                 template.check_order(model, rank)
             elif load is not None:
                 load(model)
-            if rank == 0 and not model.training:
-                logger.warning(
-                    "the model is in eval mode, which training keeps (no dropout, no batch "
-                    "statistics): call model.train() before the run, or in the factory, to "
-                    "change it"
-                )
+            if rank == 0:
+                _warn_of_modes(model, tries_train=not by_model and load is None)
             state = FlatState(model)
             optimizer: torch.optim.Optimizer
             if by_model:
@@ -112,6 +112,22 @@ def build_replica(
             order.fail()
         raise
     return Replica(model, state, optimizer, schedule, rates)
+
+
+def _warn_of_modes(model: nn.Module, *, tries_train: bool) -> None:
+    """Log that modes at the start are other than those of a loop that calls ``model.train()``.
+
+    Args:
+        model: The model.
+        tries_train: False if the body of a user's loop or a checkpoint decides the modes.
+    """
+    if not model.training:
+        logger.warning(
+            "the model is in eval mode, which training keeps (no dropout, no batch statistics): "
+            "call model.train() before the run, or in the factory, to change it"
+        )
+    elif tries_train and (effect := effect_of_train(model)):
+        logger.warning(TRAIN_NOT_CALLED, effect)
 
 
 @dataclass(frozen=True, slots=True)

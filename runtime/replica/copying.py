@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 _REMEDY = "pass a factory that builds the module for each device, lambda device: Net().to(device)"
 _MODULE_HOOKS = (
@@ -116,6 +119,49 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers, each once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def effect_of_train(module: nn.Module) -> str | None:
+    """The first flag, number or text that a call of ``module.train()`` would set, as code.
+
+    Tried on a copy without memory for tensors, and only if a part overrides ``train``; ``None`` if
+    nothing would change, or such a copy cannot be made. Parts in eval mode are taken as meant.
+    """
+    if all(type(m).train is nn.Module.train and "train" not in vars(m) for m in module.modules()):
+        return None
+    try:
+        memo: dict[int, Any] = {id(t): _without_memory(t) for _, t in named_tensors(module)}
+        tried = copy.deepcopy(module, memo).train()
+        for part, own in zip(tried.modules(), module.modules(), strict=True):
+            if part.training and not own.training:
+                part.eval()
+        pairs: list[tuple[str, Any, Any]] = [
+            *(
+                (name, vars(m), vars(tried.get_submodule(name)))
+                for name, m in module.named_modules()
+            ),
+            *(
+                (
+                    name,
+                    {"requires_grad": p.requires_grad},
+                    {"requires_grad": memo[id(p)].requires_grad},
+                )
+                for name, p in module.named_parameters()
+            ),
+        ]
+    except Exception:
+        logger.debug("train() could not be tried on a copy", exc_info=True)
+        return None
+    for name, before, after in pairs:
+        for key, value in before.items():
+            if isinstance(value, (int, float, str)) and after.get(key, value) != value:
+                return f"{'.'.join(filter(None, ('model', name, key)))} = {after[key]!r}"
+    return None
+
+
+def _without_memory(t: Tensor) -> Tensor:
+    twin = torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
+    return nn.Parameter(twin, t.requires_grad) if isinstance(t, nn.Parameter) else twin
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -709,8 +709,9 @@ class ModuleState:
             for name, saved in state["frozen"].items():
                 self._frozen[name].copy_(saved)
         modes, grads = state.get("modes", {}), state.get("requires_grad", {})
-        for name, sub in self._model.named_modules():
-            sub.training = modes.get(name, sub.training)
+        for name, part in self._model.named_modules():  # parents first
+            if part.training != modes.get(name, part.training):
+                _set_mode(part, training=modes[name])
         for name, p in self._model.named_parameters():
             p.requires_grad_(grads.get(name, p.requires_grad))
         extra = state["extra_state"]
@@ -724,6 +725,22 @@ class ModuleState:
         if name not in self._warned:
             self._warned.add(name)
             logger.warning("%s", message)
+
+
+def _set_mode(part: nn.Module, *, training: bool) -> None:
+    """Set a mode by ``train()`` or ``eval()``, and keep the values of the part's tensors.
+
+    A layer that overrides these, to merge an adapter for instance, has changed its tensors when the
+    checkpoint was written.
+    """
+    own = nn.Module.train, nn.Module.eval
+    overrides = any((type(m).train, type(m).eval) != own for m in part.modules())
+    tensors = (*part.parameters(), *part.buffers()) if overrides else ()
+    held = [(t, t.detach().clone()) for t in tensors]
+    (part.train if training else part.eval)()
+    with torch.no_grad():
+        for t, value in held:
+            t.copy_(value)
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,7 +15,7 @@ from runtime.core.context import worker_context
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, mark_failed
 from runtime.core.rng import thread_generator
 from runtime.device.base import PendingCopy
-from runtime.evaluation.pending_means import evaluating
+from runtime.evaluation.pending_means import evaluating, keeping_modes
 from runtime.replica.averager import ReducedState
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
@@ -409,6 +409,7 @@ def call_checkpoint_fn(
 ) -> None:
     """Call the checkpoint function; a failure is logged only."""
     try:
-        checkpoint_fn(version, model)
+        with keeping_modes(model):
+            checkpoint_fn(version, model)
     except Exception:
         logger.exception("rank %d: checkpoint_fn failed for version %d", rank, version)
