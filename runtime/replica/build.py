@@ -456,9 +456,15 @@ def build_optimizer(
         ValueError: Its step requires a closure, or it holds a parameter that is not the model's.
     """
     params = _trainable(model)
+    given = list(params) if groups is None else groups(model)
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"param_groups(f): f(model) returned {type(given).__name__}: return a list of "
+            'parameter groups, such as [{"params": list(model.parameters()), "lr": 0.1}]'
+        )
     optimizer = _call_factory(
         factory,
-        list(params) if groups is None else groups(model),
+        given,
         "it receives a list of parameters or groups, not the model: pass that to the optimizer",
     )
     return check_optimizer(optimizer, params, "optim_factory(params)")

@@ -137,6 +137,10 @@ class Faults:
         what = f"stall_in_data({rank=}, {read=})"
         return self._plant(what, self._waiting(until), "read", rank, read)
 
+    def fail_in_read(self, *, rank: int, read: int) -> Faults:
+        """Raise in the ``read``-th read of :meth:`dataset` for a rank, from 0."""
+        return self._plant(f"fail_in_read({rank=}, {read=})", _raising(None), "read", rank, read)
+
     def _plant(self, what: str, act: Callable[[], object], *key: Any) -> Faults:
         with self._changed:
             self._faults[key].append(_Fault(what, act))

@@ -79,15 +79,17 @@ def test_a_data_set_that_fails_ends_the_run(way, faults):
 @averaged_ways
 def test_a_failing_read_while_the_peer_waits_for_data_ends_the_run(way, faults):
     """D8: the peer is woken from its wait for a batch that never comes."""
-    loading = threading.Event()
-    planted = faults().stall_in_data(rank=0, read=0, until=loading)
-    planted.stall_in_data(rank=1, read=0, until=loading)
-    planted.fail_at(rank=1, step=0)
+    held, loading = threading.Event(), threading.Event()
+    planted = faults().stall_in_data(rank=0, read=0, until=held)
+    planted.stall_in_data(rank=1, read=0, until=loading).fail_in_read(rank=1, read=0)
     handle = planted.builder(dataset=planted.dataset(60), way=way).run()
     planted.wait_for(lambda: planted.num_shots == 2)
     loading.set()
-    with within(5), pytest.raises(WorkerFailed):
+    planted.await_all()
+    held.set()
+    with within(5), pytest.raises(WorkerFailed) as failed:
         handle.join(BOUND_S)
+    assert (failed.value.rank, type(failed.value.__cause__)) == (1, Planted)
 
 
 # -- abandoned epochs -------------------------------------------------------------------
@@ -154,6 +156,6 @@ def test_a_run_that_fails_before_its_first_plan_leaves_no_loader(way, faults):
     """D31: the data set was never read."""
     planted = faults().fail_in_build(rank=1)
     handle = planted.builder(dataset=planted.dataset(60), way=way).run()
-    with pytest.raises(WorkerFailed):
+    with pytest.raises(WorkerFailed, match=r"worker 1 .*planted"):
         handle.join(BOUND_S)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("prefetch-")]

@@ -233,7 +233,7 @@ def test_a_fast_rank_overshoots_its_count_by_max_overshoot_at_most(backend, max_
         max_overshoot=max_overshoot,
     )
     Simulation(schedule, hooks).run()
-    assert hooks.largest <= max_overshoot
+    assert min(max_overshoot, 1) <= hooks.largest <= max_overshoot
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))

@@ -297,7 +297,9 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
 
 def test_whole_numbers_and_floats_of_numpy_are_taken():
     b = builder(dataset=8).batch_size(np.int64(4)).overhead_target(np.float32(0.25))
-    assert b.run().join(WAIT_S).metrics[0].num_samples == 8
+    assert b._config.coordinator.overhead_target == 0.25
+    (metrics,) = b.run().join(WAIT_S).metrics
+    assert sum(rank.num_batches for rank in metrics.per_rank) == 2
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -414,14 +416,21 @@ def test_an_invalid_result_of_a_factory_is_named_in_the_error(way, values, cause
     assert remedy.replace("\\", "") in str(error.__cause__)
 
 
-@pytest.mark.parametrize("bad", [boom, lambda optimizer: 5], ids=["raises", "no scheduler"])
-def test_an_invalid_result_of_a_scheduler_factory_is_named(bad):
-    error = failure_of(builder().scheduler(bad))
-    assert isinstance(error.__cause__, (Planted, TypeError))
+def test_a_scheduler_factory_and_param_groups_that_fail_are_the_cause():
+    for b in (builder().scheduler(boom), builder().param_groups(boom)):
+        assert isinstance(failure_of(b).__cause__, Planted)
 
 
-def test_an_invalid_result_of_param_groups_is_named():
-    assert isinstance(failure_of(builder().param_groups(boom)).__cause__, Planted)
+def test_an_invalid_result_of_a_scheduler_factory_is_named():
+    error = failure_of(builder().scheduler(lambda optimizer: 5))
+    assert "scheduler(f): f(optimizer) returned int" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("groups", [5, None])
+def test_an_invalid_result_of_param_groups_is_named(groups):
+    error = failure_of(builder().param_groups(lambda model: groups))
+    words = f"param_groups(f): f(model) returned {type(groups).__name__}: return a list"
+    assert words in str(error.__cause__)
 
 
 @pytest.mark.parametrize(

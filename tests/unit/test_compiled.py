@@ -13,6 +13,7 @@ from tests.support.running import SYNC, THREAD, WAIT_S, builder
 
 
 def bare():
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     net[2].weight.requires_grad_(False)
     return net
@@ -57,6 +58,8 @@ def test_a_run_is_resumed_with_or_without_compiling(first, then, tmp_path):
     run(tmp_path, first).run().join(WAIT_S)
     state = run(tmp_path, then, epochs=2).resume(tmp_path / "run").run().join(WAIT_S)
     assert [m.epoch for m in state.metrics] == [0, 1]
+    straight = run(tmp_path / "straight", bare, epochs=2).run().join(WAIT_S)
+    torch.testing.assert_close(state.state_dict(), straight.state_dict())
 
 
 @compiled

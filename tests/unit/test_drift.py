@@ -169,8 +169,16 @@ def test_buffers_are_averaged_where_frozen_parameters_become_those_of_rank_0(cap
 
 
 def test_a_change_of_frozen_parameters_on_one_rank_is_repaired(caplog):
-    run(teacher)
+    found = {}
+
+    def keep(epoch, worker):
+        found[epoch, worker.rank] = worker.model.teacher.weight.detach().clone()
+        if (epoch, worker.rank) == (1, 1):
+            teacher(worker)
+
+    run(lambda worker: None, configure=lambda b: b.epoch_fn(keep))
     assert "frozen parameter 'teacher.weight' of rank 1" in caplog.text
+    assert all(torch.equal(found[2, rank], Net().teacher.weight) for rank in range(2))
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (SYNC, GLOO)])
@@ -202,7 +210,7 @@ def test_flags_that_change_alike_are_not_reported(caplog):
 
 
 def test_a_change_in_the_last_epoch_is_noticed():
-    with pytest.raises(gpuworker.ReplicaMismatch):
+    with pytest.raises(gpuworker.ReplicaMismatch, match=r"at step 6 .*'head\.weight' of rank 1"):
         run(negated, at=2)
 
 
@@ -266,7 +274,7 @@ def test_an_optimizer_that_steps_on_local_gradients_is_noticed():
                 p -= 0.1 * g
         return train(model, batch)
 
-    with pytest.raises(gpuworker.ReplicaMismatch):
+    with pytest.raises(gpuworker.ReplicaMismatch, match=r"parameter 'head\.\w+' of rank 1"):
         run(lambda worker: None, train=steps_itself)
 
 

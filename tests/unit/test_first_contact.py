@@ -92,10 +92,18 @@ def test_an_earlier_record_is_kept_beside_the_new_one(tmp_path):
     assert "software" in (tmp_path / "record.jsonl.before").read_text()
 
 
-@pytest.mark.parametrize("words", [["--parts", "fact"], ["--limit", "facts"], ["--limit", "x=3"]])
-def test_parts_and_limits_that_do_not_exist_are_refused(words):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--parts", "fact"], "--parts fact: pass some of facts,"),
+        (["--limit", "facts"], "--limit facts: pass PART=SECONDS"),
+        (["--limit", "x=3"], "--limit x=3: pass PART=SECONDS, of facts,"),
+    ],
+)
+def test_parts_and_limits_that_do_not_exist_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit):
-        first_contact.parse_args(words)
+        first_contact.parse_args(arguments)
+    assert words in capsys.readouterr().err
 
 
 def test_limits_are_arguments():

@@ -140,7 +140,7 @@ def test_replicas_that_differ_end_the_run_in_any_case():
     def odd(device):
         return nn.Linear(1 + current_worker().rank, 1)
 
-    with pytest.raises(ReplicaMismatch):
+    with pytest.raises(ReplicaMismatch, match="the shape of 'weight' is"):
         run(train_samples, (CADENCE, OVER_CPU), model=odd).join(WAIT_S)
 
 

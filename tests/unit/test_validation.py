@@ -84,13 +84,13 @@ class Watch:
         return [m for m in self.metrics if isinstance(m, StepMetrics) and m.num_batches == 0]
 
 
-def plain(state):
-    """The loss of one plain device over the validation set."""
+def plain(state, num_samples=N):
+    """The loss of one plain device over the validation set, or its first samples."""
     model = Net()
     model.load_state_dict(state)
     model.eval()
     with torch.no_grad():
-        return loss_of(model, (X, Y)).item()
+        return loss_of(model, (X[:num_samples], Y[:num_samples])).item()
 
 
 def run(way=(SYNC, THREAD), ranks=2, epochs=2, watch=None, train=loss_of, **more):
@@ -484,7 +484,7 @@ def test_fit_validates():
         policy="sync",
         val_dataset=(X, Y),
     )
-    assert state.metrics[0].scalars["val/loss"] > 0
+    assert state.metrics[0].scalars["val/loss"] == pytest.approx(plain(state.state_dict()), 1e-12)
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=lambda way: way[0].name)
@@ -532,7 +532,8 @@ def test_a_loader_with_processes_is_read_once():
 
 def test_fewer_batches_than_workers_are_validated_by_some():
     state = run(ranks=3).val_dataset((X[:3], Y[:3])).run().join(WAIT_S)
-    assert all(m.scalars["val/loss"] > 0 for m in state.metrics)
+    alone = plain(state.state_dict(), 3)
+    assert state.metrics[-1].scalars["val/loss"] == pytest.approx(alone, 1e-12)
 
 
 class Stream(IterableDataset):
@@ -565,9 +566,16 @@ def test_unsupported_validations_are_refused_before_the_run(change, error):
         change(b)
 
 
-@pytest.mark.parametrize("result", [None, {"x": torch.ones(3)}, {"x": "high"}])
-def test_results_that_are_no_means_end_the_run(result):
-    with pytest.raises(WorkerFailed):
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "returned None"),
+        ({"x": torch.ones(3)}, r"'x' of shape \(3,\)"),
+        ({"x": "high"}, "'x' of type str"),
+    ],
+)
+def test_results_that_are_no_means_end_the_run(result, words):
+    with pytest.raises(WorkerFailed, match=words):
         run().val_dataset((X, Y), fn=lambda model, batch: result).run().join(WAIT_S)
 
 

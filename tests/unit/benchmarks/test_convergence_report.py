@@ -362,10 +362,18 @@ def test_averaged_modes_use_the_defaults_or_given_settings(given, settings, tmp_
     assert args.settings == settings
 
 
-@pytest.mark.parametrize("bad", [["--set", "anker=2"], ["--set", "anchor=x"], ["--seeds", "0"]])
-def test_bad_arguments_are_refused(bad, tmp_path):
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (["--set", "anker=2"], "anker"),
+        (["--set", "anchor=x"], "anchor=x: 'x' is no int"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(bad, words, tmp_path, capsys):
     with pytest.raises(SystemExit):
         quality.parse_args(["--synthetic", "--out", str(tmp_path / "r"), *bad])
+    assert words in capsys.readouterr().err
 
 
 # -- machines of a cluster -----------------------------------------------------------------

@@ -409,15 +409,19 @@ def test_a_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
 
 def test_a_manifest_lists_only_expected_files():
     entry = (3, "0" * 64)
-    for listed in (
-        {},
-        {"weights.safetensors": entry, "state.pt": entry},
-        {"weights.safetensors": entry, "state.pt": entry, "ranks-00001.pt": entry},
-        {"weights.safetensors": entry, "state.pt": entry, "../ranks-00000.pt": entry},
-        {"weights.safetensors": entry, "state.pt": entry, "ranks-00000.pt": (-1, "0" * 64)},
+    both = {"weights.safetensors": entry, "state.pt": entry}
+    for listed, words in (
+        ({}, r"it lists \[\], not \['state"),
+        (both, r"it lists \['state"),
+        ({**both, "ranks-00001.pt": entry}, r"'ranks-00001\.pt'.*, not \['ranks-00000\.pt'"),
+        ({**both, "../ranks-00000.pt": entry}, r"it lists \['\.\./ranks-00000\.pt'"),
+        (
+            {**both, "ranks-00000.pt": (-1, "0" * 64)},
+            r"ranks-00000\.pt is not a size and a SHA-256",
+        ),
     ):
         content = Manifest(epoch=0, global_step=0, files=listed, about={}).to_bytes()
-        with pytest.raises(CheckpointError, match="it"):
+        with pytest.raises(CheckpointError, match=words):
             Manifest.from_bytes(content)
 
 

@@ -227,19 +227,19 @@ def test_a_view_of_other_strides_is_written_in_order():
 
 
 @pytest.mark.parametrize(
-    ("values", "texts"),
+    ("values", "texts", "words"),
     [
-        ({"a": torch.ones(1, dtype=torch.complex128)}, None),
-        ({"a": torch.ones(1).to_sparse()}, None),
-        ({"__metadata__": torch.ones(1)}, None),
-        ({"\ud800": torch.ones(1)}, None),
-        ({}, {"a": 1}),
-        ({}, {1: "a"}),
-        ({}, {"a": "\udc00"}),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, None, r"'a' of torch\.complex128"),
+        ({"a": torch.ones(1).to_sparse()}, None, r"'a' of .* torch\.sparse_coo"),
+        ({"__metadata__": torch.ones(1)}, None, "'__metadata__' of"),
+        ({"\ud800": torch.ones(1)}, None, "not valid Unicode"),
+        ({}, {"a": 1}, "not str"),
+        ({}, {1: "a"}, "not str"),
+        ({}, {"a": "\udc00"}, "not valid Unicode"),
     ],
 )
-def test_values_without_a_representation_in_the_format_are_refused(values, texts):
-    with pytest.raises(TensorFileError):
+def test_values_without_a_representation_in_the_format_are_refused(values, texts, words):
+    with pytest.raises(TensorFileError, match=words):
         encode(values, texts)
 
 

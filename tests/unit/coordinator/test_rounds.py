@@ -48,7 +48,7 @@ def test_a_round_makes_only_legal_transitions(state, target):
 
 def test_a_round_cannot_start_while_another_is_in_flight():
     rnd = begun(RoundState.SYNCING)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"RoundState\.SYNCING -> RoundState\.SYNCING"):
         begin(rnd, RoundState.SYNCING)
 
 

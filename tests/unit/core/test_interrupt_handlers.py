@@ -140,7 +140,7 @@ def test_an_exception_of_the_users_handler_is_raised_by_the_wait(noted, waits):
     signal.signal(SIGTERM, leave)
     gate, handle = held_run()
     waits.actions = [[raising(SIGTERM), gate.opened.set]]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="3"):
         handle.join()
     assert handle.state.stopped
 

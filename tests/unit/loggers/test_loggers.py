@@ -208,10 +208,12 @@ def test_each_epoch_is_flushed_before_close(tmp_path):
 
 @needs_tensorboard
 def test_a_garbage_collected_logger_leaves_no_thread(tmp_path):
+    before = set(threading.enumerate())
     log = TensorBoardLogger(tmp_path)
     log(epoch_metrics(0))
+    assert {type(t).__name__ for t in set(threading.enumerate()) - before} == {"_AsyncWriterThread"}
     del log
-    assert "_AsyncWriterThread" not in {type(t).__name__ for t in threading.enumerate()}
+    assert set(threading.enumerate()) <= before
 
 
 @needs_tensorboard

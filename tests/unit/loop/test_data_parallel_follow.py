@@ -232,12 +232,17 @@ def test_settings_of_the_first_optimizer_apply_to_all():
 
 
 def test_optimizers_may_be_stepped_directly():
+    alone = mlp("cpu")
+    optimizer = adam(alone.parameters())
     with replicas(2) as coordinator:
-        coordinator.train_batch(samples_of(10))
-        for optimizer in coordinator.optimizers:  # on the batch's gradients again
-            optimizer.step()
-        coordinator.train_batch(samples_of(10, 1))
+        for seed in range(2):
+            coordinator.train_batch(samples_of(10, seed))
+            optimizer.zero_grad()
+            loss_fn(alone, samples_of(10, seed))[0].backward()
+            for each in (*coordinator.optimizers, optimizer, optimizer):
+                each.step()  # of the coordinator on the batch's gradients again
         assert identical(coordinator)
+        assert_close(state(coordinator.primary), state(alone))
 
 
 def test_groups_added_to_the_optimizer_are_trained():

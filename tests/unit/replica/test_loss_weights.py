@@ -617,10 +617,17 @@ def test_a_fraction_above_one_is_reported_once(caplog):
     assert caplog.text.count("gpuworker.Weighted(loss, weight) to confirm") == 1
 
 
-@pytest.mark.parametrize("weight", [2, np.int64(2), np.float32(2.0), torch.tensor([2])])
-def test_numbers_and_scalars_of_any_kind_are_weights(weight):
-    state = builder(train=lambda m, b: (m.w.sum(), weight), dataset=8).run().join(WAIT_S)
-    assert state.metrics[0].num_samples == 8
+@pytest.mark.parametrize("kind", [np.int64, np.float32, lambda n: torch.tensor([n])])
+def test_numbers_and_scalars_of_any_kind_are_weights(kind):
+    def trained(kind):
+        def train(model, batch):
+            i = int(batch[0][0])
+            return model.w.sum() * i, kind(1 + i)
+
+        return builder(train=train, dataset=8, way=(SYNC, THREAD)).run().join(WAIT_S).params["w"]
+
+    assert torch.equal(trained(kind), trained(int))
+    assert not torch.equal(trained(int), trained(lambda _: 1))
 
 
 # Model outputs in place of a loss.

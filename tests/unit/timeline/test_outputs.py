@@ -10,7 +10,7 @@ from collections import Counter as Count
 
 import pytest
 
-from runtime import Event, Kind, Timeline, WorkerFailed, current_worker, record_scalar
+from runtime import Event, Kind, Timeline, current_worker, record_scalar
 from runtime.timeline import export
 from runtime.timeline import text as text_module
 from runtime.timeline.export import _slices
@@ -231,19 +231,6 @@ def test_the_page_contains_no_foreign_markup(hostile, tmp_path):
     for character in "<>&":
         assert character not in embedded({f"a{character}": [character]})
     assert json.loads(embedded({"<": ["&>"]})) == {"<": ["&>"]}
-
-
-def test_hostile_names_are_on_one_line_in_the_log(caplog):
-    def fit(model, batch):
-        if current_worker().rank == 1:
-            raise RuntimeError(f"two\nlines{SCRIPT}")
-        return count_up(model, batch)
-
-    timeline = Timeline()
-    with caplog.at_level("DEBUG", logger="runtime.timeline"), pytest.raises(WorkerFailed):
-        builder(train=fit, model=lambda d: Hostile()).timeline(timeline).run().join(WAIT_S)
-    own = [r for r in caplog.records if r.name.startswith("runtime.timeline")]
-    assert all("\n" not in record.getMessage() for record in own)
 
 
 def test_a_file_is_replaced_atomically(busy, tmp_path, monkeypatch):

@@ -435,7 +435,7 @@ def test_an_error_of_the_function_names_the_samples(hides):
                 if not hides:
                     raise
 
-    with pytest.raises(Exception, match=r"samples 6 to 7|planted"):
+    with pytest.raises(WorkerFailed, match=r"samples 6 to 7 .*planted"):
         loop_builder(loop).run().join(WAIT_S)
 
 
