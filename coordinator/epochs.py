@@ -419,6 +419,7 @@ class EpochScheduler:
         has_more = run.ledger.has_more(epoch)
         pauses = has_more and self._batches_until_evaluation(plan) == 0
         more = bool(plan.pieces) and has_more and not pauses
+        trained_by = plan.trained_by(run.config.accumulate) if run.config.own_loop else ()
         for info in live:
             yield (
                 info,
@@ -430,6 +431,7 @@ class EpochScheduler:
                     pieces=tuple(plan.pieces.get(info.rank, ())),
                     per_global=run.per_global if plan.pieces else 0,
                     num_slices=plan.num_slices,
+                    trained_by=trained_by,
                     more=more,
                     pauses=pauses,
                     is_partial=bool(epoch.open) and not more,

@@ -813,6 +813,15 @@ class LockstepPlan:
             return len(self.pieces[rank])
         return sum(len(span) for span in self.parts[rank])
 
+    def trained_by(self, accumulate: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks with samples in each optimizer step; empty without pieces."""
+        num = accumulate * self.num_slices
+        starts = range(0, len(self.counts) * self.num_slices, num)
+        return tuple(
+            tuple(rank for rank, own in self.pieces.items() if _sizes(own[start : start + num]))
+            for start in starts
+        )
+
     def num_complete_batches(self, rank: int, num_micro_batches: int) -> int:
         """Batches that are complete after ``num_micro_batches`` of a rank."""
         if not self.pieces:

@@ -43,6 +43,7 @@ class EpochPlan:
             empty piece is not loaded: the others train the whole global batch.
         per_global: With pieces, the batches in a global batch.
         num_slices: With pieces, the micro-batches of each rank in a global batch.
+        trained_by: With pieces and an own loop, the ranks with samples in each optimizer step.
         more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
         pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
         is_partial: Under ``SYNC``, all ranks stop after the plan within the epoch, for an
@@ -58,6 +59,7 @@ class EpochPlan:
     pieces: tuple[tuple[int, int], ...] = ()
     per_global: int = 0
     num_slices: int = 1
+    trained_by: tuple[tuple[int, ...], ...] = ()
     more: bool = False
     pauses: bool = False
     is_partial: bool = False

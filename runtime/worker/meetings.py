@@ -32,11 +32,14 @@ class Meetings:
         self._aborted = -1  # the last generation that was aborted
         self._is_over = False
 
-    def post(self, generation: int, rank: int, number: int, post: Post) -> None:
+    def post(
+        self, generation: int, ranks: Sequence[int], rank: int, number: int, post: Post
+    ) -> None:
         """Post an act at a meeting, without waiting.
 
         Args:
             generation: The rank's group.
+            ranks: The ranks of the group.
             rank: The rank.
             number: Number of the meeting, which each rank counts from 0 in each group.
             post: The act.
@@ -46,21 +49,29 @@ class Meetings:
         """
         with self._condition:
             group = self._group(generation)
-            # Every rank has read the meeting before the last.
-            group.posts.pop(number - 2, None)
+            group.places[rank] = number
+            # A rank that follows may be meetings ahead of one that has not read the posts yet.
+            if len(group.places) == len(ranks):
+                passed = min(group.places.values())
+                for old in [each for each in group.posts if each < passed]:
+                    del group.posts[old]
             posts = group.posts.setdefault(number, {})
             posts[rank] = post
+            group.note_lr(post)
             if group.num_waiting:
                 self._condition.notify_all()
             for other, theirs in (*posts.items(), *group.ended.items()):
                 if other != rank and not _agree(post, theirs):
                     raise _mismatch((rank, post), (other, theirs))
 
-    def end_batch(self, generation: int, rank: int, number: int, made: Post) -> None:
+    def end_batch(
+        self, generation: int, ranks: Sequence[int], rank: int, number: int, made: Post
+    ) -> None:
         """Post the end of a batch, without waiting.
 
         Args:
             generation: The rank's group.
+            ranks: The ranks of the group.
             rank: The rank.
             number: Number of the rank's next meeting.
             made: The steps that it made.
@@ -71,6 +82,11 @@ class Meetings:
         with self._condition:
             group = self._group(generation)
             group.ended[rank] = made
+            group.note_lr(made)
+            if group.rates and len(group.ended) == len(ranks):
+                ended = min(post.batch for post in group.ended.values())
+                for old in [each for each in group.rates if each < ended]:
+                    del group.rates[old]
             if group.num_waiting:
                 self._condition.notify_all()
             for other, theirs in group.posts.get(number, {}).items():
@@ -130,6 +146,11 @@ class Meetings:
             if not _agree(one[1], other[1]):
                 raise _mismatch(one, other)
         return tuple(found.values())
+
+    def last_lr(self, generation: int, batch: int) -> float | None:
+        """The learning rate that bodies have set on a batch that one of them has ended."""
+        with self._condition:
+            return self._group(generation).rates.get(batch)
 
     def extend(self, generation: int) -> bool:
         """Extend the wait of ranks for this one, which evaluates; False if the group is aborted."""
@@ -203,6 +224,7 @@ class Post:
         made: Optimizers of the rank's steps on this batch, that of the act included.
         num_batches: Batches in the optimizer step.
         means: The means of an evaluation that this rank has computed.
+        lr: The learning rate that its body has set on this batch.
     """
 
     act: Act
@@ -210,6 +232,7 @@ class Post:
     made: tuple[str, ...] = ()
     num_batches: int = 1
     means: tuple[BatchMeans, ...] = ()
+    lr: float | None = None
 
     @property
     def optimizer(self) -> str:
@@ -232,16 +255,25 @@ class _Group:
     """Acts of the ranks of one group.
 
     Attributes:
-        posts: By number of the meeting and rank.
+        posts: By number of the meeting and rank, until all ranks have passed the meeting.
+        places: The last meeting at which each rank has posted.
         ended: The last batch that each rank has ended.
+        rates: By batch, the learning rate that bodies have set, until all ranks have ended it.
         num_waiting: Ranks that wait.
         num_extended: Number of times that a rank has extended the wait of the others.
     """
 
     posts: dict[int, dict[int, Post]] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
     ended: dict[int, Post] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
     num_waiting: int = 0
     num_extended: int = 0
+
+    def note_lr(self, post: Post) -> None:
+        """Keep the learning rate that a body has set."""
+        if post.lr is not None and post.act is not Act.FOLLOW:
+            self.rates[post.batch] = post.lr
 
 
 def _all_posted(posts: dict[int, Post], ranks: Sequence[int], batch: int) -> bool:

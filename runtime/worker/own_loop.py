@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -114,13 +114,11 @@ class OwnLoop:
         self._data: Any = None
         self._is_active = False  # the body has a batch
         self._is_ahead = False  # it is the first one of the next call of the loop
-        self._is_over = False
-        self._num_iterators = 0
-        self._left_epoch = -1
+        self._is_over = self._is_finishing = False
+        self._num_iterators, self._left_epoch = 0, -1
         self._generation = 0
         self._ranks: Sequence[int] = range(config.world_size)
-        self._meeting = 0
-        self._batch = -1
+        self._meeting, self._batch = 0, -1
         # The optimizer step in progress.
         self._windows: dict[str, AccumulationWindow] = {}
         self._before: BeforeStep | None = None
@@ -140,12 +138,13 @@ class OwnLoop:
         self._losses: dict[str, list[Tensor]] = {}
         self._is_dropped = False
         self._mark: LogMark | None = None
-        # For every().
+        # For every(): the last multiple of k that was granted, and this rank's batch.
         self._first_step = replica.progress.body_steps
         self._granted: dict[int, tuple[int, int]] = {}
+        self._lr: float | None = None  # set within the step of the plan
+        self._trained_by: Sequence[int] = ()  # the ranks with samples in it
         self.global_step = 0
         self.worker = LoopWorker(worker, self)
-        self._is_finishing = False
         self._hooks = [
             each.register_step_pre_hook(self._require_worker_step)
             for each in self.worker.optimizers.values()
@@ -228,17 +227,33 @@ class OwnLoop:
         """See :meth:`LoopWorker.every`."""
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"every({k!r}): pass a number of steps, at least 1")
+        owner, at = -1 if self._is_lockstep else self._replica.rank, (self._generation, self._batch)
         multiple = self._replica.progress.body_steps // k
-        before, batch = self._granted.get(k, (self._first_step // k, -1))
-        if multiple > before:
-            self._granted[k] = multiple, self._serial
-            return True
-        return batch == self._serial
+        granted, here = self.peers.grant((owner, k), multiple, self._first_step // k, at)
+        if here and self._granted.get(k, (-1, -1))[0] != granted:
+            self._granted[k] = granted, self._serial
+        return here and self._granted[k][1] == self._serial
+
+    @property
+    def is_first(self) -> bool:
+        """See :attr:`LoopWorker.is_first`."""
+        ranks = self._trained_by if self._is_active else ()
+        return self.peers.first(ranks, self._replica.progress.epoch) == self._replica.rank
+
+    def set_lr(self, lr: float) -> None:
+        """See :meth:`LoopWorker.set_lr`."""
+        if self._fault is not None:
+            return  # the step has no effect
+        self._replica.schedule.set_lr(lr)
+        if self._is_lockstep:
+            self._lr = lr
+            self._replica.lockstep.num_syncs += 1  # a peer without it is behind
 
     def _leave_epoch(self) -> None:
         """Leave the epoch of the batch in progress, or of the next one."""
         if self._is_active or self._advance():
             self._left_epoch = self._replica.progress.epoch
+            self.peers.leave_epoch(self._replica.rank, self._left_epoch)
 
     def has_left(self, epoch: int) -> bool:
         """True if the body has left this epoch or a later one."""
@@ -531,9 +546,11 @@ class OwnLoop:
         self._commit(name, end)
 
     def _post(self, act: Act, *names: str, means: tuple[BatchMeans, ...] = ()) -> None:
-        post = Post(act, self._batch, (*self._made, *names), self._num_steps, means)
+        made = (*self._made, *names)
+        post = Post(act, self._batch, made, self._num_steps, means, self._lr)
         number, self._meeting = self._meeting, self._meeting + 1
-        self.peers.meetings.post(self._generation, self._replica.rank, number, post)
+        rank = self._replica.rank
+        self.peers.meetings.post(self._generation, self._ranks, rank, number, post)
 
     def _require_worker_step(self, *_: object) -> None:
         """Refuse a step of the optimizer that the body makes itself."""
@@ -664,12 +681,15 @@ class OwnLoop:
         """True within an optimizer step: messages wait, as the replica must not change."""
         return bool(self._num_steps or self._windows)
 
-    def train_step(self, sizes: Sequence[int], position: int | None) -> Generator[Any, None, bool]:
+    def train_step(
+        self, sizes: Sequence[int], position: int | None, ranks: Sequence[int]
+    ) -> Generator[Any, None, bool]:
         """Yield the batches of a step of the plan.
 
         Args:
             sizes: Samples of each micro-batch; empty if this rank only receives.
             position: As in :meth:`WorkerSteps.run`.
+            ranks: Under lockstep, the ranks with samples.
 
         Returns:
             False if ``Shutdown`` was received while waiting for data.
@@ -692,7 +712,7 @@ class OwnLoop:
             else:
                 self._prepare(position)
             if number == 0:
-                self._begin_step()
+                self._begin_step(position, ranks)
             start = 0.0 if lane is None else lane.since
             self._begin_batch(size, is_last=number + 1 == len(sizes))
             with self._stepper.autocast():
@@ -707,7 +727,7 @@ class OwnLoop:
                 lane.enter(COMPUTE)
             if not self.is_open:
                 self._prepare(position)
-            self._begin_step()
+            self._begin_step(position, ranks)
         try:
             self._end_step()
         except (CollectiveAborted, CollectiveTimeout) as error:
@@ -718,11 +738,13 @@ class OwnLoop:
     def _prepare(self, position: int | None) -> None:
         self._before = self._steps.prepare(position)
         self._num_begun = self._stepper.num_begun
-        self.global_step = self._steps.global_step
         self._num_timed = 0
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, position: int | None, ranks: Sequence[int]) -> None:
+        self.global_step = self._steps.position_of(position, self._num_batches)
         self._batch += 1
+        self._trained_by = ranks
+        self._lr = None
         self._num_steps += 1
         self._made = []
         self._losses = {}
@@ -792,9 +814,9 @@ class OwnLoop:
         elif self._skips and not self._made:
             self._skip()
         if self._is_lockstep:
-            made = Post(Act.NEXT, self._batch, tuple(self._made))
+            made = Post(Act.NEXT, self._batch, tuple(self._made), lr=self._lr)
             rank = self._replica.rank
-            self.peers.meetings.end_batch(self._generation, rank, self._meeting, made)
+            self.peers.meetings.end_batch(self._generation, self._ranks, rank, self._meeting, made)
         if self._losses:
             self._log_losses()
         if not self.is_open:
@@ -812,8 +834,10 @@ class OwnLoop:
             found = self._await_step(number)
             if found is not None and found.act is not Act.STEP:
                 raise self._differs(found)
-            if found is not None and not self._runs_ahead:
-                self._join(found, number)
+            if found is not None:
+                self._replica.progress.body_steps += 1  # as on the ranks that step in vain
+                if not self._runs_ahead:
+                    self._join(found, number)
         self._count(DROPPED)
 
     def _await_step(self, number: int) -> Post | None:
@@ -837,21 +861,30 @@ class OwnLoop:
             number = self._meeting
             self._post(Act.FOLLOW)
             found = self._await_step(number)
-            if found is None:  # all others skip the batch
-                self._count(DROPPED)
-                return
-            if found.act is Act.NEXT or found.batch > self._batch:
-                self._meeting = number
+            if found is None or found.act is Act.NEXT or found.batch > self._batch:
+                self._adopt(self.peers.meetings.last_lr(self._generation, self._batch))
+                if found is None:  # all others skip the batch
+                    self._count(DROPPED)
+                else:
+                    self._meeting = number
                 return
             earlier = found.made[:-1] if found.act is Act.STEP else found.made
             if earlier != tuple(self._made) or found.batch < self._batch:
                 raise self._differs(found)
+            self._adopt(found.lr)
             if found.act is Act.STEP:
                 self._commit(*self._join(found, number))
+                if not self._windows:
+                    self._before = None  # a failure from here on leaves this step
             elif found.act is Act.EVALUATE:
                 self._steps.confirm_steps()
                 with self._averaged_buffers():
                     pass
+
+    def _adopt(self, lr: float | None) -> None:
+        """Set the learning rate that the bodies of the other ranks have set."""
+        if lr is not None and lr != self._lr:
+            self.set_lr(lr)
 
     def _differs(self, found: Post) -> ReplicaMismatch:
         return ReplicaMismatch(
@@ -947,6 +980,8 @@ class LoopPeers:
         self._saved_at: int | None = None
         self._lock = threading.Lock()
         self._live = set(range(num_ranks))
+        self._left: dict[int, int] = {}  # the last epoch that each rank has left
+        self._granted: dict[tuple[int, int], tuple[int, tuple[int, int] | None]] = {}
 
     def save(self, step: int | None) -> None:
         """Request a checkpoint, under lockstep once for all ranks.
@@ -968,17 +1003,43 @@ class LoopPeers:
             self._live.discard(rank)
         self.evaluations.leave(rank)
 
+    def leave_epoch(self, rank: int, epoch: int) -> None:
+        """The body of a rank has left an epoch."""
+        with self._lock:
+            self._left[rank] = epoch
+
     def abort(self, generation: int | None) -> None:
         """Wake all ranks that wait in a group; ``None``: in all, permanently."""
         self.meetings.abort(generation)
         if generation is None:
             self.evaluations.abort()
 
-    @property
-    def first(self) -> int:
-        """The lowest rank that is alive."""
+    def first(self, ranks: Collection[int], epoch: int) -> int:
+        """The lowest of these ranks that is alive; without any, of those in an epoch."""
         with self._lock:
-            return min(self._live, default=0)
+            in_epoch = {rank for rank in self._live if self._left.get(rank, -1) < epoch}
+            return min(self._live.intersection(ranks) or in_epoch or self._live, default=0)
+
+    def grant(
+        self, key: tuple[int, int], multiple: int, before: int, at: tuple[int, int]
+    ) -> tuple[int, bool]:
+        """Grant a multiple of steps to the first batch that asks for it, under lockstep on all
+        ranks.
+
+        Args:
+            key: The rank, or -1 for all, and the number of steps.
+            multiple: The multiple that the steps have reached.
+            before: The multiple at the start of the run.
+            at: Number of the batch.
+
+        Returns:
+            The last multiple that was granted, and True if it was to this batch.
+        """
+        with self._lock:
+            granted, batch = self._granted.get(key, (before, None))
+            if multiple > granted:
+                granted, batch = self._granted[key] = multiple, at
+            return granted, batch == at
 
 
 class LoopWorker:
@@ -1115,8 +1176,10 @@ class LoopWorker:
 
     @property
     def is_first(self) -> bool:
-        """True on the lowest rank that is alive."""
-        return self._loop.peers.first == self.rank
+        """True on the lowest rank that is alive, under ``SYNC`` of those with samples in the step;
+        a rank that has left the epoch is none.
+        """
+        return self._loop.is_first
 
     def log(self, **scalars: float | Tensor) -> None:
         """Record scalars for the batch; see :func:`gpuworker.record_scalar`."""
@@ -1161,12 +1224,16 @@ class LoopWorker:
         return self._loop.evaluate(ds, fn)
 
     def every(self, k: int) -> bool:
-        """True within one batch for each multiple of ``k`` of this rank's optimizer steps."""
+        """True within one batch for each multiple of ``k`` optimizer steps, under ``SYNC`` on all
+        ranks with samples in it; otherwise of this rank's steps.
+        """
         return self._loop.every(k)
 
     def set_lr(self, x: float) -> None:
-        """Set the learning rate of all groups; a scheduler overwrites it with its next step."""
-        self._owner.set_lr(x)
+        """Set the learning rate of all groups; a scheduler overwrites it with its next step. Under
+        ``SYNC`` it holds on ranks without samples in the step, too.
+        """
+        self._loop.set_lr(x)
 
     def save(self) -> None:
         """Request a checkpoint into ``checkpoint_dir`` at the next boundary; returns at once.

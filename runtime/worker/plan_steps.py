@@ -52,6 +52,13 @@ class PlanSteps:
                 shorter[place] = stop - start
                 self.steps[step] = shorter
 
+    def ranks(self, index: int) -> Sequence[int]:
+        """The ranks with samples in the lockstep step ``index``; empty without lockstep."""
+        if self._plan.trained_by:
+            return self._plan.trained_by[index]
+        done = index * self._accumulate
+        return [rank for rank, share in enumerate(self._plan.shares) if share > done]
+
     def position(self, index: int) -> int:
         """Batches of all ranks before the lockstep step ``index``."""
         if self._plan.per_global:  # also of a rank without pieces

@@ -554,6 +554,7 @@ class WorkerReplica:
             self.copy_from(donor)
             self.context.finish()  # the donor continues to train once this rank reports
             self.lockstep.copy_from(donor.lockstep)
+            self.progress.body_steps = donor.progress.body_steps
             self.checkpoint.drop_kept_buffers()
 
     def copy_from(self, donor: WorkerReplica) -> None:

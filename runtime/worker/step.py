@@ -570,11 +570,17 @@ class WorkerSteps:
         if weight is not None:
             self._protocol.add_weight(float(weight))
 
-    def position_of(self, position: int | None) -> int:
-        """The position of the schedule; ``None``: computed from this rank's counts."""
+    def position_of(self, position: int | None, num_open: int = 0) -> int:
+        """The position of the schedule; ``None``: computed from this rank's counts.
+
+        Args:
+            position: The position, if it is known.
+            num_open: Batches of this rank that are not counted yet.
+        """
         if position is not None:
             return position
-        return self._config.position(self._protocol.global_step, self._protocol.batches)
+        num_batches = self._protocol.batches + num_open
+        return self._config.position(self._protocol.global_step, num_batches)
 
     def _advance_schedule(self, position: int | None = None) -> None:
         position = self.position_of(position)

@@ -494,7 +494,7 @@ class GpuWorker:
             if loop is None:
                 is_made = self.steps.run(sizes, position, train_fn)
             else:
-                is_made = yield from loop.train_step(sizes, position)
+                is_made = yield from loop.train_step(sizes, position, plan_steps.ranks(index))
                 is_open = loop.is_open
             if not is_made:
                 if loop is not None and loop.has_left(plan.epoch):

@@ -11,17 +11,18 @@ from multiprocessing import get_context
 
 from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
 from tests.simulation.harness import Simulation, SimulationFailed, simulate
+from tests.simulation.loop_bodies import Bodies, BodyFailed, simulate_bodies
 from tests.simulation.nccl_harness import NcclRun, ScheduleFailed, simulate_nccl
 from tests.simulation.schedule import draw_late_schedule
 
-Run = Callable[[int], Simulation | ClusterSimulation | NcclRun]
+Run = Callable[[int], Simulation | ClusterSimulation | NcclRun | Bodies]
 
 
 def try_seed(run: Run, seed: int) -> tuple[int, int, str]:
     """Run a schedule; returns its seed, its number of events and the error."""
     try:
         return seed, run(seed).num_events, ""
-    except (SimulationFailed, ScheduleFailed) as error:
+    except (SimulationFailed, ScheduleFailed, BodyFailed) as error:
         return seed, 0, str(error)
 
 
@@ -40,10 +41,13 @@ def main() -> int:
     parser.add_argument("--late", action="store_true", help="longer ones with a late coordinator")
     parser.add_argument("--cluster", action="store_true", help="clusters of machines")
     parser.add_argument("--nccl", action="store_true", help="the NCCL transport on modelled GPUs")
+    parser.add_argument("--bodies", action="store_true", help="bodies of own loops, in real runs")
     args = parser.parse_args()
     run: Run = simulate_cluster if args.cluster else simulate
     if args.nccl:
         run = simulate_nccl
+    if args.bodies:
+        run = simulate_bodies
     if args.late:
         run = partial(simulate, draw=draw_late_schedule)
     start, num_events, failed = time.perf_counter(), 0, []

@@ -2,112 +2,77 @@
 
 from __future__ import annotations
 
-import random
+import threading
 
 import pytest
-import torch
 
-from runtime import GpuWorkerError, ReplicaMismatch, current_worker
-from tests.support.looping import NUM_SAMPLES, loop_builder
+from runtime.worker.meetings import Meetings
+from runtime.worker.own_loop import LoopPeers, OwnLoop
+from tests.simulation import loop_bodies
+from tests.simulation.loop_bodies import POLICIES, BodyFailed, draw_bodies
 from tests.support.pairs import SCALE
 
 NUM_BODIES = 12 if SCALE == 1 else 200
-TIMEOUT_S = 20.0
-"""Bound of every wait: reached only by a test that fails."""
-LATE = ("no progress", "in time", "no step within")
-"""Texts of the errors of a rank that waited in vain."""
-WAYS = (
-    "skip",
-    "break",
-    "return",
-    "late",
-    "two",
-    "accumulate",
-    "plain",
-    "raise",
-    "evaluate",
-    "fail",
-)
-"""Actions of a body instead of one step for each batch."""
+MAX_BODIES = 2000
+"""Limit for finding a planted fault."""
 
 
-def evaluate(worker, fails=None):
-    """Evaluate five samples, in three batches; ``fails``: a rank that raises."""
-
-    def size(model, batch):
-        if fails == current_worker().rank:
-            raise ValueError("planted")
-        return {"size": len(batch[0])}
-
-    assert worker.evaluate((torch.arange(5),), size) == {"size": pytest.approx(1.8)}
-
-
-def make_loop(ways, seed, policy, *, alike, calls):
-    """A loop whose bodies act differently on some batches; ``alike``: the same on all ranks."""
-
-    def loop(worker):
-        calls.append(worker.rank)
-        for batch in worker.batches():
-            who = "" if alike else worker.rank
-            number = random.Random(f"{seed} {who} {worker.epoch} {worker.global_step}").random()
-            way = WAYS[int(number * 2 * len(WAYS))] if number < 0.5 else "step"
-            loss = worker.model.loss(worker.epoch, batch)
-            if way == "step" or way not in ways:
-                worker.step(loss)
-            elif way == "two":
-                worker.step(loss)
-                worker.step(worker.model.loss(worker.epoch, batch))
-            elif way == "evaluate":
-                if policy == "sync":  # also between the forward and the backward pass
-                    evaluate(worker)
-                worker.step(loss)
-                evaluate(worker)
-            elif way == "fail":
-                worker.step(loss)
-                evaluate(worker, fails=worker.rank)
-            elif way == "accumulate":
-                worker.backward(loss)
-            elif way == "plain":
-                loss.backward()
-            elif way == "raise":
-                raise ValueError("planted")
-            elif way in ("break", "late"):
-                if way == "late":
-                    worker.step(loss)
-                break
-            elif way == "return":
-                return
-
-    return loop
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.timeout(600)
 def test_no_body_hangs_and_no_sample_counts_twice(policy):
-    ends, late, unexpected = set(), [], []
+    ends, seen = set(), set()
     for seed in range(NUM_BODIES):
-        draws = random.Random(seed)
-        ways = {way for way in WAYS if draws.random() < 0.3}
-        calls = []
-        loop = make_loop(ways, seed, policy, alike=draws.random() < 0.5, calls=calls)
-        builder = loop_builder(loop, ranks=draws.choice((1, 2, 2, 3)), policy=policy)
-        builder.collective_timeout(TIMEOUT_S).stall_timeout(TIMEOUT_S).progress(False)
-        if draws.random() < 0.4:
-            builder.on_worker_failure("continue")
-        try:
-            state = builder.run().join(2 * TIMEOUT_S)
-        except (GpuWorkerError, ReplicaMismatch) as error:
-            ends.add(type(error).__name__)
-            if not isinstance(error.__cause__, RuntimeError | ValueError | None):
-                unexpected.append((seed, error))
-            late += [(seed, str(error)) for text in LATE if text in str(error)]
-            continue
-        ends.add("finished")
-        for metrics in state.metrics:
-            assert metrics.num_samples <= NUM_SAMPLES, seed
-            if not ways & {"break", "return", "late"}:
-                assert metrics.num_samples == NUM_SAMPLES, seed
-    assert not late
-    assert not unexpected
+        bodies = draw_bodies(seed, policy)
+        ends.add(bodies.run())
+        sizes = {len(firsts) for firsts in bodies.ran.values()}
+        seen |= {"a rank without samples"} if bodies.ranks in sizes and len(sizes) > 1 else set()
+        seen |= {"an evaluation"} if any(map(any, bodies.due.values())) else set()
     assert ends >= {"finished", "WorkerFailed"}
     assert ("ReplicaMismatch" in ends) == (policy == "sync")
+    assert "an evaluation" in seen
+    assert policy != "sync" or "a rank without samples" in seen
+
+
+def assert_is_found(expected, first=0):
+    """Assert that the bodies of some seed under ``SYNC`` fail with the expected message."""
+    first = first if SCALE == 1 else 0
+    for seed in range(first, MAX_BODIES):
+        try:
+            draw_bodies(seed, "sync").run()
+        except BodyFailed as error:
+            if expected in str(error):
+                return
+    pytest.fail(f"{MAX_BODIES} bodies found nothing")
+
+
+def test_posts_dropped_two_meetings_later_are_found(monkeypatch):
+    post = Meetings.post
+
+    def dropping(self, generation, ranks, rank, number, what):
+        post(self, generation, ranks, rank, number, what)
+        with self._condition:
+            self._group(generation).posts.pop(number - 2, None)
+
+    monkeypatch.setattr(Meetings, "post", dropping)
+    monkeypatch.setattr(loop_bodies, "TIMEOUT_S", 1.0)
+    assert_is_found("waited in vain")
+
+
+def test_a_first_rank_that_idles_is_found(monkeypatch):
+    monkeypatch.setattr(LoopPeers, "first", lambda self, ranks, epoch: min(self._live))
+    assert_is_found("0 of the ranks that ran the body", first=90)
+
+
+def test_steps_counted_by_each_rank_are_found(monkeypatch):
+    grant = LoopPeers.grant
+
+    def own(self, key, *args):
+        return grant(self, (key, threading.current_thread().name), *args)
+
+    monkeypatch.setattr(LoopPeers, "grant", own)
+    assert_is_found("then evaluate()")
+
+
+def test_a_rate_kept_from_ranks_without_samples_is_found(monkeypatch):
+    monkeypatch.setattr(OwnLoop, "_adopt", lambda self, lr: None)
+    assert_is_found("replicas differ")

@@ -395,10 +395,10 @@ def test_a_batch_that_all_ranks_skip_is_skipped(ranks):
 def test_a_rank_that_reads_late_sees_that_all_have_skipped_the_batch(end):
     meetings = Meetings(WAIT_S)
     act = Act.SKIP if end == "skipped" else Act.FOLLOW
-    meetings.post(0, 0, 0, Post(act, 0))
-    meetings.post(0, 1, 0, Post(Act.SKIP, 0))
+    meetings.post(0, range(2), 0, 0, Post(act, 0))
+    meetings.post(0, range(2), 1, 0, Post(Act.SKIP, 0))
     assert meetings.follow(0, range(2), 0, 0) is None
-    meetings.end_batch(0, 1, 1, Post(Act.NEXT, 0))
+    meetings.end_batch(0, range(2), 1, 1, Post(Act.NEXT, 0))
     assert meetings.follow(0, range(2), 0, 0) is None
 
 
