@@ -38,21 +38,23 @@ class LearningRate:
         self._schedule.set_scale(scale)
 
     def check(self) -> None:
-        """Apply the scale to parameter groups added since; called before each step.
+        """Without a scheduler, apply the scale to parameter groups added since; called before each
+        step. A scheduler continues without them.
 
         Raises:
-            RuntimeError: The scheduler was made for a different number of groups.
+            RuntimeError: Groups were removed.
         """
         groups = self._optimizer.param_groups
         if not self._attached or len(groups) == self._num_groups:
             return
-        if self._scheduled or len(groups) < self._num_groups:
+        if len(groups) < self._num_groups:
             raise RuntimeError(
                 f"the optimizer has {len(groups)} parameter groups, and the learning rate was set "
                 f"up for {self._num_groups}: call model.set_scheduler(...) again, which makes a "
-                "scheduler for all of them"
+                "scheduler for those that are left"
             )
-        self._attach(_constant)
+        if not self._scheduled:
+            self._attach(_constant)
 
     def _attach(self, factory: SchedulerFactory) -> None:
         self._unscale()

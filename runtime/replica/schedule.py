@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,19 +54,26 @@ class Schedule:
         self._every = every
         self._num_steps = num_steps
         self._position = 0
+        self._origin: int | None = 0
+        self._num_values = 0  # metrics seen
         self._scale = 1.0
         self._host_lr: float | None = None
         self._built: dict[str, str] = {}  # fields of the scheduler as the factory made it
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | Schedulers | None = None
         self._base: list[float] = []
+        self._num_groups: list[int] = []  # of each optimizer
         if isinstance(rate := optimizer.param_groups[0].get("lr"), torch.Tensor):
             self._host_lr = float(rate)
         if factory is not None:
             self.attach(factory)
 
-    def attach(self, factory: SchedulerFactories) -> None:
+    def attach(self, factory: SchedulerFactories, *, at_next: bool = False) -> None:
         """Set the learning rates by the scheduler ``factory(optimizer)``, or ``factory(optimizer,
         total)``, from now on.
+
+        Args:
+            factory: The factory.
+            at_next: It begins with the next step, and not with the run.
 
         Raises:
             TypeError: The factory or its result is of another kind.
@@ -106,8 +113,13 @@ class Schedule:
         self.scheduler, self._built = scheduler, {}
         with suppress(Exception):  # of a scheduler without a state
             self._built = dict(_fields(self._scheduler_state()))
-        self._check_length()
+        if not at_next:
+            self._check_length()
+            self._origin = 0
+        else:
+            self._origin = self._num_values if by_metric else None
         self._position = 0
+        self._num_groups = [len(each.param_groups) for each in members_of(self._optimizer)]
         self._base = self._read()
         if self._scale != 1.0:
             self._write([rate * self._scale for rate in self._base])
@@ -171,6 +183,20 @@ class Schedule:
         """Number of parameter groups when the scheduler was made."""
         return len(self._base)
 
+    @contextmanager
+    def _scheduled_groups(self) -> Iterator[None]:
+        """Hide groups that were added to the optimizer after the scheduler was made."""
+        members = members_of(self._optimizer)
+        hidden = []
+        for each, num in zip(members, self._num_groups, strict=False):
+            hidden.append(each.param_groups[num:])
+            del each.param_groups[num:]
+        try:
+            yield
+        finally:
+            for each, groups in zip(members, hidden, strict=False):
+                each.param_groups.extend(groups)
+
     def _read(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
@@ -213,11 +239,13 @@ class Schedule:
         """
         self._scale = scale
         if self.scheduler is not None:
-            self._write([rate * scale for rate in self._base])
+            with self._scheduled_groups():
+                self._write([rate * scale for rate in self._base])
 
     def copy_from(self, other: Schedule) -> None:
         """Copy the state of another rank's schedule."""
-        self._position, self._scale = other._position, other._scale
+        self._position, self._origin = other._position, other._origin
+        self._scale, self._num_values = other._scale, other._num_values
         self._base = list(other._base)
         if self.scheduler is not None and other.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
@@ -233,6 +261,7 @@ class Schedule:
         now = dict(_fields(scheduler))
         return {
             "position": self._position,
+            "origin": self._origin,
             "every": self._every,
             "scale": self._scale,
             "base": list(self._base),
@@ -271,12 +300,14 @@ class Schedule:
                 f"{_interval_text(self._every)}: pass the earlier scheduler(f, interval, metric)"
             )
         self._position = int(state["position"])
+        self._origin = state.get("origin", 0)
         self._scale = float(state["scale"])
         self._base = [float(rate) for rate in state["base"]] or self._read()
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(restore_subclasses(dict(state["scheduler"])))
             self._built.update(state.get("settings", {}))
-            self._check_length()
+            if self._origin == 0:
+                self._check_length()
 
     def mark(self) -> ScheduleMark | None:
         """The current state, for :meth:`restore`; ``None`` if no step changes it."""
@@ -313,7 +344,10 @@ class Schedule:
             return
         if self._total is not None:
             position = min(position, self._total)
-        steps = position // self._every - self._position
+        position //= self._every
+        if self._origin is None:
+            self._origin = position
+        steps = position - self._origin - self._position
         if steps > 0:
             self._step([()] * steps)
 
@@ -326,7 +360,8 @@ class Schedule:
         """
         if self.scheduler is None or self._every:
             return
-        new = values[self._position :]
+        new = values[(self._origin or 0) + self._position :]
+        self._num_values = len(values)
         self._step([(value,) for value in new if value is not None])
         self._position += sum(value is None for value in new)
 
@@ -334,6 +369,11 @@ class Schedule:
         assert self.scheduler is not None
         if not arguments:
             return
+        with self._scheduled_groups():
+            self._step_scheduled(arguments)
+
+    def _step_scheduled(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+        assert self.scheduler is not None
         if self._scale != 1.0:
             self._write(self._base)
         for metrics in arguments:

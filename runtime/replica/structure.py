@@ -46,7 +46,7 @@ class StructureCheck:
         Raises:
             ValueError: A parameter or a buffer was added, replaced or renamed, a frozen parameter
                 requires a gradient, a constant buffer has changed, or the optimizer has other
-                parameters or more groups than its scheduler.
+                parameters or fewer groups than its scheduler.
             RuntimeError: A buffer's shape has changed.
         """
         self._check_params()
@@ -94,10 +94,10 @@ class StructureCheck:
                     f"parameter group {number} of the optimizer has a parameter that is not one "
                     "of this worker's model that required a gradient when the run began"
                 )
-        if self._schedule.scheduler is not None and self._schedule.num_groups != len(groups):
+        if self._schedule.scheduler is not None and self._schedule.num_groups > len(groups):
             raise ValueError(
                 f"the optimizer has {len(groups)} parameter groups, its scheduler "
-                f"{self._schedule.num_groups}: call worker.set_scheduler(f) after add_param_group"
+                f"{self._schedule.num_groups}: call worker.set_scheduler(f) after removing groups"
             )
 
 

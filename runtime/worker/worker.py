@@ -341,8 +341,14 @@ class GpuWorker:
         self._schedule.set_scale(scale)
 
     def set_scheduler(self, factory: SchedulerFactories) -> None:
-        """Attach the scheduler ``factory(optimizer)``, which makes one step for each batch."""
-        self._schedule.attach(factory)
+        """Attach the scheduler ``factory(optimizer)``, which makes one step for each batch.
+
+        As in a plain loop it begins with the next step at its own first step, or where its
+        ``last_epoch`` says. With ``factory(optimizer, total)``, ``total`` is that of the whole
+        run. A run that resumes from a later checkpoint calls ``epoch_fn`` for the epoch in which
+        this was called, to attach it again.
+        """
+        self._schedule.attach(factory, at_next=True)
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
         """See :func:`gpuworker.record_scalar`."""
@@ -472,6 +478,9 @@ class GpuWorker:
         """
         self.replica.checkpoint.return_buffers()
         self._schedule.step_by_metrics(plan.metrics)
+        plan_steps = PlanSteps(plan, self.config)
+        first = plan_steps.position(0) if plan.shares else None
+        self._schedule.advance(self.steps.position_of(first))  # for epoch_fn
         self._begin_epoch(plan.epoch)
         if self._shared is not None and not self._num_compared:
             self._shared.compare()
@@ -480,7 +489,6 @@ class GpuWorker:
             self._submit(plan)
             self._submitted.remove(plan)
         self._submit_held()
-        plan_steps = PlanSteps(plan, self.config)
         last = len(plan_steps.steps) - 1
         for index, sizes in enumerate(plan_steps.steps):
             is_open = loop is not None and loop.is_open  # a step over several batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
@@ -208,18 +209,42 @@ def test_a_change_of_structure_is_refused_by_name(policy, change, words):
     )
 
 
-def test_a_group_added_with_a_scheduler_requires_a_new_scheduler():
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_schedule_in_force_continues_without_an_added_group(policy, scale):
+    rates = []
+
     def optim(params):
         return torch.optim.SGD(params[:2], 0.05)
 
     def epoch_fn(epoch, worker):
+        if epoch == 0:
+            worker.set_lr_scale(scale)
         if epoch == 1:
-            worker.optimizer.add_param_group({"params": [worker.model.head.weight]})
+            added = {"params": [worker.model.head.weight], "lr": 0.01}
+            worker.optimizer.add_param_group(added)
+
+    def train(model, batch):
+        worker = gpuworker.current_worker()
+        if worker.current_epoch:
+            groups = worker.optimizer.param_groups
+            rates.append((worker.global_step, groups[0]["lr"], groups[1]["lr"]))
+        return mse(model, batch)
 
     def scheduled(b):
-        return b.epoch_fn(epoch_fn).scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 5))
+        b.scheduler(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        return b.epoch_fn(epoch_fn)
 
-    refusal(("scheduler", "set_scheduler"), optim=optim, configure=scheduled)
+    run(train=train, optim=optim, configure=scheduled, policy=policy)
+    assert rates
+    for position, first, added in rates:
+        if policy is SYNC:  # elsewhere positions of ranks differ
+            assert first == pytest.approx(scale * 0.05 * 0.5**position)
+        assert math.log2(first / (scale * 0.05)) == pytest.approx(
+            round(math.log2(first / (scale * 0.05)))
+        )
+        assert added == 0.01
+    assert policy is not SYNC or len({first for _, first, _ in rates}) > 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
