@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coordinator.messages import EpochPlan
 from runtime.core.context import LoaderView, worker_context
-from runtime.core.nested import map_batch
+from runtime.core.nested import map_batch, movable_parts
 from runtime.core.rng import seed_of, seeded_globals, thread_generator
 from runtime.data.dataset import DatasetAdapter
 from runtime.device.base import Device
@@ -144,18 +144,6 @@ def copy_batch_to_device(batch: Any, context: Device) -> Any:
         return context.to_device(part) if isinstance(part, Tensor) else part.to(context.device)
 
     return map_batch(batch, copy)
-
-
-def movable_parts(batch: Any) -> list[Any]:
-    """All tensors and other objects with ``.to()`` in ``batch``, in container order."""
-    parts: list[Any] = []
-
-    def keep(part: Any) -> Any:
-        parts.append(part)
-        return part
-
-    map_batch(batch, keep)
-    return parts
 
 
 def batch_bytes(batch: Any, allocated: Callable[[int], int] = int) -> int:

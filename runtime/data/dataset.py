@@ -19,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from runtime.core.nested import is_container, items_of
 from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes, selects_rows, take_rows
 from runtime.data.shared_reads import SharedReads
@@ -363,10 +364,8 @@ def check_batch(batch: Any, num_samples: int | None) -> Any:
     parts: tuple[Any, ...]
     if isinstance(batch, Tensor):
         parts = (batch,)
-    elif isinstance(batch, Mapping):
-        parts = tuple(batch.values())
-    elif isinstance(batch, tuple | list):
-        parts = tuple(batch)
+    elif is_container(batch):
+        parts = tuple(items_of(batch)[1])
     elif callable(getattr(batch, "to", None)):
         return batch
     else:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.core.nested import map_batch
+from runtime.core.nested import map_batch, movable_parts
 from runtime.data.batches import (
     Position,
     batch_bytes,
     copy_batch_to_device,
-    movable_parts,
     pin_batch,
 )
 from runtime.data.budget import MAX_DEPTH, DeviceBudget, host_prefetch_depth, prefetch_slots

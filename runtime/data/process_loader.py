@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from coordinator.messages import EpochPlan
+from runtime.core.nested import movable_parts
 from runtime.core.rng import seed_of
 from runtime.core.tracebacks import fold_tracebacks
-from runtime.data.batches import Position, movable_parts, read_batch
+from runtime.data.batches import Position, read_batch
 from runtime.data.data_set_state import (
     MAX_SHARED_TENSORS,
     DataSetState,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.core.nested import map_batch
+from runtime.core.nested import map_batch, movable_parts
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class SharedReads:
         kept = self._kept
         if kept is None:
             return
-        parts: list[Tensor] = []
-        map_batch(batch, lambda part: parts.append(part) if _is_plain(part) else None)
+        parts = [part for part in movable_parts(batch) if _is_plain(part)]
         earlier = {part.data_ptr() for one in kept for part in one}
         changed = [name for name, value in _state_of(source) if before.get(name, value) != value]
         if changed:

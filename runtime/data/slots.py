@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.data.batches import movable_parts
+from runtime.core.nested import movable_parts
 from runtime.data.budget import padded_bytes
 from runtime.device.base import Device, DeviceEvent
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 
 from coordinator.splitting import batch_bounds
-from runtime.core.nested import map_batch
-from runtime.data.batches import Position, movable_parts, read_batch
+from runtime.core.nested import cut_batch, movable_parts, num_rows
+from runtime.data.batches import Position, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
@@ -152,24 +152,21 @@ class HeldBatch:
         if (start, stop) == (self._start, self._stop):
             return self._data
         num_samples = self._stop - self._start
-
-        def cut(part: Any) -> Any:
+        for part in movable_parts(self._data):
             if isinstance(part, Tensor) and (part.dim() == 0 or len(part) != num_samples):
                 raise ValueError(
                     f"a batch of {num_samples} samples with a tensor of shape {tuple(part.shape)} "
                     "cannot be divided: use a smaller batch_size"
                 )
-            return part[start - self._start : stop - self._start]
-
-        return map_batch(self._data, cut)
+        return cut_batch(self._data, start - self._start, stop - self._start, num_samples)
 
 
 def _rows(data: Any) -> int:
-    """Samples in a batch: rows of its first tensor."""
-    for part in movable_parts(data):
-        if isinstance(part, Tensor) and part.dim():
-            return len(part)
-    raise ValueError("the number of samples in a batch without tensors is not known")
+    """Samples in a batch."""
+    size = num_rows(data) if movable_parts(data) else None
+    if size is None:
+        raise ValueError("the number of samples in a batch without tensors is not known")
+    return size
 
 
 def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> BatchSource:

@@ -18,10 +18,10 @@ from runtime.collective import resolve_backend
 from runtime.core.checks import check_callable, check_devices, check_float
 from runtime.core.errors import NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
-from runtime.core.nested import map_batch
+from runtime.core.nested import like, map_batch, movable_parts
 from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
-from runtime.data.batches import movable_parts, move_batch
+from runtime.data.batches import move_batch
 from runtime.loop.buffer_backup import BufferBackup, make_writable
 from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.rank_group import RankGroup
@@ -425,7 +425,7 @@ class DataParallelCoordinator(Closeable):
 
 def _uncoupled(part: Any) -> Any:
     """A view with a version counter of its own, as ranks may write to their parts in place."""
-    return part.data if isinstance(part, Tensor) and not part.requires_grad else part
+    return like(part.data, part) if isinstance(part, Tensor) and not part.requires_grad else part
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.core.nested import flatten
+from runtime.core.nested import flatten, num_rows
 from runtime.loop.rank_threads import TaskOutcome
 from runtime.timeline.events import AVERAGING, COMPUTE, IDLE, SYNC, Kind
 from runtime.timeline.rank_lane import RankLane
@@ -161,6 +161,4 @@ def num_samples_of(batch: Any) -> int:
     """The size of a batch; an int is a size already."""
     if isinstance(batch, int):
         return batch
-    tensors: list[Tensor] = []
-    flatten(batch, tensors, strict=False)
-    return next((t.size(0) for t in tensors if t.dim()), 1)
+    return num_rows(batch) or 1

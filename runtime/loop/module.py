@@ -52,13 +52,15 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     **Forward** cuts every tensor of its nested inputs along dimension 0 by ``chunk_ratios``,
     runs the ranks at the same time, and concatenates their outputs on ``devices[0]``. Inputs
     and outputs have the batch first; ``DdpConfig(batch_dim=1)`` names another dimension. A list
-    without tensors, or of dicts, that has one entry per sample is cut too. Tensors without
-    dimensions, inputs that ``DdpConfig(whole=[...])`` names, and other values go to every rank
-    unchanged; what is cut is logged once. The first batch is checked on a copy of the model in eval
-    mode (with parameters of more than 256 MiB only for several inputs, or sequences): if the output
-    for four samples is not that of two and two, the call is refused, unless ``whole`` is set. A
-    batch smaller than the number of devices runs on the first devices, and no rank gets a single
-    sample while batch normalization is in train mode.
+    that has one entry for each sample of the first batch is cut too (texts, images of several
+    sizes), and so are objects whose class makes pieces of itself, by slices, ``split`` or its
+    constructor; others are refused. Tensors without dimensions, inputs that
+    ``DdpConfig(whole=[...])`` names, and other values go to every rank unchanged; what is cut is
+    logged once. The first batch is checked on a copy of the model in eval mode (with parameters of
+    more than 256 MiB only for several inputs, or sequences): if the output for four samples is not
+    that of two and two, the call is refused, unless ``whole`` is set. A batch smaller than the
+    number of devices runs on the first devices, and no rank gets a single sample while batch
+    normalization is in train mode.
     An opaque object that may contain tensors (the cache of a generative model) is ``None`` in
     the gathered output. An output that relates the samples of a shard to each other
     (``z @ z.T``) is refused, by the second call at the latest: return ``z`` and compute it in

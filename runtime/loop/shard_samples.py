@@ -9,6 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.core.nested import (
+    cut_attributes,
+    cuts_itself,
+    is_batch,
+    items_of,
+    like,
+    num_rows,
+    piece_of,
+    with_items,
+)
+
 
 def shard_samples(samples: Any, num_shards: int) -> list[Any]:
     """Cut samples into contiguous shards whose sizes differ by at most one.
@@ -23,6 +34,8 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
       dimension. The parts of a tuple or list that holds a tensor, and all values of a dict,
       are columns themselves, of any depth; for example, a list of strings is a column. A tuple
       that holds only containers is one of columns, too.
+    - a dataclass, and an object with a ``batch_size`` or ``to(device)``: cut by its class, by
+      slices, ``split`` or its constructor.
     - any other list, tuple or range: its elements are the samples. So a list of tensors is a
       list of columns, as a ``DataLoader`` yields it; if each tensor is a sample, stack them or
       wrap each in a tuple.
@@ -47,7 +60,8 @@ def shard_samples(samples: Any, num_shards: int) -> list[Any]:
         return []
     size, rest = divmod(count, num_shards)
     sizes = [size] * (num_shards - rest) + [size + 1] * rest
-    return [_slice(samples, end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+    ends = zip(sizes, accumulate(sizes), strict=True)
+    return [_slice(samples, end - n, end, count) for n, end in ends]
 
 
 def count_samples(samples: Any) -> int:
@@ -65,7 +79,7 @@ def count_samples(samples: Any) -> int:
 def holds_columns(samples: Any) -> bool:
     """True if a container's parts are columns, each of which is cut."""
     if isinstance(samples, Mapping):
-        return True
+        return not cuts_itself(samples)
     if not isinstance(samples, (tuple, list)) or not samples:
         return False
     if any(isinstance(part, Tensor) for part in samples):
@@ -73,10 +87,6 @@ def holds_columns(samples: Any) -> bool:
     return isinstance(samples, tuple) and all(
         isinstance(part, (tuple, list, Mapping)) for part in samples
     )
-
-
-def _parts(samples: Any) -> list[tuple[Any, Any]]:
-    return list(samples.items() if isinstance(samples, Mapping) else enumerate(samples))
 
 
 def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
@@ -91,8 +101,10 @@ def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
                 "one, for instance tensor.to_dense()"
             )
         lengths[name] = len(samples)
+    elif is_batch(samples) and (size := num_rows(samples)) is not None:
+        lengths[name] = size
     elif holds_columns(samples):
-        for key, part in _parts(samples):
+        for key, part in zip(*items_of(samples), strict=True):
             _update_shares(part, f"{name}[{key!r}]", lengths)
     elif isinstance(samples, Sequence) and not isinstance(samples, (str, bytes)):
         lengths[name] = len(samples)
@@ -103,12 +115,11 @@ def _update_shares(samples: Any, name: str, lengths: dict[str, int]) -> None:
         )
 
 
-def _slice(samples: Any, start: int, stop: int) -> Any:
-    if not holds_columns(samples):
-        return samples[start:stop]
-    parts = {key: _slice(part, start, stop) for key, part in _parts(samples)}
-    if isinstance(samples, Mapping):
-        return parts
-    if hasattr(samples, "_fields"):
-        return type(samples)(*parts.values())
-    return type(samples)(parts.values())
+def _slice(samples: Any, start: int, stop: int, count: int) -> Any:
+    if is_batch(samples):
+        return piece_of(samples, start, stop, count)
+    if holds_columns(samples):
+        parts = [_slice(part, start, stop, count) for part in items_of(samples)[1]]
+        return cut_attributes(with_items(samples, parts), start, stop, count)
+    part = samples[start:stop]
+    return like(part, samples) if isinstance(samples, Tensor) else part

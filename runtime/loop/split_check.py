@@ -140,7 +140,7 @@ def _difference(
                 return COUPLED_OUTPUT.format(shapes=shapes, sizes="{a}, {b}".format(**sizes))
             return DEPENDS_ON_SPLIT.format(
                 dim=rules.batch_dim,
-                split_names=", ".join(scatter.split_names),
+                split_names=scatter.split_description,
                 example=scatter.split_names[-1],
                 **sizes,
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from coordinator.splitting import split_by_ratio
 from runtime.core.checks import in_func_transform
 from runtime.core.loss_weights import Weight
-from runtime.core.nested import flatten
+from runtime.core.nested import movable_parts
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes, modes_not_carried
@@ -178,8 +178,9 @@ class ThreadedEngine:
                 if size and torch.is_grad_enabled():
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
+            tensors = [*scatter.tensors, *scatter.object_tensors]
             with self._mirror.comparing(None):
-                outcomes = self._runner.run(tasks, "forward", scatter.tensors)
+                outcomes = self._runner.run(tasks, "forward", tensors)
             self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -339,8 +340,7 @@ class ThreadedEngine:
         """Distribute batches; each rank trains its own sequentially."""
         self._runner.check_caller()
         modes = self._caller_modes()
-        tensors: list[Tensor] = []
-        flatten(list(batches), tensors, strict=False)
+        tensors = [part for part in movable_parts(list(batches)) if isinstance(part, Tensor)]
         with self._exclusive():
             self._prepare()
             if batches:

@@ -12,7 +12,7 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.core.loss_weights import Weight
-from runtime.core.nested import map_batch
-from runtime.data.batches import movable_parts
+from runtime.core.nested import cuts_itself, is_container, items_of, map_batch, movable_parts
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import ValueLog
@@ -369,12 +368,12 @@ def batch_signature(batch: Any) -> Hashable | None:
         return (tuple(batch.shape), batch.dtype, batch.device) if plain else None
     if callable(getattr(batch, "to", None)):
         return None
-    if isinstance(batch, Mapping):
-        parts = [(key, batch_signature(part)) for key, part in batch.items()]
-        return None if any(kind is None for _, kind in parts) else (type(batch), tuple(parts))
-    if isinstance(batch, tuple | list):
-        kinds = [batch_signature(part) for part in batch]
-        return None if any(kind is None for kind in kinds) else (type(batch), tuple(kinds))
+    if cuts_itself(batch):
+        return None
+    if is_container(batch):
+        names, parts = items_of(batch)
+        kinds = tuple(map(batch_signature, parts))
+        return None if None in kinds else (type(batch), names, kinds)
     try:
         hash(batch)
     except TypeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from runtime.core.errors import (
     without_tracebacks,
 )
 from runtime.core.loss_weights import Weight
+from runtime.core.nested import num_rows
 from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
@@ -171,7 +172,7 @@ class WorkerSteps:
         Returns:
             Device-side handles; nothing is synchronised.
         """
-        samples = count_samples(batch)
+        samples = num_rows(batch) or 1
         self.confirm_steps()
         self._advance_schedule()
         self._timer.start()
@@ -636,18 +637,6 @@ class AwaitBatch(Protocol):
 
     def __call__(self, *, answer: bool) -> Any:
         """Wait for the batch; ``answer``: handle messages meanwhile, between two steps."""
-
-
-def count_samples(batch: Any) -> int:
-    """Length of the first tensor of a batch."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    values = batch.values() if isinstance(batch, dict) else batch
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        return 1
-    for value in values:
-        return count_samples(value)
-    return 1
 
 
 def _single(train_fn: TrainFns) -> TrainFn:

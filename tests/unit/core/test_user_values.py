@@ -90,10 +90,10 @@ def test_an_opaque_input_is_passed_on_and_an_opaque_output_refused():
         flatten(opaque, [], strict=True)
 
 
-def test_a_read_only_mapping_is_copied_to_a_dict():
+def test_a_read_only_mapping_keeps_its_class():
     batch = MappingProxyType({"x": torch.ones(2), "id": 3})
     found = map_batch(batch, lambda t: t + 1)
-    assert type(found) is dict
+    assert type(found) is MappingProxyType
     assert (found["x"].tolist(), found["id"]) == ([2, 2], 3)
 
 

@@ -67,7 +67,7 @@ def test_columns_are_cut_at_the_same_places(count, num_shards):
             [Pair(torch.tensor([0]), [3]), Pair(torch.tensor([1]), [4])],
         ),
         ((["a", "b"], [1, 2]), [(["a"], [1]), (["b"], [2])]),
-        (OrderedDict(x=[1, 2]), [{"x": [1]}, {"x": [2]}]),
+        (OrderedDict(x=[1, 2]), [OrderedDict(x=[1]), OrderedDict(x=[2])]),
         # Separate samples.
         (["a", "b"], [["a"], ["b"]]),
         ([("a", 0), ("b", 1)], [[("a", 0)], [("b", 1)]]),

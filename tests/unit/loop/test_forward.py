@@ -539,6 +539,104 @@ def test_a_list_with_an_entry_for_each_sample_is_cut_with_the_batch():
         assert model.w.grad == x.sum()
 
 
+IMAGES = [
+    torch.randn(3, 4, 4 + k % 3, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+    for k in range(8)
+]
+TARGETS = [
+    {"boxes": torch.full((1 + k % 3, 4), float(k), dtype=torch.float64), "name": str(k)}
+    for k in range(8)
+]
+
+
+def means(model, images, targets=None):
+    found = torch.stack([image.mean((1, 2)) for image in images]) * model.w
+    if targets is None:
+        return found
+    return found + torch.stack([t["boxes"].sum() + int(t["name"]) for t in targets])[:, None]
+
+
+def joined(images, targets):
+    return [{"image": image, **target} for image, target in zip(images, targets, strict=True)]
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (IMAGES,),
+        (IMAGES, TARGETS),
+        (tuple(IMAGES), tuple(TARGETS)),
+        ({"images": IMAGES, "targets": TARGETS},),
+        (joined(IMAGES, TARGETS),),
+        ([image.flatten(1).T for image in IMAGES],),  # sequences of several lengths
+        ([image[:, :, :4] for image in IMAGES],),
+        ([image[:, :, :4] for image in IMAGES], TARGETS),
+    ],
+    ids=["images", "targets", "tuples", "dict", "dicts", "sequences", "one size", "one size too"],
+)
+def test_lists_of_images_and_targets_are_cut_by_samples(num_devices, inputs):
+    def forward(model, batch, targets=None):
+        if isinstance(batch, dict):
+            return means(model, **batch)
+        if isinstance(batch[0], dict):
+            return means(model, [sample["image"] for sample in batch], batch)
+        assert type(batch) is type(inputs[0])
+        return means(model, [x if x.dim() == 3 else x.T[:, None] for x in batch], targets)
+
+    echo = Echo(forward)
+    expected = echo(*inputs)
+    with on_cpus(echo, num_devices) as model:
+        for _ in range(2):
+            found = model(*inputs)
+            assert torch.equal(found, expected)
+        found.sum().backward()
+        assert torch.allclose(model.w.grad, torch.autograd.grad(expected.sum(), echo.w)[0])
+
+
+def test_a_tuple_of_texts_as_a_loader_makes_it_is_cut_with_the_batch():
+    texts = tuple("abcdefg")
+
+    def forward(model, x, texts):
+        return x * model.w + torch.tensor([[ord(text)] for text in texts])
+
+    echo = Echo(forward)
+    with on_cpus(echo, 2) as model:
+        assert torch.equal(model(numbers(7), texts), echo(numbers(7), texts))
+
+
+@pytest.mark.parametrize("num_samples", [6, 3])
+def test_a_list_of_columns_is_cut_along_each(num_samples):
+    """Also if the last batch looks like images."""
+    columns = [torch.randn(6, 4, width, dtype=torch.float64) for width in (5, 6, 5, 6, 5)]
+
+    def forward(model, columns):
+        assert len(columns) == 5
+        return sum(x.mean((1, 2)) for x in columns)[:, None] * model.w
+
+    echo = Echo(forward)
+    with on_cpus(echo, 2) as model:
+        for num in (6, num_samples):
+            batch = [x[:num] for x in columns]
+            assert torch.allclose(model(batch), echo(batch))
+
+
+def test_a_list_that_is_as_long_as_a_later_batch_by_coincidence_is_not_cut():
+    names = ["a", "b", "c", "d"]
+    echo = Echo(lambda model, x, names: x * model.w * len(names))
+    with on_cpus(echo, 2) as model:
+        for num in (6, 4):
+            assert torch.equal(model(numbers(num), names), 4 * numbers(num))
+
+
+def test_a_list_that_has_no_longer_an_entry_for_each_sample_is_refused():
+    echo = Echo(lambda model, x, names: x * model.w)
+    with on_cpus(echo, 2) as model:
+        model(numbers(4), list("abcd"))
+        with pytest.raises(ValueError, match=r"the list 'input 1' had an entry.*has 4 for 6"):
+            model(numbers(6), list("abcd"))
+
+
 def test_a_module_whose_forward_has_no_signature_is_cut_by_position():
     class NoSignature:
         __signature__ = "none"
