@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Check = Callable[[Any, str], None]
 """Raises ``ValueError`` for an invalid value; the second argument is its place, for the message."""
+
+
+_MAX_DEPTH = 64
+
+
+def parse_json(content: str | bytes, **hooks: Any) -> Any:
+    """Parse JSON of another process, machine or file, of which no part is nested deeply.
+
+    Args:
+        content: The text.
+        hooks: Arguments of ``json.loads``.
+
+    Raises:
+        ValueError: It is no JSON, or nested so deeply that recursive functions could not read it.
+    """
+    try:
+        value = json.loads(content, **hooks)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        found = [part for part in level if isinstance(part, list | dict)]
+        level = [v for part in found for v in (part.values() if isinstance(part, dict) else part)]
+        if not level:
+            return value
+    raise ValueError(f"JSON that is nested more than {_MAX_DEPTH} levels deep")
 
 
 def fail(where: str, value: object, expected: str) -> None:

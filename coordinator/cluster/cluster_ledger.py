@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from coordinator.cluster.machine_report import (
     ranges_from_json,
     ranges_to_json,
 )
-from coordinator.schema import entries, items, of_type, record
+from coordinator.schema import entries, items, of_type, parse_json, record
 from coordinator.splitting import BatchSet
 
 NUM_RECENT = 2
@@ -72,7 +71,7 @@ class ClusterLedger:
             "max_batches": max_batches,
         }
         # Through JSON, as other machines' settings arrive.
-        self.settings: dict[str, Any] = json.loads(canonical_json({**settings, **own}))
+        self.settings: dict[str, Any] = parse_json(canonical_json({**settings, **own}))
         self.step = 0
         self.lineage = hashlib.sha256(canonical_json(self.settings)).hexdigest()
         self.consumed = 0

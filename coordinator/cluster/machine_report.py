@@ -9,7 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 from coordinator.run_errors import GpuWorkerError
-from coordinator.schema import entries, integer, items, number, of_type, optional, record, text
+from coordinator.schema import (
+    entries,
+    integer,
+    items,
+    number,
+    of_type,
+    optional,
+    parse_json,
+    record,
+    text,
+)
 from coordinator.splitting import BatchSet
 
 EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]
@@ -82,10 +92,7 @@ class MachineReport:
         Raises:
             ValueError: The data is malformed; the message names the field.
         """
-        try:
-            value = json.loads(data, parse_constant=_refuse_constant)
-        except RecursionError:
-            raise ValueError("report: nested too deeply") from None
+        value = parse_json(data, parse_constant=_refuse_constant)
         if not isinstance(value, dict) or set(value) != set(_FIELDS):
             raise ValueError(f"report: not an object with the fields {', '.join(_FIELDS)}")
         _REPORT(value, "report")

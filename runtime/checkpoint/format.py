@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from coordinator.schema import parse_json
 from runtime.checkpoint.subclasses import flatten_subclass
 from runtime.core.errors import CheckpointError
 
@@ -233,7 +234,7 @@ class Manifest:
             CheckpointError: It was altered, or has another version.
         """
         try:
-            body = json.loads(content)
+            body = parse_json(content)
             if body["format"] != FORMAT:
                 raise CheckpointError(f"its format is {body['format']!r}, not {FORMAT!r}")
             if body["version"] != VERSION:
@@ -260,7 +261,6 @@ class Manifest:
             TypeError,
             AttributeError,
             OverflowError,
-            RecursionError,
         ) as error:
             raise CheckpointError(f"not readable: {type(error).__name__}: {error}") from error
         found._check_names()

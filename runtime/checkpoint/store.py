@@ -12,10 +12,12 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -416,13 +418,61 @@ def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
 def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
     content = _content(file, size_bytes, digest)
     try:
+        _refuse_compressed(io.BytesIO(content), size_bytes)
         value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
+        _refuse_repeated(value, size_bytes)
     except Exception as error:  # of any type
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: refused by the safe reader: {reason}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: contains a {type(value).__name__}, not a dict")
     return value
+
+
+_MAX_DEPTH = 100
+_ITEM_BYTES = 64
+
+
+def _refuse_compressed(source: Any, size_bytes: int) -> None:
+    """Refuse a file of ``torch.save`` whose parts are compressed or overlap; none is written so."""
+    with zipfile.ZipFile(source) as archive:
+        parts = archive.infolist()
+    is_compressed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+    if is_compressed or sum(part.file_size for part in parts) > size_bytes:
+        raise CheckpointError("its parts are larger than the file")
+
+
+def _refuse_repeated(value: Any, size_bytes: int) -> None:
+    """Refuse a value whose parts refer to each other so that a copy of it is far larger than its
+    file, endless, or nested too deeply for recursive functions.
+    """
+    known: dict[int, tuple[int, int]] = {}
+
+    def extent(part: Any, depth: int) -> tuple[int, int]:
+        """Bytes of a copy, and levels below."""
+        if isinstance(part, Tensor) and part.layout is torch.strided:
+            return _ITEM_BYTES + part.numel() * part.element_size(), 0
+        if not isinstance(part, dict | list | tuple | set):
+            return _ITEM_BYTES, 0
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep")
+        found = known.get(id(part))
+        if found is None:
+            items = chain(part, part.values()) if isinstance(part, dict) else part
+            extents = [extent(item, depth + 1) for item in items]
+            found = (
+                _ITEM_BYTES + sum(num_bytes for num_bytes, _ in extents),
+                1 + max((levels for _, levels in extents), default=0),
+            )
+            known[id(part)] = found
+        return found
+
+    num_bytes, num_levels = extent(value, 0)
+    if num_levels > _MAX_DEPTH:
+        raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep")
+    most = 2 * _ITEM_BYTES * size_bytes + (64 << 20)  # an item without references takes a byte
+    if num_bytes > most:
+        raise CheckpointError(f"{size_bytes} bytes hold {num_bytes}, as parts are repeated")
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from coordinator.schema import parse_json
+
 try:
     import safetensors
     import safetensors.torch
@@ -206,7 +208,7 @@ def _header_end(length: bytes | memoryview, num_bytes: int) -> int:
 def _parse(header: bytes, num_data_bytes: int) -> tuple[dict[str, str], list[_Entry]]:
     """Metadata and tensors of a header whose tensors fill ``num_data_bytes`` without gaps."""
     try:
-        fields = json.loads(
+        fields = parse_json(
             header.decode(),
             object_pairs_hook=_distinct,
             parse_int=_natural,
@@ -219,7 +221,7 @@ def _parse(header: bytes, num_data_bytes: int) -> tuple[dict[str, str], list[_En
         entries = sorted((_entry(*item) for item in fields.items()), key=lambda e: e[:2])
         for text in (*fields, *metadata, *metadata.values()):
             text.encode()  # refuses half a surrogate pair
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise TensorFileError(f"the header is malformed: {error}") from error
     filled = 0
     for entry in entries:

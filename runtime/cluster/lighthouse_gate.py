@@ -13,9 +13,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from coordinator.schema import parse_json
 from runtime.cluster.machine_status import MachineStatus, parse_status, status_page
 from runtime.cluster.membership import GREETING, MAX_LINE_BYTES, STATUS_GREETING
-from runtime.core.host_names import LOOPBACK, host_name, is_address
+from runtime.core.host_names import LOOPBACK, is_address, page_refusal
 from runtime.timeline.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ REFUSAL = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(_TEXT), _TEXT)
 )
+MALFORMED = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class LighthouseGate:
@@ -104,6 +106,8 @@ class LighthouseGate:
             await self._answer(task, reader, writer)
         except (OSError, ValueError, EOFError, asyncio.LimitOverrunError) as error:
             logger.debug("a connection to the lighthouse has ended: %s", error)
+            if task not in self._members and not isinstance(error, OSError):
+                writer.write(MALFORMED)
         except asyncio.CancelledError:
             pass  # close(): the task's own server would log it
         finally:
@@ -155,13 +159,8 @@ class LighthouseGate:
     def _allowed_path(self, head: bytes) -> str | None:
         """The path of a request that may be forwarded, else ``None``."""
         line, *rest = head.decode("latin-1").split("\r\n")
-        headers = [
-            (name.lower(), value.strip()) for name, _, value in (h.partition(":") for h in rest)
-        ]
-        hosts = [host_name(value) for name, value in headers if name == "host"]
-        if len(hosts) != 1 or hosts[0] is None or any(name == "origin" for name, _ in headers):
-            return None
-        if hosts[0] not in self._names and not is_address(hosts[0]):
+        headers = [(name, value.strip()) for name, _, value in (h.partition(":") for h in rest)]
+        if page_refusal(headers, lambda name: name in self._names or is_address(name)) is not None:
             return None
         method, _, path = line.partition(" ")
         path = path.partition(" ")[0]
@@ -206,11 +205,16 @@ class LighthouseGate:
         await writer.drain()
         async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
             line = await reader.readline()
-        if not line.endswith(b"\n") or len(self._members) >= MAX_MEMBERS:
+        if not line or len(self._members) >= MAX_MEMBERS:
             return
-        card = json.loads(line)
-        if len(line) > MAX_LINE_BYTES or not isinstance(card, list):
-            return
+        card = parse_json(line)
+        # Sent to all members, one of which may have another version.
+        if len(line) > MAX_LINE_BYTES or not (
+            line.endswith(b"\n")
+            and isinstance(card, list)
+            and all(isinstance(part, str | int | None) for part in card)
+        ):
+            raise ValueError("a member's card is malformed")
         member = self._members[task] = _Member(card, time.monotonic())
         while (line := await reader.readline()).endswith(b"\n"):
             if len(line) > MAX_LINE_BYTES:

@@ -15,6 +15,7 @@ import torch.distributed
 from torch import Tensor
 
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
+from coordinator.schema import parse_json
 from runtime.cluster.compression import ErrorFeedback, is_compressible
 from runtime.cluster.engine import MAX_REPORT_BYTES, EngineError, PeerRefused
 from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal
@@ -254,11 +255,11 @@ def _exchange_hellos(
         try:
             if len(content) > MAX_HELLO_BYTES:
                 raise ValueError(f"{len(content)} bytes")
-            version, names = json.loads(unseal(token, session, i, machine, content))
+            version, names = parse_json(unseal(token, session, i, machine, content))
             if version != PROTOCOL_VERSION:
                 raise ValueError(f"version {version!r}")
             hellos[machine] = [str(name) for name in names]
-        except (PeerRefused, ValueError, TypeError, RecursionError):
+        except (PeerRefused, ValueError, TypeError):
             hellos[machine] = None
     return hellos
 

@@ -88,10 +88,7 @@ def parse_status(line: str, age_s: float = 0.0) -> MachineStatus:
     Raises:
         ValueError: It is malformed.
     """
-    try:
-        parsed = json.loads(line[2 * MAC_BYTES :])
-    except RecursionError as error:
-        raise ValueError(f"no status of a machine: {error}") from error
+    parsed = schema.parse_json(line[2 * MAC_BYTES :])
     _STATUS_LINE(parsed, "the status")
     machine, number, given = parsed
     run = {name: given[name] for name in (*_COUNTS, *_NUMBERS)}

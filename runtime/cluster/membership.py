@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
+from coordinator.schema import parse_json
 from runtime.cluster.engine import PeerRefused, StatusReader
 from runtime.cluster.machine_status import (
     MachineStatus,
@@ -245,7 +246,7 @@ def read_list(connection: socket.socket, greeting: bytes) -> list[Any] | None:
         if not part or len(content) > MAX_LIST_BYTES or not content.startswith(b"["):
             return None
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
+        found = parse_json(content)
+    except ValueError:
         return None
     return found if isinstance(found, list) else None

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from http import HTTPStatus
 
+from coordinator.schema import parse_json
 from runtime.checkpoint.tensor_file import load, save
 from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
 from runtime.cluster.options import join_host_port, split_host_port
@@ -171,10 +172,10 @@ def fetch_state(
     try:
         length = int.from_bytes(content[:8], "little")
         tensors = load(content)  # checks the header, and that it covers the content
-        meta = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][METADATA_KEY])
+        meta = parse_json(parse_json(content[8 : 8 + length])["__metadata__"][METADATA_KEY])
         if not isinstance(meta, dict):
             raise TypeError(f"meta is a {type(meta).__name__}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise PeerRefused((machine,), f"its state is malformed: {error}") from error
     return ClusterState(tensors=tensors, meta=meta)
 

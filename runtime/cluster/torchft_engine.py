@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch import Tensor
 
+from coordinator.schema import parse_json
 from runtime.cluster.compression import CODECS, ErrorFeedback
 from runtime.cluster.engine import (
     ClusterEngine,
@@ -400,11 +401,11 @@ def _steps_and_addresses(
     addresses: dict[str, str] = {}
     for name, content in zip(members, reports, strict=True):
         try:
-            step, address = json.loads(content)
+            step, address = parse_json(content)
             split_host_port("address", address)
             if type(step) is not int or step < 0:
                 raise ValueError(f"step {step!r:.80}")
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise PeerRefused((name,), f"its report has no step and address: {error}") from error
         steps[name], addresses[name] = step, address
     return steps, addresses

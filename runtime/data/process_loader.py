@@ -88,8 +88,10 @@ class ProcessLoader(ThreadLoader):
 
         Raises:
             TypeError: The data set or ``collate_fn`` cannot be sent to a process.
-            ValueError: The main script would start the run again in each process.
+            ValueError: The main script would start the run again in each process, or this
+                process may not have child processes.
         """
+        refuse_in_daemon(self._num_processes)
         source = _BatchDataset(self._adapter, self._seed, self.rank, self._settings.init_fn)
         source.pack(check_picklable(source))
         methods = multiprocessing.get_all_start_methods()
@@ -206,6 +208,17 @@ _GUARD = (
     "Loader processes import the main script, so the run has to start below the line "
     "if __name__ == '__main__':"
 )
+
+
+def refuse_in_daemon(num_processes: int) -> None:
+    """Raise ``ValueError`` in a daemonic process, which may not have child processes."""
+    if multiprocessing.current_process().daemon:
+        raise ValueError(
+            f"{num_processes} loader processes: this process is daemonic, as those of "
+            "multiprocessing.Pool are, and may not start processes. Use loader_workers(0), or "
+            "DataLoader(num_workers=0), which read in threads here, or start this process with "
+            "daemon=False, as concurrent.futures.ProcessPoolExecutor does"
+        )
 
 
 def check_main_guard(num_processes: int) -> None:

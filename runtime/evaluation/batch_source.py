@@ -24,6 +24,7 @@ from coordinator.splitting import batch_bounds
 from runtime.core.nested import cut_batch, movable_parts, num_rows
 from runtime.data.batches import Position, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
+from runtime.data.process_loader import refuse_in_daemon
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
 
@@ -223,6 +224,7 @@ def _loaded_by_processes(
     streams = isinstance(loader.dataset, IterableDataset)
     processes = {}
     if loader.num_workers:
+        refuse_in_daemon(loader.num_workers)
         processes = {
             "worker_init_fn": loader.worker_init_fn,
             "timeout": loader.timeout,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.run_state import Statistics
+from coordinator.schema import parse_json
 from runtime.monitor.feed import Json
 from runtime.timeline.recent_progress import WINDOW_S, CurrentProgress
 
@@ -191,6 +192,9 @@ class _Endpoint:
             raise
 
     def _serve(self) -> None:
+        for pid, path in _sockets():
+            if pid != os.getpid():
+                _remove_if_abandoned(path)
         while not self._closing.is_set():
             try:
                 connection, _ = self.listener.accept()
@@ -208,7 +212,7 @@ class _Endpoint:
         connection.settimeout(TIMEOUT_S)
         if peer_of(connection)[1] not in (os.getuid(), None):
             return
-        request = json.loads(_receive_line(connection, MAX_REQUEST_BYTES))
+        request = parse_json(_receive_line(connection, MAX_REQUEST_BYTES))
         reply = self._answer(dict(request), self._closing.wait)
         connection.sendall(json.dumps({"pid": os.getpid(), **reply}).encode() + b"\n")
 
@@ -346,6 +350,19 @@ def _sockets() -> list[tuple[int, Path]]:
     return found
 
 
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove the socket of a process that has ended without doing so. Does not block."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(str(path))
+        except ConnectionRefusedError:
+            with suppress(OSError):
+                path.unlink()
+        except OSError:
+            pass  # it is busy, or has removed its socket
+
+
 def _ask(path: Path, command: str) -> dict[str, Any] | None:
     """The reply of a process; empty if there is none in time, ``None`` if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -353,7 +370,7 @@ def _ask(path: Path, command: str) -> dict[str, Any] | None:
         try:
             connection.connect(str(path))
             connection.sendall(json.dumps({"command": command}).encode() + b"\n")
-            reply = json.loads(_receive_line(connection, MAX_REPLY_BYTES))
+            reply = parse_json(_receive_line(connection, MAX_REPLY_BYTES))
         except (ConnectionRefusedError, FileNotFoundError):
             with suppress(OSError):
                 path.unlink()
@@ -362,7 +379,7 @@ def _ask(path: Path, command: str) -> dict[str, Any] | None:
             return {}
         except (OSError, ValueError):
             return None  # it has just ended
-    return dict(reply)
+    return reply if isinstance(reply, dict) else None
 
 
 CONTROL = ControlServer()

@@ -40,7 +40,8 @@ class Monitor(Closeable):
     monitor is logged once and affects nothing else.
 
     The server only answers read requests with an accepted host name: this machine's loopback,
-    ``host`` or one of ``allowed_hosts``. There is no password: everyone who can reach the server
+    ``host`` or one of ``allowed_hosts``. Requests that a page of another site makes (with an
+    ``Origin``) are refused. There is no password: everyone who can reach the server
     can read the page. If ``host`` is not the loopback, that is everyone on the network; an SSH
     tunnel (``ssh -L 8080:localhost:8080 machine``) is safer.
 

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 from aiohttp import web
 
-from runtime.core.host_names import host_name
+from runtime.core.host_names import page_refusal
 from runtime.monitor import monitor_page
 from runtime.monitor.feed import Feed
 from runtime.monitor.hosts import ANY_HOST
@@ -56,6 +57,11 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
     "Server": "gpuworker",
+}
+_REFUSALS = {
+    HTTPStatus.MISDIRECTED_REQUEST: "This monitor does not answer to this host name: see "
+    "allowed_hosts of Monitor.",
+    HTTPStatus.FORBIDDEN: "This monitor does not answer to requests of other pages.",
 }
 _IMMUTABLE = "private, max-age=31536000, immutable"
 
@@ -291,13 +297,12 @@ class MonitorServer:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Refuse requests for other hosts (DNS rebinding) and methods other than GET and HEAD."""
-        hosts = request.headers.getall("Host", [])
-        name = host_name(hosts[0]) if len(hosts) == 1 else None
-        if name is None or (name not in self._names and ANY_HOST not in self._names):
-            return _error_response(
-                421, "This monitor does not answer to this host name: see allowed_hosts of Monitor."
-            )
+        """Refuse requests of other pages, for other hosts, and methods other than GET and HEAD."""
+        refusal = page_refusal(
+            request.headers.items(), lambda name: not self._names.isdisjoint((name, ANY_HOST))
+        )
+        if refusal is not None:
+            return _error_response(refusal, _REFUSALS[refusal])
         if request.method not in ("GET", "HEAD"):
             return _error_response(405, "This monitor can only be read.", Allow="GET, HEAD")
         assert self._connections is not None

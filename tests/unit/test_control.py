@@ -105,7 +105,9 @@ def test_a_request_of_another_user_is_not_answered(monkeypatch):
     assert not handle.join(WAIT_S).stopped
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]\n", b"\xff\n", b"x" * 1000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]\n", b"\xff\n", b"x" * 1000, b"[" * 200 + b"]" * 55 + b"\n"]
+)
 def test_malformed_requests_do_not_end_the_server(directory, content):
     gate = Gate()
     handle = builder(train=gate).run()
@@ -187,6 +189,35 @@ def test_sockets_of_processes_that_have_ended_are_removed(directory):
         dead.bind(str(directory / "4194305.sock"))
     assert find_runs() == []
     assert list(directory.iterdir()) == []
+
+
+def test_the_next_run_removes_sockets_of_processes_that_were_killed(directory):
+    require_private(directory, create=True)
+    with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as live:
+        dead.bind(str(directory / "4194305.sock"))
+        live.bind(str(directory / "77.sock"))
+        live.listen()
+        (directory / "notes.sock").touch()
+        builder().run().join(WAIT_S)
+        assert sorted(path.name for path in directory.iterdir()) == ["77.sock", "notes.sock"]
+
+
+@pytest.mark.parametrize("reply", [b"[" * 100_000 + b"\n", b"[]\n", b"7\n", b"{\n"])
+def test_a_process_with_a_malformed_reply_is_not_listed(directory, reply):
+    require_private(directory, create=True)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(directory / "77.sock"))
+        other.listen()
+
+        def answer():
+            with other.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert find_runs() == []
+        thread.join(WAIT_S)
 
 
 def test_a_process_that_does_not_answer_is_listed_as_such(directory, monkeypatch, capsys):

@@ -256,6 +256,22 @@ def test_a_planted_call_is_found(tmp_path, call):
     assert list(rude_calls(tmp_path / "planted.py"))
 
 
+def test_json_and_pickles_are_read_in_one_place_each():
+    """So that the limits on foreign content hold for all of it."""
+    readers = {"json.load", "json.loads", "torch.load", "pickle.load", "pickle.loads"}
+    found = {
+        (relative(path), name)
+        for path in sources(*PACKAGES)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and (name := called(node)) in readers
+    }
+    assert found == {
+        ("coordinator/schema.py", "json.loads"),
+        ("runtime/checkpoint/store.py", "torch.load"),
+        ("runtime/data/process_loader.py", "pickle.loads"),  # of the run's own processes
+    }
+
+
 def test_files_have_a_docstring_and_annotations_from_the_future():
     for path in sources(*PACKAGES):
         assert ast.get_docstring(parse(path)), relative(path)

@@ -6,12 +6,14 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from runtime.checkpoint import store
 from runtime.checkpoint.format import MANIFEST, Manifest
@@ -256,3 +258,100 @@ def test_an_altered_state_with_a_valid_digest_is_refused(pair, caplog, state):
     torch.save(state, pair / "state.pt")
     reseal(pair)
     check_refused(pair, "state.pt", caplog)
+
+
+# -- content that is larger than its file ------------------------------------------------
+
+
+def doubled(num_levels):
+    """A list of ``2**num_levels`` items by reference."""
+    value = [0]
+    for _ in range(num_levels):
+        value = [value, value]
+    return value
+
+
+def endless():
+    value = []
+    value.append(value)
+    return value
+
+
+def nested(num_levels):
+    value = []
+    for _ in range(num_levels):
+        value = {"below": value}
+    return value
+
+
+def shared():
+    row = [1.5] * 50_000
+    return {"rows": [row] * 50_000}
+
+
+def compressed():
+    file, out = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.zeros(1 << 20)}, file)
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return out.getvalue()
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save({"epoch": 2, "global_step": 20, "value": value}, file)
+    return file.getvalue()
+
+
+LARGE = {
+    "shared 2^32 times": (lambda: saved(doubled(32)), r"bytes hold \d{12}, as parts are repeated"),
+    "a long row shared": (lambda: saved(shared()), r"bytes hold \d{12}, as parts are repeated"),
+    "one number as a large tensor": (
+        lambda: saved(torch.zeros(1).expand(10**10)),
+        "as parts are repeated",
+    ),
+    "one tensor often": (
+        lambda: saved([torch.zeros(10_000)] * 100_000),
+        "as parts are repeated",
+    ),
+    "holds itself": (lambda: saved(endless()), "nested more than 100 levels deep"),
+    "nested": (lambda: saved(nested(400)), "nested more than 100 levels deep"),
+    "nested by reference": (
+        lambda: saved([inner := nested(60), nested_in(inner, 60)]),
+        "nested more than 100 levels deep",
+    ),
+    "compressed": (compressed, "its parts are larger than the file"),
+}
+
+
+def nested_in(value, num_levels):
+    for _ in range(num_levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.timeout(60)  # copied as they are, they need hours, or all memory
+@pytest.mark.parametrize("name", ["ranks-00001.pt", "state.pt"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_content_far_larger_than_its_file_is_refused(pair, caplog, kind, name):
+    make_content, message = LARGE[kind]
+    (pair / name).write_bytes(make_content())
+    reseal(pair)
+    check_refused(pair, name, caplog)
+    assert re.search(message, caplog.text)
+
+
+def test_content_of_the_usual_forms_is_not_too_large(tmp_path):
+    """Shared tensors, many small items, and levels of settings."""
+    table = torch.arange(50_000.0)
+    state = {
+        "tied": [table] * 50,
+        "views": list(table.view(-1, 10)),
+        "none": [None] * 300_000,
+        "levels": nested(50),
+        "groups": [{"betas": (0.9, 0.999), "lr": 0.1}] * 1000,
+    }
+    data = replace(make(1), ranks=({**make(1).ranks[0], "more": state},))
+    found = load_newest(write_checkpoint(tmp_path, data)).data.ranks[0]["more"]
+    assert tree_map(str, found) == tree_map(str, state)

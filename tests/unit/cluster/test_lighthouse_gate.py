@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -105,6 +106,43 @@ def test_the_page_is_shown_to_a_request_for_this_host(gate, host):
 )
 def test_other_requests_do_not_reach_the_server(gate, request_):
     assert exchange(gate, request_).startswith(b"HTTP/1.1 403 ")
+    assert gate.backend.received == []
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"[" * 60_000 + b"\n",
+        b"[" * 900 + b"]" * 900 + b"\n",
+        b"[" * 100_000,
+        b'["a", [["b"]]]\n',
+        b'{"a": 1}\n',
+        b"1" * 5000 + b"\n",
+        b"\xff\n",
+        b"[]",
+    ],
+)
+def test_a_malformed_card_is_a_bad_request_and_reaches_no_member(gate, caplog, card):
+    with RawMember(gate, "a"), socket.create_connection(gate.address, WAIT_S) as connection:
+        connection.sendall(GREETING + card)
+        connection.shutdown(socket.SHUT_WR)
+        found = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                found += part
+        (cards, _, answer) = found.partition(b"\n")
+        assert len(json.loads(cards)) == 1
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert [m.machine for m in read_cluster_status(address_of(gate), None).machines] == ["a"]
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+@pytest.mark.parametrize("head", [b"[" * 100_000, b"GET / HTTP/1.1\r\n"])
+def test_a_malformed_head_is_a_bad_request(gate, head):
+    with socket.create_connection(gate.address, WAIT_S) as connection:
+        connection.sendall(head)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
     assert gate.backend.received == []
 
 

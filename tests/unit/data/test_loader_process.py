@@ -13,8 +13,10 @@ from multiprocessing import resource_sharer
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from coordinator.messages import EpochPlan
+from runtime import predict
 from runtime.data import process_loader
 from runtime.data.data_set_state import (
     MAX_SHARED_TENSORS,
@@ -27,10 +29,29 @@ from runtime.data.dataset import adapt_dataset
 from runtime.data.loader import InlineLoader
 from runtime.data.process_loader import ProcessLoader
 from tests.support.loading import ALL, SIZE, Consumer, Noisy, Troubled, assert_is_plan, draws
+from tests.support.running import WAIT_S, builder
 
 
 def children():
     return {child.pid for child in multiprocessing.active_children()}
+
+
+def test_loader_processes_in_a_daemonic_process_are_refused_with_the_remedy(monkeypatch):
+    """Such processes may not have children: those of ``multiprocessing.Pool``, for instance."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    remedy = r"2 loader processes: this process is daemonic.* loader_workers\(0\).* daemon=False"
+    loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
+    for start in (
+        lambda: builder(dataset=Noisy(), ranks=1).loader_workers(2).run(),
+        lambda: builder(dataset=loader, ranks=1).run(),
+        lambda: builder(ranks=1).val_dataset(loader, fn=lambda model, batch: model.w.sum()).run(),
+        lambda: predict(torch.nn.Linear(1, 1), loader),
+        lambda: builder(ranks=1).run().join(WAIT_S).evaluate(loader, lambda model, batch: {}),
+    ):
+        threads = threading.active_count()
+        with pytest.raises(ValueError, match=remedy):
+            start()
+        assert threading.active_count() == threads
 
 
 def test_processes_load_the_batches_and_draws_of_a_thread():

@@ -145,6 +145,27 @@ def test_requests_for_other_hosts_are_refused(open_monitor, host, path):
     assert b"<" not in body
 
 
+@pytest.mark.parametrize("path", ["/", "/events", "/monitor.js"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "https://localhost:1", "null", "http://127.0.0.1"]
+)
+def test_requests_of_other_pages_are_refused(open_monitor, path, origin):
+    """A browser names the page in Origin, except for the requests of the monitor's own page."""
+    for name in ("Origin", "origin"):
+        status, headers, body = request(open_monitor, path, headers={name: origin})
+        assert (status, body) == (
+            403,
+            b"This monitor does not answer to requests of other pages.\n",
+        )
+        assert headers["Content-Security-Policy"]
+
+
+def test_requests_of_other_pages_are_refused_for_each_allowed_host():
+    with Monitor(allowed_hosts=["*"]) as monitor:
+        headers = {"Origin": "http://evil.example"}
+        assert request(monitor, host="whatever.example", headers=headers)[0] == 403
+
+
 def test_other_hosts_may_be_allowed():
     with Monitor(allowed_hosts=["Box.lan", "fe80::1"]) as monitor:
         assert request(monitor, host="box.LAN:80")[0] == 200
