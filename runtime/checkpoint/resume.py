@@ -169,6 +169,11 @@ class ResumePoint:
         return int(self._data.run.get("per_global", self._data.run["world_size"]))
 
     @property
+    def num_closed(self) -> int:
+        """Number of closed epochs."""
+        return self._data.epoch
+
+    @property
     def run(self) -> Mapping[str, Any]:
         """The coordinator's state."""
         return self._data.run

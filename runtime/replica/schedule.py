@@ -39,6 +39,7 @@ class Schedule:
 
     Attributes:
         scheduler: The scheduler; ``None``: constant rates.
+        attached_in: Epoch whose ``epoch_fn`` attached it; ``None``: it is of the settings.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Schedule:
         self._position = 0
         self._origin: int | None = 0
         self._num_values = 0  # metrics seen
+        self.attached_in: int | None = None
         self._scale = 1.0
         self._host_lr: float | None = None
         self._built: dict[str, str] = {}  # fields of the scheduler as the factory made it
@@ -246,6 +248,7 @@ class Schedule:
         """Copy the state of another rank's schedule."""
         self._position, self._origin = other._position, other._origin
         self._scale, self._num_values = other._scale, other._num_values
+        self.attached_in = other.attached_in
         self._base = list(other._base)
         if self.scheduler is not None and other.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
@@ -262,12 +265,20 @@ class Schedule:
         return {
             "position": self._position,
             "origin": self._origin,
+            "attached_in": self.attached_in,
+            "kind": self.kind,
             "every": self._every,
             "scale": self._scale,
             "base": list(self._base),
             "scheduler": scheduler,
             "settings": {name: text for name, text in self._built.items() if now.get(name) == text},
         }
+
+    @property
+    def kind(self) -> str:
+        """Names of the schedulers' classes; empty without one."""
+        found = [] if self.scheduler is None else list(self._members())
+        return ", ".join(type(each).__name__ for each in found)
 
     def _scheduler_state(self) -> dict[str, Any] | None:
         if self.scheduler is None:
@@ -291,13 +302,22 @@ class Schedule:
         """Load the result of :meth:`state_dict`; the rates are part of the optimizer's state.
 
         Raises:
-            ValueError: The scheduler was stepped at another interval.
+            ValueError: The scheduler was stepped at another interval, or is of another class.
         """
         every = state.get("every", 1)
         if self.scheduler is not None and every != self._every:
             raise ValueError(
                 f"the scheduler was stepped {_interval_text(every)}, and is now stepped "
                 f"{_interval_text(self._every)}: pass the earlier scheduler(f, interval, metric)"
+            )
+        kind, own = state.get("kind"), self.kind
+        if kind == "" and own:
+            self._origin = None  # begins here
+            return
+        if kind and own and kind != own:
+            raise ValueError(
+                f"the checkpoint's scheduler is {kind}, and scheduler(f) makes {own}, which cannot "
+                f"continue it: return {kind}, or start from the weights"
             )
         self._position = int(state["position"])
         self._origin = state.get("origin", 0)

@@ -18,7 +18,7 @@ from runtime.device.base import Device
 from runtime.device.metering import ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
-from runtime.replica.optimizers import state_in_order
+from runtime.replica.optimizers import settings_of, state_in_order
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
@@ -97,6 +97,9 @@ class RankCheckpoint:
         averaged = set() if is_lockstep else set(model.state_dict())
         self._own_buffers = [i for i, name in enumerate(names) if name not in averaged]
         self._module = ModuleState(model)
+        self._built = [dict(group) for group in optimizer.param_groups]
+        self._num_groups = len(self._built)
+        self._added: list[list[int]] = []  # epochs that added groups, and the groups before
         self.train_point: list[Tensor] | None = None
         self._before_sync: State | None = None
         self._generators: State | None = None
@@ -119,6 +122,7 @@ class RankCheckpoint:
                 **self._stepper.state_dict(),
                 **self._module.state_dict(),
                 "groups": self.group_names(),
+                "added": [list(each) for each in self._added],
                 "schedule": self._schedule.state_dict(),
                 "lr_scale": self._lr_scale,
                 "generators": _generators(self._generator, self._context),
@@ -205,7 +209,6 @@ class RankCheckpoint:
         Raises:
             CheckpointError: The state is of another model or optimizer.
         """
-        built = self._stepper.state_dict()["optimizer"]["param_groups"]
         replaced = self._schedule.replaced_settings(saved["schedule"])
         try:
             self._add_groups(saved.get("groups", []))
@@ -223,9 +226,18 @@ class RankCheckpoint:
                 f"module ({type(error).__name__}: {error}); build them as in the run that wrote it"
             ) from error
         if self._rank == 0:
-            self._warn_of_settings(built, saved)
+            self._warn_of_settings(self._built, saved)
             if replaced:
                 logger.warning(SCHEDULE_KEPT, replaced)
+            kind, present = saved["schedule"].get("kind"), self._schedule.kind
+            if kind is not None and bool(kind) != bool(present):
+                logger.warning(
+                    "the checkpoint has %s: %s",
+                    f"the scheduler {kind}, and this run none" if kind else "no scheduler",
+                    "the learning rates stay as they are; pass scheduler(f) to continue it"
+                    if kind
+                    else f"{present} begins here, at its first step",
+                )
         before = float(saved["lr_scale"])
         if before != self._lr_scale:
             self._schedule.rescale(self._lr_scale / before)
@@ -244,6 +256,12 @@ class RankCheckpoint:
         self._log.start_at(int(saved["local_step"]))
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
+        self._added = [list(each) for each in saved.get("added", [])]
+
+    def before_epoch(self, saved: Mapping[str, Any], epoch: int) -> None:
+        """Add the parameter groups that the optimizer had before ``epoch_fn`` of an epoch."""
+        counts = [num for number, num in saved.get("added", []) if number >= epoch]
+        self._add_groups(saved.get("groups", [])[: min(counts, default=None)])
 
     def group_names(self) -> list[list[str]]:
         """Names of the parameters of each group of the optimizer."""
@@ -274,11 +292,13 @@ class RankCheckpoint:
         for number, (group, held) in enumerate(zip(built, theirs, strict=False)):
             # A scheduler changes the rate and keeps the initial one.
             rate = "initial_lr" if {"initial_lr"} <= {*group} & {*held} else "lr"
-            for name in (rate, *(n for n in group if n not in others)):
+            for name in (rate, *(n for n in settings_of(group) if n not in others)):
                 new, old = _numbers(group[name]), _numbers(held.get(name))
+                flags = {type(group[name]), type(held.get(name))} <= {bool, str}
                 expected = [scales.get(name, 1.0) * value for value in old]
-                if len(new) == len(expected) and not np.allclose(
-                    new, expected, rtol=1e-6, atol=0.0
+                if (flags and group[name] != held[name]) or (
+                    len(new) == len(expected)
+                    and not np.allclose(new, expected, rtol=1e-6, atol=0.0)
                 ):
                     logger.warning(
                         "the checkpoint's %s=%s is used in group %d of the optimizer, not %s of "
@@ -299,11 +319,14 @@ class RankCheckpoint:
 
     def before_epoch_fn(self) -> None:
         """Restore the process's generators, before the rank begins its first epoch."""
+        self._num_groups = len(self._optimizer.param_groups)
         if self._generators is not None and self._rank == 0:
             _restore_process(self._generators, self._context)
 
     def after_epoch_fn(self, epoch: int) -> None:
         """Restore all generators, if the checkpoint was made after the beginning of this epoch."""
+        if len(self._optimizer.param_groups) > self._num_groups:
+            self._added.append([epoch, self._num_groups])
         saved, self._generators = self._generators, None
         if saved is None or epoch != self._begun_epoch:
             return

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ RANK_STATISTICS = (
 )
 
 
+NOT_ATTACHED = (
+    "the checkpoint's schedule was attached by worker.set_scheduler(f) in epoch {epoch}, and "
+    "epoch_fn does not attach one in that epoch: call worker.set_scheduler(f) in epoch_fn({epoch}, "
+    "worker) as the earlier run did, or start from the weights, without resume(path)"
+)
+
+
 class WorkerReplica:
     """Builds and owns the replica of one worker. In the worker's thread.
 
@@ -95,6 +103,7 @@ class WorkerReplica:
         is_lockstep: True if the ranks reduce gradients in every step.
         is_sharded: True if gradients and optimizer state are sharded over the ranks.
         is_single: True if there is no other rank.
+        resumed_epochs: Epochs whose ``epoch_fn`` is called again before a checkpoint is restored.
         part_log: Log of the values of one step of several optimizers.
         context, generator, progress, lockstep: See above.
 
@@ -105,6 +114,8 @@ class WorkerReplica:
     _has_compared_statistics = False
 
     _has_reported_frozen = False
+    resumed_epochs: Sequence[int] = ()
+    _saved: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -185,7 +196,7 @@ class WorkerReplica:
         )
         self.checkpoint = self._make_checkpoint(config, meter)
         if resume is not None:
-            self._restore(resume.rank(config.rank))
+            self._resume(resume, calls_epoch_fn=functions.epoch_fn is not None)
 
     def _join_global_batch(
         self, config: WorkerConfig, collective: Collective | None, timer: StepTimer
@@ -218,6 +229,52 @@ class WorkerReplica:
             is_lockstep=self.is_lockstep,
             ema=self.ema,
         )
+
+    def _resume(self, resume: ResumePoint, *, calls_epoch_fn: bool) -> None:
+        """Restore a checkpoint, unless ``epoch_fn`` is called first: see :meth:`resuming`."""
+        saved = resume.rank(self.rank)
+        attached_in = saved["schedule"].get("attached_in")
+        if calls_epoch_fn:
+            begun = range(resume.num_closed, saved["begun_epoch"] + 1)
+            epochs = {*begun, attached_in} - {None}
+            self.resumed_epochs = sorted(epochs)
+            self.progress.begun_epoch = begun[-1] if begun else -1
+        elif attached_in is not None:
+            raise CheckpointError(NOT_ATTACHED.format(epoch=attached_in))
+        if not self.resumed_epochs:
+            self._restore(saved)
+            return
+        self._saved = saved
+        self.progress.local_step = saved["local_step"]
+
+    @contextmanager
+    def resuming(self) -> Iterator[Iterator[int]]:
+        """Restore the whole state of the checkpoint after the calls of ``epoch_fn`` within; yields
+        the epochs of these calls, with the weights and buffers that were loaded.
+
+        Raises:
+            CheckpointError: The run had attached a scheduler in one of them, which did not.
+        """
+        saved, self._saved = self._saved, {}
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        with torch.no_grad(), self.context.comm():
+            kept = [tensor.clone() for tensor in tensors]
+        yield self._epochs_to_call(saved)
+        attached_in = saved["schedule"].get("attached_in")
+        if attached_in is not None and self.schedule.attached_in is None:
+            raise CheckpointError(NOT_ATTACHED.format(epoch=attached_in))
+        with torch.no_grad(), self.context.comm():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        self._restore(saved)
+        if self.progress.begun_epoch >= 0:
+            self.checkpoint.before_epoch_fn()
+            self.checkpoint.after_epoch_fn(self.progress.begun_epoch)
+
+    def _epochs_to_call(self, saved: Mapping[str, Any]) -> Iterator[int]:
+        for epoch in self.resumed_epochs:
+            self.checkpoint.before_epoch(saved, epoch)
+            yield epoch
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         """Restore this rank's part of a checkpoint."""

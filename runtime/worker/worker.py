@@ -349,6 +349,7 @@ class GpuWorker:
         this was called, to attach it again.
         """
         self._schedule.attach(factory, at_next=True)
+        self._schedule.attached_in = self.current_epoch
 
     def record_scalar(self, name: str, value: float | Tensor) -> None:
         """See :func:`gpuworker.record_scalar`."""
@@ -575,6 +576,23 @@ class GpuWorker:
             checkpoint.after_epoch_fn(epoch)
             if self._holds and self._is_lockstep:
                 self._lockstep.epoch_starts.begin(self.rank, epoch)
+
+    def _resume_epochs(self) -> None:
+        """Call ``epoch_fn`` for the epochs that the checkpoint had begun, for its effect outside of
+        the replica, and restore the replica after it.
+        """
+        replica, call = self.replica, self._functions.epoch_fn
+        if not replica.resumed_epochs:
+            return
+        assert call is not None
+        with worker_context(self), thread_generator(self._cpu_generator), replica.resuming() as at:
+            for epoch in at:
+                self._progress.epoch = epoch
+                seed_generator(self.generator, self.config.seed, self.rank, epoch)
+                call(epoch, self)
+                self.flat_state.params.adopt_groups()
+        if self._holds and self._is_lockstep:
+            self._lockstep.epoch_starts.begin(self.rank, self._progress.begun_epoch)
 
     def _may_step(self) -> bool:
         """Handle messages; returns True if the next step may begin."""
@@ -806,6 +824,7 @@ class GpuWorker:
     def run(self) -> None:
         """Train plan after plan until ``Shutdown``, then leave."""
         try:
+            self._resume_epochs()
             if self._loop is None:
                 _exhaust(self._run())
             else:
