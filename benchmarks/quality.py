@@ -467,11 +467,14 @@ def child() -> None:
         print(RESULT + json.dumps(run(spec)), flush=True)
 
 
-# -- verdicts: paired seeds, two standard errors -----------------------------------------
+# -- verdicts: paired seeds, intervals of 95 % --------------------------------------------
 
 
-LIMIT_SE = 2.0
-"""Standard errors by which a mode may be worse on average before it counts as worse."""
+QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
+)
+"""Two-sided 95 % quantiles of Student's t for 2 to 20 pairs; the last one holds for more pairs."""
 MARGIN, POINTS = 0.005, 0.1
 """Announced cost of a policy: part of the loss, and points of accuracy."""
 MARGINS = {
@@ -507,15 +510,20 @@ class Difference:
         mean: Mean of the paired differences, in the measure's own unit.
         se: Their standard deviation over the square root of their number; ``None`` for one.
         num_pairs: Seeds that both have.
-        verdict: ``"worse"`` or ``"better"`` beyond two standard errors, else ``"no worse"``;
-            ``"too few seeds"`` for one. With a margin: ``"no worse"`` if the mean and two
-            errors are within it, else ``"worse"`` as above, or ``"undecided"``.
+        verdict: ``"worse"`` or ``"better"`` if the 95 % interval of the mean leaves out 0, else
+            ``"no worse"``; ``"too few seeds"`` for one. With a margin: ``"no worse"`` if the
+            interval is within it, else ``"worse"`` as above, or ``"undecided"``.
     """
 
     mean: float
     se: float | None
     num_pairs: int
     verdict: str
+
+
+def half_interval(se: float, num_pairs: int) -> float:
+    """Half of the 95 % interval of a mean, by its standard error and the number of pairs."""
+    return QUANTILES[min(num_pairs - 2, len(QUANTILES) - 1)] * se
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -538,12 +546,12 @@ def compare(
     if found.sd is None:
         return Difference(mean=found.mean, se=None, num_pairs=1, verdict="too few seeds")
     se = found.sd / math.sqrt(len(pairs))
-    loss = -found.mean if higher_is_better else found.mean
+    loss, half = -found.mean if higher_is_better else found.mean, half_interval(se, len(pairs))
     verdict = "no worse"
     # A loss that is not a number is worse than any number.
-    if math.isnan(loss) or loss > LIMIT_SE * se:
+    if math.isnan(loss) or loss > half:
         verdict = "worse"
-    elif -loss > LIMIT_SE * se:
+    elif -loss > half:
         verdict = "better"
     return Difference(mean=found.mean, se=se, num_pairs=len(pairs), verdict=verdict)
 
@@ -552,7 +560,7 @@ def _verdict(found: Difference, margin: float, cost: float) -> str:
     """The verdict with a margin; ``cost`` is the mean, positive if worse."""
     if found.se is None:
         return found.verdict
-    if cost + LIMIT_SE * found.se <= margin:
+    if cost + half_interval(found.se, found.num_pairs) <= margin:
         return "no worse"
     return "worse" if found.verdict == "worse" else "undecided"
 
@@ -645,7 +653,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "# Held-out quality of averaged training",
         "",
         f"{about(report)}Losses and accuracies are paired by seed with one device at the global "
-        "batch, mean ± standard error; no worse: two of them are within the margin, "
+        "batch, mean ± standard error; no worse: the 95 % interval is within the margin, "
         f"{MARGIN:.1%} of the loss or {POINTS} points. {_settings(report['settings'])}",
         "",
         losses_table(report),
@@ -955,7 +963,7 @@ def machines_markdown(report: Mapping[str, Any]) -> str:
         f"{machine['cores']} cores ({machine['architecture']}), Python {machine['python']}, torch "
         f"{machine['torch']}. Increase of the held-out loss of two machines over that of one "
         "process at the global batch, for which the learning rate is tuned, paired by seed: mean ± "
-        "standard error, bold where worse by more than two of them. The number behind the name is "
+        "standard error, bold where the 95 % interval is above 0. The number behind the name is "
         "that of the batches of each machine between two rounds.",
         "",
         table(["", *models, "mean", "worse"], rows),
@@ -1064,8 +1072,8 @@ def sync_markdown(report: Mapping[str, Any]) -> str:
         "# SYNC with shares compared with CADENCE",
         "",
         f"{about(report)}`{SLOWED[1:]}`: rank 1 takes {SLOWDOWN:g} times as long. Losses are "
-        "paired by seed with one device at the global batch, mean ± standard error; no worse: two "
-        "of them are within the margin. " + _settings(report["settings"]),
+        "paired by seed with one device at the global batch, mean ± standard error; no worse: the "
+        "95 % interval is within the margin. " + _settings(report["settings"]),
         "",
         losses_table(report),
         "",

@@ -71,19 +71,24 @@ def test_seeds_that_only_one_side_has_are_left_out():
     assert compare({0: 1.0}, {1: 1.0}, higher_is_better=False) is None
 
 
-@pytest.mark.parametrize(("shift", "verdict"), [(1.9, "no worse"), (2.1, "worse")])
-def test_worse_begins_beyond_two_standard_errors(shift, verdict):
-    noise = [-1.0, 1.0, -1.0, 1.0]
-    se = spread(noise).sd / 2
-    assert against([n + shift * se for n in noise], [0.0] * 4).verdict == verdict
+@pytest.mark.parametrize(
+    ("num_pairs", "errors"), [(2, 12.706), (4, 3.182), (10, 2.262), (20, 2.093), (40, 2.093)]
+)
+def test_a_verdict_begins_where_the_95_percent_interval_leaves_out_0(num_pairs, errors):
+    """By Student's t, whose quantiles are far above two standard errors for a few pairs."""
+    noise = [-1.0, 1.0] * (num_pairs // 2)
+    se = spread(noise).sd / math.sqrt(num_pairs)
+    for part, verdicts in ((0.99, ["no worse"] * 2), (1.01, ["worse", "better"])):
+        shifted = [[n + sign * part * errors * se for n in noise] for sign in (1, -1)]
+        assert [against(each, [0.0] * num_pairs).verdict for each in shifted] == verdicts
 
 
-def test_a_mode_is_better_beyond_two_standard_errors():
+def test_a_mode_is_better_beyond_its_interval():
     assert against([0.9, 0.91, 0.89], [1.0, 1.0, 1.0]).verdict == "better"
 
 
 def test_a_higher_accuracy_is_no_worse_and_a_lower_one_is():
-    up, down = [0.92, 0.93, 0.91], [0.80, 0.81, 0.82]
+    up, down = [0.93, 0.94, 0.93], [0.80, 0.81, 0.82]
     solo = [0.9, 0.9, 0.9]
     assert against(up, solo, higher_is_better=True).verdict == "better"
     found = against(down, solo, higher_is_better=True)
@@ -442,18 +447,18 @@ def test_training_of_machines_during_a_round_counts_once():
 
 def test_the_outer_optimizer_that_is_better_over_all_cells_is_the_default(tmp_path):
     runs = {way: results([1.1, 1.0]) for way in quality.MACHINES if way.startswith("mean")}
-    runs |= {way: results([1.5, 1.6]) for way in quality.MACHINES if way.startswith("nesterov")}
+    runs |= {way: results([1.55, 1.56]) for way in quality.MACHINES if way.startswith("nesterov")}
     report = quality.judge_machines({"toy": {**runs, "solo-global": results([1.0, 1.0])}})
     assert report["default"] == "mean"
     assert report["ways"]["nesterov-8"] == {
-        "mean": pytest.approx(0.55),
+        "mean": pytest.approx(0.555),
         "num_worse": 1,
         "num_models": 1,
     }
     report |= {"machine": quality.describe(), "notes": {"toy": {"definition": "", "missing": []}}}
     text = quality.machines_markdown(report)
     assert "| mean-8 | +5.0% ± 5.0% |" in text
-    assert "| nesterov-8 | **+55.0% ± 5.0%** |" in text
+    assert "| nesterov-8 | **+55.5% ± 0.5%** |" in text
     assert "The default follows: mean." in text
 
 

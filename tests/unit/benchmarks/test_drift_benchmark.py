@@ -123,13 +123,13 @@ def test_losses_are_paired_by_seed():
     way = {"model": "toy", "ranks": 2, "late": 0, "exact_until": 0.5, "lr_scale": 1.2}
     rows = [
         way | {"every": every, "seed": seed, "loss": value, "accuracy": 1 - value / 4}
-        for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.1), (2, 1, 2.4)]
+        for every, seed, value in [(0, 0, 1.0), (0, 1, 2.0), (2, 0, 1.15), (2, 1, 2.28)]
     ]
     (found,) = quality.summarize_drift(rows)
     assert (found["every"], found["num_pairs"], found["verdict"]) == (2, 2, "worse")
-    assert found["mean"] == pytest.approx(0.15)
-    assert found["se"] == pytest.approx(0.05)
-    row = "| toy | 2 | 2 | 0 | 50% | 1.2 times | **+15.00% ± 5.00%** | worse | -6.25 ± 3.75 | 2 |"
+    assert found["mean"] == pytest.approx(0.145)
+    assert found["se"] == pytest.approx(0.005)
+    row = "| toy | 2 | 2 | 0 | 50% | 1.2 times | **+14.50% ± 0.50%** | worse | -5.37 ± 1.62 | 2 |"
     assert row in quality.drift_table([found])
 
 
