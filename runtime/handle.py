@@ -437,7 +437,9 @@ class TrainerHandle(Generic[ModelT_co]):
 def _make_adapter(config: RunSettings) -> DatasetAdapter:
     """The adapter that reads the data set or stream."""
     if not is_stream(config.dataset):
-        return adapt_dataset(config.dataset, collate_fn=config.collate_fn, lock=config.dataset_lock)
+        return adapt_dataset(
+            config.dataset, collate_fn=config.collate_fn, lock=config.worker.dataset_lock
+        )
     config.check_stream()
     return StreamAdapter(
         config.dataset,
@@ -445,6 +447,7 @@ def _make_adapter(config: RunSettings) -> DatasetAdapter:
         batch_size=config.coordinator.batch_size,
         collate_fn=config.collate_fn,
         seed=config.worker.seed,
+        lock=config.worker.dataset_lock,
     )
 
 

@@ -23,6 +23,7 @@ from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.core.checks import (
     check_callable,
     check_devices,
+    check_flag,
     check_int,
     check_path,
     default_devices,
@@ -186,6 +187,7 @@ class TrainedState(Generic[ModelT_co]):
         model_factory: ModelFactory | None = None,
         *,
         batch_size: int | None = None,
+        dataset_lock: bool | None = None,
     ) -> dict[str, float]:
         """Evaluate the trained model on a data set, on all devices. Blocks.
 
@@ -202,6 +204,7 @@ class TrainedState(Generic[ModelT_co]):
             model_factory: ``f(device) -> nn.Module``, for a state that is not from a run of this
                 process.
             batch_size: Samples in a batch (default: the ``DataLoader``'s, else 64).
+            dataset_lock: See :meth:`TrainerBuilder.dataset_lock`.
 
         Returns:
             The mean of each value over all samples, exactly weighted by the samples of each batch
@@ -214,7 +217,9 @@ class TrainedState(Generic[ModelT_co]):
         check_callable("fn", fn, "(model, batch) -> dict of means")
         found = _devices(devices)
         models = [self.model(model_factory, device) for device in found]
-        return evaluate_means(models, found, ds, fn, batch_size=_batch_size(batch_size))
+        return evaluate_means(
+            models, found, ds, fn, batch_size=_batch_size(batch_size), lock=_lock(dataset_lock)
+        )
 
 
 def predict(
@@ -226,6 +231,7 @@ def predict(
     model_factory: ModelFactory | None = None,
     *,
     batch_size: int | None = None,
+    dataset_lock: bool | None = None,
 ) -> Any:
     """Compute a model's outputs for a data set, on all devices. Blocks.
 
@@ -245,6 +251,7 @@ def predict(
         model_factory: ``f(device) -> nn.Module``, for a state that is not from a run of this
             process, or for a module that cannot be copied.
         batch_size: Samples in a batch (default: the ``DataLoader``'s, else 64).
+        dataset_lock: See :meth:`TrainerBuilder.dataset_lock`.
 
     Returns:
         The outputs in the data's order, on the CPU, in the form of the output of a batch: a tensor,
@@ -265,7 +272,15 @@ def predict(
         models = _copies(model_or_state, found, model_factory)
     else:
         raise TypeError(f"predict({model_or_state!r:.80}, ...): pass a module or a TrainedState")
-    return predict_outputs(models, found, ds, fn, out=out, batch_size=_batch_size(batch_size))
+    return predict_outputs(
+        models,
+        found,
+        ds,
+        fn,
+        out=out,
+        batch_size=_batch_size(batch_size),
+        lock=_lock(dataset_lock),
+    )
 
 
 def _devices(devices: Devices) -> tuple[torch.device, ...]:
@@ -274,6 +289,10 @@ def _devices(devices: Devices) -> tuple[torch.device, ...]:
 
 def _batch_size(batch_size: int | None) -> int | None:
     return None if batch_size is None else check_int("batch_size", batch_size, 1)
+
+
+def _lock(dataset_lock: bool | None) -> bool | None:
+    return None if dataset_lock is None else check_flag("dataset_lock", dataset_lock)
 
 
 def _copies(

@@ -60,6 +60,7 @@ from runtime.core.tracebacks import fold_tracebacks
 from runtime.data.data_path import DataPath
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
+from runtime.data.shared_reads import reading_alone
 from runtime.data.stream import StreamAdapter
 from runtime.device import host_allocator as allocator
 from runtime.device.affinity import near
@@ -581,7 +582,8 @@ class Run:
 
     def _evaluate(self, eval_fn: EvalFn, model: nn.Module, epoch: int) -> dict[str, float]:
         """Call the evaluation function; a result of a wrong type ends the run."""
-        values = eval_fn(model, epoch)
+        with reading_alone(eval_fn, self.config.worker.dataset_lock):
+            values = eval_fn(model, epoch)
         try:
             return dict(check_eval_values(values))
         except TypeError as error:

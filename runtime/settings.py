@@ -110,7 +110,6 @@ class RunSettings:
     collate_fn: Callable[[list[Any]], Any] | None = None
     val_dataset: Any = None
     sampler: Any = None
-    dataset_lock: bool = False
     requested_devices: tuple[torch.device, ...] | None = None
     requested_backend: AverageBackend = AverageBackend.AUTO
     requested_balance: bool | None = None
@@ -371,7 +370,7 @@ class RunSettings:
             batch_size=self.data.batch_size,
             collate_fn=self.collate_fn,
             loader_workers=self.data.loader_workers,
-            lock=self.dataset_lock,
+            lock=self.worker.dataset_lock,
             seed=self.worker.seed,
         )
 

@@ -647,9 +647,11 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(loader_workers=check_int("loader_workers", n, 0))
 
     def dataset_lock(self, flag: bool) -> Self:
-        """Let one thread at a time read the data set (default off). Draws of the data set from
-        Python's ``random`` and NumPy's global generators are then seeded by batch, like
-        PyTorch's.
+        """True: one thread at a time reads the data set and makes its batches, those of validation
+        included; draws from Python's ``random`` and NumPy's global generators are then seeded by
+        batch, like PyTorch's. False: no read waits for another one. By default reads are made one
+        at a time where they change a file, memory or attribute that they share: the first reads
+        show it, see ``docs/data.md``.
         """
         return self._set(dataset_lock=check_flag("dataset_lock", flag))
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-import torch
-
-import coordinator
 from runtime.core.errors import FRAMES_NOTE
+from runtime.core.references import OWN, is_users
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +22,6 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 VARIABLE = "GPUWORKER_TRACEBACK"
 """Environment variable: ``full`` keeps all frames."""
 
-_OWN = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(file)), "")
-    for file in (os.path.dirname(__file__), coordinator.__file__)
-)
-_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
-_PYTHON = (os.path.join(os.path.dirname(os.path.abspath(os.__file__)), ""), "<frozen ")
-_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may be below the standard library
 _INTERNAL = (AssertionError, AttributeError, LookupError, NameError)
 """Errors that are faults of this project if its own code raises them."""
 
@@ -90,24 +81,18 @@ def _fold(error: BaseException) -> int:
     frames = list(_frames(error.__traceback__))
     if not frames:
         return 0
-    is_own = [frame.tb_frame.f_code.co_filename.startswith(_OWN) for frame in frames]
+    is_own = [frame.tb_frame.f_code.co_filename.startswith(OWN) for frame in frames]
     kept = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
     if isinstance(error, _INTERNAL) and (is_own[-1] or not kept):
         return 0
-    first = next((i for i, frame in enumerate(kept) if _is_users(frame)), 0)
+    files = [frame.tb_frame.f_code.co_filename for frame in kept]
+    first = next((i for i, file in enumerate(files) if is_users(file, libraries=True)), 0)
     kept = kept[first:]
     traceback = None
     for frame in reversed(kept):
         traceback = TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = traceback
     return sum(is_own)
-
-
-def _is_users(frame: TracebackType) -> bool:
-    file = frame.tb_frame.f_code.co_filename
-    if file.startswith(_TORCH):
-        return False
-    return not file.startswith(_PYTHON) or _SITE_PACKAGES in file
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

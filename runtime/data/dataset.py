@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.utils.data import (
 )
 
 from runtime.core.nested import is_container, items_of
-from runtime.core.rng import seeded_globals
 from runtime.data.columns import Column, as_column, row_bytes, selects_rows, take_rows
 from runtime.data.shared_reads import SharedReads
 
@@ -223,66 +221,65 @@ class _RowDataset:
 
 
 class _UserCodeAdapter(DatasetAdapter):
-    """Base of adapters that run user code, by one thread at a time if ``lock``."""
+    """Base of adapters that run user code.
 
-    def __init__(self, dataset: Any, lock: bool) -> None:
+    Args:
+        dataset: The data set.
+        collate_fn: The function that makes its batches, if the user has set one.
+        lock: See :class:`~runtime.data.shared_reads.SharedReads`.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate | None, lock: bool | None) -> None:
         self._dataset = dataset
         self.num_samples = self.current_length()
-        self._lock = threading.Lock() if lock else None
-        self._reads = SharedReads()
+        elements = dataset.elements if isinstance(dataset, Samples) else dataset
+        self._reads = SharedReads(elements, collate_fn, lock=lock)
 
     def load(self, indices: Tensor) -> Any:
-        """Read one batch; one thread at a time if the data set changes its state in a read."""
+        """Read one batch; waits for reads of other threads that share what it changes."""
         if self._reads.are_free:
             return self._load(indices)
-        with self._reads.turn(self._dataset) as take:
-            return take(self._load(indices))
+        with self._reads.turn() as turn:
+            return turn.take(self._load(indices, turn.sample_read), indices.tolist())
 
     @abstractmethod
-    def _load(self, indices: Tensor) -> Any:
-        """Read one batch."""
+    def _load(self, indices: Tensor, sample_read: Callable[[int], None] | None = None) -> Any:
+        """Read one batch.
+
+        Args:
+            indices: See :meth:`load`.
+            sample_read: Called after each sample that is read by itself.
+        """
 
     @property
     def dataset(self) -> Any:
         """The user's data set."""
         return self._dataset
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Each loader process reads its own copy in one thread and needs no lock.
-        return {**self.__dict__, "_lock": None}
-
     def current_length(self) -> int:
         """``len()`` of the data set, read anew."""
         return len(self._dataset)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Hold the lock, if any. Python's and NumPy's generators are then seeded for the batch."""
-        if self._lock is None:
-            yield
-            return
-        with self._lock, seeded_globals():
-            yield
 
 
 class MapAdapter(_UserCodeAdapter):
     """A map-style data set, read by ``__getitems__`` where it exists and then collated."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None, lock: bool) -> None:
-        super().__init__(dataset, lock)
+    def __init__(self, dataset: Any, collate_fn: Collate | None, lock: bool | None) -> None:
+        super().__init__(dataset, collate_fn, lock)
         self._collate = collate_fn
-        # As in torch, an attribute that is None counts as missing.
-        self._get_items = getattr(dataset, "__getitems__", None) is not None
+        self._gets_items = self._inner_gets_items = _gets_items(dataset)
+        while type(dataset) is Subset:  # which has __getitems__ for any data set
+            dataset = dataset.dataset
+            self._inner_gets_items = _gets_items(dataset)
         self._is_checked = collate_fn is not None  # by the first batch
 
-    def _load(self, indices: Tensor) -> Any:
+    def _load(self, indices: Tensor, sample_read: Callable[[int], None] | None = None) -> Any:
         """Read the samples ``indices`` and collate them."""
         dataset, positions = self._dataset, indices.tolist()
-        with self._reading():
-            if self._get_items:
-                samples = dataset.__getitems__(positions)
-            else:
-                samples = [self._read_sample(position) for position in positions]
+        if self._gets_items if sample_read is None else self._inner_gets_items:
+            samples = dataset.__getitems__(positions)
+        else:
+            samples = [self._read_sample(position, sample_read) for position in positions]
         if self._collate is None:
             if not self._is_checked:
                 with _CHECK_LOCK:  # loaders of several ranks read at once
@@ -308,12 +305,20 @@ class MapAdapter(_UserCodeAdapter):
         # A collate_fn may pack samples, so its rows are not counted.
         return check_batch(self._collate(samples), None)
 
-    def _read_sample(self, position: int) -> Any:
+    def _read_sample(self, position: int, sample_read: Callable[[int], None] | None) -> Any:
         try:
-            return self._dataset[position]
+            sample = self._dataset[position]
         except Exception as error:
             error.add_note(f"raised by the data set for sample {position}")
             raise
+        if sample_read is not None:
+            sample_read(position)
+        return sample
+
+
+def _gets_items(dataset: Any) -> bool:
+    # As in torch, an attribute that is None counts as missing.
+    return getattr(dataset, "__getitems__", None) is not None
 
 
 _CHECK_LOCK = threading.Lock()
@@ -341,11 +346,9 @@ def _warn_of_lists(sample: Any) -> None:
 class BatchAdapter(_UserCodeAdapter):
     """An object whose ``get_batch(indices)`` reads a whole batch."""
 
-    def _load(self, indices: Tensor) -> Any:
+    def _load(self, indices: Tensor, sample_read: Callable[[int], None] | None = None) -> Any:
         """Call ``get_batch`` with a copy of ``indices``, which it may modify."""
-        with self._reading():
-            batch = self._dataset.get_batch(indices.clone())
-        return check_batch(batch, len(indices))
+        return check_batch(self._dataset.get_batch(indices.clone()), len(indices))
 
 
 def check_batch(batch: Any, num_samples: int | None) -> Any:
@@ -388,7 +391,7 @@ def check_batch(batch: Any, num_samples: int | None) -> Any:
 
 
 def adapt_dataset(
-    dataset: Any, *, collate_fn: Collate | None = None, lock: bool = False
+    dataset: Any, *, collate_fn: Collate | None = None, lock: bool | None = None
 ) -> DatasetAdapter:
     """Wrap any supported map-style data set in an adapter.
 
@@ -398,7 +401,7 @@ def adapt_dataset(
             and ``get_batch(indices)``. Arrays are not copied; memory maps stay on disk.
         collate_fn: Collates a list of samples into a batch; ``None``: PyTorch's. If set, samples
             are fetched one by one.
-        lock: Allow one thread at a time to read the data set.
+        lock: See :class:`~runtime.data.shared_reads.SharedReads`.
 
     Raises:
         TypeError: Not one of these forms.
@@ -417,7 +420,7 @@ def adapt_dataset(
         return _not_empty(MapAdapter(dataset, collate_fn, lock))
     if collate_fn is not None:
         raise ValueError("a data set with get_batch builds its own batches: remove collate_fn")
-    return _not_empty(BatchAdapter(dataset, lock))
+    return _not_empty(BatchAdapter(dataset, None, lock))
 
 
 def _not_empty(adapter: DatasetAdapter) -> DatasetAdapter:

@@ -50,6 +50,7 @@ class StreamAdapter(DatasetAdapter):
         batch_size: Items of a batch.
         collate_fn: Collates a list of items into a batch; ``None``: PyTorch's.
         seed: Seed of the run; ``current_worker().generator`` is seeded by it and the epoch.
+        lock: See :class:`~runtime.data.shared_reads.SharedReads`.
 
     Raises:
         TypeError: The stream is an iterator, which can be read only once.
@@ -64,6 +65,7 @@ class StreamAdapter(DatasetAdapter):
         batch_size: int,
         collate_fn: Collate | None,
         seed: int,
+        lock: bool | None = None,
     ) -> None:
         self._name = type(dataset).__name__
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
@@ -82,7 +84,8 @@ class StreamAdapter(DatasetAdapter):
             raise ValueError("the data set is empty: give it at least one sample")
         self._released = 0
         self._reading = threading.Lock()
-        self._reads = SharedReads()
+        self._item_reads = SharedReads(dataset, lock=lock, is_serial=True)
+        self._collations = SharedReads(collate_fn, lock=lock)
         # Guarded by _reading: items that were read and not released, by index.
         self._items: dict[int, Any] = {}
         self._first = 0  # index of the first item kept
@@ -148,18 +151,19 @@ class StreamAdapter(DatasetAdapter):
         Raises:
             ValueError: The stream ended early; or see :func:`check_batch`.
         """
-        with self._reading:
+        with self._reading, self._item_reads.turn() as turn:
             self._free_items()
             while self._next <= int(indices[-1]):
                 self._read()
             items = [self._items[index] for index in indices.tolist()]
+            turn.take(())
         if self._collate is None:
             return check_batch(default_collate(items), len(items))
         collate = self._collate
-        if self._reads.are_free:
+        if self._collations.are_free:
             return check_batch(collate(items), None)
-        with self._reads.turn(collate) as take:
-            return take(check_batch(collate(items), None))
+        with self._collations.turn() as turn:
+            return turn.take(check_batch(collate(items), None))
 
     def _free_items(self) -> None:
         floor = self._released

@@ -25,6 +25,7 @@ from runtime.core.nested import cut_batch, movable_parts, num_rows
 from runtime.data.batches import Position, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_in_daemon
+from runtime.data.shared_reads import SharedReads
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
 
@@ -170,7 +171,9 @@ def _rows(data: Any) -> int:
     return size
 
 
-def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> BatchSource:
+def open_source(
+    dataset: Any, batch_size: int | None, num_devices: int, lock: bool | None = None
+) -> BatchSource:
     """Read a data set in its order, each sample once.
 
     Args:
@@ -180,6 +183,7 @@ def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> Batch
         batch_size: Samples in a batch; ``None``: the ``DataLoader``'s, else the default, or fewer
             for a short data set.
         num_devices: Devices among which the batches are divided.
+        lock: See :class:`~runtime.data.shared_reads.SharedReads`.
 
     Raises:
         TypeError, ValueError: The data set cannot be read.
@@ -191,13 +195,13 @@ def open_source(dataset: Any, batch_size: int | None, num_devices: int) -> Batch
         batch_size = batch_size or settings["batch_size"]
         collate = settings.get("collate_fn")
         if settings.get("loader_workers") or isinstance(dataset.dataset, IterableDataset):
-            return _loaded_by_processes(dataset, batch_size, order)
+            return _loaded_by_processes(dataset, batch_size, order, lock)
         dataset = settings["dataset"]
     if is_stream(dataset):
-        return StreamSource(
-            _batched(dataset, batch_size or DEFAULT_BATCH_SIZE, collate), _length(dataset)
-        )
-    adapter = adapt_dataset(dataset, collate_fn=collate)
+        batches = _batched(dataset, batch_size or DEFAULT_BATCH_SIZE, collate)
+        reads = SharedReads(dataset, collate, lock=lock, is_serial=True)
+        return StreamSource(_in_turn(batches, reads), _length(dataset))
+    adapter = adapt_dataset(dataset, collate_fn=collate, lock=lock)
     if batch_size is None:
         shared = -(-adapter.num_samples // num_devices)
         batch_size = min(DEFAULT_BATCH_SIZE, shared)
@@ -216,7 +220,7 @@ def order_of_loader(loader: DataLoader[Any]) -> Tensor | None:
 
 
 def _loaded_by_processes(
-    loader: DataLoader[Any], batch_size: int, order: Tensor | None
+    loader: DataLoader[Any], batch_size: int, order: Tensor | None, lock: bool | None
 ) -> StreamSource:
     """The batches of a loader with processes, or over a stream, in order and without the last one
     dropped.
@@ -241,7 +245,11 @@ def _loaded_by_processes(
         **processes,
     )
     if streams:
-        return StreamSource(((None, data) for data in again), _length(loader.dataset))
+        batches: Iterator[tuple[int | None, Any]] = ((None, data) for data in again)
+        if not loader.num_workers:
+            reads = SharedReads(loader.dataset, loader.collate_fn, lock=lock, is_serial=True)
+            batches = _in_turn(batches, reads)
+        return StreamSource(batches, _length(loader.dataset))
     total = len(loader.dataset) if order is None else len(order)  # type: ignore[arg-type]
     sizes = (min(batch_size, total - start) for start in range(0, total, batch_size))
     return StreamSource(zip(sizes, again, strict=True), total)
@@ -253,6 +261,19 @@ def _batched(
     iterator = iter(items)
     while batch := list(islice(iterator, batch_size)):
         yield len(batch), (collate or default_collate)(batch)
+
+
+def _in_turn(
+    batches: Iterator[tuple[int | None, Any]], reads: SharedReads
+) -> Iterator[tuple[int | None, Any]]:
+    """Batches that this process reads, each in turn with other reads."""
+    while True:
+        with reads.turn() as turn:
+            found = next(batches, None)
+            if found is None:
+                return
+            batch = found[0], turn.take(found[1])
+        yield batch
 
 
 def _length(dataset: Any) -> int | None:

@@ -25,9 +25,10 @@ def predict_outputs(
     *,
     out: Any = None,
     batch_size: int | None = None,
+    lock: bool | None = None,
 ) -> Any:
     """The outputs for all samples, in the data's order; see :func:`gpuworker.predict`."""
-    source = open_source(dataset, batch_size, len(devices))
+    source = open_source(dataset, batch_size, len(devices), lock)
     collector = OutputCollector(source.num_samples, out)
 
     def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
@@ -44,9 +45,10 @@ def evaluate_means(
     fn: EvaluationFn,
     *,
     batch_size: int | None = None,
+    lock: bool | None = None,
 ) -> dict[str, float]:
     """The means over all samples; see :meth:`gpuworker.TrainedState.evaluate`."""
-    source = open_source(dataset, batch_size, len(devices))
+    source = open_source(dataset, batch_size, len(devices), lock)
     collector = MeansCollector()
     DevicePool(models, devices, fn, collector).run(source)
     return means_in_order(collector.found)

@@ -33,7 +33,7 @@ class ValidationData:
         batch_size: Samples in a batch, for other data sets than a ``DataLoader``.
         collate_fn: Likewise.
         loader_workers: Likewise: loader processes of each rank.
-        lock: One thread at a time reads.
+        lock: See :class:`~runtime.data.shared_reads.SharedReads`.
         seed: Seed of the data set's random draws, which are the same in each validation.
 
     Attributes:
@@ -52,7 +52,7 @@ class ValidationData:
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         loader_workers: int = 0,
-        lock: bool = False,
+        lock: bool | None = None,
         seed: int = 0,
     ) -> None:
         self._settings = LoaderProcesses()

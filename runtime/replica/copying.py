@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.core.references import references
+
 logger = logging.getLogger(__name__)
 
 _REMEDY = "pass a factory that builds the module for each device, lambda device: Net().to(device)"
@@ -286,7 +288,7 @@ def _captured(value: Any, own: set[int], depth: int = _MAX_DEPTH) -> str | None:
     function = value if isinstance(value, FunctionType) else getattr(value, "__func__", None)
     if not isinstance(function, FunctionType):
         return None
-    for name, held in _references(function):
+    for name, held in references(function):
         if _refers(held, own):
             return f"{name!r}"
         if depth and isinstance(held, FunctionType):
@@ -294,21 +296,6 @@ def _captured(value: Any, own: set[int], depth: int = _MAX_DEPTH) -> str | None:
             if found is not None:
                 return found
     return None
-
-
-def _references(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    defaults = function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
-    yield from (function.__kwdefaults__ or {}).items()
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 def _refers(value: Any, own: set[int], depth: int = 1) -> bool:

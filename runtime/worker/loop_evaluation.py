@@ -51,7 +51,7 @@ class LoopEvaluation:
     def open(self, dataset: Any) -> BatchSource:
         """Read a data set, in batches of the same size for any number of ranks."""
         size = None if isinstance(dataset, DataLoader) else self._config.batch_size
-        return open_source(dataset, size, 1)
+        return open_source(dataset, size, 1, self._config.dataset_lock)
 
     def run(
         self, source: BatchSource, fn: EvaluationFn, may_continue: Callable[[], bool]

@@ -50,6 +50,7 @@ class WorkerConfig(SharedConfig):
             the backward pass; ``None``: a single exchange after it.
         cuda_graphs: True if steps are captured and replayed.
         saves: True if the run writes checkpoints.
+        dataset_lock: True: one thread at a time reads; False: all at once; ``None``: as observed.
         report_interval_s: Longest time between two reports.
     """
 
@@ -76,6 +77,7 @@ class WorkerConfig(SharedConfig):
     bucket_bytes: int | None = None
     cuda_graphs: bool = False
     saves: bool = False
+    dataset_lock: bool | None = None
     report_interval_s: float = 0.05
 
     @property
