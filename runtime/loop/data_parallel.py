@@ -47,7 +47,7 @@ from runtime.replica.build import (
     build_model,
     build_optimizer,
 )
-from runtime.replica.error_notes import MemoryUse, explain_error
+from runtime.replica.error_notes import MemoryUse, explain_error, explain_size
 from runtime.replica.gradients import (
     average_gradients,
     check_gradients,
@@ -65,6 +65,11 @@ _MEMORY_REMEDY = "pass fewer samples to train_batch, or train on more devices"
 _COORDINATOR_REMEDY = (
     "the limit of DataParallelCoordinator is fixed: pass fewer samples to train_batch, or leave "
     "the slower device out of devices"
+)
+
+
+_STATE_REMEDY = (
+    "pass batches of one size, from a loader with drop_last=True, or the state with the samples"
 )
 
 
@@ -144,6 +149,7 @@ class DataParallelCoordinator(Closeable):
         self._busy = threading.Lock()
         self._num_batches = 0
         self._checked = [False] * len(self._devices)
+        self._last = [0] * len(self._devices)  # samples of each replica's last shard
         build = partial(build_model, model_factory)
         ranks = RankGroup.start(
             self._devices,
@@ -309,7 +315,9 @@ class DataParallelCoordinator(Closeable):
                     place="samples",
                     memory=MemoryUse(num_samples, _MEMORY_REMEDY),
                 )
+                explain_size(error, (self._last[rank], num_samples), _STATE_REMEDY)
                 raise
+        self._last[rank] = num_samples
         leaves = self._replicas[rank].leaves
         if not self._checked[rank]:
             check_gradients(self._mirror.names(), leaves, "loss_fn")

@@ -32,7 +32,7 @@ from runtime.loop.loop_recorder import LoopRecorder, num_samples_of
 from runtime.loop.mirror import ModelMirror
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
-from runtime.replica.error_notes import MemoryUse, explain_error
+from runtime.replica.error_notes import MemoryUse, explain_error, explain_size
 from runtime.replica.flat import by_dtype, reals, views_of
 from runtime.replica.gradients import refuse_sparse
 
@@ -51,6 +51,10 @@ LOOP_REMEDY = (
 ACCUMULATE_REMEDY = (
     "pass more batches of fewer samples to accumulate(...), which trains as many in each step with "
     "less memory"
+)
+STATE_REMEDY = (
+    "keep the pieces, by DdpConfig(balance=False) and a loader with drop_last=True, or make the "
+    "state an input of forward that it returns"
 )
 CHUNK_ELEMENTS = 1 << 18
 """Larger gradients are added up in pieces, by several threads."""
@@ -89,6 +93,7 @@ class RankReplica:
         self.sync_timer = context.new_timer()
         self.exchange_span_s = (0.0, 0.0)
         self._largest = 0  # samples of the largest piece that fitted into memory
+        self._last = 0  # samples of the last piece
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -107,7 +112,9 @@ class RankReplica:
                 given: dict[Any, Any] = {**dict(enumerate(inputs.args)), **inputs.kwargs}
                 memory = MemoryUse(stop - start, LOOP_REMEDY, self._largest)
                 explain_error(error, "your loop", model, given, place="inputs", memory=memory)
+                explain_size(error, (self._last, stop - start), STATE_REMEDY)
                 raise
+            self._last = stop - start
             if timed:
                 self.sample_timer.stop(stop - start)
             shard = read_output(self.rank, model, inputs, output, (start, stop), self._loss_weight)

@@ -35,6 +35,7 @@ from runtime.loop.loop_recorder import LoopRecorder
 from runtime.loop.pending_gradients import GradientSource, PendingGradients
 from runtime.loop.rank_group import RankGroup
 from runtime.loop.rank_replica import (
+    STATE_REMEDY,
     LossFn,
     RankReplica,
     Row,
@@ -48,6 +49,7 @@ from runtime.loop.runner import STOP_TIMEOUT_S
 from runtime.loop.scatter import InputRules, Scatter
 from runtime.loop.split_check import can_check, check_split, needs_check
 from runtime.replica.gradients import refuse_sparse
+from runtime.replica.rank_statistics import attributes_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,10 @@ OUTSIDE_OF_OUTPUT = (
     "hook kept, as an auxiliary loss or features: it is computed from the samples of one device "
     "only. Return it from forward, out, aux = model(x), or call that part of model.module in the "
     "loop"
+)
+KEPT_STATE = (
+    "the pieces of the devices change from %s to %s samples, and %r of the model has the size of "
+    "the former: if the next call reads it, it belongs to other samples then; %s"
 )
 LOSS_WEIGHT_GUESSED = (
     "the model returned a loss without a dimension from each device, and the count that it is a "
@@ -126,6 +132,8 @@ class ThreadedEngine:
         self._has_warned = False
         self._num_guesses = 0
         self._has_warned_of_modes = False
+        self._has_warned_of_state = False
+        self._last_sizes: Sequence[int] = ()
         self._coupling = SampleCoupling.UNKNOWN
         self.devices = tuple(replica.device for replica in replicas)
         self.rate = LearningRate(optimizer)
@@ -221,10 +229,25 @@ class ThreadedEngine:
             # As update_bn() does: the statistics of the whole batch.
             return (num_samples, *[0] * (len(self._replicas) - 1))
         sizes = self._balancer.sizes(num_samples, least)
+        last, self._last_sizes = self._last_sizes, sizes
+        if last and sizes != last and sum(last) == num_samples:
+            self._warn_of_state(last, sizes)
         is_equal = len(set(sizes)) == 1
         if self._coupling is not SampleCoupling.MAYBE or not is_equal or sizes[0] <= least:
             return sizes
         return (sizes[0] + 1, sizes[1] - 1, *sizes[2:])
+
+    def _warn_of_state(self, last: Sequence[int], sizes: Sequence[int]) -> None:
+        """Warn once if shares change while each model keeps a tensor as long as its piece."""
+        if self._has_warned_of_state:
+            return
+        names: list[set[str]] = []
+        for model, size in zip(self._mirror.models, last, strict=True):
+            names.append({name for name, t in attributes_of(model) if size and size in t.shape})
+        for name in sorted(set.intersection(*names)):
+            self._has_warned_of_state = True
+            logger.warning(KEPT_STATE, list(last), list(sizes), name, STATE_REMEDY)
+            return
 
     def _check_split(self, scatter: Scatter) -> None:
         """Compare the output for some samples with those for two parts of them, once."""

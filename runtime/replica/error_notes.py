@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,24 @@ def explain_error(
         note = _dtype_note(function, model, batch, place)
         if note is not None:
             add_note_once(error, note)
+
+
+def explain_size(error: BaseException, sizes: Sequence[int], remedy: str) -> None:
+    """Add a note to an error that names the sizes of two batches, of which one followed the other.
+
+    Args:
+        error: The error.
+        sizes: Samples of a rank's batches or pieces, up to the one that failed; 0: none before.
+        remedy: Advice for the caller.
+    """
+    numbers = set(re.findall(r"\d+", str(error)))
+    for before, now in pairwise(sizes):
+        if before and before != now and {str(before), str(now)} <= numbers:
+            add_note_once(
+                error,
+                f"the piece of this device has changed from {before} to {now} samples, and a state "
+                f"that the model keeps between two calls has the size of the former: {remedy}",
+            )
 
 
 def add_note_once(error: BaseException, note: str) -> None:

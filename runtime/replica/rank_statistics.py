@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
             if buffer.dtype.itemsize > 1 and buffer.layout is torch.strided:
                 found[f"{prefix}.{key}" if prefix else key] = buffer
     return found
+
+
+def attributes_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules keep in attributes, alone or in a tuple, by name."""
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Tensor):
+                    yield f"{prefix}.{key}" if prefix else key, part
 
 
 @torch.no_grad()

@@ -169,9 +169,9 @@ class OwnLoop:
                     if error is not self._fault:
                         raise
                     # evaluate() has raised it: the batches continue in a new group
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:
                     if self._is_active:
-                        self._steps.explain_memory(error, self._size)
+                        self._steps.explain_sizes(error, [self._size])
                     raise
                 else:
                     if self._is_over:
@@ -780,7 +780,7 @@ class OwnLoop:
                 "worker.backward, leave accumulate out"
             )
         if self._made or self._added:
-            self._steps.batch_fitted(self._size)
+            self._steps.batches_fitted([self._size])
             return False
         if not self._windows:
             self._require_no_gradients()

@@ -23,7 +23,7 @@ from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
-from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once
+from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once, explain_size
 from runtime.replica.graphs import GraphedSteps, GraphFallbacks
 from runtime.replica.schedule import ScheduleMark
 from runtime.replica.stepper import (
@@ -42,6 +42,10 @@ from runtime.worker.worker_config import StepResult, WorkerConfig
 
 MAX_STEPS_AHEAD = 3
 """Steps that may be launched before the host waits for the reduction of the first."""
+_STATE_REMEDY = (
+    "keep equal pieces, .balance(False), leave a short last batch out, .drop_last(True), or begin "
+    "the state anew with each batch"
+)
 
 
 class WorkerSteps:
@@ -110,6 +114,7 @@ class WorkerSteps:
         num_batches = max(config.accumulate, config.num_micro_batches)
         self._sizes = (num_batches, config.global_batch_size)
         self._largest = 0  # samples of the largest batch that fitted into memory
+        self._last = 0  # samples of the last batch
         varies = self._is_lockstep and (config.balance or config.batch_sizes is not None)
         self._memory = replica.context.step_memory() if varies else None
         self._gathers = config.all_gather
@@ -283,20 +288,24 @@ class WorkerSteps:
                 self.is_torn = True
             elif not (aborted and self._is_lockstep):  # else undone already
                 self.undo_failed(before)
-            self.explain_memory(error, max(sizes, default=0))
+            self.explain_sizes(error, sizes)
             raise
-        if sizes and sizes[0] > self._largest:
-            self._largest = max(sizes)
+        if sizes:
+            self.batches_fitted(sizes)
 
-    def explain_memory(self, error: BaseException, num_samples: int) -> None:
-        """Add a note to an error if it is a lack of memory for a batch of this size."""
+    def explain_sizes(self, error: BaseException, sizes: Sequence[int]) -> None:
+        """Add a note to an error if the samples of these batches are its cause."""
         if is_out_of_memory(error):
-            remedy = accumulate_remedy(num_samples, self._largest, *self._sizes)
-            add_note_once(error, MemoryUse(num_samples, remedy, self._largest).note())
+            most = max(sizes, default=0)
+            remedy = accumulate_remedy(most, self._largest, *self._sizes)
+            add_note_once(error, MemoryUse(most, remedy, self._largest).note())
+        else:
+            explain_size(error, (self._last, *sizes), _STATE_REMEDY)
 
-    def batch_fitted(self, num_samples: int) -> None:
-        """Record that there was memory for a batch of an own loop."""
-        self._largest = max(self._largest, num_samples)
+    def batches_fitted(self, sizes: Sequence[int]) -> None:
+        """Record that batches were trained."""
+        self._largest = max(self._largest, *sizes)
+        self._last = sizes[-1]
 
     def undo_failed(self, before: BeforeStep) -> None:
         """Undo a step in which user code raised, for the state to be saved."""

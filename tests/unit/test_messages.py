@@ -588,6 +588,92 @@ def test_no_memory_in_a_loop_of_a_run_names_the_largest_batch_that_fitted():
     assert "the batch had 7 samples, the largest that fitted had 7: .batch_size(4)" in text
 
 
+# -- state between calls -------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state, of the size of a batch; one replica's thread is slow."""
+
+    def __init__(self, device=CPU, keep=True):
+        super().__init__()
+        self.cell, self.keep, self.hidden = nn.GRU(3, 4, batch_first=True), keep, None
+
+    def forward(self, x):
+        if threading.current_thread().name.endswith("-1"):
+            threading.Event().wait(0.002 * len(x))
+        fits = self.keep or self.hidden is None or self.hidden.size(1) == len(x)
+        rows, hidden = self.cell(x.unsqueeze(1), self.hidden if fits else None)
+        self.hidden = hidden.detach()
+        return rows[:, 0]
+
+
+def loss_of(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def train_recurrent(sizes, keep=True):
+    with Trainer.setup(Recurrent(keep=keep), sgd, ["cpu", "cpu"]) as model:
+        for size in sizes:
+            model(torch.randn(size, 3)).square().mean().backward()
+            model.step()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"), [([16] * 30, r"\d+ to \d+"), ([16, 10], "8 to 5")], ids=["shares", "last"]
+)
+def test_a_state_of_a_piece_that_has_changed_its_size_is_named_by_an_own_loop(sizes, pieces):
+    with pytest.raises(ReplicaFailed) as caught:
+        train_recurrent(sizes)
+    assert re.search(
+        f"the piece of this device has changed from {pieces} samples", str(caught.value)
+    )
+    assert "by DdpConfig(balance=False) and a loader with drop_last=True, or" in str(caught.value)
+
+
+def test_a_state_that_is_begun_anew_as_shares_change_is_reported_once(caplog):
+    train_recurrent([16] * 40, keep=False)
+    (found,) = [r.getMessage() for r in caplog.records if "'hidden' of the model" in r.message]
+    assert "change from [8, 8] to [" in found
+    caplog.clear()
+    train_recurrent([16, 10, 16], keep=False)
+    assert "hidden" not in caplog.text
+
+
+def run_recurrent(own_loop, dataset, policy="sync"):
+    def body(worker):
+        for batch in worker.batches():
+            worker.step(loss_of(worker.model, batch))
+
+    if own_loop:
+        b = Trainer.loop(Recurrent, lambda model: sgd(model.parameters()), body)
+    else:
+        b = Trainer.builder(Recurrent, sgd, loss_of)
+    b.dataset(dataset).batch_size(8).num_epochs(1).devices(["cpu", "cpu"]).progress(False)
+    if policy == "sync":
+        b.balance(True)
+    return message_of(b.policy(policy))
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize(
+    ("size", "policy", "pieces"),
+    [(640, "sync", r"\d+ to \d+"), (26, "sync", "8 to 5"), (37, "cadence", "8 to 5")],
+)
+def test_a_state_of_a_piece_that_has_changed_its_size_is_named_by_a_run(
+    own_loop, size, policy, pieces
+):
+    text = run_recurrent(own_loop, data(size), policy)
+    assert re.search(f"the piece of this device has changed from {pieces} samples", text)
+    assert "keep equal pieces, .balance(False), leave a short last batch out, .drop" in text
+
+
+def test_a_state_of_a_shard_that_has_changed_its_size_is_named_by_a_coordinator():
+    with DataParallelCoordinator(Recurrent(), sgd, loss_of, ["cpu", "cpu"]) as coordinator:
+        coordinator.train_batch(data(16))
+        with pytest.raises(ReplicaFailed, match=r"from 8 to 5 samples.*with drop_last=True"):
+            coordinator.train_batch(data(10))
+
+
 # -- processes -----------------------------------------------------------------
 
 
