@@ -191,9 +191,10 @@ def _search(roots: Sequence[Any]) -> Iterator[tuple[Key, str, Any]]:
                     waiting.append(held)
                 elif not isinstance(held, (type, types.ModuleType)):
                     yield key, name, value
-        elif callable(called) and not isinstance(called, type):
+        elif hasattr(called, "__dict__") and not isinstance(called, type):
             yield (id(called),), _name(type(called)), called
-            waiting += [getattr(type(called), name, None) for name in ("__call__", "forward")]
+            methods = [getattr(type(called), name, None) for name in ("__call__", "forward")]
+            waiting += [each for each in methods if isinstance(each, types.FunctionType)]
 
 
 def _places(function: types.FunctionType) -> Iterator[tuple[Key, str, Any]]:

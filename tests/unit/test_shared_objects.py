@@ -306,6 +306,15 @@ def test_the_error_of_a_shared_graph_names_what_is_shared():
 # No warning
 
 
+@pytest.mark.parametrize("function", [min, np.add, torch.relu, partial(min, default=0)])
+def test_functions_of_c_are_searched_without_effect(function):
+    shared = SharedObjects()
+    shared.add(0, [function])
+    shared.add(1, [function])
+    assert not shared.compare()
+    assert not shared.compare()
+
+
 def test_a_value_that_every_worker_sets_alike_is_not_named(caplog):
     setting = types.SimpleNamespace(level=-1)
 

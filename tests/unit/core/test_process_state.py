@@ -169,6 +169,8 @@ C = torch._C
 BACKENDS = torch.backends
 DYNAMO = torch._dynamo.eval_frame
 FP16 = "cublas_allow_fp16_reduced_precision_reduction"
+VALIDATES = attribute(torch.distributions.Distribution, "_validate_args")
+VALIDATE = torch.distributions.Distribution.set_default_validate_args
 OF_PROCESS = {
     "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), C._get_flash_sdp_enabled),
     "sdpa_kernel (priority)": (
@@ -288,10 +290,10 @@ OF_PROCESS = {
         torch.__future__.set_overwrite_module_params_on_conversion,
         True,
     ),
-    "set_default_validate_args": by(
-        attribute(torch.distributions.Distribution, "_validate_args"),
-        torch.distributions.Distribution.set_default_validate_args,
-        False,
+    "set_default_validate_args": (
+        # A compilation before may have set it to False.
+        lambda: switched(VALIDATES, VALIDATE, not VALIDATES()),
+        VALIDATES,
     ),
 }
 """Contexts that set what all threads of the process share, by the name in the warning."""

@@ -39,8 +39,9 @@ START = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
 def warned(caplog):
-    """The warnings of this package that name a rank."""
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    """The warnings that name a rank."""
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return [message for message in messages if message.startswith("rank ")]
 
 
 # -- lockstep ------------------------------------------------------------------------
