@@ -18,7 +18,7 @@ from coordinator.messages import WorkerFailure
 from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Outcome
 from runtime.checkpoint.files import save_weights
-from runtime.checkpoint.format import plain, plain_key
+from runtime.checkpoint.format import plain, plain_key, resize_buffers
 from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.core.checks import (
     check_callable,
@@ -170,6 +170,7 @@ class TrainedState(Generic[ModelT_co]):
             raise TypeError(
                 f"load_into({module!r:.80}): pass a module; model(factory) takes its factory"
             )
+        resize_buffers(module, self.buffers)
         keys = {plain_key(key): key for key in module.state_dict()}
         module.load_state_dict({keys.get(k, k): v for k, v in self.state_dict().items()})
         with torch.no_grad():
@@ -474,6 +475,7 @@ def load_given(state: TrainedState[Any]) -> None:
 def load_trained(module: nn.Module, state: TrainedState) -> None:
     """Copy the trained values into a module of the same structure, on its devices."""
     values = {**state.params, **state.buffers}
+    resize_buffers(module, values)
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         t.copy_(values[plain_key(name)])
     for name, sub in modules_with_extra_state(module).items():

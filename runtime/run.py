@@ -538,6 +538,7 @@ class Run:
             functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._data_path.make_loader,
+            first_batch=self._data_path.first_batch,
             collective=self._collectives.get(rank),
             build_order=self._order,
             agreement=self._agreement,

@@ -165,6 +165,35 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return {plain_key(key): value for key, value in found.items()}
 
 
+def resize_buffers(model: nn.Module, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace buffers by ones of other shapes, if the model has some that are sized in its first
+    forward pass: at least one has no elements.
+
+    Args:
+        model: The model.
+        like: Tensors of the new shapes, by name; others keep theirs.
+
+    Returns:
+        The buffers that were replaced, by name.
+    """
+    replaced: dict[str, Tensor] = {}
+    buffers = dict(model.named_buffers())
+    if all(buffer.numel() for buffer in buffers.values()):
+        return replaced
+    for name, buffer in buffers.items():
+        shape = like[plain_key(name)].shape if plain_key(name) in like else buffer.shape
+        if shape != buffer.shape:
+            replaced[name] = buffer
+            set_buffer(model, name, buffer.new_zeros(shape))
+    return replaced
+
+
+def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Replace a buffer of a part of a model."""
+    path, _, key = name.rpartition(".")
+    model.get_submodule(path)._buffers[key] = buffer
+
+
 def digest(model: nn.Module) -> str:
     """SHA-256 of the names, shapes and dtypes of a model's weights, and of the memory formats of
     its trainable parameters, if they are not contiguous.

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from coordinator.coordinator_checkpoint import check_run
 from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
-from runtime.checkpoint.format import CheckpointData, named_weights, numpy_state, plain_key
+from runtime.checkpoint.format import (
+    CheckpointData,
+    named_weights,
+    numpy_state,
+    plain_key,
+    resize_buffers,
+)
 from runtime.checkpoint.optimizer_shards import SHARD_FACTS, check_shards, join_shards, with_states
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
@@ -214,6 +220,7 @@ class ResumePoint:
             CheckpointError: The model differs; the message has the first difference.
         """
         saved = {plain_key(key): tensor for key, tensor in self._data.weights.items()}
+        resize_buffers(model, saved)
         own = named_weights(model)
         difference = _first_difference(saved, own)
         if difference is not None:

@@ -7,10 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from coordinator.messages import EpochPlan
 from runtime.core.threads import IntraOpThreads
 from runtime.data.batches import tensor_bytes
 from runtime.data.budget import DeviceBudget
@@ -185,6 +186,15 @@ class DataPath:
                 num_threads=self._gather_threads(),
             )
         return ThreadLoader(spec, on_ready=wake, stage=self._host_stage(None))
+
+    def first_batch(self, worker: LoadingWorker) -> Any:
+        """The first batch of epoch 0, on the device of a worker, in its thread."""
+        rank = worker.rank
+        loader = InlineLoader(self._spec(rank, worker), context=self._contexts[rank])
+        loader.submit(EpochPlan(epoch=0, batches=(range(1),)))
+        loaded = loader.try_next()
+        loader.close()
+        return None if loaded is None else loaded.data
 
     def _spec(self, rank: int, worker: object = None) -> LoaderSpec:
         return LoaderSpec(

@@ -33,6 +33,8 @@ class BufferBackup:
     def restore(self) -> None:
         """Put the saved buffers back, with their contents."""
         for saved in self._saved or ():
+            if saved.tensor.shape != saved.content.shape:  # sized by its first forward pass
+                saved.tensor.resize_(saved.content.shape)
             saved.tensor.copy_(saved.content)
             saved.slots[saved.key] = saved.tensor
         self._saved = None

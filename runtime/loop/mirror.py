@@ -743,6 +743,9 @@ class BufferMirror:
             if any(map(len, self._slots[0])):
                 self._copy_all()
             return
+        if any(tensor.numel() for tensor in self._unsized):
+            self._copy_all()
+            return
         for slots, tensors in zip(self._slots, self._tensors, strict=True):
             now = list(chain.from_iterable(map(dict.values, slots)))
             if len(now) != len(tensors) or not all(map(is_, now, tensors)):
@@ -783,6 +786,10 @@ class BufferMirror:
                     self._large.append((copies[owner], (target, origin)))
         self._tensors = [
             list(chain.from_iterable(map(dict.values, slots))) for slots in self._slots
+        ]
+        # Sized in place by the first forward pass, with others whose shape changes.
+        self._unsized = [
+            each for each in chain(*self._tensors) if each is not None and not each.numel()
         ]
         self._versions = self._large_versions()
 

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from runtime.checkpoint.format import plain_key, resize_buffers, set_buffer
 from runtime.core.errors import CollectiveAborted, ReplicaMismatch
 from runtime.core.rng import GlobalGenerators
 from runtime.core.shared_objects import SharedObjects
@@ -73,6 +74,7 @@ def build_replica(
     auto_lr: bool = False,
     finish: Callable[[], None] = lambda: None,
     load: Callable[[nn.Module], None] | None = None,
+    first_pass: Callable[[nn.Module], None] | None = None,
 ) -> Replica:
     """Build a rank's replica in its turn, with rank 0's weights.
 
@@ -80,17 +82,24 @@ def build_replica(
     to them. With ``by_model`` ``optim_factory`` receives the model. With ``auto_lr`` the optimizer
     is probed for :class:`ScaledRates`. ``finish`` waits for the
     device: other ranks copy rank 0's weights on their own streams, and rank 0 starts training once
-    they are ready. ``load`` loads a checkpoint's weights into rank 0's model.
+    they are ready. ``load`` loads a checkpoint's weights into rank 0's model. ``first_pass`` runs a
+    forward pass of a copy of it, for buffers that are sized there.
     """
     try:
         with order.turn(rank) as template:
             with order.seeded(rank, device):
                 model = build_model(model_factory, device)
+            given = dict(model.named_buffers())
             if template is not None:
                 copy_template(model, template, rank)
                 template.check_order(model, rank)
             elif load is not None:
                 load(model)
+            elif first_pass is not None:
+                _size_buffers(model, first_pass)
+            resized = {n: b for n, b in given.items() if model.get_buffer(n) is not b}
+            if load is None:
+                _begin_with(model, resized)
             if rank == 0:
                 _warn_of_modes(model, tries_train=not by_model and load is None)
             state = FlatState(model)
@@ -106,12 +115,46 @@ def build_replica(
             schedule = Schedule(optimizer, scheduler, total_steps, schedule_every, scheduler_steps)
             finish()
         if rank == 0:
-            order.publish(Template.of(model))
+            order.publish(replace(Template.of(model), resized=frozenset(resized)))
     except BaseException:
         if rank == 0:
             order.fail()
         raise
     return Replica(model, state, optimizer, schedule, rates)
+
+
+def _size_buffers(model: nn.Module, first_pass: Callable[[nn.Module], None]) -> None:
+    """Give buffers that are sized in the first forward pass the shapes and values that they have
+    after one of a copy, since the layout of averages is fixed.
+    """
+    if all(buffer.numel() for buffer in model.buffers()):
+        return
+    try:
+        tried = copy_module(model)
+        first_pass(tried)
+    except Exception:  # the first step has the same, and raises it
+        logger.debug("the first forward pass failed, so no buffers were resized", exc_info=True)
+        return
+    sized = {plain_key(name): buffer for name, buffer in tried.named_buffers()}
+    for name in resize_buffers(model, sized):
+        model.get_buffer(name).copy_(sized[plain_key(name)])
+
+
+def _begin_with(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Let the first forward pass in training find buffers as they were made, unless an average has
+    been written to them: it sizes them again, and its values are those of a new model.
+    """
+    versions = {name: model.get_buffer(name)._version for name in buffers}
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if module.training:
+            handle.remove()
+            for name, buffer in buffers.items():
+                if module.get_buffer(name)._version == versions[name]:
+                    set_buffer(module, name, buffer)
+
+    if buffers:
+        handle = model.register_forward_pre_hook(begin, prepend=True)
 
 
 def _warn_of_modes(model: nn.Module, *, tries_train: bool) -> None:
@@ -303,10 +346,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Tensors of rank 0's model, to compare with and to copy from."""
+    """Tensors of rank 0's model, to compare with and to copy from.
+
+    Attributes:
+        tensors: Parameters and buffers, by name.
+        kinds: What each is.
+        resized: Names of buffers that have another shape than in a new model.
+    """
 
     tensors: dict[str, Tensor]
     kinds: dict[str, str]
+    resized: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> Template:
@@ -360,6 +410,7 @@ def copy_template(model: nn.Module, template: Template, rank: int) -> None:
         ReplicaMismatch: The models differ; the message has the first difference.
         ValueError: A parameter is the same object as rank 0's.
     """
+    resize_buffers(model, {plain_key(name): template.tensors[name] for name in template.resized})
     own = Template.of(model)
     difference = template.first_difference(own)
     if difference is not None:

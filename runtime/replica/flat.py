@@ -475,7 +475,8 @@ class FlatBuffers:
                     f"buffer {name!r} changed its shape from {tuple(shape)} to "
                     f"{tuple(buffer.size())}, and buffers are averaged in a fixed layout: give it "
                     "a fixed shape, with a count of the elements in use, or keep it as a plain "
-                    "attribute, which is local to each worker"
+                    "attribute, which is local to each worker. If its layer sizes it in its first "
+                    "forward pass, run one forward pass before the run, or in the factory"
                 )
 
 

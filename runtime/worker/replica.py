@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
@@ -133,6 +133,7 @@ class WorkerReplica:
         log: BatchLog,
         recorder: WorkerRecorder,
         resume: ResumePoint | None = None,
+        first_pass: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.rank = config.rank
         self.is_single = config.world_size == 1
@@ -160,12 +161,11 @@ class WorkerReplica:
             auto_lr=config.auto_lr,
             finish=context.finish,
             load=None if resume is None else resume.load_weights,
+            first_pass=first_pass,
         )
-        self.model = replica.model
-        self.optimizer = replica.optimizer
+        self.model, self.optimizer = replica.model, replica.optimizer
         self.state = replica.state
-        self.schedule = replica.schedule
-        self.rates = replica.rates
+        self.schedule, self.rates = replica.schedule, replica.rates
         self.is_sharded = config.sharding is not None and collective is not None
         if config.sharding is not None and collective is not None:
             config.sharding.shard(self.model, self.state, self.optimizer, collective)

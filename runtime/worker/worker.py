@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.run_errors import GpuWorkerError
@@ -33,10 +33,12 @@ from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
+from runtime.evaluation.pending_means import EvaluationView, drawing
+from runtime.evaluation.predict import call_for_output
 from runtime.evaluation.validation_data import ValidationData
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import uses_own_statistics
-from runtime.replica.build import BuildOrder
+from runtime.replica.build import BuildOrder, FactoryDraws
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
 from runtime.replica.error_notes import add_note_once
 from runtime.replica.flat import FlatState, norm
@@ -122,6 +124,7 @@ class GpuWorker:
         endpoints: WorkerEndpoints,
         *,
         make_loader: Callable[[GpuWorker, Callable[[], None]], Loader] | None = None,
+        first_batch: Callable[[GpuWorker], Any] | None = None,
         collective: Collective | None = None,
         build_order: BuildOrder | None = None,
         agreement: LockstepAgreement | None = None,
@@ -158,6 +161,7 @@ class GpuWorker:
         self._reporter = Reporter(
             self.protocol, endpoints.outbox, self._context, config.report_interval_s, meter
         )
+        self._first_batch = first_batch
         self.replica = self._make_replica(collective, build_order, timer, meter, resume)
         self.model = self.replica.model
         self.optimizer = self.replica.optimizer
@@ -215,7 +219,23 @@ class GpuWorker:
                 log=self._log,
                 recorder=self._recorder,
                 resume=resume,
+                first_pass=None if self._first_batch is None else self._first_pass,
             )
+
+    def _first_pass(self, model: nn.Module) -> None:
+        """Run a forward pass of a model on the first batch; random generators stay as they are."""
+        assert self._first_batch is not None, "checked by the caller"
+        batch = self._first_batch(self)
+        f = self._functions
+        fn = call_for_output if f.loop is not None else validation_fn(None, f.train_fn)
+        with (
+            FactoryDraws(self.device).repeated(self.device),
+            drawing(self.device, 0) as generator,
+            worker_context(
+                EvaluationView(model, self.device, generator, self.rank, self.world_size, self)
+            ),
+        ):
+            fn(model, batch)
 
     def _join_shared(
         self, order: BuildOrder | None, functions: UserFunctions
