@@ -3,7 +3,8 @@
 The job: train, validate after each epoch, a cosine schedule, the best weights in a file, resume.
 
 Usage: ``python benchmarks/libraries.py [--repeat N] [--json FILE] [--show SYSTEM]``, with
-``accelerate`` and ``lightning`` installed. ``benchmarks/README.md`` describes the measurements.
+``accelerate`` and ``lightning`` installed, or ``--first [--busy N] [--against FOLDER]`` for the
+time to the first batch alone. ``benchmarks/README.md`` describes the measurements.
 """
 
 from __future__ import annotations
@@ -313,6 +314,60 @@ def execute(system: str, folder: str, *, show: bool = False) -> str:
     return re.sub(r"mark \w+ [\d.]+\n", "", done.stdout) if show else done.stdout
 
 
+def first_batch(system: str, root: Path) -> float:
+    """Seconds from the start of a system's job in a checkout to its first batch."""
+    command = [sys.executable, str(root / "benchmarks" / "libraries.py"), "--child", system]
+    with TemporaryDirectory() as folder:
+        start = time.time()
+        job = subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert job.stdout is not None
+        with job, job.stdout:
+            try:
+                for line in job.stdout:
+                    if line.startswith("mark batch"):
+                        return float(line.split()[2]) - start
+            finally:
+                job.kill()
+    raise RuntimeError(f"{system} ended before its first batch")
+
+
+def measure_first(args: argparse.Namespace) -> None:
+    """Time to the first batch, idle and beside busy processes; prints medians."""
+    from benchmarks.harness.measure import begin, save, table
+
+    record = begin()
+    here = Path(__file__).resolve().parents[1]
+    jobs = [("loop", here), ("sync", here)]
+    if args.against is not None:
+        jobs.append(("sync", args.against.resolve()))
+    found: dict[str, list[float]] = {}
+    for num_busy in (0, args.busy):
+        spin = [sys.executable, "-c", "while True: pass"]
+        busy = [subprocess.Popen(spin) for _ in range(num_busy)]
+        try:
+            for index in range(args.repeat):
+                for system, root in jobs[:: 1 if index % 2 == 0 else -1]:
+                    where = "" if root == here else f", {root.name}"
+                    name = f"{TITLES[system]}{where}, {num_busy} busy processes"
+                    found.setdefault(name, []).append(first_batch(system, root))
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+    rows = [
+        [name, f"{statistics.median(times):.2f} s", f"{min(times):.2f} to {max(times):.2f} s"]
+        for name, times in found.items()
+    ]
+    print(table(["system", "first batch", "range"], rows))
+    save(args.json, {**record, "first_batch_s": found})
+
+
 def measure(args: argparse.Namespace) -> None:
     """All systems in turn, every other time in reverse order; prints medians."""
     from benchmarks.harness.measure import begin, save, table
@@ -342,8 +397,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--show", choices=SYSTEMS, help="print the output of this system")
+    parser.add_argument("--first", action="store_true", help="time to the first batch alone")
+    parser.add_argument("--busy", type=int, default=8, help="busy processes, with --first")
+    parser.add_argument("--against", type=Path, help="another checkout, with --first")
     args = parser.parse_args(argv)
-    if args.child:
+    if args.first:
+        measure_first(args)
+    elif args.child:
         SYSTEMS[args.child]()
         mark("end")
     elif args.show:

@@ -51,7 +51,7 @@ from runtime.core.errors import (
     error_of_run,
     text_of,
 )
-from runtime.core.process_state import ProcessState
+from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.rng import install_thread_generators
 from runtime.core.shared_objects import SharedObjects
 from runtime.core.signals import INTERRUPTS
@@ -189,6 +189,8 @@ class Run:
         self._first_statistics = self.statistics()
         self._last_summary: RunSummary | None = None
         self._listener: Listener | None = None
+        # Joined before user code: imports of two threads that form a cycle fail.
+        self._importer = threading.Thread(target=import_dynamo, name="import-dynamo", daemon=True)
         self._holds_threads = False
         self._keeps_memory = False
 
@@ -300,6 +302,8 @@ class Run:
         """
         prepare_threads()
         install_thread_generators()
+        CompileLimits.extend(len(self.devices))
+        self._importer.start()
         self._listener = listener
         c = self.config
         batch_size = c.coordinator.batch_size
@@ -346,6 +350,7 @@ class Run:
             self._service.start()
             started = True
             self._start_workers()
+            self._importer.join()
         except BaseException:
             if started:
                 # A thread could not be started: end as if that worker had died.
@@ -456,6 +461,7 @@ class Run:
         try:
             pinned = near(self.devices[rank]) if self.config.pin_threads else nullcontext()
             with pinned, self._contexts[rank].activate():
+                self._importer.join()
                 worker = self._build_worker(rank)
                 self._workers[rank] = worker
                 self._recording.built(rank, worker.model)

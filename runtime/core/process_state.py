@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import sys
 import threading
@@ -252,6 +254,62 @@ def _write_stance(stance: Any) -> None:
 
 
 _SETTINGS = tuple(_settings())
+
+
+class CompileLimits:
+    """Multiplies the limits of Dynamo by the number of replicas, so that they hold for each.
+
+    Dynamo keeps what it compiles of a function in one list, with entries for each device, mode and
+    shape; beyond ``torch._dynamo.config.recompile_limit`` entries the function runs uncompiled.
+    Entries outlive a run, and so does the factor.
+
+    Attributes:
+        num_replicas: The most replicas of one model so far.
+    """
+
+    num_replicas = 1
+    _is_installed = False
+
+    @classmethod
+    def extend(cls, num_replicas: int) -> None:
+        """Let as many replicas be compiled."""
+        with _LOCK:
+            cls.num_replicas = max(cls.num_replicas, num_replicas)
+        if "torch._dynamo" in sys.modules:
+            cls.install()
+
+    @classmethod
+    def install(cls) -> None:
+        """Apply the factor from now on. Imports ``torch._dynamo``; idempotent."""
+        from torch._dynamo import config, convert_frame
+
+        frames: Any = convert_frame
+        names = ("recompile_limit", "accumulated_recompile_limit")
+
+        def exceeds(cache_size: Any, compile_id: Any) -> Any:
+            # Within Dynamo's lock: up to PyTorch 2.11 the values are those of all threads.
+            limits = {name: cls.num_replicas * getattr(config, name) for name in names}
+            with config.patch(limits):
+                return of_one_replica(cache_size, compile_id)
+
+        with _LOCK:
+            if not cls._is_installed:
+                cls._is_installed = True
+                of_one_replica = frames.exceeds_recompile_limit
+                frames.exceeds_recompile_limit = exceeds
+
+
+def import_dynamo() -> None:
+    """Import ``torch._dynamo``, which the first optimizer of a process does, before it."""
+    if "torch._dynamo" not in sys.modules:
+        is_enabled = gc.isenabled()
+        gc.disable()  # a third of the time: each collection inspects all that was imported
+        try:
+            importlib.import_module("torch._dynamo")
+        finally:
+            if is_enabled:
+                gc.enable()
+    CompileLimits.install()
 
 
 def make_thread_safe() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime.core.context import worker_context
-from runtime.core.process_state import ProcessState
+from runtime.core.process_state import CompileLimits, ProcessState
 from runtime.core.rng import install_thread_generators
 from runtime.core.shared_objects import IN_EVALUATIONS, shared_by
 from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
@@ -75,6 +75,7 @@ class DevicePool:
         install_thread_generators()
         num_cpus = sum(device.type == "cpu" for device in self._devices)
         contexts = [open_device(device, num_cpus) for device in self._devices]
+        CompileLimits.extend(len(self._devices))
         IntraOpThreads.acquire()
         ProcessState.acquire()
         threads = []

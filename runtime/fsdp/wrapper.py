@@ -16,6 +16,7 @@ from runtime.collective import Collective, split
 from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
+from runtime.core.process_state import CompileLimits, import_dynamo
 from runtime.core.rng import adopt_generator, seed_of
 from runtime.fsdp.call_agreement import agreement_of
 from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
@@ -150,6 +151,8 @@ class FSDP(nn.Module):
         found = find_parameters(module)
         if any(isinstance(part, FSDP) for part in module.modules()):
             raise ValueError("the module contains an FSDP already; wrap the whole module once")
+        import_dynamo()
+        CompileLimits.extend(collective.world_size)
         self.module = module
         self.collective = collective
         self.strategy = strategy

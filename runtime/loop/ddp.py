@@ -13,6 +13,7 @@ from runtime.collective import resolve_backend
 from runtime.core.checks import check_devices
 from runtime.core.launchers import refuse_launcher
 from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
+from runtime.core.process_state import CompileLimits, import_dynamo
 from runtime.core.threads import Closeable
 from runtime.loop.reduction import Reduction, make_reduction
 from runtime.loop.replica_set import ReplicaSet
@@ -83,6 +84,8 @@ class Ddp(Closeable):
             )
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"Ddp.wrap: backend={backend!r}; pass an AverageBackend")
+        import_dynamo()
+        CompileLimits.extend(len(places))
         replicas = ReplicaSet(found, places)
         chosen, reason = resolve_backend(backend, places)
         return cls(replicas, places, chosen, reason, make_reduction(chosen, places))

@@ -15,7 +15,7 @@ from torch import Tensor
 from coordinator.run_errors import GpuWorkerError
 from runtime.collective import Collective
 from runtime.core.errors import ReplicaFailed
-from runtime.core.process_state import ProcessState
+from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.threads import IntraOpThreads
 from runtime.core.tracebacks import fold_tracebacks, print_briefly
 from runtime.device.cuda import open_device
@@ -85,6 +85,8 @@ class Runner:
         self._changing: Job | None = None
         self.interrupted = False
         self.fault: str | None = None
+        import_dynamo()
+        CompileLimits.extend(len(devices))
         num_cpus = sum(device.type == "cpu" for device in devices)
         if num_cpus:
             IntraOpThreads.acquire()

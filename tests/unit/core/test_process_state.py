@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -10,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo.convert_frame
 import torch._dynamo.eval_frame
 from torch import nn
 from torch.autograd import forward_ad
@@ -20,7 +24,7 @@ from torch.utils import checkpoint
 
 from runtime import DataParallelCoordinator, Trainer, current_worker, predict
 from runtime.core import process_state
-from runtime.core.process_state import ProcessState
+from runtime.core.process_state import ProcessState, import_dynamo
 from runtime.core.threads import prepare_threads
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, at_once, builder
 
@@ -635,3 +639,61 @@ def test_a_setting_that_the_caller_changes_between_calls_of_an_own_loop_stays():
         model(torch.randn(4, 2))
         assert C._get_flash_sdp_enabled()
     assert C._get_flash_sdp_enabled()
+
+
+FIRST_RUN = """
+import gc
+import sys
+import threading
+import torch
+from runtime import Trainer
+
+DYNAMO = "torch._dynamo.convert_frame"
+collects = sys.argv[1] == "True"
+if not collects:
+    gc.disable()
+assert DYNAMO not in sys.modules
+imported = []
+
+def model(device):
+    imported.append(DYNAMO in sys.modules)
+    assert gc.isenabled() is collects
+    return torch.nn.Linear(2, 1)
+
+def optimizer(params):
+    imported.append(DYNAMO in sys.modules)
+    return torch.optim.SGD(params, 0.1)
+
+def train(model, batch):
+    return model(batch[0]).square().mean()
+
+net = torch.nn.Linear(2, 1)
+if sys.argv[2] == "setup":
+    with Trainer.setup(net, optimizer, ["cpu"] * 2):
+        pass
+else:
+    trainer = Trainer.builder(model, optimizer, train).dataset((torch.ones(4, 2),))
+    handle = trainer.batch_size(1).num_epochs(1).devices(["cpu"] * 2).progress(False).run()
+    assert not any(thread.name == "import-dynamo" for thread in threading.enumerate())
+    handle.join()
+assert imported and all(imported), imported
+assert gc.isenabled() is collects
+"""
+
+
+@pytest.mark.parametrize("door", ["builder", "setup"])
+@pytest.mark.parametrize("collects", [True, False])
+def test_dynamo_is_imported_before_the_first_model_and_optimizer_of_a_process(door, collects):
+    command = [sys.executable, "-W", "ignore", "-c", FIRST_RUN, str(collects), door]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_repeated_import_of_dynamo_leaves_garbage_collection_and_limits_alone(monkeypatch):
+    import_dynamo()
+    check = torch._dynamo.convert_frame.exceeds_recompile_limit
+    monkeypatch.setattr(process_state.CompileLimits, "num_replicas", 1)
+    at_once(lambda n: (import_dynamo(), process_state.CompileLimits.extend(n)), range(8))
+    assert torch._dynamo.convert_frame.exceeds_recompile_limit is check
+    assert process_state.CompileLimits.num_replicas == 7
+    assert gc.isenabled()
