@@ -426,7 +426,16 @@ class KeepBest(_MetricCallback):
 
     def final_state(self, state: Any) -> Any:
         """The state with the best weights, if ``restore``."""
-        if not self._restores or self.best_epoch is None:
+        if self.best_epoch is None:
+            logger.warning(
+                "KeepBest(metric=%r): no closed epoch had a value of this metric: the state has "
+                "the last weights%s. Train until an epoch closes, with val_dataset(every=n) one "
+                "that is validated, or choose a metric that each epoch has, such as 'avg_loss'",
+                self.metric,
+                "" if self.path is None else f", and {self.path} was not written",
+            )
+            return state
+        if not self._restores:
             return state
         values = self._best_values
         if values is None:  # of an epoch before the resume

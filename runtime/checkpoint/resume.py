@@ -17,6 +17,7 @@ from coordinator.coordinator_checkpoint import check_run
 from coordinator.schema import fail, integer, items, mapping, number, of_type, optional, record
 from coordinator.splitting import count_batches
 from runtime.checkpoint.format import (
+    WEIGHTS,
     CheckpointData,
     named_weights,
     numpy_state,
@@ -37,7 +38,6 @@ _SETTING_NAMES = {
     "drop_last": "drop_last",
     "seed": "seed",
     "accumulate": "accumulate",
-    "sync": "policy SYNC",
     "sampler": "a sampler:",
     "stream": "a stream:",
 }
@@ -138,6 +138,15 @@ class ResumePoint:
         }
         if saved["global_batch_size"] is None and self._steps_by(compatible):
             saved["global_batch_size"] = compatible["global_batch_size"]
+        if saved["sync"] != compatible["sync"]:
+            one, other = "SYNC", "CADENCE or ASYNC"
+            was, now = (one, other) if saved["sync"] else (other, one)
+            remedy = " or ".join(f"policy({word.lower()!r})" for word in was.split(" or "))
+            raise CheckpointError(
+                f"{self._name} was written under the policy {was}, this run has {now}, which "
+                f"counts steps and batches differently: call {remedy} on the builder, or start a "
+                f"new run from its weights, in {WEIGHTS}, without resume(path)"
+            )
         for name, value in compatible.items():
             if saved.get(name) != value:
                 if name == "global_batch_size" and saved[name] is None:

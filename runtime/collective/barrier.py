@@ -103,7 +103,7 @@ class AbortableBarrier:
     def leave(self, rank: int) -> None:
         """Ends the barrier as :meth:`abort` does, but in order: :attr:`aborted` is unchanged."""
         with self._mutex:
-            self._break(f"rank {rank} has left the group")
+            self._break(f"rank {rank} has left the group, and all ranks have to make each call")
         for other, ranks in self._links():
             if rank in ranks:
                 other.leave(ranks.index(rank))

@@ -560,7 +560,9 @@ def find_fault(
     first = requests[0]
     for rank, request in enumerate(requests):
         if request.name != first.name:
-            remedy = _ROWS_REMEDY if _ROWS in (request.name, first.name) else ""
+            remedy = ": all ranks have to make the same calls in the same order"
+            if _ROWS in (request.name, first.name):
+                remedy = _ROWS_REMEDY
             return f"rank {rank} called {request.name}, rank 0 called {first.name}{remedy}"
         fault = own_fault(request, len(requests), placement_fault)
         if fault is None and rank > 0:

@@ -48,11 +48,21 @@ class WorkerFailed(GpuWorkerError):
         return type(self), (self.rank, self.epoch, self.step, self._error)
 
 
+_REMEDY = (
+    "Lower the learning rate, set max_grad_norm, drop such batches with "
+    'on_non_finite("skip"), or guard the loss against them'
+)
+PART_WITHOUT_UNITS = (
+    ". A mean over labels that are not ignored, or over chosen samples, is NaN where the part of a "
+    "worker has none of them: with their number as the weight, {}, such a part adds nothing"
+)
+
+
 class NonFiniteError(GpuWorkerError, ArithmeticError):
     """A loss, a gradient or a parameter is NaN or infinite; see ``on_non_finite``.
 
     Args:
-        remedy: Advice in the message; the default is for runs.
+        remedy: Advice in the message; ``None``: that for runs.
 
     Attributes:
         rank: The worker's rank.
@@ -69,11 +79,14 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
         step: int,
         what: str,
         parameter: str | None = None,
-        remedy: str = (
-            "Lower the learning rate, set max_grad_norm, drop such batches with "
-            'on_non_finite("skip"), or guard the loss against them'
-        ),
+        remedy: str | None = None,
     ) -> None:
+        self._remedy = remedy
+        if remedy is None:
+            remedy = _REMEDY
+            if what == "loss":
+                weighed = "return (loss, weight) or worker.step(loss, weight=weight)"
+                remedy += PART_WITHOUT_UNITS.format(weighed)
         hit = "" if parameter is None else f"; first affected parameter: {parameter!r}"
         super().__init__(
             f"rank {rank}, step {step}: a {what} is not finite (NaN or infinite){hit}. {remedy}"
@@ -82,7 +95,6 @@ class NonFiniteError(GpuWorkerError, ArithmeticError):
         self.step = step
         self.what = what
         self.parameter = parameter
-        self._remedy = remedy
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[object, ...]]:
         return type(self), (self.rank, self.step, self.what, self.parameter, self._remedy)

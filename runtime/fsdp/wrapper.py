@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -76,7 +76,9 @@ class FSDP(nn.Module):
     **Errors.** A failure inside a collective call aborts the collective, so that no rank waits.
     A misuse detected before any exchange, or an exception of the module, changes nothing if all
     ranks raise it: all may continue. If only some ranks raise it, the collective is aborted at
-    once, and the other ranks raise ``CollectiveAborted``, which names a rank that failed. Invalid
+    once, and the other ranks raise ``CollectiveAborted``, which names a rank that failed. If two
+    ranks make different calls, both raise it, with both calls; a call of some ranks alone names
+    the others, once they have closed their collectives or the timeout has passed. Invalid
     arguments abort nothing: call again with valid ones. The wrapper does not detect exceptions
     outside its methods, in backward for instance: a rank that leaves its loop by an exception
     must close or abort its collective, so that the others stop waiting.
@@ -164,6 +166,8 @@ class FSDP(nn.Module):
         self._generator = torch.Generator()
         self._generator.manual_seed(seed_of(torch.initial_seed(), collective.rank))
         self._adopt_generator()
+        with self._agreeing("FSDP(...)"):
+            pass
         with self._aborting():
             CLAIMS.claim(((each.name, each.parameter) for each in found), self)
             how = f"the strategy {strategy.name} with intra_node_size={intra_node_size}"
@@ -200,7 +204,8 @@ class FSDP(nn.Module):
         self._adopt_generator()
         parameters = self._store
         was_unsharded = parameters.is_unsharded
-        with self._agreeing(counts=parameters.is_prefetching or parameters.needs_all_gather):
+        gathers = parameters.is_prefetching or parameters.needs_all_gather
+        with self._agreeing("forward()", counts=gathers):
             self._check_open()
             if self.strategy is not ShardingStrategy.NO_SHARD and in_func_transform():
                 raise RuntimeError(IN_TRANSFORM)
@@ -236,7 +241,7 @@ class FSDP(nn.Module):
             RuntimeError: A prefetch is pending; the full parameters already exist; the strategy
                 never frees them.
         """
-        with self._agreeing():
+        with self._agreeing("prefetch_forward_params()"):
             self._check_open()
             self._check_prefetch()
         with self._aborting():
@@ -291,7 +296,7 @@ class FSDP(nn.Module):
                 some ranks passed none.
         """
         checked = None if weight is None else check_weight("weight", weight)
-        with self._agreeing():
+        with self._agreeing("sync_gradients()"):
             self._check_open()
             if not self._has_forward:
                 raise RuntimeError(
@@ -337,7 +342,7 @@ class FSDP(nn.Module):
         if self.strategy is not ShardingStrategy.SHARD_GRAD_OP:
             self._check_open()
             return
-        with self._agreeing():
+        with self._agreeing("broadcast_updated_params()"):
             self._check_open()
             self._store.check_shards()
         with self._aborting():
@@ -392,7 +397,8 @@ class FSDP(nn.Module):
             RuntimeError: There are gradients not yet synced; the norm is not finite.
         """
         max_norm, norm_type = check_clip(max_norm, norm_type)
-        with self._agreeing(counts=self.strategy is not ShardingStrategy.NO_SHARD):
+        exchanges = self.strategy is not ShardingStrategy.NO_SHARD
+        with self._agreeing("clip_grad_norm_()", counts=exchanges):
             self._check_open()
             if self._has_forward:
                 raise RuntimeError("clip_grad_norm_() before sync_gradients(): sync first")
@@ -449,7 +455,7 @@ class FSDP(nn.Module):
         """
         if rank is not None and not 0 <= rank < self.collective.world_size:
             raise ValueError(f"rank={rank}: pass a rank under {self.collective.world_size}")
-        with self._agreeing():
+        with self._agreeing("full_state_dict()"):
             self._check_open()
             self._store.check_shards()
         keep = rank is None or rank == self.collective.rank
@@ -482,7 +488,7 @@ class FSDP(nn.Module):
 
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to every rank; a collective call."""
-        with self._agreeing():
+        with self._agreeing("sync_buffers()"):
             self._check_open()
         with self._aborting():
             self._store.wait_prefetch()
@@ -493,7 +499,7 @@ class FSDP(nn.Module):
 
         A collective call. Do not use the wrapper, its shards or their optimizers afterwards.
         """
-        with self._agreeing():
+        with self._agreeing("unwrap()"):
             self._check_open()
             self._store.check_shards()
         with self._aborting():
@@ -588,13 +594,14 @@ class FSDP(nn.Module):
             raise RuntimeError(f"{what} while a prefetch is pending; call forward() first")
 
     @contextmanager
-    def _agreeing(self, *, counts: bool = True) -> Iterator[None]:
+    def _agreeing(self, call: str, *, counts: bool = True) -> Iterator[None]:
         """Wrap the checks before a collective call, so that all ranks make it or none does.
 
         Arguments are checked outside, since a caller may call again with valid ones.
 
         Args:
-            counts: True if the call that follows is collective.
+            call: The call, for errors.
+            counts: True if it is collective.
         """
         try:
             yield
@@ -602,8 +609,9 @@ class FSDP(nn.Module):
             report = self._calls.rejected if counts else self._calls.failed_between
             report(self.collective, error)
             raise
+        self._call = call
         if counts:
-            self._calls.entered(self.collective)
+            self._calls.entered(self.collective, call)
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -617,12 +625,21 @@ class FSDP(nn.Module):
             raise
         except (CollectiveAborted, CollectiveTimeout) as error:
             self.collective.abort()  # it may have been a subgroup's
-            if self._calls.reason is None:
-                raise
-            raise CollectiveAborted(self._calls.reason) from error
+            if self._calls.reason is not None:
+                raise CollectiveAborted(self._calls.reason) from error
+            if behind := self._calls.behind(self.collective):
+                raise type(error)(
+                    f"rank {self.collective.rank} called {self._call}, which all ranks have to "
+                    f"call, and {_ranks(behind)} did not: {error}"
+                ) from error
+            raise
         except BaseException as error:
             self._calls.failed_during(self.collective, error)
             raise
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _make_parameters(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coordinator.config import AverageBackend
 from runtime.collective import resolve_backend
 from runtime.core.checks import check_callable, check_devices, check_float
-from runtime.core.errors import NonFiniteError, ReplicaFailed
+from runtime.core.errors import PART_WITHOUT_UNITS, NonFiniteError, ReplicaFailed
 from runtime.core.launchers import refuse_launcher
 from runtime.core.nested import like, map_batch, movable_parts
 from runtime.core.threads import Closeable
@@ -293,7 +293,8 @@ class DataParallelCoordinator(Closeable):
         counted = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True)]
         for rank, (loss, weight) in enumerate(counted):
             if weight and not math.isfinite(loss):
-                raise NonFiniteError(rank, self._num_batches, "loss", remedy=_REMEDY)
+                remedy = _REMEDY + PART_WITHOUT_UNITS.format("return Weighted(loss, weight)")
+                raise NonFiniteError(rank, self._num_batches, "loss", remedy=remedy)
         mean = sum(loss * weight for loss, weight in counted if weight) / (sum(weights) or 1.0)
         return mean, sum(part.correct for part in parts), weights, rows
 

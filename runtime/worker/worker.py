@@ -64,7 +64,7 @@ from runtime.worker.worker_config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.worker_validation import WorkerValidation, validation_fn
+from runtime.worker.worker_validation import WorkerValidation, losses_of
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class GpuWorker:
         assert self._first_batch is not None, "checked by the caller"
         batch = self._first_batch(self)
         f = self._functions
-        fn = call_for_output if f.loop is not None else validation_fn(None, f.train_fn)
+        fn = call_for_output if f.loop is not None else losses_of(f.train_fn)
         with (
             FactoryDraws(self.device).repeated(self.device),
             drawing(self.device, 0) as generator,
@@ -299,7 +299,8 @@ class GpuWorker:
             self.replica.stepper,
             self._reporter,
             data,
-            validation_fn(self._functions.val_fn, self._functions.train_fn),
+            self._functions.val_fn,
+            self._functions.train_fn,
             self.rank,
             self.world_size,
             sums=self._functions.val_fn is None and self.config.loss_reduction == "sum",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from runtime.core.context import current_worker
 from runtime.core.errors import CollectiveAborted, EvaluationFailed
 from runtime.core.loss_weights import split_loss
 from runtime.device.base import Device
+from runtime.device.memory import is_out_of_memory
 from runtime.evaluation.batch_source import BatchSource, HeldBatch, SampleRange
 from runtime.evaluation.device_pool import DeviceLoop
 from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, PendingMeans
 from runtime.evaluation.validation_data import ValidationData, ValidationLoader
+from runtime.replica.error_notes import add_note_once
 from runtime.replica.stepper import Stepper, TrainFns
 from runtime.worker.reporter import Reporter
 
@@ -36,7 +39,8 @@ class WorkerValidation:
         stepper: Has the precision.
         reporter: Sends the results.
         data: The validation set.
-        fn: ``f(model, batch)``; see :class:`PendingMeans` for its result.
+        fn: ``f(model, batch)``; see :class:`PendingMeans` for its result. ``None``: ``train_fn``.
+        train_fn: The function or functions that train.
         rank: The worker's rank.
         world_size: Number of ranks.
         sums: True if the result of ``fn`` is a loss summed over the batch's samples.
@@ -49,7 +53,8 @@ class WorkerValidation:
         stepper: Stepper,
         reporter: Reporter,
         data: ValidationData,
-        fn: EvaluationFn,
+        fn: EvaluationFn | None,
+        train_fn: TrainFns,
         rank: int,
         world_size: int,
         *,
@@ -60,7 +65,8 @@ class WorkerValidation:
         self._stepper = stepper
         self._reporter = reporter
         self._data = data
-        self._fn = fn
+        self._fn = _explaining()(losses_of(train_fn)) if fn is None else fn
+        self._explained = nullcontext if fn is not None else _explaining
         self._rank = rank
         self._world_size = world_size
         self._sums = sums
@@ -119,18 +125,19 @@ class WorkerValidation:
     def _means(
         self, samples: SampleRange, data: Any, result: Any, view: EvaluationView
     ) -> PendingMeans:
-        num_samples = samples.stop - samples.start
-        if self._sums:
-            loss = result if isinstance(result, Tensor) else split_loss(result, view.model, data)[0]
-            result = loss / num_samples
-        return PendingMeans(
-            samples.batch,
-            result,
-            view.scalars,
-            num_samples=num_samples,
-            model=view.model,
-            data=data,
-        )
+        num_samples, model = samples.stop - samples.start, view.model
+        with self._explained():
+            if self._sums:
+                loss = result if isinstance(result, Tensor) else split_loss(result, model, data)[0]
+                result = loss / num_samples
+            return PendingMeans(
+                samples.batch,
+                result,
+                view.scalars,
+                num_samples=num_samples,
+                model=model,
+                data=data,
+            )
 
     def _report(self, task: m.ValidationTask, pending: list[PendingMeans], since: float) -> float:
         """Report results, and forget them; waits for the device. Returns the time."""
@@ -172,12 +179,8 @@ class _TaskBatches(BatchSource):
         return None
 
 
-def validation_fn(fn: EvaluationFn | None, train_fn: TrainFns) -> EvaluationFn:
-    """The evaluation function: ``fn``, else the loss of ``train_fn``, of several functions their
-    sum as well.
-    """
-    if fn is not None:
-        return fn
+def losses_of(train_fn: TrainFns) -> EvaluationFn:
+    """``train_fn``, of several functions one that returns each loss and their sum."""
     if not isinstance(train_fn, Mapping):
         return train_fn
 
@@ -189,3 +192,21 @@ def validation_fn(fn: EvaluationFn | None, train_fn: TrainFns) -> EvaluationFn:
         return {"loss": sum(found.values()), **found}
 
     return losses
+
+
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Context of ``train_fn`` on a model in evaluation mode."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            add_note_once(error, _WITHOUT_FN)
+        raise
+
+
+_WITHOUT_FN = (
+    "val_dataset(ds) without fn calls train_fn with the model in evaluation mode, in which a model "
+    "may return something else than in training mode, such as detections in place of losses: call "
+    "val_dataset(ds, fn=f) of Trainer.builder, where f(model, batch) returns a dict of means"
+)

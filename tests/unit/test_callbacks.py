@@ -40,6 +40,39 @@ def run_with(values, *callbacks, way=(SYNC, THREAD), epochs=None, **settings):
     return b.callbacks(*callbacks).run().join(WAIT_S)
 
 
+def cut_short(b):
+    return b.num_epochs(2).max_steps(3)
+
+
+def not_validated(b):
+    return b.num_epochs(1)
+
+
+@pytest.mark.parametrize("way", [*WAYS, (SYNC, OVER_CPU)])
+@pytest.mark.parametrize(("shorten", "every"), [(cut_short, 1), (not_validated, 2)])
+@pytest.mark.parametrize(("in_file", "restore"), [(True, True), (True, False), (False, True)])
+def test_best_weights_of_a_metric_that_no_epoch_had_are_reported_as_the_last_ones(
+    way, shorten, every, in_file, restore, tmp_path, caplog
+):
+    path = tmp_path / "best.safetensors" if in_file else None
+    keep = KeepBest(path, "val/loss", restore=restore)
+    b = shorten(builder(way=way, dataset=80)).val_dataset((torch.arange(4),), every)
+    state = b.callbacks(keep).run().join(WAIT_S)
+    assert float(state.state_dict()["w"]) > 0
+    (warning,) = [r.getMessage() for r in caplog.records if "KeepBest" in r.getMessage()]
+    unwritten = f", and {path} was not written" if in_file else ""
+    assert warning.startswith(
+        "KeepBest(metric='val/loss'): no closed epoch had a value of this metric: the state has "
+        f"the last weights{unwritten}. Train until an epoch closes"
+    )
+    assert not in_file or not path.exists()
+
+
+def test_best_weights_of_a_metric_that_an_epoch_had_are_not_reported(tmp_path, caplog):
+    run_with([2.0, 1.0], KeepBest(tmp_path / "best.safetensors", "eval/score"))
+    assert "no closed epoch" not in caplog.text
+
+
 # Early stopping.
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import default_collate
 
 import runtime
@@ -21,8 +21,10 @@ from runtime import (
     CollectiveTimeout,
     DataParallelCoordinator,
     Ddp,
+    NonFiniteError,
     ReplicaFailed,
     Trainer,
+    Weighted,
     WorkerFailed,
     create_collectives,
 )
@@ -859,3 +861,57 @@ def test_a_late_rank_names_what_its_door_can_set(monkeypatch, door, remedy):
     assert re.search(
         "rank 0 waited 0.05 s in a collective for rank 1; .*: .*" + remedy, messages[0]
     )
+
+
+# -- a part of a batch without a label --------------------------------------------------
+
+IGNORED = torch.full((N,), -100)
+IGNORED[::8] = 1  # a worker's part of each global batch has none
+PARTLY_IGNORED = (torch.randn(N, 3), IGNORED)
+WITHOUT_LABELS = (
+    r"a loss is not finite .* A mean over labels that are not ignored, .* return "
+    r"(\(loss, weight\) or worker.step\(loss, weight=weight\)|Weighted\(loss, weight\)), such a "
+)
+
+
+def three_classes(device=CPU):
+    return nn.Linear(3, 3)
+
+
+def mean_of_labels(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def weighted_mean_of_labels(model, batch):
+    return Weighted(mean_of_labels(model, batch), (batch[1] != -100).sum())
+
+
+def train_by(train_fn, way):
+    b = builder(train_fn, PARTLY_IGNORED, model=three_classes, batch_size=None)
+    b.sampler(range(N)).global_batch_size(8).policy(way[0]).backend(way[1]).run().join(WAIT_S)
+
+
+def train_in_loop(train_fn, way):
+    def loop(worker):
+        for batch in worker.batches():
+            found = train_fn(worker.model, batch)
+            is_weighted = isinstance(found, Weighted)
+            worker.step(*((found.loss, found.weight) if is_weighted else (found, None)))
+
+    b = Trainer.loop(three_classes, lambda m: sgd(m.parameters()), loop).dataset(PARTLY_IGNORED)
+    b = b.devices(["cpu", "cpu"]).progress(False).num_epochs(1).sampler(range(N))
+    b.global_batch_size(8).policy(way[0]).backend(way[1]).run().join(WAIT_S)
+
+
+def train_by_batches(train_fn, way):
+    with DataParallelCoordinator(three_classes, sgd, train_fn, ["cpu", "cpu"]) as coordinator:
+        for x, y in zip(*(t.split(8) for t in PARTLY_IGNORED), strict=True):
+            coordinator.train_batch((x, y))
+
+
+@local_ways
+@pytest.mark.parametrize("door", [train_by, train_in_loop, train_by_batches])
+def test_a_part_without_a_label_leads_to_its_weight(door, way):
+    with pytest.raises((WorkerFailed, NonFiniteError), match=WITHOUT_LABELS):
+        door(mean_of_labels, way)
+    door(weighted_mean_of_labels, way)  # the remedy

@@ -622,3 +622,71 @@ def test_an_optimizer_with_modes_is_validated_at_its_eval_point():
     b.val_dataset((X,), fn=lambda model, batch: {"w": model.w.item()})
     state = b.run().join(WAIT_S)
     assert state.metrics[0].scalars["val/w"] == state.params["w"].item() == 3.0
+
+
+class Detector(nn.Module):
+    """Returns losses in training mode, and detections in evaluation mode."""
+
+    def __init__(self, in_eval):
+        super().__init__()
+        self.layer, self.in_eval = nn.Linear(3, 1, dtype=torch.float64), in_eval
+
+    def forward(self, x, target):
+        out = self.layer(x)
+        losses = {"box": (out - target).square().mean(), "score": out.square().mean()}
+        return losses if self.training else self.in_eval(out)
+
+
+def sum_of_losses(model, batch):
+    return sum(model(*batch).values())
+
+
+def model_itself(model, batch):
+    found = model(*batch)
+    return sum(found.values()) if model.training else found
+
+
+IN_EVAL_MODE = r"train_fn with the model in evaluation mode.*val_dataset\(ds, fn=f\)"
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "in_eval"),
+    [
+        (sum_of_losses, lambda out: [{"box": row} for row in out]),
+        (sum_of_losses, lambda out: out),
+        (model_itself, lambda out: [out]),
+        (model_itself, lambda out: {"boxes": out}),
+        (model_itself, lambda out: None),
+        ({"layer": sum_of_losses}, lambda out: out),
+    ],
+)
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)])
+def test_a_model_that_returns_something_else_in_evaluation_mode_is_named(way, train_fn, in_eval):
+    def made(**validation):
+        optim = torch.optim.SGD
+        optim = {"layer": optim} if isinstance(train_fn, dict) else optim
+        b = Trainer.builder(Detector(in_eval), optim, train_fn).dataset((X, Y)).num_epochs(1)
+        b = b.batch_size(4).devices(["cpu"] * 2).policy(way[0]).backend(way[1]).progress(False)
+        return b.val_dataset((X, Y), **validation).run()
+
+    with pytest.raises(WorkerFailed, match=IN_EVAL_MODE):
+        made().join(WAIT_S)
+    state = made(fn=lambda model, batch: {"size": model.layer.weight.sum()}).join(WAIT_S)
+    assert "val/size" in state.metrics[0].scalars
+
+
+def test_other_errors_of_a_validation_do_not_blame_the_mode():
+    class Broken(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise LookupError("planted")
+
+    def fails(model, batch):
+        raise LookupError("planted")
+
+    for dataset, fn in ((Broken(), None), ((X, Y), fails)):
+        with pytest.raises(WorkerFailed, match="planted") as caught:
+            builder(ranks=1).val_dataset(dataset, fn=fn).run().join(WAIT_S)
+        assert "evaluation mode" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import CheckpointError, WorkerFailed
+from runtime import CheckpointError, Trainer, WorkerFailed
 from runtime.checkpoint.store import entries, load_newest
 from runtime.checkpoint_service import CheckpointService
 from tests.support.resuming import MarkingRun, consumed, marked
@@ -24,6 +24,8 @@ from tests.support.running import (
     Trace,
     builder,
     count_up,
+    numbers,
+    plain_sgd,
 )
 
 N = 60
@@ -148,7 +150,6 @@ def changed(**settings):
         (changed(seed=4), "seed 3, this run has 4"),
         (changed(drop_last=True), "drop_last False"),
         (changed(accumulate=2), "accumulate 1"),
-        (changed(policy=SYNC), "policy SYNC False"),
         (changed(num_epochs=2), r"set at least 3"),
     ],
 )
@@ -157,6 +158,26 @@ def test_settings_that_do_not_match_the_checkpoint_are_refused(change, message, 
     run.builder().checkpoint_dir(tmp_path).run().join(WAIT_S)
     with pytest.raises(CheckpointError, match=message):
         change(run.builder()).resume(tmp_path).run()
+
+
+@pytest.mark.parametrize("sizes", ["batch_size", "global_batch_size"])
+@pytest.mark.parametrize(("before", "after"), [(SYNC, ASYNC), (SYNC, CADENCE), (CADENCE, SYNC)])
+def test_another_policy_is_named_with_the_one_that_resumes(before, after, sizes, tmp_path):
+    """With global_batch_size a worker's batch differs as well, which is not what to change."""
+
+    def made(policy, epochs=1):
+        b = Trainer.builder(Counter(), plain_sgd, count_up).dataset(numbers(N)).devices(["cpu"] * 2)
+        return getattr(b, sizes)(4).policy(policy).num_epochs(epochs).progress(False)
+
+    made(before).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    other = "CADENCE or ASYNC"
+    was, now = ("SYNC", other) if before is SYNC else (other, "SYNC")
+    calls = r"policy\('sync'\)" if before is SYNC else r"policy\('cadence'\) or policy\('async'\)"
+    message = f"written under the policy {was}, this run has {now}, .* call {calls} on the builder"
+    with pytest.raises(CheckpointError, match=message):
+        made(after).resume(tmp_path).run()
+    state = made(before, epochs=2).resume(tmp_path).run().join(WAIT_S)
+    assert [metrics.num_samples for metrics in state.metrics] == [N, N]
 
 
 class Wide(nn.Module):

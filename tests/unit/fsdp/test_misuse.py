@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import operator
+import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from runtime import FSDP, ReplicaMismatch, ShardingStrategy, create_collectives
+from runtime import (
+    FSDP,
+    CollectiveAborted,
+    CollectiveTimeout,
+    ReplicaMismatch,
+    ShardingStrategy,
+    create_collectives,
+)
 from runtime.fsdp import group_closer
 from tests.support.fsdp_ranks import (
     FREEING,
     SHARDED,
     STRATEGIES,
+    WAIT_S,
     Net,
     batch,
+    forget_frames,
     loss_of,
     on_ranks,
     wrap,
@@ -395,3 +406,133 @@ def test_a_closed_group_that_raises_is_logged_and_the_others_are_closed(caplog):
     group_closer._close(groups)
     assert closed == [2]
     assert "rank 1: a subgroup did not close" in caplog.text
+
+
+# -- calls of one rank alone -----------------------------------------------------------
+
+
+def evaluate(fsdp):
+    with torch.no_grad():
+        fsdp(batch(2)[0])
+
+
+ALONE = {
+    "forward()": (SHARDED, evaluate),
+    "sync_gradients()": (STRATEGIES, lambda fsdp: fsdp.sync_gradients()),
+    "clip_grad_norm_()": (SHARDED, lambda fsdp: fsdp.clip_grad_norm_(1.0)),
+    "full_state_dict()": (STRATEGIES, lambda fsdp: fsdp.full_state_dict()),
+    "sync_buffers()": (STRATEGIES, lambda fsdp: fsdp.sync_buffers()),
+    "unwrap()": (SHARDED, lambda fsdp: fsdp.unwrap()),
+    "broadcast_updated_params()": ([GRAD_OP], lambda fsdp: fsdp.broadcast_updated_params()),
+    "prefetch_forward_params()": (FREEING, lambda fsdp: fsdp.prefetch_forward_params()),
+    "FSDP(...)": (STRATEGIES, lambda fsdp: FSDP(Net(), fsdp.collective)),
+}
+each_call_alone = pytest.mark.parametrize(
+    ("call", "strategy"),
+    [(call, strategy) for call, (strategies, _) in ALONE.items() for strategy in strategies],
+    ids=lambda value: getattr(value, "name", value),
+)
+
+
+def stepped(end, strategy, call):
+    """A wrapped module at a point at which the call may be made."""
+    fsdp = wrap(end, strategy)
+    loss_of(fsdp, batch(2, end.rank)).backward()
+    if call != "sync_gradients()":
+        fsdp.sync_gradients()
+        torch.optim.SGD(fsdp.parameters(), lr=0.1).step()
+    return fsdp
+
+
+def refused(call, fsdp):
+    with pytest.raises((CollectiveAborted, CollectiveTimeout)) as caught:
+        ALONE[call][1](fsdp)
+    forget_frames(caught.value)
+    fsdp.close()
+    return str(caught.value)
+
+
+@each_call_alone
+def test_a_call_of_one_rank_alone_is_named_once_the_others_have_closed(call, strategy):
+    def work(end):
+        fsdp = stepped(end, strategy, call)
+        message = refused(call, fsdp) if end.rank == 0 else fsdp.close()
+        end.close()
+        return message
+
+    message, _ = on_ranks(2, work)
+    assert message.startswith(
+        f"rank 0 called {call}, which all ranks have to call, and rank 1 did not: rank 1 has left"
+    )
+
+
+def test_all_ranks_that_did_not_make_a_call_are_named():
+    def work(end):
+        fsdp = stepped(end, FULL, "forward()")
+        message = refused("forward()", fsdp) if end.rank == 1 else fsdp.close()
+        end.close()
+        return message
+
+    _, message, _ = on_ranks(3, work)
+    assert "rank 1 called forward(), which all ranks have to call, and ranks 0, 2 did" in message
+
+
+@each_call_alone
+def test_a_call_where_another_rank_makes_another_one_is_named_on_both(call, strategy):
+    """Their exchanges may fit each other: no rank continues with the wrong tensors."""
+    other = "full_state_dict()" if call == "sync_buffers()" else "sync_buffers()"
+
+    def work(end):
+        return refused(other if end.rank else call, stepped(end, strategy, call))
+
+    one, two = on_ranks(2, work)
+    assert one == two
+    named, _, rule = one.partition(": ")
+    assert named in (
+        f"rank 0 called {call} where rank 1 called {other}",
+        f"rank 1 called {other} where rank 0 called {call}",
+    )
+    assert rule.startswith("all ranks have to make the same calls of FSDP in the same order")
+
+
+def test_a_batch_more_on_one_rank_is_named():
+    """The exchange of its forward fits that of the other's full_state_dict()."""
+
+    def work(end):
+        fsdp = FSDP(nn.Linear(6, 1), end)
+        for _ in range(2 - end.rank):
+            fsdp(torch.ones(2, 6)).sum().backward()
+            fsdp.sync_gradients()
+        fsdp.full_state_dict()
+
+    with pytest.raises(CollectiveAborted, match=r"called (forward|full_state_dict)\(\) where rank"):
+        on_ranks(2, work)
+
+
+def test_a_rank_that_never_comes_is_named_with_the_call():
+    is_over = threading.Event()
+
+    def work(end):
+        fsdp = stepped(end, FULL, "full_state_dict()")
+        if end.rank == 1:
+            return is_over.wait(WAIT_S)
+        message = refused("full_state_dict()", fsdp)
+        is_over.set()
+        return message
+
+    message, _ = on_ranks(2, work, timeout_s=0.5)
+    assert re.fullmatch(
+        r"rank 0 called full_state_dict\(\), which all ranks have to call, and rank 1 did not: "
+        r"rank 0 waited 0.5 s .*: pass a longer timeout_s to create_collectives .*",
+        message,
+    )
+
+
+def test_calls_of_plain_collectives_that_differ_name_the_ranks_and_the_rule():
+    def work(end):
+        call = end.barrier if end.rank else lambda: end.all_reduce_(torch.ones(2))
+        rule = "rank 1 called barrier, rank 0 called all_reduce_: all ranks have to make the same"
+        with pytest.raises(ValueError, match=rule):
+            call()
+
+    on_ranks(2, work)
