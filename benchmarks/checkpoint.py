@@ -8,6 +8,7 @@ Usage: ``python benchmarks/checkpoint.py cost [--quick] [--repeat 3] [--json FIL
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import json
 import logging
@@ -23,10 +24,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,8 @@ if not __package__:  # run as a file
 
 from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
+from runtime.checkpoint import store
+from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.store import LoadedCheckpoint, load_newest
 from runtime.checkpoint.tensor_file import load_file
 
@@ -301,6 +306,79 @@ def throughput(system: str, num_bytes: int, epoch_s: float, repeat: int) -> dict
     }
 
 
+# -- reading back ------------------------------------------------------------------------
+
+
+def reading_back(num_bytes: int, repeat: int) -> dict[str, Any]:
+    """Writing and reading back a checkpoint of one rank, in turn, and the memory that reading
+    takes at its peak.
+    """
+    model = make_model(num_bytes)
+    momenta = {i: torch.ones_like(p) for i, p in enumerate(model.parameters())}
+    data = CheckpointData(
+        weights=dict(model.state_dict()),
+        ranks=({"optimizer": {"state": momenta, "param_groups": []}},),
+        run={},
+        compatible={},
+        epoch=0,
+        global_step=0,
+    )
+    times: dict[str, list[float]] = {"write": [], "read back": []}
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory() as place:
+            began = time.perf_counter()
+            path = store.write_checkpoint(Path(place), data)
+            written = time.perf_counter()
+            before = peak_bytes(anew=True)
+            store.read_back(path)
+            times["write"].append(written - began)
+            times["read back"].append(time.perf_counter() - written)
+            memory = peak_bytes() - before
+    return {
+        "times_s": times,
+        "peak_bytes": memory,
+        "largest_tensor_bytes": max(p.nbytes for p in model.parameters()),
+    }
+
+
+def peak_bytes(*, anew: bool = False) -> int:
+    """Peak of the resident memory, since the start or the last call with ``anew``."""
+    if anew:
+        ctypes.CDLL(None).malloc_trim(0)  # else it is hidden by memory that was used before
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def beside_training(system: str, num_bytes: int, epoch_s: float, repeat: int) -> list[float]:
+    """Time of an epoch in which the first checkpoint is written and read back, relative to one in
+    which it is only written, in turn.
+    """
+    probe_s = epoch_times(system, num_bytes, 24, 2, None)[0]
+    num_batches = max(12, round(24 * epoch_s / probe_s))
+    ratios = []
+    for index in range(repeat):
+        took: dict[bool, float] = {}
+        for reads in (True, False) if index % 2 == 0 else (False, True):
+            skipped = nullcontext() if reads else mock.patch.object(store, "read_back")
+            with skipped, tempfile.TemporaryDirectory() as place:
+                took[reads] = epoch_times(system, num_bytes, num_batches, 2, Path(place))[0]
+        ratios.append(took[True] / took[False])
+    return ratios
+
+
+def report_reading(found: dict[str, Any], beside: Sequence[float]) -> Iterator[str]:
+    """The cost of reading the first checkpoint back."""
+    medians = {name: statistics.median(each) for name, each in found["times_s"].items()}
+    yield (
+        f"  the first checkpoint: write {medians['write']:.2f} s, read back "
+        f"{medians['read back']:.2f} s beside the run; peak "
+        f"{found['peak_bytes'] / MB:.1f} MB, the largest tensor "
+        f"{found['largest_tensor_bytes'] / MB:.1f} MB; an epoch with it / without "
+        f"{statistics.median(beside):.3f} (median of {len(beside)})"
+    )
+
+
 def report_pauses(found: list[Pause]) -> Iterator[str]:
     """The pauses in fresh and in warm memory."""
     for name, chosen in (
@@ -330,11 +408,13 @@ def cost(args: argparse.Namespace) -> int:
         load = MachineLoad()
         found = pauses(system, args.mb * MB, args.repeat)
         epochs = throughput(system, args.mb * MB, args.seconds, args.repeat)
+        reading = reading_back(args.mb * MB, args.repeat)
+        beside = beside_training(system, args.mb * MB, args.seconds, args.repeat)
         at_a_minute = EPOCH_S / (EPOCH_S + max(0.0, epochs["cost_s"]))
         what = f"{system}: throughput with a checkpoint in every epoch of a minute / with none"
         check = Check(what=what, measured=at_a_minute, wanted=THROUGHPUT_WANTED)
         print(f"## {system}")
-        print("\n".join(report_pauses(found)))
+        print("\n".join((*report_pauses(found), *report_reading(reading, beside))))
         print(
             f"  throughput with a checkpoint every epoch / with none: {epochs['ratio']:.3f}; a "
             f"checkpoint costs {epochs['cost_s']:.2f} s\n  {check}"
@@ -343,6 +423,7 @@ def cost(args: argparse.Namespace) -> int:
         results["systems"][system] = {
             "pauses": [asdict(p) for p in found],
             "throughput": epochs,
+            "reading_back": {**reading, "epoch_ratios": beside},
             "used_by_others": load.others(),
         }
         save(args.json, results)

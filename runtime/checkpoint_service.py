@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from coordinator.messages import LOOP_TICKET, Payload, SaveCheckpoint, SaveFailed
 from runtime.checkpoint.format import CheckpointData, named_weights, plain
 from runtime.checkpoint.optimizer_shards import missing_shards
+from runtime.checkpoint.resume import check_content, check_start
 from runtime.checkpoint.store import CheckpointWriter, entries, is_complete
 from runtime.core.errors import CheckpointError
 from runtime.replica.flat import FlatState
@@ -59,6 +60,11 @@ class CheckpointService:
             <runtime.data.epoch_index.EpochIndex.generator_state>`.
         stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
             ``None`` without a stream.
+        on_refused: Called from any thread with the reason why the first checkpoint could not be
+            taken or would not be resumed.
+
+    Raises:
+        CheckpointError: A run with these settings or this sampler could not be resumed.
     """
 
     def __init__(
@@ -68,11 +74,20 @@ class CheckpointService:
         orders: SampledOrders,
         sampler: SamplerState,
         stream: StreamState | None,
+        on_refused: Callable[[CheckpointError], None],
     ) -> None:
         self._writer: CheckpointWriter | None = None
+        if config.worker.saves:
+            _check_start(compatible, sampler(0))
         if config.checkpoint_dir is not None:
             _warn_of_other_checkpoints(config.checkpoint_dir, config.resume)
-            self._writer = CheckpointWriter(config.checkpoint_dir, config.checkpoint_dir_keep)
+            self._writer = CheckpointWriter(
+                config.checkpoint_dir,
+                config.checkpoint_dir_keep,
+                check=check_content,
+                on_refused=on_refused,
+            )
+        self._on_refused = on_refused
         self._compatible = compatible
         self._orders = orders
         self._sampler = sampler
@@ -82,6 +97,7 @@ class CheckpointService:
         self._tickets: dict[int, Ticket] = {}
         self._num_tickets = 0
         self._last: CheckpointData | None = None
+        self._has_warned = False
         self._over = False
         self._abandoned = False
         self._error: BaseException | None = None
@@ -100,6 +116,10 @@ class CheckpointService:
         """
         if isinstance(command, SaveFailed):
             self._fail(command)
+            writer = self._writer
+            is_first = writer is not None and writer.wait(0.0) and not writer.num_written
+            if is_first and not command.tickets and isinstance(command.error, CheckpointError):
+                self._on_refused(command.error)
             return
         if self._layout is None:
             return  # no worker was built
@@ -158,7 +178,9 @@ class CheckpointService:
         try:
             return None if state is None else dict(plain(state, "the state of the stream"))
         except CheckpointError as error:
-            logger.warning("%s; a resumed run will read trained items again", error)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s; a resumed run will read trained items again", error)
             return None
 
     def _fail(self, command: SaveFailed) -> None:
@@ -362,6 +384,16 @@ class WeightLayout:
             else:
                 found[key] = buffers[place[1]]
         return found
+
+
+def _check_start(compatible: Mapping[str, Any], sampler: Mapping[str, Any] | None) -> None:
+    try:
+        check_start(compatible, sampler)
+    except ValueError as error:
+        raise CheckpointError(
+            f"no checkpoint of this run could be resumed: {error}. Correct it (a sampler needs a "
+            "generator of the CPU), or train without checkpoint_dir(path)"
+        ) from error
 
 
 def _warn_of_other_checkpoints(directory: Path, resume: Path | None) -> None:

@@ -18,11 +18,13 @@ from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics
 from coordinator.run_state import Statistics
 from runtime.callbacks import Callback
+from runtime.checkpoint.resume import check_content
 from runtime.checkpoint.store import write_checkpoint
 from runtime.cluster.checkpointer import ClusterCheckpointOptions
 from runtime.cluster.cluster_run import ClusterRun
 from runtime.core.checks import check_float, check_path
 from runtime.core.context import fold
+from runtime.core.errors import CheckpointError
 from runtime.core.launchers import refuse_launcher
 from runtime.core.signals import INTERRUPTS, InterruptibleWait
 from runtime.core.tracebacks import print_briefly
@@ -226,11 +228,16 @@ class TrainerHandle(Generic[ModelT_co]):
             RuntimeError: Called in a worker's thread, which would wait for itself.
             TimeoutError: No boundary was reached in time.
             CheckpointError: The run is over and kept no full state, because ``checkpoint_dir``
-                was not set or a failure left no consistent one.
+                was not set or a failure left no consistent one; or no run could resume from it.
             OSError: The files could not be written.
         """
         target = check_path("save", path)
-        return write_checkpoint(target, self._run.save(check_float("timeout", timeout, 0.0)))
+        data = self._run.save(check_float("timeout", timeout, 0.0))
+        try:
+            check_content(data)
+        except ValueError as error:
+            raise CheckpointError(f"no run could resume from this state: {error}") from error
+        return write_checkpoint(target, data)
 
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""

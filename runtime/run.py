@@ -171,8 +171,9 @@ class Run:
             if stream is not None:
                 stream.restore(self._resume.stream)
         state = None if stream is None else stream.state
+        facts = self._compatible()
         self._saves = CheckpointService(
-            config, self._compatible(), index.sampled_orders, index.generator_state, state
+            config, facts, index.sampled_orders, index.generator_state, state, on_refused=self.fail
         )
         self._machine, self._service = self._make_coordinator()
         self._num_resumed = self._machine.run_state.num_trained

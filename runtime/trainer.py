@@ -1166,7 +1166,9 @@ class TrainerBuilder(Generic[ModelT_co]):
 
         Training waits only while the state is copied in memory. A thread writes the files, and
         skips a checkpoint when a newer one is ready. A failed write is logged and counted, and
-        training continues. Each checkpoint is a directory
+        training continues. State that could not be resumed ends the run with ``CheckpointError``
+        before its first step, or after it if the step creates it; the first checkpoint is read
+        back. Each checkpoint is a directory
         ``step-<batches>-epoch-<closed epochs>-<serial>``, within an epoch with ``within`` in place
         of ``epoch``; its ``weights.safetensors`` can be loaded into a bare module. A checkpoint is
         complete or absent, even after a crash.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from coordinator.schema import parse_json
 from runtime.checkpoint.subclasses import flatten_subclass
@@ -75,7 +76,7 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
             them.
         where: Path of the value, for errors.
         copy: Copy tensors to new CPU memory; otherwise they are detached only.
-        drop: Omit unsupported values of mappings.
+        drop: Omit functions, other callables and optimizers from mappings.
 
     Raises:
         CheckpointError: Contains an unsupported type; the message has its path.
@@ -89,7 +90,7 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
             return value.detach().to("cpu", copy=True) if copy else value.detach()
         return _plain_subclass(value, where, copy=copy)
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)  # of an enumeration, its value
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, Integral):
@@ -101,7 +102,12 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
         if isinstance(value, (Counter, OrderedDict)):  # required by schedulers
             kept = Counter() if isinstance(value, Counter) else OrderedDict()
         for key, item in value.items():
-            with suppress(CheckpointError) if drop else nullcontext():
+            if isinstance(key, Tensor):  # compared by identity, which no file keeps
+                raise CheckpointError(
+                    f"{where} has a tensor as a key, such as a parameter, and the tensors of a "
+                    "later run are others: use names or numbers as keys"
+                )
+            with suppress(_LeftOut) if drop else nullcontext():
                 found = plain(item, f"{where}[{key!r}]", copy=copy, drop=drop)
                 kept[plain(key, f"a key of {where}")] = found
         return kept
@@ -110,10 +116,15 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
         return items if isinstance(value, list) else tuple(items)
     if type(value) is set:
         return {plain(item, f"an item of {where}", copy=copy) for item in value}
-    raise CheckpointError(
+    kind = _LeftOut if callable(value) or isinstance(value, Optimizer) else CheckpointError
+    raise kind(
         f"{where} is of type {type(value).__name__}, which checkpoints do not support: use "
         "tensors, numbers, strings, lists, tuples and dicts in state dicts"
     )
+
+
+class _LeftOut(CheckpointError):
+    """A value that the factory of a resumed run creates again."""
 
 
 def _plain_subclass(t: Tensor, where: str, *, copy: bool) -> dict[str, Any]:

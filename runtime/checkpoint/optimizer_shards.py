@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from coordinator.schema import integer, items, record
 
@@ -34,6 +35,23 @@ def missing_shards(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
     facts = [state["shards"] for state in ranks if "shards" in state]
     present = {each["rank"] for each in facts}
     return sorted(set(range(facts[0]["num_shards"] if facts else 0)) - present)
+
+
+def check_divisible(state: Mapping[str, Any], rank: int) -> None:
+    """Check that all tensors of an optimizer of shards are in the states of its parameters.
+
+    Raises:
+        ValueError: Others are there, which cannot be joined with those of other ranks.
+    """
+    optimizer = state["optimizer"]
+    own = {k: v for k, v in optimizer.items() if k not in ("state", "param_groups")}
+    own |= {k: v for k, v in optimizer["state"].items() if type(k) is not int}
+    for key, value in own.items() if "shards" in state else ():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"rank {rank}['optimizer'] has tensors in {key!r}, which sharded(...) cannot join "
+                "with those of other ranks: keep them in the state of the parameters, self.state[p]"
+            )
 
 
 def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:

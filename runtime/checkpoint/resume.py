@@ -24,7 +24,13 @@ from runtime.checkpoint.format import (
     plain_key,
     resize_buffers,
 )
-from runtime.checkpoint.optimizer_shards import SHARD_FACTS, check_shards, join_shards, with_states
+from runtime.checkpoint.optimizer_shards import (
+    SHARD_FACTS,
+    check_divisible,
+    check_shards,
+    join_shards,
+    with_states,
+)
 from runtime.checkpoint.store import load_newest
 from runtime.checkpoint.subclasses import is_flattened, restore_subclasses
 from runtime.core.errors import CheckpointError
@@ -59,6 +65,13 @@ _COMPATIBLE = record(
 )
 
 _TENSORS = mapping(of_type(str), of_type(Tensor))
+
+
+def _anything(value: Any, where: str) -> None:
+    return
+
+
+_mapping = mapping(_anything, _anything)
 
 _MAX = 1 << 53
 """Upper limit of all counts."""
@@ -296,10 +309,10 @@ _RANK_STATE = record(
             {
                 "position": integer(high=_MAX),
                 "scale": _factor,
-                "base": items(_factor),
-                "scheduler": optional(of_type(dict)),
+                "base": items(number(-_MAX, _MAX)),
+                "scheduler": optional(_mapping),
             },
-            may={"every": integer(high=_MAX)},
+            may={"every": integer(high=_MAX), "settings": mapping(of_type(str), of_type(str))},
         ),
         "lr_scale": _positive,
         "generators": lambda value, where: _check_generators(value, where),
@@ -337,7 +350,7 @@ def _check_optimizer(value: Any, where: str) -> None:
 
     The contents of groups and states are validated by the optimizer that loads them.
     """
-    record({"state": of_type(dict), "param_groups": items(record({"params": items(integer())}))})(
+    record({"state": _mapping, "param_groups": items(record({"params": items(integer())}))})(
         value, where
     )
     named = [i for group in value["param_groups"] for i in group["params"]]
@@ -376,10 +389,6 @@ def _bytes(value: Any, where: str) -> None:
         raise ValueError(f"{where} is a tensor of {value.dtype} instead of bytes")
 
 
-def _anything(value: Any, where: str) -> None:
-    return
-
-
 def _generator(value: Any, where: str) -> None:
     _bytes(value, where)
     try:
@@ -392,13 +401,33 @@ _SAMPLER = record({"epoch": integer(high=_MAX), "state": _generator})
 _STREAM = record({"item": integer(high=_MAX), "generator": _generator, "stream": _anything})
 
 
+def check_rank(state: Mapping[str, Any], rank: int) -> None:
+    """Validate a rank's own state.
+
+    Raises:
+        ValueError: A field has a value that no run writes; the message has its name.
+    """
+    _RANK_STATE(state, f"rank {rank}")
+    check_divisible(state, rank)
+
+
+def check_start(compatible: Mapping[str, Any], sampler: Mapping[str, Any] | None) -> None:
+    """Validate the parts of a checkpoint that exist before the run starts.
+
+    Raises:
+        ValueError: A field has a value that no run writes; the message has its name.
+    """
+    _COMPATIBLE(compatible, "compatible")
+    optional(_SAMPLER)(sampler, "sampler")
+
+
 def check_content(data: CheckpointData) -> None:
     """Validate the content of an intact checkpoint.
 
     Raises:
         ValueError: A field has a value that no run writes; the message has its name.
     """
-    _COMPATIBLE(data.compatible, "compatible")
+    check_start(data.compatible, data.sampler)
     c = data.compatible
     check_run(
         data.run,
@@ -411,14 +440,12 @@ def check_content(data: CheckpointData) -> None:
     for epoch, order in data.orders.items():
         if order.dtype != torch.int64 or order.shape != (c["num_samples"],):
             raise ValueError(f"orders[{epoch}] is not a list of {c['num_samples']} samples")
-    optional(_SAMPLER)(data.sampler, "sampler")
     optional(_STREAM)(data.stream, "stream")
     for rank, state in enumerate(data.ranks):
-        where = f"rank {rank}"
-        _RANK_STATE(state, where)
+        check_rank(state, rank)
         position, first = state["together"][:2], data.ranks[0]["together"][:2]
         if c["sync"] and position != first:  # ranks in lockstep would deadlock
-            fail(f"{where}['together']", state["together"], f"{list(first)}, as for rank 0,")
+            fail(f"rank {rank}['together']", state["together"], f"{list(first)}, as for rank 0,")
     check_shards(data.ranks)
     if data.run["global_step"] != data.global_step or len(data.run["metrics"]) != data.epoch:
         raise ValueError(

@@ -13,8 +13,8 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
@@ -45,6 +45,7 @@ from runtime.checkpoint.format import (
     WEIGHTS,
     CheckpointData,
     Manifest,
+    plain,
     rank_file,
 )
 from runtime.core.errors import CheckpointError, without_tracebacks
@@ -149,7 +150,7 @@ def _fill(temporary: Path, data: CheckpointData) -> None:
         "error": data.error,
     }
     for name, content in (
-        (STATE, state),
+        (STATE, plain(state, STATE)),
         *((rank_file(rank), content) for rank, content in enumerate(data.ranks)),
     ):
         write_pickle(temporary / name, _compact(content))
@@ -248,6 +249,9 @@ def _remove(directory: Path, path: Path) -> None:
 
 _MAX_SEARCHES = 100
 
+Check = Callable[[CheckpointData], None]
+"""Raises ``ValueError`` if a run cannot resume from the content."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
@@ -273,7 +277,7 @@ def load_newest(
     path: str | Path,
     *,
     missing_ok: bool = False,
-    check: Callable[[CheckpointData], None] | None = None,
+    check: Check | None = None,
 ) -> LoadedCheckpoint | None:
     """Read the newest complete checkpoint. Blocks; needs memory for it and for a second copy
     of its largest file.
@@ -301,17 +305,12 @@ def load_newest(
             try:
                 if candidate is not directory and candidate.is_symlink():
                     raise CheckpointError(f"{candidate}: a link, which is not followed")
-                data = _read(candidate)
-                if check is not None:
-                    check(data)
-            except (CheckpointError, ValueError) as error:
+                data = _checked(candidate, check)
+            except CheckpointError as error:
                 if candidate is not directory and not os.path.lexists(candidate):
                     continue  # removed by another process, which has written a newer one
-                reason = str(error)
-                if not isinstance(error, CheckpointError):
-                    reason = f"{candidate}: {error}"
-                refused[candidate.name] = reason
-                logger.warning("checkpoint refused: %s", reason)
+                refused[candidate.name] = str(error)
+                logger.warning("checkpoint refused: %s", error)
             else:
                 return LoadedCheckpoint(data=data, path=candidate, refused=tuple(refused.values()))
         if all(candidate.exists() for candidate in found):
@@ -342,17 +341,47 @@ def _candidates(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
 
 
-def _read(path: Path) -> CheckpointData:
-    """Read one checkpoint; error messages start with the file's path."""
+def read_back(path: Path, check: Check | None = None) -> None:
+    """Read a checkpoint as :func:`load_newest` does, in memory for its largest weight.
+
+    Args:
+        path: The checkpoint's own directory.
+        check: See :func:`load_newest`.
+
+    Raises:
+        CheckpointError: It would be refused; the message has the file and the reason.
+    """
+    try:
+        _checked(path, check, keep=False)
+    except CheckpointError:
+        _checked(path, check)  # the file system may not map files
+
+
+def _checked(path: Path, check: Check | None, *, keep: bool = True) -> CheckpointData:
+    data = _read(path, keep=keep)
+    try:
+        if check is not None:
+            check(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return data
+
+
+def _read(path: Path, *, keep: bool = True) -> CheckpointData:
+    """Read one checkpoint; error messages start with the file's path.
+
+    Without ``keep`` its tensors are mapped into memory, or meta tensors.
+    """
     manifest = _manifest(path)
     for name, (size, _) in manifest.files.items():  # the cheap check first
         _check_size(path / name, size)
     files = manifest.files
-    state = _unpickle(path / STATE, *files[STATE])
+    state = _unpickle(path / STATE, *files[STATE], keep=keep)
     ranks = tuple(
-        _unpickle(path / name, *files[name]) for name in map(rank_file, range(manifest.world_size))
+        _unpickle(path / name, *files[name], keep=keep)
+        for name in map(rank_file, range(manifest.world_size))
     )
-    weights = _weights(path / WEIGHTS, *files[WEIGHTS])
+    weights = _weights(path / WEIGHTS, *files[WEIGHTS], keep=keep)
     try:
         if (state["epoch"], state["global_step"]) != (manifest.epoch, manifest.global_step):
             raise CheckpointError(f"{path / STATE}: its step differs from the manifest's")
@@ -408,18 +437,31 @@ def _content(file: Path, size_bytes: int, digest: str) -> bytes:
     return content
 
 
-def _weights(file: Path, size_bytes: int, digest: str) -> dict[str, Tensor]:
+def _verified(file: Path, digest: str) -> Path:
+    """A file, whose content was read part by part."""
+    with open(file, "rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
+            raise CheckpointError(f"{file}: its SHA-256 does not match")
+    return file
+
+
+def _weights(file: Path, size_bytes: int, digest: str, *, keep: bool) -> dict[str, Tensor]:
     try:
-        return tensor_file.load(_content(file, size_bytes, digest))
+        if keep:
+            return tensor_file.load(_content(file, size_bytes, digest))
+        every = tensor_file.read_each(_verified(file, digest))
+        return {name: t.to("meta") for name, t in every}
     except Exception as error:  # of any type
         raise CheckpointError(f"{file}: not readable: {error}") from error
 
 
-def _unpickle(file: Path, size_bytes: int, digest: str) -> dict[str, Any]:
-    content = _content(file, size_bytes, digest)
+def _unpickle(file: Path, size_bytes: int, digest: str, *, keep: bool) -> dict[str, Any]:
+    source = io.BytesIO(_content(file, size_bytes, digest)) if keep else _verified(file, digest)
     try:
-        _refuse_compressed(io.BytesIO(content), size_bytes)
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False)
+        _refuse_compressed(source, size_bytes)
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+        value = torch.load(source, map_location="cpu", weights_only=True, mmap=not keep)
         _refuse_repeated(value, size_bytes)
     except Exception as error:  # of any type
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -488,11 +530,15 @@ EXIT_GRACE_S = 10.0
 class CheckpointWriter:
     """Writes checkpoints one at a time in a thread, which ends when none is waiting.
 
-    Thread-safe. A failure is logged and counted, and does not affect later checkpoints.
+    Thread-safe. A failure is logged and counted, and does not affect later checkpoints. The first
+    checkpoint is read back; if it would be refused, it is removed and none is written any more.
 
     Args:
         directory: Directory of the checkpoints, created with the first.
         keep: Number of complete checkpoints kept.
+        check: Called before each is written, and when the first is read back; see
+            :func:`load_newest`.
+        on_refused: Called in the writer's thread if the first would be refused.
 
     Attributes:
         directory: Directory of the checkpoints.
@@ -502,10 +548,20 @@ class CheckpointWriter:
         last_error: The last failure, if any.
         newest: Directory of the last checkpoint written.
         last_failed: True if the last checkpoint could not be written.
+        refusal: The reason why the first would be refused; ``None``: it would not.
     """
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int,
+        *,
+        check: Check | None = None,
+        on_refused: Callable[[CheckpointError], None] | None = None,
+    ) -> None:
         self.directory = Path(directory)
+        self._check = check
+        self._on_refused = on_refused
         self._lock: DirectoryLock | None = None
         self._keep = keep
         self._condition = threading.Condition()
@@ -518,6 +574,7 @@ class CheckpointWriter:
         self.last_error: BaseException | None = None
         self.newest: Path | None = None
         self.last_failed = False
+        self.refusal: CheckpointError | None = None
         _LIVE.add(self)
 
     def claim(self) -> None:
@@ -545,6 +602,9 @@ class CheckpointWriter:
         with self._condition:
             if self._closed:
                 self._failed(data, RuntimeError("the run is over"))
+                return
+            if self.refusal is not None:
+                self.num_failed += 1
                 return
             kind = data.within, data.failed
             superseded = self._waiting.pop(kind, None)
@@ -583,10 +643,17 @@ class CheckpointWriter:
     def _write(self, data: CheckpointData) -> None:
         began = time.monotonic()
         try:
+            if self._check is not None:
+                with self._refusing(data):
+                    self._check(data)
             path = write_checkpoint(self.directory, data)
+            if not self.num_written:
+                self._read_back(data, path)
         except BaseException as error:
             with self._condition:
                 self._failed(data, error)
+            if self.refusal is not None and self._on_refused is not None:
+                self._on_refused(self.refusal)
             return
         with self._condition:
             self.num_written += 1
@@ -597,15 +664,51 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
 
+    def _read_back(self, data: CheckpointData, path: Path) -> None:
+        try:
+            with self._refusing(data):
+                read_back(path, self._check)
+        except CheckpointError:
+            _remove(self.directory, path)
+            raise
+
+    @contextmanager
+    def _refusing(self, data: CheckpointData) -> Iterator[None]:
+        """Context in which the reader's errors are those of a checkpoint that cannot be resumed,
+        unless the disk fails.
+
+        Raises:
+            CheckpointError: It cannot be.
+        """
+        try:
+            yield
+        except (ValueError, CheckpointError) as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, OSError):
+                    raise cause from None
+                cause = cause.__cause__
+            refusal = CheckpointError(
+                f"no run could resume from the checkpoint of step {data.global_step}: "
+                f"{str(error).rstrip(' .')}. Correct what it names, or train without "
+                "checkpoint_dir(path)"
+            )
+            if not self.num_written:
+                with self._condition:
+                    self.refusal = refusal
+                    self._waiting.clear()
+            raise refusal from error
+
     def _failed(self, data: CheckpointData, error: BaseException) -> None:
         self.num_failed += 1
         self.last_failed = True
         logger.error(
-            "checkpoint of step %d could not be written to %s: %s: %s; training continues",
+            "checkpoint of step %d could not be written to %s: %s: %s; training %s",
             data.global_step,
             self.directory,
             type(error).__name__,
             error,
+            "continues" if self.refusal is None else "ends",
             exc_info=None if isinstance(error, (OSError, CheckpointError)) else error,
         )
         self.last_error = without_tracebacks(error)

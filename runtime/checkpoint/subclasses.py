@@ -51,30 +51,34 @@ def is_flattened(value: Any) -> bool:
     return isinstance(value, dict) and _CLASS in value
 
 
-def restore_subclasses(value: Any) -> Any:
+def restore_subclasses(value: Any, *, copy: bool = True) -> Any:
     """A copy of a checkpoint's value in which flattened tensors have their class again.
 
     Classes are looked up among those that the process has imported; nothing is imported.
+
+    Args:
+        value: A result of :func:`~runtime.checkpoint.format.plain`.
+        copy: Copy tensors; otherwise containers alone.
 
     Raises:
         ValueError: A class does not exist; the message has its name.
     """
     if isinstance(value, Tensor):
-        return value.clone()
+        return value.clone() if copy else value
     if isinstance(value, dict):
         if is_flattened(value):
-            return _restored(value)
+            return _restored(value, copy=copy)
         kept = type(value)()
-        kept.update({key: restore_subclasses(item) for key, item in value.items()})
+        kept.update({key: restore_subclasses(item, copy=copy) for key, item in value.items()})
         return kept
     if isinstance(value, list):
-        return [restore_subclasses(item) for item in value]
+        return [restore_subclasses(item, copy=copy) for item in value]
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(restore_subclasses(item) for item in value)
+        return tuple(restore_subclasses(item, copy=copy) for item in value)
     return value
 
 
-def _restored(flattened: dict[str, Any]) -> Tensor:
+def _restored(flattened: dict[str, Any], *, copy: bool) -> Tensor:
     kind = _find(flattened[_CLASS])
     if kind is None:
         raise ValueError(
@@ -82,9 +86,10 @@ def _restored(flattened: dict[str, Any]) -> Tensor:
         )
     restored: Tensor
     if "data" in flattened:
-        restored = flattened["data"].clone().as_subclass(kind)
+        data = flattened["data"]
+        restored = (data.clone() if copy else data).as_subclass(kind)
     else:
-        inner = {name: restore_subclasses(t) for name, t in flattened["inner"].items()}
+        inner = {n: restore_subclasses(t, copy=copy) for n, t in flattened["inner"].items()}
         size, stride = torch.Size(flattened["size"]), tuple(flattened["stride"])
         restored = kind.__tensor_unflatten__(inner, flattened["context"], size, stride)
     return restored

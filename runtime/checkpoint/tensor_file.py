@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -123,6 +123,22 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         _refuse(error)
 
 
+def read_each(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each tensor of a safetensors file, read one after another.
+
+    Raises:
+        OSError: The file cannot be read.
+        TensorFileError: The content is malformed.
+    """
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        end = _header_end(file.read(8), num_bytes)
+        for entry in _parse(file.read(end - 8), num_bytes - end)[1]:
+            content = bytearray(entry.end - entry.start)
+            file.readinto(content)
+            yield entry.name, _tensor(entry, content)
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file; reads no tensor.
 
@@ -172,17 +188,17 @@ def decode(content: bytes) -> dict[str, Tensor]:
     entries = _parse(bytes(view[8:end]), len(view) - end)[1]
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        part = bytearray(view[end + entry.start : end + entry.end])
-        try:
-            flat = torch.frombuffer(part, dtype=entry.dtype) if part else None
-            tensors[entry.name] = (
-                torch.empty(entry.shape, dtype=entry.dtype)
-                if flat is None
-                else flat.reshape(entry.shape)
-            )
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise TensorFileError(f"{entry.name!r} of shape {entry.shape}: {error}") from error
+        tensors[entry.name] = _tensor(entry, bytearray(view[end + entry.start : end + entry.end]))
     return tensors
+
+
+def _tensor(entry: _Entry, content: bytearray) -> Tensor:
+    try:
+        if not content:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.frombuffer(content, dtype=entry.dtype).reshape(entry.shape)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TensorFileError(f"{entry.name!r} of shape {entry.shape}: {error}") from error
 
 
 class _Entry(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.messages import Payload
 from runtime.checkpoint.format import CheckpointData
-from runtime.checkpoint.resume import ResumePoint
+from runtime.checkpoint.resume import ResumePoint, check_content
 from runtime.checkpoint.store import CheckpointWriter
 from runtime.cluster.tensors import named_tensors
 from runtime.core.errors import CheckpointError
@@ -43,7 +43,7 @@ class ClusterCheckpointer:
         self._options = options
         self._writer = None
         if options.directory is not None:
-            self._writer = CheckpointWriter(options.directory, options.keep)
+            self._writer = CheckpointWriter(options.directory, options.keep, check=check_content)
         self._claimed = False
         self._at = time.monotonic()
         self._batches = 0
@@ -93,7 +93,11 @@ class ClusterCheckpointer:
         Args:
             ledger: The ledger after the round.
             make: Returns the state, whose tensors are never modified afterwards.
+
+        Raises:
+            CheckpointError: The first checkpoint would be refused when resuming.
         """
+        self._require_readable()
         due = self._is_due(ledger) and self._may_write()
         with self._lock:
             if not due and not self._requests and not ledger.ended:
@@ -139,8 +143,16 @@ class ClusterCheckpointer:
             self._claimed = True
         return True
 
+    def _require_readable(self) -> None:
+        if self._writer is not None and self._writer.refusal is not None:
+            raise self._writer.refusal
+
     def close(self) -> None:
-        """Answer all requests, and wait for checkpoints being written."""
+        """Answer all requests, and wait for checkpoints being written.
+
+        Raises:
+            CheckpointError: The first checkpoint would be refused when resuming.
+        """
         with self._lock:
             self._closed = True
             requests, self._requests = self._requests, []
@@ -148,6 +160,7 @@ class ClusterCheckpointer:
             answer.put(self._last)
         if self._writer is not None:
             self._writer.close(CLOSE_TIMEOUT_S)
+            self._require_readable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,7 @@ def record_scalar(name: str, value: float | torch.Tensor) -> None:
             f"record_scalar({name!r}) needs one element, got shape {tuple(value.shape)}: "
             "reduce it first, for instance with .mean()"
         )
-    current_worker().record_scalar(name, value)
+    current_worker().record_scalar(str.__str__(name), value)
 
 
 def all_gather(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:

@@ -677,29 +677,48 @@ class ModuleState:
         self._modules = modules_with_extra_state(model)
         self._warned: set[str] = set()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Changed frozen parameters, modes, and extra state that a file can hold; not copied.
+    def state_dict(self, *, frozen: bool = True) -> dict[str, Any]:
+        """Changed frozen parameters, modes and extra state; not copied.
 
-        Waits for the device if any parameter is frozen.
+        Waits for the device if any parameter is frozen; without ``frozen``, they are left out.
         """
-        frozen = {
+        changed = {
             name: without_class(p)
             for name, p in self._frozen.items()
-            if not torch.equal(checksum(p), self._checksums[name])
+            if frozen and not torch.equal(checksum(p), self._checksums[name])
         }
-        extra: dict[str, Any] = {}
-        for name, module in self._modules.items():
-            state = module.get_extra_state()
-            try:
-                extra[name] = plain(state, f"the extra state of module {name!r}")
-            except CheckpointError as error:
-                self._warn(name, f"{error}. Checkpoints do not contain it")
         return {
-            "frozen": frozen,
-            "extra_state": extra,
-            "modes": {name: sub.training for name, sub in self._model.named_modules()},
+            "frozen": changed,
+            "extra_state": {name: self._extra_of(name) for name in self._modules},
+            "modes": {name: bool(sub.training) for name, sub in self._model.named_modules()},
             "requires_grad": {name: p.requires_grad for name, p in self._model.named_parameters()},
         }
+
+    def _extra_of(self, name: str) -> Any:
+        return plain(self._modules[name].get_extra_state(), f"the extra state of module {name!r}")
+
+    def check_extra_state(self) -> None:
+        """Restore the extra state in shallow copies of the modules.
+
+        Raises:
+            CheckpointError: It cannot be saved or restored.
+        """
+        for name, module in self._modules.items():
+            made = object.__new__(type(module))
+            vars(made).update(vars(module))
+            for part in ("_parameters", "_buffers", "_modules"):
+                vars(made)[part] = vars(module)[part].copy()
+            state = restore_subclasses(self._extra_of(name))
+            try:
+                if type(module).set_extra_state is nn.Module.set_extra_state:
+                    raise NotImplementedError("the module does not define it")
+                made.set_extra_state(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"the extra state of module {name!r} cannot be restored by set_extra_state("
+                    f"{state!r:.80}): {type(error).__name__}: {error}. Define it for what a file "
+                    "holds of get_extra_state(), or train without checkpoint_dir(path)"
+                ) from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict` of a replica of the same model.

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from runtime.core.errors import CheckpointError
+
 _IMPLEMENTATION_SETTINGS = ("capturable", "fused", "foreach")
 """Settings of an optimizer's implementation, which do not change its result."""
 _MAX_NUMBER = float(1 << 53)
 """Upper bound of all settings and counts."""
+_FORM = ("state", "param_groups")
+"""What the state dict of an optimizer consists of."""
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -53,19 +59,26 @@ class Optimizers(torch.optim.Optimizer):
             each.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of all members, in the form of a single optimizer's."""
+        """The state dict of all members, in the form of a single optimizer's, with what a member
+        has beside the states of its parameters.
+        """
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
+        beside: dict[str, dict[str, Any]] = {}
         first = 0
-        for each in self.members.values():
-            own = each.state_dict()
-            state |= {first + i: value for i, value in own["state"].items()}
+        for name, each in self.members.items():
+            own = state_of(each)
+            state |= {first + i: v for i, v in own["state"].items() if type(i) is int}
+            rest = {key: value for key, value in own.items() if key not in _FORM}
+            keyed = {key: v for key, v in own["state"].items() if type(key) is not int}
+            if rest or keyed:
+                beside[name] = {**rest, "state": keyed}
             groups += [
                 {**group, "params": [first + i for i in group["params"]]}
                 for group in own["param_groups"]
             ]
             first += sum(len(group["params"]) for group in own["param_groups"])
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": groups, "beside": beside}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
@@ -73,13 +86,16 @@ class Optimizers(torch.optim.Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"it has {len(groups)} groups, not {len(self.param_groups)}")
         first = 0
-        for each in self.members.values():
+        for name, each in self.members.items():
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             end = first + sum(len(group["params"]) for group in own)
             held = state_dict["state"].items()
+            beside = state_dict.get("beside", {}).get(name, {})  # earlier versions lack it
             each.load_state_dict(
                 {
-                    "state": {i - first: value for i, value in held if first <= i < end},
+                    **beside,
+                    "state": {i - first: value for i, value in held if first <= i < end}
+                    | beside.get("state", {}),
                     "param_groups": [
                         {**group, "params": [i - first for i in group["params"]]} for group in own
                     ],
@@ -91,6 +107,45 @@ class Optimizers(torch.optim.Optimizer):
 def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """The members of several optimizers; of a single one, itself."""
     return [*optimizer.members.values()] if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict; not copied.
+
+    Raises:
+        CheckpointError: It has a form of its own, which cannot be checked or divided when it is
+            loaded.
+    """
+    state: Any = optimizer.state_dict()
+    if not isinstance(state, Mapping) or not {*_FORM} <= {*state}:
+        found = f"has {list(state)}" if isinstance(state, Mapping) else f"is {state!r:.80}"
+        raise CheckpointError(
+            f"the state_dict() of {type(optimizer).__name__} {found}, not 'state' and "
+            "'param_groups', and checkpoints do not support another form: return those of the "
+            "optimizer inside with own entries beside them, such as {**self.inner.state_dict(), "
+            "'count': self.count}, or train without checkpoint_dir(path)"
+        )
+    return dict(state)
+
+
+def shallow_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with the same parameters and tensors, also of optimizers inside, which can load a
+    state without changing the original.
+    """
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        vars(made)[name] = _with_copies(value)
+    return made
+
+
+def _with_copies(value: Any) -> Any:
+    if isinstance(value, torch.optim.Optimizer):
+        return shallow_copy(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_copies, value))
+    if type(value) is dict:
+        return {key: _with_copies(item) for key, item in value.items()}
+    return value
 
 
 def own_numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
@@ -193,7 +248,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
         for name, value in own.items():
             if name != "params":
                 given.setdefault(name, value)  # settings that another version of PyTorch lacks
-    _check_settings(optimizer, state)
+                if isinstance(value, Enum):  # which a checkpoint holds by its value
+                    given[name] = type(value)(given[name])
+    check_settings(optimizer.param_groups, state["param_groups"])
     optimizer.load_state_dict(state)
     _check_types(optimizer, state["state"])
     for group in optimizer.param_groups:
@@ -270,17 +327,26 @@ def _check_types(optimizer: torch.optim.Optimizer, loaded: Mapping[int, Any]) ->
                 )
 
 
-def _check_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise for settings that torch would load but that would fail or be wrong in a step."""
-    groups = zip(optimizer.param_groups, state["param_groups"], strict=False)
-    for number, (own, given) in enumerate(groups):
+def check_settings(
+    groups: Sequence[Mapping[str, Any]], given_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Check that an optimizer can load the settings of its groups.
+
+    Args:
+        groups: The groups as they were built.
+        given_groups: Those to load.
+
+    Raises:
+        ValueError: torch would load them, but a step would fail or be wrong.
+    """
+    for number, (own, given) in enumerate(zip(groups, given_groups, strict=False)):
         for name, value in own.items():
-            if name != "params" and not _is_compatible(value, given[name]):
+            if name != "params" and name in given and not _is_compatible(value, given[name]):
                 raise ValueError(
                     f"{name!r} of its group {number} is {given[name]!r:.60}, not like {value!r:.60}"
                 )
         rate = float(given.get("lr", 0.0))
-        if not rate >= 0.0:
+        if rate != rate:
             raise ValueError(f"the learning rate of its group {number} is {rate}")
 
 
@@ -288,15 +354,18 @@ def _is_compatible(own: Any, given: Any) -> bool:
     """True if the setting ``given`` may replace ``own``."""
     if own is None or given is None:
         return own is None
-    if isinstance(own, (bool, str)):
-        return type(given) is type(own)
+    if isinstance(own, str):
+        return isinstance(given, str)
+    if isinstance(own, bool):
+        return type(given) is bool
     if isinstance(own, (tuple, list)):
         is_row = isinstance(given, (tuple, list)) and len(given) == len(own)
         return is_row and all(map(_is_compatible, own, given))
     if isinstance(own, (int, float)) or (isinstance(own, Tensor) and own.numel() == 1):
         if isinstance(given, Tensor):
-            return given.numel() == 1 and abs(float(given)) <= _MAX_NUMBER
-        return type(given) in (int, float) and (given == own or abs(given) <= _MAX_NUMBER)
+            given = float(given) if given.numel() == 1 else None
+        same = given == own or (given != given and own != own)  # NaN, too
+        return type(given) in (int, float) and (bool(same) or abs(given) <= _MAX_NUMBER)
     return True
 
 
@@ -394,14 +463,37 @@ class Schedulers:
         for each in self._members.values():
             each.step(*args)
 
+    def __copy__(self) -> Schedulers:
+        made = object.__new__(Schedulers)
+        made._members = {name: copy.copy(each) for name, each in self._members.items()}
+        made.by_metric = self.by_metric
+        return made
+
     def state_dict(self) -> dict[str, Any]:
         """The state dict of each scheduler, by name."""
-        return {name: each.state_dict() for name, each in self._members.items()}
+        return {name: state_of_scheduler(each) for name, each in self._members.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         for name, each in self._members.items():
             each.load_state_dict(state[name])
+
+
+def state_of_scheduler(scheduler: Any) -> Mapping[str, Any]:
+    """The scheduler's state dict; not copied.
+
+    Raises:
+        CheckpointError: It has none that could be loaded.
+    """
+    read, load = (getattr(scheduler, f"{verb}state_dict", None) for verb in ("", "load_"))
+    state = read() if callable(read) and callable(load) else None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"the state of the scheduler, of type {type(scheduler).__name__}, cannot be saved: "
+            "give it state_dict(), which returns a dict, and load_state_dict(state), or train "
+            "without checkpoint_dir(path)"
+        )
+    return state
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, factory: Any) -> LRScheduler | Schedulers:

@@ -14,7 +14,13 @@ import torch
 
 from runtime.checkpoint.format import plain
 from runtime.checkpoint.subclasses import restore_subclasses
-from runtime.replica.optimizers import Schedulers, make_scheduler, members_of
+from runtime.core.errors import CheckpointError
+from runtime.replica.optimizers import (
+    Schedulers,
+    make_scheduler,
+    members_of,
+    state_of_scheduler,
+)
 
 SchedulerFactory = (
     Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -257,8 +263,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Position, scale, unscaled rates, and the scheduler's own state and settings.
 
-        Values of the scheduler that a file cannot hold, such as functions, are left out: the
-        factory creates them again.
+        Functions of the scheduler, which a file cannot hold, are left out: the factory creates them
+        again.
         """
         scheduler = self._scheduler_state()
         now = dict(_fields(scheduler))
@@ -283,9 +289,26 @@ class Schedule:
     def _scheduler_state(self) -> dict[str, Any] | None:
         if self.scheduler is None:
             return None
-        state = self.scheduler.state_dict()
-        kept: dict[str, Any] = plain(state, "the scheduler's state", copy=True, drop=True)
+        several = isinstance(self.scheduler, Schedulers)
+        state = self.scheduler.state_dict() if several else state_of_scheduler(self.scheduler)
+        try:
+            kept: dict[str, Any] = plain(state, "the scheduler's state", copy=True, drop=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; its state_dict() may leave out what the factory sets and no step changes"
+            ) from None
         return kept
+
+    def check_state(self) -> None:
+        """Load the state into a copy of the scheduler.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+            Exception: It cannot be loaded.
+        """
+        made = copy.copy(self)
+        made.scheduler, made._built = copy.copy(self.scheduler), {}
+        made.load_state_dict(self.state_dict())
 
     def replaced_settings(self, state: Mapping[str, Any]) -> str:
         """The settings of the built scheduler that :meth:`load_state_dict` replaces, with both

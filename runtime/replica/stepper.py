@@ -41,7 +41,9 @@ from runtime.replica.optimizers import (
     members_of,
     optimizer_kind,
     own_numbers,
+    shallow_copy,
     state_in_order,
+    state_of,
 )
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.reducer import GradientReducer, PackedGradients
@@ -327,11 +329,19 @@ class Stepper:
         scaler = None if self._scaler is None else self._scaler.state_dict()
         kind = optimizer_kind(optimizer)
         return {
-            "optimizer": optimizer.state_dict(),
+            "optimizer": state_of(optimizer),
             "numbers": self._changed_numbers(),
             "kind": kind,
             "scaler": scaler,
         }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, as a checkpoint has it, into a copy of the optimizer.
+
+        Raises:
+            Exception: The optimizer cannot load it.
+        """
+        load_optimizer_state(shallow_copy(self._whole.optimizer), state["optimizer"])
 
     def _changed_numbers(self) -> list[dict[str, float]]:
         """Numbers of the optimizers' own that steps have changed; others are settings."""

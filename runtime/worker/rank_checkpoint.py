@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checkpoint.format import numpy_state, packed_arrays, plain, plain_key
+from runtime.checkpoint.resume import check_rank
 from runtime.checkpoint.subclasses import is_wrapper, restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
 from runtime.device.base import Device
 from runtime.device.metering import ValueLog
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.flat import FlatState, ModuleState
-from runtime.replica.optimizers import settings_of, state_in_order
+from runtime.replica.optimizers import check_settings, settings_of, state_in_order
 from runtime.replica.param_ema import ParamEma
 from runtime.replica.schedule import Schedule
 from runtime.replica.stepper import Stepper
@@ -118,38 +119,55 @@ class RankCheckpoint:
             CheckpointError: The optimizer's state has a value that a checkpoint cannot hold.
         """
         with self._context.comm():
-            state = {
-                **self._stepper.state_dict(),
-                **self._module.state_dict(),
-                "groups": self.group_names(),
-                "added": [list(each) for each in self._added],
-                "schedule": self._schedule.state_dict(),
-                "lr_scale": self._lr_scale,
-                "generators": _generators(self._generator, self._context),
-                "version": self._averager.version,
-                "local_step": local_step,
-                "epoch": epoch,
-                "begun_epoch": begun_epoch,
-                "body_steps": body_steps,
-                **(self._before_sync or self._buffers()),
-            }
-            if (facts := self._state.params.shard_facts()) is not None:
-                state["shards"] = facts
-            if self.train_point is not None:
-                state["train_point"] = self.train_point
-            if self._ema is not None:
-                state["ema"] = self._ema.state_dict()
-            if "ema" in state or "train_point" in state:  # flat tensors
-                state["strides"] = self._state.params.strides()
+            state = self._collect(local_step, epoch, begun_epoch, body_steps)
             kept: State = plain(state, f"the state of rank {self._rank}", copy=True)
+            self._check_settings(kept)
             return kept
 
-    def check_types(self) -> None:
-        """Check the types of the optimizer's state and the model's tensors before a checkpoint is
-        due.
+    def _collect(
+        self,
+        local_step: int = 0,
+        epoch: int = 0,
+        begun_epoch: int = 0,
+        body_steps: int = 0,
+        *,
+        frozen: bool = True,
+    ) -> State:
+        """The current state, not copied; without ``frozen``, without frozen parameters."""
+        state = {
+            **self._stepper.state_dict(),
+            **self._module.state_dict(frozen=frozen),
+            "groups": self.group_names(),
+            "added": [list(each) for each in self._added],
+            "schedule": self._schedule.state_dict(),
+            "lr_scale": self._lr_scale,
+            "generators": _generators(self._generator, self._context),
+            "version": self._averager.version,
+            "local_step": local_step,
+            "epoch": epoch,
+            "begun_epoch": begun_epoch,
+            "body_steps": body_steps,
+            **(self._before_sync or self._buffers()),
+        }
+        if (facts := self._state.params.shard_facts()) is not None:
+            state["shards"] = facts
+        if self.train_point is not None:
+            state["train_point"] = self.train_point
+        if self._ema is not None:
+            state["ema"] = self._ema.state_dict()
+        if "ema" in state or "train_point" in state:  # flat tensors
+            state["strides"] = self._state.params.strides()
+        return state
+
+    def check(self, *, has_stepped: bool) -> None:
+        """Check that a checkpoint of the current state could be resumed, by the rules of the
+        reader, and load what can be loaded into copies; the tensors are not copied.
+
+        Args:
+            has_stepped: False before the first step, which creates the optimizer's state.
 
         Raises:
-            CheckpointError: A checkpoint cannot hold a value; the message has its path.
+            CheckpointError: It could not; the message has the reason.
         """
         for name, p in self._model.named_parameters():
             if not p.requires_grad and is_wrapper(p):
@@ -159,11 +177,32 @@ class RankCheckpoint:
                     "support: train without checkpoint_dir(path)"
                 )
         try:
-            state = {**self._stepper.state_dict(), **self._buffers()}
-        except Exception:
-            return  # of the user's optimizer; reported with the first checkpoint
-        for name in ("optimizer", "buffers"):
-            plain(state[name], f"the state of rank {self._rank}[{name!r}]")
+            with self._context.comm():
+                state = plain(self._collect(frozen=False), f"the state of rank {self._rank}")
+                check_rank(state, self._rank)
+                self._check_settings(state)
+                if has_stepped:
+                    self._stepper.check_state(restore_subclasses(state, copy=False))
+                else:
+                    self._schedule.check_state()
+                    self._module.check_extra_state()
+        except CheckpointError:
+            raise
+        except Exception as error:  # in the user's optimizer, scheduler or module, too
+            raise CheckpointError(
+                f"no checkpoint of this run could be resumed: {type(error).__name__}: {error}. "
+                "Correct state_dict() or load_state_dict() of the optimizer, the scheduler or the "
+                "module (get_extra_state, set_extra_state), or train without checkpoint_dir(path)"
+            ) from error
+
+    def _check_settings(self, state: State) -> None:
+        """Raise ``CheckpointError`` for settings that an optimizer as it was built cannot load."""
+        try:
+            check_settings(self._built, state["optimizer"]["param_groups"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"the state of rank {self._rank} could not be loaded by a new optimizer: {error}"
+            ) from error
 
     def _buffers(self) -> State:
         tensors = self._state.buffers.tensors()
@@ -298,7 +337,7 @@ class RankCheckpoint:
                 expected = [scales.get(name, 1.0) * value for value in old]
                 if (flags and group[name] != held[name]) or (
                     len(new) == len(expected)
-                    and not np.allclose(new, expected, rtol=1e-6, atol=0.0)
+                    and not np.allclose(new, expected, rtol=1e-6, atol=0.0, equal_nan=True)
                 ):
                     logger.warning(
                         "the checkpoint's %s=%s is used in group %d of the optimizer, not %s of "

@@ -169,7 +169,7 @@ class GpuWorker:
         self._reporter.schedule = self._schedule
         meter.log.rate = lambda: self._schedule.host_lr
         self._is_lockstep = self.replica.is_lockstep
-        self._checks_types = config.saves  # once, after the first step
+        self._checks_state = config.saves  # before the first step, and after it
         self._shared = self._join_shared(build_order, functions)
         self.steps = WorkerSteps(
             config,
@@ -511,6 +511,8 @@ class GpuWorker:
             self._submit(plan)
             self._submitted.remove(plan)
         self._submit_held()
+        if self._checks_state:
+            self.replica.checkpoint.check(has_stepped=False)
         last = len(plan_steps.steps) - 1
         for index, sizes in enumerate(plan_steps.steps):
             is_open = loop is not None and loop.is_open  # a step over several batches
@@ -535,10 +537,10 @@ class GpuWorker:
             if self._shared is not None and self._num_compared < COMPARED_STEPS:
                 self._num_compared += 1
                 self._shared.compare()
-            if self._checks_types and not is_open:
-                self._checks_types = False
+            if self._checks_state and not is_open:
+                self._checks_state = False
                 self.steps.confirm_steps()
-                self.replica.checkpoint.check_types()
+                self.replica.checkpoint.check(has_stepped=True)
             if plan_steps.num_empty:
                 self.steps.count_empty(plan_steps.num_empty.get(index, 0))
             if index < last and not is_open:  # else the plan's own report follows

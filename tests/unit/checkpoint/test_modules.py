@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 
 import pytest
@@ -195,28 +194,6 @@ def test_extra_state_of_modules_is_resumed(tmp_path):
     assert bare[0].seen == 8
     rest.save(tmp_path / "weights")
     assert set(tensor_file.load_file(tmp_path / "weights")) == set(rest.params)
-
-
-class Opaque(WithExtraState):
-    """Has extra state of an unsupported type."""
-
-    def get_extra_state(self):
-        return io.BytesIO(b"opaque")
-
-    def set_extra_state(self, state):
-        raise AssertionError("nothing was saved")
-
-
-def test_unsupported_extra_state_is_logged_with_its_module(tmp_path, caplog):
-    def make(device):
-        return nn.Sequential(Opaque())
-
-    _, half, rest = in_two_parts(make, train_extra_state, tmp_path)
-    assert half.checkpoint_errors == rest.checkpoint_errors == ()
-    assert len(rest.metrics) == 2
-    text = caplog.text
-    assert "the extra state of module '0' is of type BytesIO" in text
-    assert "the extra state of module '0' is not in the checkpoint" in text
 
 
 def test_state_dict_hooks_lose_no_weight():

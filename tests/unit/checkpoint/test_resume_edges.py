@@ -23,7 +23,7 @@ from runtime.device.cuda import open_device
 from runtime.worker.rank_checkpoint import _generators, _restore_process
 from tests.support.checkpointing import make, same
 from tests.support.resuming import MarkingRun
-from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, Trace, builder
 from tests.support.signalling import Probe, Waits, as_found
 from tests.unit.checkpoint.test_writer import SlowDisk
 
@@ -128,14 +128,25 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
-def test_a_failing_state_dict_does_not_stop_training(way, tmp_path, caplog):
-    b = builder(optim=lambda p: Failing(p, 1.0), epochs=3, way=way)
-    state = b.checkpoint_dir(tmp_path).run().join(WAIT_S)
-    assert len(state.metrics) == 3
-    assert "was not captured: KeyError: 'planted'" in str(state.checkpoint_errors[0])
+def test_a_failing_state_dict_ends_a_run_with_checkpoints_before_its_first_step(way, tmp_path):
+    trace = Trace()
+    b = builder(optim=lambda p: Failing(p, 1.0), train=trace, epochs=3, way=way)
+    with pytest.raises(CheckpointError, match="could be resumed: KeyError: 'planted'"):
+        b.checkpoint_dir(tmp_path).run().join(WAIT_S)
+    assert not trace.steps
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["SYNC", "CADENCE"])
+def test_a_failing_state_dict_fails_a_save_and_does_not_stop_training(way, tmp_path, caplog):
+    b = builder(optim=lambda p: Failing(p, 1.0), epochs=10_000, way=way)
+    with b.run() as handle:
+        with pytest.raises(CheckpointError, match="was not captured: KeyError: 'planted'"):
+            handle.save(tmp_path)
+        assert handle.next_metrics(WAIT_S) is not None
+        handle.stop()
+        state = handle.join(WAIT_S)
     assert "its state could not be captured" in caplog.text
     # A traceback would keep the replicas alive as long as the state.
-    assert state.checkpoint_errors[0].__traceback__ is None
     assert state.checkpoint_errors[0].__cause__.__traceback__ is None
 
 

@@ -309,12 +309,12 @@ def test_a_reader_tolerates_any_number_of_concurrent_removals(tmp_path, monkeypa
     write_checkpoint(tmp_path, make(0))
     read, opened = store._read, count(1)
 
-    def removed(candidate):
+    def removed(candidate, **how):
         number = next(opened)
         if number <= 20:
             write_checkpoint(tmp_path, make(number))
             shutil.rmtree(candidate)
-        return read(candidate)
+        return read(candidate, **how)
 
     monkeypatch.setattr(store, "_read", removed)
     found = load_newest(tmp_path)

@@ -243,6 +243,18 @@ def test_values_without_a_representation_in_the_format_are_refused(values, texts
         encode(values, texts)
 
 
+def test_tensors_are_read_one_after_another(tmp_path):
+    values = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in DTYPES.values()}
+    values["empty"] = torch.zeros(0, 4)
+    tensor_file.save_file(values, tmp_path / "file")
+    each = tensor_file.read_each(tmp_path / "file")
+    assert next(each)[0] in values
+    check_equal(dict(tensor_file.read_each(tmp_path / "file")), values)
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
+    with pytest.raises(TensorFileError, match="bytes of tensors instead of"):
+        next(tensor_file.read_each(tmp_path / "file"))
+
+
 def test_metadata_is_read_without_the_tensors(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(encode({"a": torch.ones(3)}, {"key": "välue"}))

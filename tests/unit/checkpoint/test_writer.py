@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime.checkpoint import files, store
 from runtime.checkpoint.store import CheckpointWriter, load_newest
@@ -165,7 +166,7 @@ def test_unsupported_content_counts_as_a_failure(tmp_path):
     assert w.close(WAIT_S)
     assert counts(w) == (0, 1, 0)
     assert isinstance(w.last_error, CheckpointError)
-    assert "state.pt could not be written" in str(w.last_error)
+    assert "state.pt['run']['lock'] is of type lock" in str(w.last_error)
     assert names(tmp_path) == []
 
 
@@ -280,3 +281,171 @@ store.write_checkpoint = lambda *a: threading.Event().wait()
 store.CheckpointWriter(sys.argv[1], keep=3).submit(make(1))
 """
     run(script, tmp_path)
+
+
+# -- reading back --------------------------------------------------------------------------
+
+
+def test_the_first_checkpoint_alone_is_read_back(tmp_path, monkeypatch):
+    real, paths, checked = store.read_back, [], []
+
+    def read_back(path, check):
+        paths.append(path.name)
+        real(path, check)
+
+    monkeypatch.setattr(store, "read_back", read_back)
+    w = CheckpointWriter(tmp_path, keep=9, check=lambda data: checked.append(data.global_step))
+    for step in (1, 2, 3):
+        w.submit(make(step))
+        assert w.wait(WAIT_S)
+    assert w.close(WAIT_S)
+    assert paths == ["step-0000000001-epoch-0001-000001"]
+    assert checked == [1, 1, 2, 3]  # before each is written, and of the first what was read
+
+
+def refuse(step):
+    def check(data):
+        if data.global_step == step:
+            raise ValueError("planted")
+
+    return check
+
+
+def test_after_a_first_checkpoint_that_is_refused_none_is_written(tmp_path, caplog):
+    refusals = []
+    w = CheckpointWriter(tmp_path, keep=9, check=refuse(1), on_refused=refusals.append)
+    w.submit(make(1))
+    assert w.wait(WAIT_S)
+    w.submit(make(2))
+    assert w.close(WAIT_S)
+    assert counts(w) == (0, 2, 0)
+    assert [w.refusal] == [w.last_error] == refusals
+    assert "no run could resume from the checkpoint of step 1: planted" in str(w.refusal)
+    assert (
+        "planted. Correct what it names, or train without checkpoint_dir(path); training ends"
+        in (caplog.text)
+    )
+    assert names(tmp_path) == []
+
+
+def test_a_later_checkpoint_that_is_refused_is_not_written(tmp_path, caplog):
+    refusals = []
+    w = CheckpointWriter(tmp_path, keep=1, check=refuse(2), on_refused=refusals.append)
+    for step in (1, 2):
+        w.submit(make(step))
+        assert w.wait(WAIT_S)
+    assert names(tmp_path) == ["step-0000000001-epoch-0001-000001"]
+    w.submit(make(3))
+    assert w.close(WAIT_S)
+    assert counts(w) == (2, 1, 0)
+    assert (refusals, w.refusal) == ([], None)
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    assert "training continues" in caplog.text
+
+
+@pytest.mark.parametrize("function", ["open", "fstat"])
+def test_a_disk_that_fails_while_a_checkpoint_is_read_back_refuses_nothing(
+    tmp_path, monkeypatch, function
+):
+    real, refusals = store.read_back, []
+
+    def read_back(path, check):
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, function, fail)
+            real(path, check)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(store, "read_back", read_back)
+    w = CheckpointWriter(tmp_path, keep=9, on_refused=refusals.append)
+    w.submit(make(1))
+    assert w.close(WAIT_S)
+    assert counts(w) == (0, 1, 0)
+    assert (refusals, w.refusal) == ([], None)
+    assert load_newest(tmp_path).data.global_step == 1
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "state.pt", "ranks-00001.pt"])
+@pytest.mark.parametrize("fault", ["a changed byte", "a shorter file", "no file"])
+def test_a_file_that_the_disk_has_changed_is_refused(tmp_path, monkeypatch, file, fault):
+    real = store.write_checkpoint
+
+    def write(directory, data):
+        path = real(directory, data)
+        content = bytearray((path / file).read_bytes())
+        if fault == "no file":
+            (path / file).unlink()
+        else:
+            content[len(content) // 2] ^= 1
+            (path / file).write_bytes(content[: -1 if "shorter" in fault else None])
+        return path
+
+    monkeypatch.setattr(store, "write_checkpoint", write)
+    refusals = []
+    w = CheckpointWriter(tmp_path, keep=9, on_refused=refusals.append)
+    w.submit(make(1))
+    assert w.close(WAIT_S)
+    if fault == "no file":  # an error of the disk
+        assert (refusals, w.last_failed) == ([], True)
+        return
+    (refusal,) = refusals
+    assert f"{file}: " in str(refusal)
+    assert names(tmp_path) == []
+
+
+VALUES = {
+    "sparse": lambda: torch.eye(200).to_sparse(),
+    "compressed": lambda: torch.eye(200).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(9, 9000), 0.1, 0, torch.quint8),
+    "strided": lambda: torch.arange(90_000.0).view(300, 300).t(),
+    "conjugated": lambda: torch.ones(9000, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", VALUES)
+def test_tensors_of_every_layout_are_read_back(tmp_path, kind):
+    data = make(1)
+    data.ranks[0]["more"] = VALUES[kind]()
+    w = CheckpointWriter(tmp_path, keep=1)
+    w.submit(data)
+    assert w.close(WAIT_S)
+    assert w.last_error is None
+    assert counts(w) == (1, 0, 0)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from runtime.checkpoint import store
+from runtime.checkpoint.format import CheckpointData
+
+MB, NUM = 1 << 20, 12
+def tensors():
+    return {str(i): torch.ones(8 * MB // 4) for i in range(NUM)}
+data = CheckpointData(
+    weights=tensors(), ranks=({"state": tensors()},), run={}, compatible={}, epoch=0, global_step=0
+)
+path = store.write_checkpoint(Path(sys.argv[1]), data)
+store.read_back(path)
+del data
+def peak_mb():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) // 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = peak_mb()
+store.read_back(path)
+print(peak_mb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_back_needs_memory_for_the_largest_tensor(tmp_path):
+    """Two files of 96 MB with tensors of 8 MB."""
+    done = programs.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)],
+        check=True,
+    )
+    assert int(done.stdout) < 20

@@ -22,6 +22,7 @@ from runtime import (
     Trainer,
     WorkerFailed,
 )
+from runtime.checkpoint import store
 from runtime.checkpoint.store import entries, load_newest
 from runtime.cluster import cluster_run
 from tests.support.clustering import Effects, Machine, same
@@ -584,6 +585,35 @@ def test_a_cluster_checkpoint_resumes_on_one_machine(tmp_path):
     )
     assert len(alone.metrics) == 2
     assert not torch.equal(alone.params["w"], a.join().params["w"])
+
+
+@pytest.mark.parametrize("only_at_the_end", [False, True])
+def test_a_machine_whose_first_checkpoint_would_not_load_leaves_the_cluster(
+    only_at_the_end, tmp_path, monkeypatch
+):
+    real = store.write_pickle
+    monkeypatch.setattr(store, "write_pickle", lambda path, v: real(path, {**v, "odd": object()}))
+    epochs, every_s = (1, None) if only_at_the_end else (10_000, 0.01)
+    cluster = MemoryCluster()
+    a = Machine(
+        cluster,
+        "a",
+        epochs=epochs,
+        configure=lambda builder: builder.checkpoint_dir(tmp_path, every_s=every_s),
+    )
+    with pytest.raises(CheckpointError, match="no run could resume from the checkpoint of step"):
+        a.join()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_whose_state_could_not_be_resumed_is_refused_in_a_cluster(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.optim.SGD, "state_dict", lambda self: {"fast": 1})
+    a = Machine(MemoryCluster(), "a", configure=lambda builder: builder.checkpoint_dir(tmp_path))
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of SGD has \['fast'\]"):
+        a.join()
+    assert not a.trained
 
 
 def test_a_checkpoint_of_one_machine_is_refused_by_a_cluster(tmp_path):

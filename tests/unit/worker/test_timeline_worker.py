@@ -182,7 +182,8 @@ def test_a_failed_checkpoint_is_logged_in_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(RankCheckpoint, "capture", refuse)
     timeline = Timeline()
-    record(timeline, (CADENCE, OVER_CPU), tmp_path).run().join(WAIT_S)
+    with pytest.raises(CheckpointError, match="<script>"):
+        record(timeline, (CADENCE, OVER_CPU), tmp_path).run().join(WAIT_S)
     parts = [event.args["part"] for event in of_kind(timeline, Kind.CHECKPOINT, None)]
     assert parts
     assert all(part.startswith("failed: CheckpointError: <script>\\n") for part in parts)
