@@ -57,7 +57,7 @@ def lrs(optimizer):
         ({}, None),
         ({"lr": 0.5}, "lr=0.25 is used in group 0 of the optimizer, not 0.5"),
         ({"momentum": 0.9}, "momentum=0.5 is used in group 0 of the optimizer, not 0.9"),
-        ({"nesterov": True}, None),  # the algorithm is as built
+        ({"nesterov": True}, "nesterov=False is used in group 0 of the optimizer, not True"),
     ],
 )
 def test_changed_optimizer_settings_without_effect_are_logged(
