@@ -105,6 +105,19 @@ def test_when_early_stopping_ends_a_run(values, settings, stopped):
     assert stop.stopped_epoch == stopped
 
 
+@each_way
+def test_an_early_stopping_that_is_used_again_starts_afresh(way):
+    stop = EarlyStopping("eval/score", patience=2)
+    run_with([1.0, 2.0, *[3.0] * 400], stop, way=way)
+    assert (stop.best, stop.best_epoch, stop.stopped_epoch) == (1.0, 0, 2)
+    # Worse than the best of the first run, and each time for one epoch only.
+    state = run_with([math.nan, 5.0, 6.0, 4.0, 6.0, 3.0], stop, way=way)
+    assert (state.stopped, len(state.metrics)) == (False, 6)
+    assert (stop.best, stop.best_epoch, stop.stopped_epoch) == (3.0, 5, None)
+    run_with([9.0, 8.0, *[9.0] * 400], stop, way=way)
+    assert (stop.best, stop.best_epoch, stop.stopped_epoch) == (8.0, 1, 3)
+
+
 def test_an_incomplete_epoch_does_not_count_for_early_stopping():
     stop = EarlyStopping(mode="max", patience=1)
     b = builder(dataset=80, epochs=3).max_steps(60)  # an epoch has 40; the loss falls

@@ -715,3 +715,24 @@ def test_without_shards_any_death_may_be_survived():
 def test_a_strategy_has_its_type():
     with pytest.raises(TypeError, match="ShardingStrategy"):
         builder(2).sharded("full_shard")
+
+
+@pytest.mark.parametrize("strategy", SHARDED, ids=lambda s: s[0].name)
+def test_a_sharded_run_clips_by_a_norm_that_low_precision_does_not_round(strategy):
+    root = 257  # the norm of a shard's gradient, with one bit too many for bfloat16
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Parameter(torch.zeros(2 * root**2, dtype=torch.bfloat16))
+            self.high = nn.Parameter(torch.zeros(2))
+
+    trainer = Trainer.builder(
+        lambda device: Mixed(),
+        lambda params: torch.optim.SGD(params, 1.0),
+        lambda model, batch: model.low.sum().float() + model.high.sum(),
+    )
+    trainer.dataset((torch.zeros(4),)).global_batch_size(4).num_epochs(1).devices(["cpu"] * 2)
+    state = trainer.max_grad_norm(1.0).sharded(*strategy).run().join(WAIT_S)
+    step = 1 / (2 * root**2 + 2) ** 0.5
+    torch.testing.assert_close(state.params["high"], torch.full((2,), -step), rtol=1e-6, atol=0)

@@ -299,6 +299,31 @@ def test_a_recomputed_forward_uses_the_full_parameters(strategy):
         torch.testing.assert_close(norm, expected.norm())
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize(("dtype", "root"), [(torch.bfloat16, 257), (torch.float16, 2049)])
+def test_a_norm_of_low_precision_is_rounded_nowhere(dtype, root, order):
+    """The norm of each shard, ``root`` for order 2, has one bit too many for the dtype."""
+
+    class Ones(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Parameter(torch.zeros(2 * root**2, dtype=dtype))
+            self.high = nn.Parameter(torch.zeros(2, dtype=torch.float32))
+
+        def forward(self):
+            return self.low.sum().float() + self.high.sum()
+
+    def work(end):
+        fsdp = FSDP(Ones(), end)
+        fsdp().backward()
+        fsdp.sync_gradients()
+        return fsdp.clip_grad_norm_(1e9, order)
+
+    for norm in on_ranks(2, work):
+        assert norm.dtype is torch.float32
+        assert norm.item() == pytest.approx((2 * root**2 + 2) ** (1 / order), rel=1e-6)
+
+
 @each_strategy
 def test_clipping_uses_the_norm_of_the_whole_model(strategy):
     orders = [1.0, 2.0, 3.0, float("inf")]
