@@ -202,9 +202,7 @@ class EvaluationFailed(GpuWorkerError):
     """
 
     def __init__(self, start: int, stop: int, device: str, error: BaseException) -> None:
-        super().__init__(
-            f"samples {start} to {stop - 1} on {device}: {type(error).__name__}: {error}"
-        )
+        super().__init__(f"samples {start} to {stop - 1} on {device}: {text_of(error)}")
         self.start = start
         self.stop = stop
         self.device = device

@@ -7,9 +7,11 @@ or a loader process, on any rank and however far it is read ahead.
 
 from __future__ import annotations
 
+import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -94,6 +96,27 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, epoch, stream=_EPOCH_STREAM))
 
 
+_OF_A_THREAD = re.compile(r"\bthread\b")
+_IN_A_THREAD = (
+    "the data set is read in the thread {!r}, not in the main one: let __getitem__ make what "
+    "belongs to a thread, such as a connection to a database, once for each thread, in an "
+    "attribute that is a threading.local(); or let loader_workers(n) read it, in the main threads "
+    "of other processes"
+)
+
+
+@contextmanager
+def in_own_thread() -> Iterator[None]:
+    """Context of a read by the data set; an error that names threads has a note on this one."""
+    try:
+        yield
+    except Exception as error:
+        thread = threading.current_thread()
+        if _OF_A_THREAD.search(str(error)) and thread is not threading.main_thread():
+            error.add_note(_IN_A_THREAD.format(thread.name))
+        raise
+
+
 def read_batch(
     adapter: DatasetAdapter,
     indices: Tensor,
@@ -117,7 +140,7 @@ def read_batch(
     generator = batch_generator(seed, position.epoch, position.batch)
     view = LoaderView(rank, generator, worker)
     others = seeded_globals() if alone else nullcontext()
-    with worker_context(view), thread_generator(generator), others, GATE.reading():
+    with worker_context(view), thread_generator(generator), others, GATE.reading(), in_own_thread():
         try:
             return adapter.load(indices)
         except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:

@@ -390,8 +390,16 @@ def check_batch(batch: Any, num_samples: int | None) -> Any:
     return batch
 
 
+TRAINING = "dataset(ds)"
+"""The call that gives the data set of a run, for errors."""
+
+
 def adapt_dataset(
-    dataset: Any, *, collate_fn: Collate | None = None, lock: bool | None = None
+    dataset: Any,
+    *,
+    collate_fn: Collate | None = None,
+    lock: bool | None = None,
+    call: str = TRAINING,
 ) -> DatasetAdapter:
     """Wrap any supported map-style data set in an adapter.
 
@@ -402,6 +410,7 @@ def adapt_dataset(
         collate_fn: Collates a list of samples into a batch; ``None``: PyTorch's. If set, samples
             are fetched one by one.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.
+        call: The user's call, for errors.
 
     Raises:
         TypeError: Not one of these forms.
@@ -410,23 +419,30 @@ def adapt_dataset(
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn must be callable, got {type(collate_fn).__name__}")
+    adapter = _adapter_of(dataset, collate_fn, lock)
+    if adapter.num_samples == 0:
+        raise ValueError(empty_text(call))
+    return adapter
+
+
+def empty_text(call: str) -> str:
+    """The message for a call with a data set, stream or loader that has no sample."""
+    remedy = "" if call == TRAINING else ", or leave the call out"
+    return f"{call}: the data set is empty: give it at least one sample{remedy}"
+
+
+def _adapter_of(dataset: Any, collate_fn: Collate | None, lock: bool | None) -> DatasetAdapter:
     columns = _columns_of(dataset)
     if columns is not None and collate_fn is None:
-        return _not_empty(columns)
+        return columns
     if columns is not None and isinstance(dataset, Tensor | np.ndarray | tuple | Mapping):
-        return _not_empty(MapAdapter(_RowDataset(columns), collate_fn, lock))
+        return MapAdapter(_RowDataset(columns), collate_fn, lock)
     _reject_unreadable(dataset)
     if not callable(getattr(dataset, "get_batch", None)):
-        return _not_empty(MapAdapter(dataset, collate_fn, lock))
+        return MapAdapter(dataset, collate_fn, lock)
     if collate_fn is not None:
         raise ValueError("a data set with get_batch builds its own batches: remove collate_fn")
-    return _not_empty(BatchAdapter(dataset, None, lock))
-
-
-def _not_empty(adapter: DatasetAdapter) -> DatasetAdapter:
-    if adapter.num_samples == 0:
-        raise ValueError("the data set is empty: give it at least one sample")
-    return adapter
+    return BatchAdapter(dataset, None, lock)
 
 
 def _columns_of(dataset: Any) -> ColumnAdapter | None:

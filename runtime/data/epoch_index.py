@@ -309,8 +309,12 @@ def check_order(epoch: int, order: Tensor, num_samples: int) -> Tensor:
     return order
 
 
-def check_sampler(sampler: Any) -> Any:
+def check_sampler(sampler: Any, empty: str = "sampler(s): it has no index") -> Any:
     """Return ``sampler`` if it is an iterable of single indices with a length.
+
+    Args:
+        sampler: A sampler of PyTorch, or another iterable.
+        empty: The message if it is empty.
 
     Raises:
         TypeError: It has no length, is not iterable, or yields batches.
@@ -336,5 +340,5 @@ def check_sampler(sampler: Any) -> Any:
     if not callable(getattr(sampler, "__iter__", None)):
         raise TypeError(f"sampler({sampler!r:.80}): it has no __iter__")
     if length == 0:
-        raise ValueError("sampler(): it is empty, so that an epoch would have no sample")
+        raise ValueError(empty)
     return sampler

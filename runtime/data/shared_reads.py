@@ -148,10 +148,22 @@ class SharedReads:
         guards = _guards_of(nodes)
         self._marked |= guards
         _Guard.mark(guards)
-        if reason and is_new and not self._is_logged:
+        if reason and is_new and not self._is_logged and _is_unreported(self._sources[0]):
             self._is_logged = True
             text = "%s: one thread at a time reads it; dataset_lock(False) turns this off"
             logger.log(level, text, reason)
+
+
+_REPORTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _is_unreported(source: object) -> bool:
+    """False from the second call for an object on: each evaluation observes its data set anew."""
+    with suppress(TypeError):  # it cannot be referred to weakly
+        if _REPORTED.get(id(source)) is source:
+            return False
+        _REPORTED[id(source)] = source
+    return True
 
 
 @dataclass(frozen=True, slots=True)

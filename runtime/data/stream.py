@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 from runtime.core.context import LoaderView, current_worker, worker_context
 from runtime.core.rng import thread_generator
 from runtime.data.batches import epoch_generator
-from runtime.data.dataset import Collate, DatasetAdapter, check_batch
+from runtime.data.dataset import TRAINING, Collate, DatasetAdapter, check_batch, empty_text
 from runtime.data.epoch_index import require_length
 from runtime.data.shared_reads import SharedReads
 
@@ -81,7 +81,7 @@ class StreamAdapter(DatasetAdapter):
         self._counts_itself = False
         self.num_samples = self._length() if length is None else length
         if self.num_samples == 0:
-            raise ValueError("the data set is empty: give it at least one sample")
+            raise ValueError(empty_text(TRAINING))
         self._released = 0
         self._reading = threading.Lock()
         self._item_reads = SharedReads(dataset, lock=lock, is_serial=True)

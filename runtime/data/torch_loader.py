@@ -16,7 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from runtime.data.dataset import Samples
+from runtime.data.dataset import TRAINING, Samples, empty_text
 from runtime.data.epoch_index import check_sampler
 from runtime.data.process_loader import LoaderProcesses
 
@@ -48,8 +48,12 @@ _OVERRIDES = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
 """Attributes of ``DataLoader`` that decide which batches it yields."""
 
 
-def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+def settings_of_loader(loader: DataLoader[Any], call: str = TRAINING) -> dict[str, Any]:
     """The settings of a ``DataLoader``, under the builder's names.
+
+    Args:
+        loader: The loader.
+        call: The user's call, for errors.
 
     Raises:
         TypeError: Its batches cannot be shared out among workers.
@@ -77,7 +81,8 @@ def settings_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if not whole or sampler.generator is not None:
         draws_seeds = getattr(sampler, "generator", None) is loader.generator is not None
         settings["sampler"] = check_sampler(
-            _SeedingSampler(sampler, loader.generator) if draws_seeds else sampler
+            _SeedingSampler(sampler, loader.generator) if draws_seeds else sampler,
+            empty_text(call),
         )
     return settings
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from coordinator.splitting import batch_bounds
 from runtime.core.nested import cut_batch, movable_parts, num_rows
-from runtime.data.batches import Position, read_batch
+from runtime.data.batches import Position, in_own_thread, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
 from runtime.data.process_loader import refuse_in_daemon
 from runtime.data.shared_reads import SharedReads
@@ -120,7 +120,7 @@ class StreamSource(BatchSource):
 
     def take(self) -> SampleRange | None:
         """Read the next batch; blocks while another thread reads."""
-        with self._lock:
+        with self._lock, in_own_thread():
             for size, data in self._batches:
                 return self._range(_rows(data) if size is None else size, data)
         return None
@@ -172,7 +172,12 @@ def _rows(data: Any) -> int:
 
 
 def open_source(
-    dataset: Any, batch_size: int | None, num_devices: int, lock: bool | None = None
+    dataset: Any,
+    batch_size: int | None,
+    num_devices: int,
+    lock: bool | None = None,
+    *,
+    call: str,
 ) -> BatchSource:
     """Read a data set in its order, each sample once.
 
@@ -184,13 +189,14 @@ def open_source(
             for a short data set.
         num_devices: Devices among which the batches are divided.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.
+        call: The user's call, for errors.
 
     Raises:
         TypeError, ValueError: The data set cannot be read.
     """
     collate, order = None, None
     if isinstance(dataset, DataLoader):
-        settings = settings_of_loader(dataset)
+        settings = settings_of_loader(dataset, call)
         order = order_of_loader(dataset)
         batch_size = batch_size or settings["batch_size"]
         collate = settings.get("collate_fn")
@@ -201,7 +207,7 @@ def open_source(
         batches = _batched(dataset, batch_size or DEFAULT_BATCH_SIZE, collate)
         reads = SharedReads(dataset, collate, lock=lock, is_serial=True)
         return StreamSource(_in_turn(batches, reads), _length(dataset))
-    adapter = adapt_dataset(dataset, collate_fn=collate, lock=lock)
+    adapter = adapt_dataset(dataset, collate_fn=collate, lock=lock, call=call)
     if batch_size is None:
         shared = -(-adapter.num_samples // num_devices)
         batch_size = min(DEFAULT_BATCH_SIZE, shared)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from coordinator.batch_means import BatchMeans, weighted_means
+from runtime.data.dataset import empty_text
 from runtime.evaluation.batch_source import SampleRange, open_source
 from runtime.evaluation.device_pool import DevicePool
 from runtime.evaluation.output_collector import OutputCollector
@@ -28,7 +29,7 @@ def predict_outputs(
     lock: bool | None = None,
 ) -> Any:
     """The outputs for all samples, in the data's order; see :func:`gpuworker.predict`."""
-    source = open_source(dataset, batch_size, len(devices), lock)
+    source = open_source(dataset, batch_size, len(devices), lock, call="predict(model, ds)")
     collector = OutputCollector(source.num_samples, out)
 
     def receive(samples: SampleRange, data: Any, result: Any, view: EvaluationView) -> None:
@@ -48,9 +49,12 @@ def evaluate_means(
     lock: bool | None = None,
 ) -> dict[str, float]:
     """The means over all samples; see :meth:`gpuworker.TrainedState.evaluate`."""
-    source = open_source(dataset, batch_size, len(devices), lock)
+    call = "evaluate(ds, fn)"
+    source = open_source(dataset, batch_size, len(devices), lock, call=call)
     collector = MeansCollector()
     DevicePool(models, devices, fn, collector).run(source)
+    if not collector.found:
+        raise ValueError(empty_text(call))  # a stream
     return means_in_order(collector.found)
 
 

@@ -22,6 +22,8 @@ from runtime.evaluation.batch_source import order_of_loader
 NUM_AHEAD = 2
 """Batches that a rank's loader holds ready."""
 
+_CALL = "val_dataset(ds)"
+
 
 class ValidationData:
     """Reads batches of the validation set, in the data's order, each sample once.
@@ -59,14 +61,14 @@ class ValidationData:
         order = None
         if isinstance(dataset, DataLoader):
             _refuse_stream(dataset.dataset)
-            settings = settings_of_loader(dataset)
+            settings = settings_of_loader(dataset, _CALL)
             order = order_of_loader(dataset)
             dataset, batch_size = settings["dataset"], settings["batch_size"]
             collate_fn = settings.get("collate_fn")
             loader_workers = settings["loader_workers"]
             self._settings = settings["loader_processes"]
         _refuse_stream(dataset)
-        self._adapter = adapt_dataset(dataset, collate_fn=collate_fn, lock=lock)
+        self._adapter = adapt_dataset(dataset, collate_fn=collate_fn, lock=lock, call=_CALL)
         sampler = range(self._adapter.num_samples) if order is None else order.tolist()
         self._index = EpochIndex(self._adapter.num_samples, batch_size, seed, sampler)
         self.num_batches = count_batches(len(sampler), batch_size, drop_last=False)

@@ -51,7 +51,8 @@ class LoopEvaluation:
     def open(self, dataset: Any) -> BatchSource:
         """Read a data set, in batches of the same size for any number of ranks."""
         size = None if isinstance(dataset, DataLoader) else self._config.batch_size
-        return open_source(dataset, size, 1, self._config.dataset_lock)
+        lock = self._config.dataset_lock
+        return open_source(dataset, size, 1, lock, call="worker.evaluate(ds, fn)")
 
     def run(
         self, source: BatchSource, fn: EvaluationFn, may_continue: Callable[[], bool]

@@ -4,6 +4,8 @@ import functools
 import logging
 import os
 import re
+import signal
+import sqlite3
 import sys
 import threading
 import traceback
@@ -13,7 +15,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 import runtime
 from runtime import (
@@ -21,16 +30,20 @@ from runtime import (
     CollectiveTimeout,
     DataParallelCoordinator,
     Ddp,
+    EvaluationFailed,
     NonFiniteError,
     ReplicaFailed,
     Trainer,
     Weighted,
     WorkerFailed,
     create_collectives,
+    fit,
+    predict,
 )
 from runtime.collective import AbortableBarrier, close_collectives, split
 from runtime.collective.barrier import Rendezvous
 from runtime.core.checks import check_devices
+from runtime.core.errors import text_of
 from runtime.data.process_loader import refuse_import_of_main
 from tests.support import programs
 from tests.support.own_loop import exchanging_gradients
@@ -915,3 +928,151 @@ def test_a_part_without_a_label_leads_to_its_weight(door, way):
     with pytest.raises((WorkerFailed, NonFiniteError), match=WITHOUT_LABELS):
         door(mean_of_labels, way)
     door(weighted_mean_of_labels, way)  # the remedy
+
+
+# -- data sets that cannot be read as they are -------------------------------------------
+
+
+class Database(Dataset):
+    """Rows of a database, by a connection of the main thread, or of each thread."""
+
+    def __init__(self, path, by_thread=False):
+        self.path, self.own = path, threading.local() if by_thread else None
+        self.first = self.connect()
+
+    def connect(self):
+        return sqlite3.connect(self.path)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        connection = self.first
+        if self.own is not None:
+            connection = self.own.connection = getattr(self.own, "connection", self.connect())
+        (value,) = connection.execute("SELECT ?", (int(index),)).fetchone()
+        return torch.full((3,), float(value)), torch.ones(1)
+
+
+class Signals(Database):
+    """Sets a handler, which only a main thread may."""
+
+    def __init__(self, path, by_thread=False):
+        pass
+
+    def __getitem__(self, index):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        return torch.ones(3), torch.ones(1)
+
+
+class RowStream(IterableDataset):
+    def __init__(self, *arguments):
+        self.rows = Database(*arguments)
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return (self.rows[i] for i in range(N))
+
+
+def square(model, batch):
+    return model(batch[0]).square().mean()
+
+
+READERS = {
+    "training": lambda ds: builder(dataset=ds).run().join(WAIT_S),
+    "validation": lambda ds: builder().val_dataset(ds, fn=square).run().join(WAIT_S),
+    "evaluate": lambda ds: builder().run().join(WAIT_S).evaluate(ds, square, ["cpu"] * 2),
+    "predict": lambda ds: predict(linear(), ds, devices=["cpu"] * 2),
+    "worker.evaluate": lambda ds: evaluated_in_loop(ds),
+}
+
+
+def evaluated_in_loop(dataset):
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            worker.step(mse(worker.model, batch))
+            if number == 1:
+                worker.evaluate(dataset, square)
+
+    b = Trainer.loop(linear, lambda model: sgd(model.parameters()), loop).dataset(data())
+    b.global_batch_size(8).devices(["cpu"] * 2).num_epochs(1).progress(False).run().join(WAIT_S)
+
+
+READ_IN_A_THREAD = (
+    r"the data set is read in the thread '(prefetch|evaluation|gpu-worker)-\d', not in the main "
+    r"one: let __getitem__ .* is a threading.local\(\); or let loader_workers\(n\) read it"
+)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # connections that are not closed
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    [
+        (reader, kind)
+        for reader in READERS
+        for kind in (Database, Signals, RowStream)
+        if (reader, kind) != ("validation", RowStream)  # refused as a stream
+    ],
+)
+def test_a_data_set_of_the_main_thread_leads_to_the_remedy(reader, kind, tmp_path):
+    read = READERS[reader]
+    with pytest.raises((WorkerFailed, EvaluationFailed, sqlite3.Error)) as caught:
+        read(kind(tmp_path / "rows.sqlite"))
+    assert re.search(READ_IN_A_THREAD, text_of(caught.value))
+    if kind is not Signals:
+        read(kind(tmp_path / "rows.sqlite", True))  # the remedy
+
+
+class NoRows(Database):
+    def __init__(self):
+        pass
+
+    def __len__(self):
+        return 0
+
+
+class NoItems(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+EMPTY = {
+    "tensors": lambda: data(0),
+    "a list": list,
+    "a data set": NoRows,
+    "a loader": lambda: DataLoader(NoRows(), batch_size=4),
+    "a loader with processes": lambda: DataLoader(NoRows(), batch_size=4, num_workers=1),
+    "a loader of chosen samples": lambda: DataLoader(
+        TensorDataset(*data()), batch_size=4, sampler=SubsetRandomSampler([])
+    ),
+    "a stream": NoItems,
+}
+CALLS = {
+    "training": r"dataset\(ds\): the data set is empty: give it at least one sample$",
+    "validation": r"val_dataset\(ds\): the data set is empty: .*, or leave the call out$",
+    "evaluate": r"^evaluate\(ds, fn\): the data set is empty: .*, or leave the call out$",
+    "predict": r"predict\(model, ds\): the data set is empty: .*, or leave the call out$",
+    "worker.evaluate": r"worker.evaluate\(ds, fn\): the data set is empty: .*, or leave the call",
+}
+
+
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    [
+        (reader, kind)
+        for reader in READERS
+        for kind in EMPTY
+        if kind != "a stream" or reader in ("training", "evaluate")  # others refuse, or give no row
+    ],
+)
+def test_an_empty_data_set_is_named_by_its_call(reader, kind):
+    with pytest.raises((ValueError, WorkerFailed), match=CALLS[reader]):
+        READERS[reader](EMPTY[kind]())
+
+
+def test_an_empty_validation_set_of_fit_is_named():
+    x, y = data()
+    with pytest.raises(ValueError, match=CALLS["validation"]):
+        fit(linear(), (x, y), optimizer=sgd, loss=nn.MSELoss(), val_dataset=[], batch_size=8)

@@ -148,7 +148,7 @@ def test_set_epoch_is_called_on_samplers_that_have_it():
         (BatchSampler(SequentialSampler(range(N)), 4, False), TypeError, "use batch_size"),
         ((i for i in range(N)), TypeError, "with a length"),
         (7, TypeError, "pass a torch.utils.data.Sampler"),
-        ([], ValueError, "it is empty"),
+        ([], ValueError, r"sampler\(s\): it has no index"),
         (type("Sized", (), {"__len__": lambda self: N})(), TypeError, "it has no __iter__"),
     ],
 )

@@ -503,3 +503,35 @@ def test_reads_of_a_loader_process_are_free():
 def test_predict_refuses_a_lock_that_is_no_flag(value):
     with pytest.raises(TypeError, match=rf"dataset_lock\({value!r}\): pass True or False"):
         predict(torch.nn.Identity(), X, dataset_lock=value)
+
+
+def test_a_turn_is_logged_once_for_a_data_set_however_often_it_is_evaluated(caplog, tmp_path):
+    class OneFile(Dataset):
+        def __init__(self, path):
+            path.write_bytes(bytes(N))
+            self.file = open(path, "rb")  # noqa: SIM115
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            self.file.seek(index)
+            return float(self.file.read(1)[0])
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(count_up(worker.model, batch))
+            worker.evaluate(dataset, lambda model, batch: {"mean": batch.mean()})
+
+    caplog.set_level(logging.INFO)
+    dataset, other = OneFile(tmp_path / "one"), OneFile(tmp_path / "other")
+    b = Trainer.loop(counter, lambda model: torch.optim.SGD(model.parameters(), 1.0), loop)
+    state = b.dataset((X,)).batch_size(SIZE).num_epochs(1).devices(["cpu"] * 2).run().join(WAIT_S)
+    for _ in range(2):
+        state.evaluate(dataset, lambda model, batch: {"mean": batch.mean()}, ["cpu"] * 2)
+        predict(counter("cpu"), dataset, lambda model, batch: batch, ["cpu"] * 2)
+    assert caplog.text.count("one thread at a time reads it") == 1
+    predict(counter("cpu"), other, lambda model, batch: batch, ["cpu"] * 2)
+    assert caplog.text.count("one thread at a time reads it") == 2
+    dataset.file.close()
+    other.file.close()
