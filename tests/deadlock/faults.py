@@ -193,7 +193,8 @@ class Faults:
     def builder(self, **settings: Any) -> Any:
         """``builder()`` of the unit tests with this injector in every place."""
         b = builder(train=self, model=self.model, optim=self.optim, **settings)
-        return b.epoch_fn(self.begin_epoch)
+        # Else a stalled read is one of the first, for which all ranks wait.
+        return b.dataset_lock(False).epoch_fn(self.begin_epoch)
 
     def _reached(self, *key: Any) -> None:
         for fault in self._faults.get(key, ()):
