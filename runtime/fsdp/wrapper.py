@@ -16,7 +16,7 @@ from runtime.collective import Collective, split
 from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
-from runtime.core.process_state import CompileLimits, import_dynamo
+from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.rng import adopt_generator, seed_of
 from runtime.fsdp.call_agreement import agreement_of
 from runtime.fsdp.full_state import ParameterStore, gather_state, load_state, sync_buffers
@@ -215,7 +215,8 @@ class FSDP(nn.Module):
         keeps_full = torch.is_grad_enabled() and parameters.is_trainable
         states = parameters.full_states()
         try:
-            output = self.module(*args, **kwargs)
+            with ProcessState.held():
+                output = self.module(*args, **kwargs)
             parameters.check_unchanged(states)
         except BaseException as error:
             if not was_unsharded:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import pytest
@@ -22,7 +22,14 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import cached
 from torch.utils import checkpoint
 
-from runtime import DataParallelCoordinator, Trainer, current_worker, predict
+from runtime import (
+    FSDP,
+    DataParallelCoordinator,
+    Trainer,
+    create_collectives,
+    current_worker,
+    predict,
+)
 from runtime.core import process_state
 from runtime.core.process_state import ProcessState, import_dynamo
 from runtime.core.threads import prepare_threads
@@ -591,9 +598,21 @@ def through_evaluation(net, overlap, x):
     state.evaluate((x,), fn, batch_size=2, devices=["cpu"] * 2)
 
 
+def through_fsdp(net, overlap, x):
+    ends = create_collectives(2)
+
+    def forward(rank):
+        threading.current_thread().name = f"rank-{rank}"
+        with closing(ends[rank]):
+            FSDP(Overlapping(overlap), ends[rank])(x)
+
+    at_once(forward, range(2))
+
+
 OWN_LOOPS = [through_setup, through_accumulate, through_coordinator]
 DOORS = [
-    *((door, False) for door in (loop_of_worker, *OWN_LOOPS, through_predict, through_evaluation)),
+    *((door, False) for door in (loop_of_worker, *OWN_LOOPS, through_fsdp)),
+    *((door, False) for door in (through_predict, through_evaluation)),
     *((door, True) for door in OWN_LOOPS),
 ]
 
