@@ -89,6 +89,52 @@ def permutation(num_samples: int, epoch: int, seed: int) -> npt.NDArray[np.int64
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
+LONG = 1 << 24
+"""Length from which on a data set is shuffled by :func:`permuted`, without memory for the whole."""
+
+_NUM_ROUNDS = 4
+
+
+def permuted(
+    positions: npt.NDArray[np.int64], num_samples: int, epoch: int, seed: int
+) -> npt.NDArray[np.int64]:
+    """Elements of a random permutation, each computed from its position alone.
+
+    A Feistel network over the next power of two (Luby and Rackoff, 1988), repeated for results
+    that are no sample (Black and Rogaway, 2002).
+
+    Args:
+        positions: The positions.
+        num_samples: Length of the permutation.
+        epoch: Epoch, counted from 0.
+        seed: Seed of the run, not negative.
+    """
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_NUM_ROUNDS, np.uint64)
+    bits = (num_samples - 1).bit_length()
+    low = np.uint64(bits // 2)
+    masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
+
+    def once(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> low, values & masks[1]
+        for key, other in zip(keys[::2], keys[1::2], strict=True):
+            left ^= _mixed(right, key) & masks[0]
+            right ^= _mixed(left, other) & masks[1]
+        return (left << low) | right
+
+    found = once(positions.astype(np.uint64))
+    while (outside := found >= num_samples).any():
+        found[outside] = once(found[outside])
+    return found.astype(np.int64)
+
+
+def _mixed(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """A hash of 64 bits (SplitMix64)."""
+    mixed = values + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
 def count_batches(num_samples: int, batch_size: int, *, drop_last: bool) -> int:
     """Number of batches in an epoch; at most one of them is short."""
     whole, rest = divmod(num_samples, batch_size)

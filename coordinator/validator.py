@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 
 from coordinator import messages as m
 from coordinator.batch_means import BatchMeans, weighted_means
 from coordinator.config import CoordinatorConfig
-from coordinator.splitting import compress, split_by_ratio
+from coordinator.splitting import BatchSet, compress, split_by_ratio
 
 
 class Validator:
@@ -46,29 +46,24 @@ class Validator:
             speeds: Training speed of each live rank, in any unit; 0: not measured.
         """
         self._num_begun += 1
-        whole = range(self._config.val_batches)
         validation = Validation(id=self._num_begun, epoch=epoch, at=at)
-        validation.tasks = self._divide(whole, speeds)
+        validation.tasks = self._divide(BatchSet([range(self._config.val_batches)]), speeds)
         if at is None:
             self.of_epoch[epoch] = validation
         else:
             self.within = validation
         return validation
 
-    def _divide(self, batches: Iterable[int], speeds: Mapping[int, float]) -> Tasks:
-        """Consecutive batches for each rank, in proportion to the ranks' speeds."""
-        left, ranks = list(batches), list(speeds)
+    def _divide(self, batches: BatchSet, speeds: Mapping[int, float]) -> Tasks:
+        """Take consecutive batches for each rank, in proportion to the ranks' speeds."""
+        ranks = list(speeds)
         weights = [self._rates.get(rank, 0.0) for rank in ranks]
         if not all(weights):
             weights = list(speeds.values())
         if not all(weights):
             weights = [1.0] * len(ranks)
-        tasks, start = {}, 0
-        for rank, count in zip(ranks, split_by_ratio(len(left), weights), strict=True):
-            if count:
-                tasks[rank] = left[start : start + count]
-            start += count
-        return tasks
+        counts = split_by_ratio(len(batches), weights)
+        return {r: batches.take(count) for r, count in zip(ranks, counts, strict=True) if count}
 
     def reassign(self, validation: Validation, speeds: Mapping[int, float]) -> Tasks:
         """Divide the batches of ranks that have died among the live ones, whose weights are still
@@ -78,11 +73,10 @@ class Validator:
             The new tasks.
         """
         live = {rank: task for rank, task in validation.tasks.items() if rank in speeds}
-        assigned = {batch for task in live.values() for batch in task}
-        done = assigned | validation.results.keys()
-        missing = [b for b in range(self._config.val_batches) if b not in done]
+        missing = BatchSet([range(self._config.val_batches)])
+        missing.remove(chain(*live.values(), compress(sorted(validation.results))))
         new = self._divide(missing, speeds)
-        validation.tasks = {r: [*live.get(r, ()), *new.get(r, ())] for r in live.keys() | new}
+        validation.tasks = {r: (*live.get(r, ()), *new.get(r, ())) for r in live.keys() | new}
         return new
 
     def on_report(self, event: m.ValidationReport) -> Validation | None:
@@ -93,8 +87,9 @@ class Validator:
             return None  # its average was rolled back
         found = {position: tuple(g) for position, g in groupby(event.results, _position)}
         validation.results |= found
-        left = [batch for batch in task if batch not in validation.results]
-        validation.tasks[event.rank] = left
+        left = BatchSet(task)
+        left.remove(compress(sorted(found)))
+        validation.tasks[event.rank] = left.spans
         seconds, num = validation.spent.get(event.rank, (0.0, 0))
         spent = (seconds + event.seconds, num + len(found))
         validation.spent[event.rank] = spent
@@ -124,7 +119,7 @@ class Validator:
 
 
 _position = attrgetter("position")
-Tasks = dict[int, list[int]]
+Tasks = dict[int, tuple[range, ...]]
 """Batches of each rank."""
 
 
@@ -153,9 +148,9 @@ class Validation:
         batches = self.tasks.get(rank)
         return None if batches is None else self.message(batches)
 
-    def message(self, batches: Iterable[int]) -> m.ValidationTask:
+    def message(self, batches: tuple[range, ...]) -> m.ValidationTask:
         """A task with these batches."""
-        return m.ValidationTask(id=self.id, epoch=self.epoch, batches=tuple(compress(batches)))
+        return m.ValidationTask(id=self.id, epoch=self.epoch, batches=batches)
 
     def waits_for(self, live: Iterable[int]) -> bool:
         """True if a live rank has not reported its batches."""

@@ -27,6 +27,7 @@ from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
 from coordinator.run_state import Statistics
 from coordinator.service import Service
+from coordinator.splitting import LONG
 from runtime.callbacks import EarlyStopping, MetricReader
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
@@ -267,6 +268,7 @@ class Run:
     def _compatible(self) -> dict[str, Any]:
         """Settings that a resumed run must share with the checkpoint, by their names in it."""
         c = self.config.coordinator
+        is_shuffled = self.config.sampler is None and self._stream is None
         return {
             "global_batch_size": c.global_batch_size,
             "batch_size": c.batch_size,
@@ -277,6 +279,7 @@ class Run:
             "sync": c.policy is ApplyPolicy.SYNC,
             "sampler": self.config.sampler is not None,
             "stream": self._stream is not None,
+            "shuffle": "by function" if is_shuffled and c.num_samples >= LONG else "as a whole",
         }
 
     @property

@@ -46,6 +46,7 @@ _SETTING_NAMES = {
     "accumulate": "accumulate",
     "sampler": "a sampler:",
     "stream": "a stream:",
+    "shuffle": "a shuffle",
 }
 
 _COMPATIBLE = record(
@@ -60,6 +61,7 @@ _COMPATIBLE = record(
     may={
         "sampler": of_type(bool),
         "stream": of_type(bool),
+        "shuffle": of_type(str),
         "global_batch_size": optional(integer(1)),
     },
 )
@@ -146,6 +148,7 @@ class ResumePoint:
         saved = {
             "sampler": False,
             "stream": False,
+            "shuffle": "as a whole",
             "global_batch_size": None,
             **self._data.compatible,
         }

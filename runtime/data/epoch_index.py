@@ -17,8 +17,9 @@ from torch.utils.data import (
     DistributedSampler,
 )
 
-from coordinator.splitting import batch_bounds, permutation
+from coordinator.splitting import LONG, batch_bounds, permutation
 from runtime.core.rng import seeded_globals, thread_generator
+from runtime.data.epoch_order import Drawn, EpochOrder, Shuffled, computed_order
 
 _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 
@@ -26,7 +27,8 @@ _KEPT_EPOCHS = 3  # ranks are at most two epochs apart
 class EpochIndex:
     """Sample indices of every batch of every epoch; shared by all workers, thread-safe.
 
-    Caches the permutations of the last few epochs used (8 bytes a sample each).
+    Caches the orders of the last few epochs used: 8 bytes a sample each, unless the order is an
+    :class:`EpochOrder`.
 
     Args:
         num_samples: Length of the data set.
@@ -69,7 +71,7 @@ class EpochIndex:
         Blocks while the epoch's permutation is computed, by this thread or another.
 
         Returns:
-            An int64 CPU tensor, a read-only view of the permutation.
+            An int64 CPU tensor, not to be modified.
 
         Raises:
             IndexError: The epoch has no such batch.
@@ -88,8 +90,8 @@ class EpochIndex:
             raise IndexError(f"no batch {batch} in an epoch of {self.num_samples} samples")
         return start, stop
 
-    def order(self, epoch: int) -> Tensor:
-        """The permutation of an epoch, read-only; blocks as :meth:`indices`."""
+    def order(self, epoch: int) -> Tensor | EpochOrder:
+        """The order of an epoch, to be read by slices; blocks as :meth:`indices`."""
         with self._lock:
             order = self._orders.get(epoch)
             if order is None:
@@ -103,7 +105,7 @@ class EpochIndex:
                 order.permutation = self._compute(epoch)
             return order.permutation
 
-    def _compute(self, epoch: int) -> Tensor:
+    def _compute(self, epoch: int) -> Tensor | EpochOrder:
         with self._drawing:
             if self._current_length is not None:
                 self._data_length = self._current_length()
@@ -111,13 +113,17 @@ class EpochIndex:
             if self._sampled is not None:
                 return self._sampled.draw(epoch, length)
         require_length("data set", epoch, length, self.num_samples)
+        if self.num_samples >= LONG:
+            return Shuffled(self.num_samples, epoch, self.seed)
         return torch.from_numpy(permutation(self.num_samples, epoch, self.seed))
 
     def sampled_orders(self, since: int) -> dict[int, Tensor]:
-        """Orders drawn from the sampler for an epoch and later ones; empty without a sampler."""
+        """Orders drawn from the sampler for an epoch and later ones; empty without a sampler. Those
+        that are computed as they are read are left out.
+        """
         with self._lock:
             orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
-        return {e: p for e, p in orders.items() if p is not None and self._sampled is not None}
+        return {e: p for e, p in orders.items() if isinstance(p, Tensor) and self._sampled}
 
     def generator_state(self, since: int) -> dict[str, Any] | None:
         """Epoch number and state of a sampler's own generator before that epoch, for a checkpoint
@@ -151,7 +157,7 @@ class _EpochOrder:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.permutation: Tensor | None = None
+        self.permutation: Tensor | EpochOrder | None = None
 
 
 class SampledOrder:
@@ -177,16 +183,21 @@ class SampledOrder:
         self._generator = own if isinstance(own, torch.Generator) else None
         # Such a sampler may have state of another kind, such as a generator of NumPy.
         self._continues = not (
-            callable(getattr(sampler, "set_epoch", None))
+            isinstance(sampler, range | Tensor | EpochOrder)
+            or callable(getattr(sampler, "set_epoch", None))
             or type(sampler).__module__.startswith("torch.utils.data.")
         )
         self._next = 0
+        self._lock = threading.Lock()
+        self._open: Drawn | None = None  # of the last epoch, which advances the generator
         # The generator's state before each of the last epochs.
         self._states: dict[int, Tensor] = {}
         self._keep_state()
 
-    def draw(self, epoch: int, num_samples: int) -> Tensor:
+    def draw(self, epoch: int, num_samples: int) -> Tensor | EpochOrder:
         """Iterate the sampler once: the epoch's samples, int64, of shape ``(len(self),)``.
+
+        See :func:`computed_order` for samplers that are not iterated.
 
         Args:
             epoch: Epoch, counted from 0.
@@ -205,18 +216,37 @@ class SampledOrder:
         if epoch < self._next:
             if epoch not in self._states:
                 raise ValueError(f"the sampler's generator is past epoch {epoch}")
+            if self._open is not None:  # it continues with the sampler's generator
+                again = torch.Generator()
+                again.set_state(self._states[epoch])
+                return self._draw(epoch, num_samples, again)
             self._generator.set_state(self._states[epoch])
             self._next = epoch
         while True:
+            with self._lock:
+                self._finish()
             drawn = self._next
             order = self._draw(drawn, num_samples)
-            self._next = drawn + 1
-            self._keep_state()
+            with self._lock:
+                self._next = drawn + 1
+                self._open = order if isinstance(order, Drawn) else None
+                if self._open is None:
+                    self._keep_state()
             if drawn == epoch:
                 return order
 
+    def _finish(self) -> None:
+        """Advance the generator to the end of the last epoch that was begun."""
+        if self._open is not None:
+            self._open.finish()
+            self._open = None
+            self._keep_state()
+
     def state(self, since: int) -> dict[str, Any] | None:
         """See :meth:`EpochIndex.generator_state`; from any thread."""
+        with self._lock:
+            if since >= self._next:
+                self._finish()
         states = self._states.copy()
         later = [epoch for epoch in states if epoch >= since]
         if not later:
@@ -236,13 +266,20 @@ class SampledOrder:
             kept = {e: s for e, s in self._states.items() if e > self._next - 2 * _KEPT_EPOCHS}
             self._states = {**kept, self._next: self._generator.get_state()}
 
-    def _draw(self, epoch: int, num_samples: int) -> Tensor:
+    def _draw(
+        self, epoch: int, num_samples: int, generator: torch.Generator | None = None
+    ) -> Tensor | EpochOrder:
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(epoch)
         require_length("sampler", epoch, len(self._sampler), self._length)
         seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
         with self._seeded(seed):
-            order = torch.tensor([_position(key) for key in self._sampler], dtype=torch.int64)
+            computed = computed_order(self._sampler, num_samples, generator)
+            if computed is not None:
+                return computed
+            order = self._sampler
+            if not isinstance(order, Tensor):
+                order = torch.from_numpy(np.fromiter(map(_position, order), np.int64))
         if len(order) != self._length:
             raise ValueError(
                 f"the sampler yielded {len(order)} samples in epoch {epoch}, and its length is "

@@ -27,6 +27,7 @@ from runtime.data.batches import (
 from runtime.data.budget import host_prefetch_depth
 from runtime.data.dataset import DatasetAdapter
 from runtime.data.epoch_index import EpochIndex
+from runtime.data.epoch_order import EpochOrder
 from runtime.data.slots import DeviceSlot
 from runtime.device.base import Device, available_host_bytes
 
@@ -126,7 +127,8 @@ class Loader(ABC):
 
     def _drop_order(self) -> None:
         """Drop the cached permutation, which takes 8 bytes a sample."""
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self._epoch = -1
+        self._order: torch.Tensor | EpochOrder = torch.empty(0, dtype=torch.int64)
 
     def _indices(self, position: Position) -> tuple[torch.Tensor, int]:
         """Sample indices of a batch, and their number; caches the epoch's order."""

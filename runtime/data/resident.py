@@ -92,7 +92,7 @@ class ResidentReader:
     def _order(self, epoch: int) -> Tensor:
         order = self._orders.get(epoch)
         if order is None:
-            pinned = self._context.pin(self._index.order(epoch))
+            pinned = self._context.pin(self._index.order(epoch)[:])
             self._data.require_current(epoch, self._context)
             order = self._orders[epoch] = self._context.to_device(pinned)
             if len(self._orders) > _KEPT_ORDERS:

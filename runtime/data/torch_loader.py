@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -18,6 +16,7 @@ from torch.utils.data import (
 
 from runtime.data.dataset import TRAINING, Samples, empty_text
 from runtime.data.epoch_index import check_sampler
+from runtime.data.epoch_order import SeedingSampler
 from runtime.data.process_loader import LoaderProcesses
 
 APPLIED, IMPLIED, REFUSED = "applied", "implied", "refused"
@@ -81,34 +80,10 @@ def settings_of_loader(loader: DataLoader[Any], call: str = TRAINING) -> dict[st
     if not whole or sampler.generator is not None:
         draws_seeds = getattr(sampler, "generator", None) is loader.generator is not None
         settings["sampler"] = check_sampler(
-            _SeedingSampler(sampler, loader.generator) if draws_seeds else sampler,
+            SeedingSampler(sampler, loader.generator) if draws_seeds else sampler,
             empty_text(call),
         )
     return settings
-
-
-class _SeedingSampler:
-    """The sampler of a ``DataLoader`` that shares its generator.
-
-    In each epoch a ``DataLoader`` draws the seed of its processes first: the order of the samples
-    is then that of the same loader in a plain loop.
-    """
-
-    def __init__(self, sampler: Any, generator: torch.Generator) -> None:
-        self._sampler = sampler
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return iter(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)  # set_epoch
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -24,6 +25,7 @@ from coordinator.splitting import batch_bounds
 from runtime.core.nested import cut_batch, movable_parts, num_rows
 from runtime.data.batches import Position, in_own_thread, read_batch
 from runtime.data.dataset import DatasetAdapter, adapt_dataset
+from runtime.data.epoch_order import EpochOrder, computed_order
 from runtime.data.process_loader import refuse_in_daemon
 from runtime.data.shared_reads import SharedReads
 from runtime.data.stream import is_stream
@@ -74,7 +76,10 @@ class IndexedSource(BatchSource):
     """
 
     def __init__(
-        self, adapter: DatasetAdapter, batch_size: int, order: Tensor | None = None
+        self,
+        adapter: DatasetAdapter,
+        batch_size: int,
+        order: Tensor | EpochOrder | None = None,
     ) -> None:
         self.num_samples: int = adapter.num_samples if order is None else len(order)
         self._adapter = adapter
@@ -94,9 +99,7 @@ class IndexedSource(BatchSource):
         return SampleRange(batch, start, stop, self._load)
 
     def _load(self, start: int, stop: int) -> Any:
-        indices = torch.arange(start, stop)
-        if self._order is not None:
-            indices = self._order[indices]
+        indices = torch.arange(start, stop) if self._order is None else self._order[start:stop]
         if self._adapter.in_memory:
             return self._adapter.load(indices)
         return read_batch(self._adapter, indices, seed=0, rank=0, position=Position(0, start))
@@ -214,7 +217,7 @@ def open_source(
     return IndexedSource(adapter, batch_size, order)
 
 
-def order_of_loader(loader: DataLoader[Any]) -> Tensor | None:
+def order_of_loader(loader: DataLoader[Any]) -> Tensor | EpochOrder | None:
     """The indices of a loader's sampler; ``None``: the data's order."""
     sampler: Any = loader.sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
@@ -222,11 +225,17 @@ def order_of_loader(loader: DataLoader[Any]) -> Tensor | None:
     shuffles = type(sampler) is RandomSampler and not sampler.replacement
     if shuffles and sampler.num_samples == len(sampler.data_source):
         return None
-    return torch.tensor([int(index) for index in sampler], dtype=torch.int64)
+    computed = computed_order(sampler, _length(loader.dataset) or 0)
+    if computed is not None:
+        return computed
+    return torch.from_numpy(np.fromiter(map(int, sampler), np.int64))
 
 
 def _loaded_by_processes(
-    loader: DataLoader[Any], batch_size: int, order: Tensor | None, lock: bool | None
+    loader: DataLoader[Any],
+    batch_size: int,
+    order: Tensor | EpochOrder | None,
+    lock: bool | None,
 ) -> StreamSource:
     """The batches of a loader with processes, or over a stream, in order and without the last one
     dropped.
@@ -244,7 +253,7 @@ def _loaded_by_processes(
     again: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_size=batch_size,
-        sampler=None if order is None else order.tolist(),
+        sampler=order.tolist() if isinstance(order, Tensor) else order,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         generator=torch.Generator(),

@@ -69,7 +69,7 @@ class ValidationData:
             self._settings = settings["loader_processes"]
         _refuse_stream(dataset)
         self._adapter = adapt_dataset(dataset, collate_fn=collate_fn, lock=lock, call=_CALL)
-        sampler = range(self._adapter.num_samples) if order is None else order.tolist()
+        sampler = range(self._adapter.num_samples) if order is None else order
         self._index = EpochIndex(self._adapter.num_samples, batch_size, seed, sampler)
         self.num_batches = count_batches(len(sampler), batch_size, drop_last=False)
         self.is_cancelled = threading.Event()

@@ -254,8 +254,8 @@ def equal_speeds(monkeypatch):
 
 
 def divide_equally(self, batches, speeds):
-    numbers = list(batches)
-    return {rank: numbers[i :: len(speeds)] for i, rank in enumerate(speeds) if numbers[i:]}
+    share = -(-len(batches) // len(speeds))
+    return {rank: part for rank in speeds if (part := batches.take(share))}
 
 
 @ways_and_ranks

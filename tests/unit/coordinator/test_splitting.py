@@ -17,6 +17,7 @@ from coordinator.splitting import (
     cut,
     first_steps,
     permutation,
+    permuted,
     split_by_ratio,
     split_over_ranks,
     union,
@@ -50,7 +51,32 @@ def test_permutations_of_other_epochs_and_seeds_differ():
     assert len(set(orders)) == 100
 
 
-def test_the_permutation_is_the_same_in_every_release():
+@given(st.integers(1, 300), epochs, seeds, st.integers(0, 300))
+def test_a_permutation_by_function_visits_every_sample_once(num_samples, epoch, seed, start):
+    order = permuted(np.arange(num_samples), num_samples, epoch, seed)
+    assert sorted(order) == list(range(num_samples))
+    rest = np.arange(num_samples)[start:]
+    assert np.array_equal(order[start:], permuted(rest, num_samples, epoch, seed))
+
+
+def test_permutations_by_function_of_other_epochs_and_seeds_differ():
+    at = np.arange(100)
+    orders = [tuple(permuted(at, 100, epoch, seed)) for epoch in range(10) for seed in range(10)]
+    assert len(set(orders)) == 100
+
+
+@pytest.mark.parametrize("num_samples", [2**24, 2**24 + 1, 20_000_000, 10**12])
+def test_a_permutation_by_function_spreads_neighbours_over_the_data_set(num_samples):
+    order = permuted(np.arange(2**16), num_samples, 0, 0) / num_samples
+    counts, _ = np.histogram(order, 64, (0, 1))
+    assert ((counts - 2**10) ** 2 / 2**10).sum() < 120  # 63 expected, 120 in one of 10^5
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert len(set(order)) == 2**16
+
+
+def test_the_permutations_are_the_same_in_every_release():
+    found = permuted(np.arange(4), 10**9, 3, 7).tolist()
+    assert found == [997312462, 254156828, 42193066, 525825864]
     assert permutation(8, 3, 7).tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
 
 
