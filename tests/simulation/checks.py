@@ -458,6 +458,7 @@ class Checks:
         if effects != self._trained.keys() and not self._sim.dead:
             raise Violation(f"trained, not in the result: {sorted(self._trained.keys() - effects)}")
         self._all_was_done(effects, outcome.stopped)
+        self.saves.at_end()
 
     def _must_have_failed(self, failure: m.WorkerFailure) -> None:
         """Check that a run fails exactly if a death must end it."""

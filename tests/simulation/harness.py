@@ -281,6 +281,8 @@ class Simulation:
 
     def _handle(self, event: m.Event) -> None:
         self.trace.append((self.now, "coordinator <-", event))
+        if isinstance(event, m.SaveRequested):
+            self.checks.saves.on_request(event.ticket)
         commands = self.machine.handle(event, self.now)
         for command in commands:
             self.trace.append((self.now, "coordinator ->", command))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.config import ApplyPolicy
 from coordinator.messages import SaveCheckpoint
+from coordinator.run_state import Phase
 from tests.simulation.effects import Batch, Traced, Violation
 from tests.simulation.replicas import expect_payload
 
@@ -73,6 +74,7 @@ class SaveChecks:
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
+        self._requested: set[int] = set()
         self._answered: list[int] = []
 
     def on_save(self, command: SaveCheckpoint) -> None:
@@ -108,6 +110,12 @@ class SaveChecks:
             raise Violation(f"calls of save() are answered twice: {again}")
         self._answered += command.tickets
 
-    def answered(self) -> list[int]:
-        """Completed calls of ``save()``."""
-        return self._answered
+    def on_request(self, ticket: int) -> None:
+        """Record a call of ``save()`` that the coordinator handles before it ends the run."""
+        if self._sim.machine.phase in (Phase.STARTING, Phase.RUNNING, Phase.STOPPING):
+            self._requested.add(ticket)
+
+    def at_end(self) -> None:
+        """Check that all calls are answered."""
+        if missing := self._requested - {*self._answered}:
+            raise Violation(f"calls of save() are not answered: {sorted(missing)}")

@@ -13,6 +13,7 @@ from coordinator.config import ApplyPolicy
 from coordinator.coordinator_checkpoint import RankCut, capture_run
 from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
+from coordinator.run_state import Phase, RunState
 from coordinator.saving import RunCheckpointer
 from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import STUCK, assert_is_found, drawn
@@ -108,6 +109,34 @@ def test_a_last_checkpoint_without_the_last_batches_is_found(monkeypatch):
         BatchLedger, "settle", lambda self, rank: 0 if ending else settle(self, rank)
     )
     assert_is_found("trained, not recorded: [(", first=48)
+
+
+def test_a_last_checkpoint_with_sums_of_a_rank_that_is_not_in_it_is_found(monkeypatch):
+    freeze_final, reopen, ending = RunCheckpointer.freeze_final, BatchLedger.reopen_rank, []
+
+    def marking(self, finals):
+        ending.append(True)
+        freeze_final(self, finals)
+        ending.clear()
+
+    def reopened(self, rank, shares, **how):
+        if not ending:
+            reopen(self, rank, shares, **how)
+
+    monkeypatch.setattr(RunCheckpointer, "freeze_final", marking)
+    monkeypatch.setattr(BatchLedger, "reopen_rank", reopened)
+    assert_is_found("samples of an epoch are in the checkpoint", first=589)
+
+
+def test_a_failure_that_rolls_no_round_back_is_found(monkeypatch):
+    send = RunState.send
+
+    def without(self, rank, message):
+        if not (isinstance(message, m.Rollback) and self.phase is Phase.FAILING):
+            send(self, rank, message)
+
+    monkeypatch.setattr(RunState, "send", without)
+    assert_is_found("trained, not recorded: [(", first=1520)
 
 
 def test_consumed_batches_assigned_again_are_found(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from coordinator import messages as m
 from runtime import CheckpointError, Trainer, WorkerFailed
 from runtime.checkpoint.store import entries, load_newest
 from runtime.checkpoint_service import CheckpointService
@@ -21,6 +22,7 @@ from tests.support.running import (
     THREAD,
     WAIT_S,
     Counter,
+    Gate,
     Trace,
     builder,
     count_up,
@@ -333,3 +335,20 @@ def test_unsupported_state_fails_a_save_and_does_not_stop_training(way, tmp_path
     assert metrics is not None
     assert "odd" in str(state.checkpoint_errors[0])
     assert "no checkpoint could be taken" in caplog.text
+
+
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=lambda way: way[0].name)
+def test_a_save_that_is_called_during_another_is_answered_by_the_next_checkpoint(way):
+    """Rank 1 is in a step when both are requested, so that the first waits for it."""
+    gate = Gate(rank=1)
+    handle = builder(train=gate, dataset=40, epochs=10_000, way=way).run()
+    gate.await_entry()
+    saves, inbox = handle._run._saves, handle._run._inbox
+    tickets = [saves.ticket() for _ in range(2)]
+    for number, _ in tickets:
+        inbox.put(m.SaveRequested(ticket=number))
+    gate.opened.set()
+    first, second = (ticket.wait(WAIT_S) for _, ticket in tickets)
+    handle.stop()
+    handle.join(WAIT_S)
+    assert first.global_step <= second.global_step

@@ -528,6 +528,16 @@ def test_a_failure_in_the_first_step_saves_nothing(tmp_path):
     assert not any("state" in note for note in getattr(caught.value, "__notes__", ()))
 
 
+@pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=lambda way: way[0].name)
+def test_a_resumed_run_that_fails_in_its_first_step_adds_no_checkpoint(tmp_path, way):
+    run_of(Steps(), way, epochs=1).checkpoint_dir(tmp_path).run().join(WAIT_S)
+    before = names(tmp_path)
+    b = run_of(lambda model, batch: fail(), way).checkpoint_dir(tmp_path).resume(tmp_path)
+    with pytest.raises(WorkerFailed):
+        b.run().join(WAIT_S)
+    assert names(tmp_path) == before
+
+
 def test_replicas_that_differ_are_not_saved(tmp_path):
     def epoch_fn(epoch, worker):
         if epoch == worker.rank == 1:
