@@ -206,6 +206,7 @@ def test_files_refused_by_the_package_are_refused_without_it(changes, more_bytes
 
 
 @given(st.binary(max_size=64))
+@example(b"\2" + bytes(7) + b"{}")
 def test_bytes_that_are_no_file_raise_no_other_error(content):
     try:
         decode(content)

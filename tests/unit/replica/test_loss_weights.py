@@ -435,6 +435,7 @@ def test_weighted_steps_of_a_graph_equal_eager_steps(optim, accumulate, posing):
 
 def test_weighted_steps_of_graphs_on_several_ranks_equal_eager_steps(posing):
     assert_graphs_change_nothing(lambda: a_run(loss=of_tokens, way=(SYNC, THREAD), ranks=2))
+    assert len(posing.num_replays) >= 2
     assert all(n >= 8 for n in posing.num_replays)
 
 
@@ -449,7 +450,7 @@ def test_a_first_weight_during_a_capture_splits_the_graph_for_its_read(posing):
 
     state = train(a_run(loss=fit, optim=sgd).cuda_graphs(True))
     assert state.metrics[-1].num_samples == 66
-    assert len(posing.num_replays) == 2
+    assert len(posing.num_replays) >= 2
     assert posing.num_replays[1] > 10
 
 

@@ -493,6 +493,7 @@ def test_an_autocast_of_the_body_evaluates_the_weights_of_after_the_step(ranks):
             found.append((means["mean"], sum(parts) / 9))
 
     builder(loop, model=small_net, ranks=ranks).run().join(WAIT_S)
+    assert found
     assert all(mean == pytest.approx(expected, rel=1e-6) for mean, expected in found)
 
 
