@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -42,9 +44,17 @@ def references(function: FunctionType) -> Iterator[tuple[str, Any]]:
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False)
     yield from (function.__kwdefaults__ or {}).items()
-    for name in code.co_names:
+    for name in globals_of(code):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+@lru_cache(1024)
+def globals_of(code: CodeType) -> tuple[str, ...]:
+    """Names of the globals that a function uses, those of functions within it included."""
+    names = (each.argval for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL"))
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return tuple(sorted({*names}.union(*map(globals_of, inner))))
 
 
 def held_by(value: Any) -> list[tuple[Any, Any]]:

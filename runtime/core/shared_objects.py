@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dis
 import logging
 import random
 import sys
@@ -21,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from runtime.core.references import globals_of
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ def _places(function: types.FunctionType) -> Iterator[tuple[Key, str, Any]]:
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield (id(value),), f"a default of {_name(function)}", value
     space = function.__globals__
-    for name in _globals_of(function.__code__):
+    for name in globals_of(function.__code__):
         if name in space:
             yield (id(space), name), name, _Place(partial(space.__getitem__, name))
 
@@ -219,12 +220,6 @@ class _Place:
             return self._read()
         except (ValueError, KeyError):  # not assigned
             return None
-
-
-def _globals_of(code: types.CodeType) -> set[str]:
-    names = {each.argval for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL")}
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return names.union(*map(_globals_of, inner))
 
 
 def _name(thing: Any) -> str:

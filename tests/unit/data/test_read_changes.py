@@ -124,6 +124,10 @@ def read_global(self, index):
     OPEN[0].seek(index + 1)
 
 
+def read_global_within(self, index):
+    return (lambda: [each.seek(index + 1) for each in OPEN])()
+
+
 def in_closure(file):
     return lambda self, index: file.seek(index + 1)
 
@@ -245,9 +249,10 @@ def test_reads_take_turns_that_change(kind, file):
     assert take_turns(observed(TURNS[kind](file)))
 
 
-def test_reads_take_turns_that_change_a_global_file(file, monkeypatch):
+@pytest.mark.parametrize("read", [read_global, read_global_within])
+def test_reads_take_turns_that_change_a_global_file(read, file, monkeypatch):
     monkeypatch.setattr("tests.unit.data.test_read_changes.OPEN", [file])
-    assert take_turns(observed(Source(read_global)))
+    assert take_turns(observed(Source(read)))
 
 
 def fill(self, index):
