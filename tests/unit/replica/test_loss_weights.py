@@ -450,7 +450,7 @@ def test_a_first_weight_during_a_capture_splits_the_graph_for_its_read(posing):
 
     state = train(a_run(loss=fit, optim=sgd).cuda_graphs(True))
     assert state.metrics[-1].num_samples == 66
-    assert len(posing.num_replays) >= 2
+    assert len(posing.num_replays) == 2
     assert posing.num_replays[1] > 10
 
 
