@@ -35,6 +35,7 @@ from runtime.monitor.control import CONTROL, ControlledRun, ListedRun, program_n
 from runtime.monitor.monitor import Monitor
 from runtime.monitor.run_view import RunEnd
 from runtime.replica.build import ModelT_co
+from runtime.replica.error_notes import add_note_once
 from runtime.results import TrainedState, load_given
 from runtime.run import Run
 from runtime.settings import RunSettings
@@ -339,7 +340,7 @@ class TrainerHandle(Generic[ModelT_co]):
             where = "its last checkpoint" if newest is None else newest
             lines.append(f"resume({str(saved)!r}) continues it from {where}")
         if self._note:
-            error.add_note(self._note)
+            add_note_once(error, self._note)
         print_briefly(error, *(part for line in lines for part in fold(line)))
 
     def _await_signals(self, ready: Callable[[], object], deadline: float | None) -> bool:

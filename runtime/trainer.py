@@ -37,6 +37,7 @@ from runtime.core.checks import (
     check_text,
     check_word,
 )
+from runtime.core.loss_weights import CountedLoss
 from runtime.core.tracebacks import folds_tracebacks
 from runtime.data.epoch_index import check_sampler
 from runtime.data.stream import is_stream
@@ -422,7 +423,10 @@ def fit(
         loss: ``f(output, target)`` returns the mean loss; batches are then ``(input, target)``.
             ``None``: the model returns the loss, alone or as the field ``loss``. With a module or a
             ``functools.partial`` of ``reduction="sum"`` the losses are sums, see
-            :meth:`TrainerBuilder.loss_reduction`.
+            :meth:`TrainerBuilder.loss_reduction`. A mean of PyTorch's cross-entropy or negative
+            log-likelihood by class weights, or over labels that are not ignored, has their sum as
+            its weight, also within a module or function that returns it unchanged; one that
+            returns another value made of it is refused.
         epochs: Number of passes over the data set.
         settings: Other methods of the builder, by name: ``batch_size=32, policy="sync"``.
 
@@ -433,6 +437,8 @@ def fit(
         TypeError: A setting does not exist, or ``model`` is not a module.
         ValueError: A setting is invalid.
         WorkerFailed: A worker failed; the module is unchanged.
+        BaseException: Any exception that interrupts the wait, such as one of a signal handler; the
+            run is ended before.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -444,6 +450,8 @@ def fit(
     if isinstance(given, type) and issubclass(given, nn.Module):
         raise TypeError(f"loss={given.__name__} is a class: pass an instance, {given.__name__}()")
 
+    counted = CountedLoss(loss or call_model, in_graphs=bool(settings.get("cuda_graphs")))
+
     def train_fn(replica: nn.Module, batch: Any) -> Any:
         if loss is None:
             return call_model(replica, batch)
@@ -452,7 +460,7 @@ def fit(
                 f"a batch is a {type(batch).__name__}, and fit(loss=f) needs (input, target): give "
                 "a data set of pairs, or let the model compute the loss and leave loss out"
             )
-        return loss(replica(batch[0]), batch[1])
+        return counted(replica(batch[0]), batch[1])
 
     builder = Trainer.builder(model, optimizer, train_fn).dataset(dataset).num_epochs(epochs)
     keywords = loss.keywords if isinstance(loss, functools.partial) else {}
@@ -466,7 +474,8 @@ def fit(
         except AttributeError as error:
             raise TypeError(f"fit({name}=...): {error}") from None
         method(value)
-    return builder.run().join()
+    with builder.run() as handle:  # which nobody else has: any exception ends the run
+        return handle.join()
 
 
 class TrainerBuilder(Generic[ModelT_co]):

@@ -18,8 +18,12 @@ from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
@@ -530,3 +534,188 @@ def output_weight(
     if given is not None:
         return check_weight("the weight in the model's output", given)
     return labels_weight(model, named_inputs(model, args, kwargs), output)
+
+
+class CountedLoss:
+    """A loss function of ``(output, target)``, whose result has the weight of its mean.
+
+    The mean of PyTorch's cross-entropy and negative log-likelihood is over the labels that are not
+    ignored, by class weights; all other means of PyTorch are over samples. The calls of these two
+    within the loss function are observed: in objects, subclasses and functions around them.
+
+    On a GPU, labels are counted by the device once one was found to be ignored, which the host
+    reads in each worker's calls 1, 2, 4, 8 and so on.
+
+    Args:
+        function: The loss function.
+        in_graphs: Its calls are captured in graphs: the device counts from the start, and the
+            host reads nothing after the second call.
+
+    Raises:
+        TypeError: It is scripted, so that its calls cannot be observed.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], *, in_graphs: bool = False) -> None:
+        if isinstance(function, torch.jit.ScriptModule) and any(
+            hasattr(module, "ignore_index") for module in function.modules()
+        ):
+            raise TypeError(
+                f"fit(loss={function.original_name}): the mean of this scripted loss is by class "
+                "weights, or over labels that are not ignored, and cannot be read: pass the module "
+                f"itself, or {_TRAIN_FN_REMEDY}"
+            )
+        self._function = function
+        inner = getattr(function, "func", function)  # of a functools.partial
+        self._name = getattr(inner, "__name__", type(inner).__name__)
+        self._in_graphs = in_graphs
+        self._ignores = False
+        self._is_plain = False
+        self._seen = _SeenLabels()
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss; a :class:`Weighted` if it is a mean over labels.
+
+        Raises:
+            ValueError: It is computed from a mean that is not over samples.
+        """
+        if self._is_plain:
+            return self._function(output, target)
+        with _ObservedMeans() as means:
+            loss = self._function(output, target)
+        self._is_plain = not means.found
+        for mean in means.found:
+            if mean.loss is loss:
+                return Weighted(loss, self._units(mean))
+        if isinstance(loss, Tensor):  # else with a weight of its own
+            for mean in means.found:
+                self._require_plain(mean)
+        return loss
+
+    def _units(self, mean: _Mean) -> Weight:
+        """The number of units of a mean; a tensor if they are class weights, or were counted."""
+        if mean.ignore_index is None:
+            return mean.num_labels
+        if mean.class_weights is not None:
+            kept = mean.target != mean.ignore_index
+            return (mean.class_weights[torch.where(kept, mean.target, 0)] * kept).sum()
+        if _lies_on_host(mean.target):
+            return mean.num_labels - mean.num_ignored()
+        if self._in_graphs or self._has_ignored(mean):
+            return (mean.target != mean.ignore_index).sum()
+        return mean.num_labels
+
+    def _has_ignored(self, mean: _Mean) -> bool:
+        """True if a label was found to be ignored; waits for a GPU in a few calls only."""
+        if _lies_on_host(mean.target):
+            return mean.num_ignored() > 0
+        seen = self._seen
+        seen.num_calls += 1
+        kept: Any = mean.target != mean.ignore_index
+        seen.has_ignored = seen.has_ignored | kept.logical_not().any()
+        is_read = seen.num_calls & (seen.num_calls - 1) == 0
+        if not self._ignores and is_read and (seen.num_calls <= 2 or not self._in_graphs):
+            self._ignores = _read(seen.has_ignored)
+            if self._ignores and seen.num_calls > 2:
+                logger.warning(
+                    "fit(loss=%s): labels are ignored, and were not in the first batches: batches "
+                    "since then were weighted by all of their labels",
+                    self._name,
+                )
+        return self._ignores
+
+    def _require_plain(self, mean: _Mean) -> None:
+        """Raise ``ValueError`` unless a mean that the loss is computed from is over samples."""
+        if mean.ignore_index is None:
+            return
+        by = "by class weights"
+        if mean.class_weights is None:
+            if not self._has_ignored(mean):
+                return
+            by = "over the labels that are not ignored"
+        raise ValueError(
+            f"fit(loss={self._name}): it returns a value that it computes from a mean {by}, and "
+            f"whose weight cannot be read: {_TRAIN_FN_REMEDY}"
+        )
+
+
+_TRAIN_FN_REMEDY = (
+    "use Trainer.builder with train_fn(model, batch), which returns (loss, weight) with the mean "
+    "loss and the number that it is a mean over, class_weights[labels].sum() or "
+    "(labels != ignore_index).sum()"
+)
+
+
+def _lies_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _read(flag: Tensor | bool) -> bool:
+    """The flag's value; waits for its device."""
+    return bool(flag)
+
+
+class _SeenLabels(threading.local):
+    """Labels of the batches of one worker."""
+
+    num_calls = 0
+    has_ignored: Tensor | bool = False
+
+
+class _Mean(NamedTuple):
+    """A mean over labels.
+
+    Attributes:
+        loss: The mean.
+        target: The labels.
+        num_labels: Their number.
+        ignore_index: The label that is ignored; ``None`` for probabilities, which all count 1.
+        class_weights: The weight of each class, if any.
+    """
+
+    loss: Tensor
+    target: Tensor
+    num_labels: int
+    ignore_index: int | None
+    class_weights: Tensor | None
+
+    def num_ignored(self) -> int:
+        """The number of labels on the host that are ignored; faster than by PyTorch."""
+        return int(np.count_nonzero(self.target.numpy() == self.ignore_index))
+
+
+class _ObservedMeans(TorchFunctionMode):
+    """Records the means over labels that are computed in a thread within this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[_Mean] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        names = _MEANS_OVER_LABELS.get(func)
+        if names is not None:
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            reduction = given.get("reduction", "mean")
+            if given.get("size_average") is not None or given.get("reduce") is not None:
+                reduction = legacy_get_string(given.get("size_average"), given.get("reduce"))
+            if reduction == "mean":
+                self.found.append(_mean_of(found, given))
+        return found
+
+
+def _mean_of(loss: Tensor, given: Mapping[str, Any]) -> _Mean:
+    target, scores = given["target"], given["input"]
+    if target.is_floating_point():
+        num_labels = scores.numel() // scores.size(min(1, scores.dim() - 1))
+        return _Mean(loss, target, num_labels, None, None)
+    ignored = given.get("ignore_index", IGNORED)
+    return _Mean(loss, target, target.numel(), ignored, given.get("weight"))
+
+
+_MEANS_OVER_LABELS = {
+    function: tuple(inspect.signature(function).parameters)
+    for function in (functional.cross_entropy, functional.nll_loss)
+}
+"""PyTorch's functions whose mean may not be over samples, and the names of their parameters."""
