@@ -75,6 +75,13 @@ ALLOWED = {
     ("runtime/data/columns.py", "index_select", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "content", "numpy"): "indices, of the CPU",
     ("runtime/data/dataset.py", "_load", "tolist"): "indices, of the CPU",
+    ("runtime/data/dataset.py", "load", "tolist"): "indices, of the CPU",
+    ("runtime/data/epoch_order.py", "__iter__", "tolist"): "positions, of the CPU",
+    ("runtime/data/epoch_order.py", "_compute", "numpy"): "positions, of the CPU",
+    ("runtime/data/epoch_order.py", "computed_order", "item"): "a seed, of the CPU",
+    ("runtime/core/rng.py", "state_of", "numpy"): "the state of a generator of the CPU",
+    ("runtime/core/shared_objects.py", "_facts", "numpy"): "the state of a generator, on the CPU",
+    ("runtime/core/shared_objects.py", "_tensor_fact", "numpy"): "of a tensor of the CPU",
     ("runtime/device/metering.py", "_land", "tolist"): "pinned memory, behind its event",
 }
 """Reads of no device, and documented ones."""
