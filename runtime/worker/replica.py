@@ -256,10 +256,11 @@ class WorkerReplica:
             CheckpointError: The run had attached a scheduler in one of them, which did not.
         """
         saved, self._saved = self._saved, {}
+        epochs, self.resumed_epochs = self.resumed_epochs, ()
         tensors = [*self.model.parameters(), *self.model.buffers()]
         with torch.no_grad(), self.context.comm():
             kept = [tensor.clone() for tensor in tensors]
-        yield self._epochs_to_call(saved)
+        yield self._epochs_to_call(epochs, saved)
         attached_in = saved["schedule"].get("attached_in")
         if attached_in is not None and self.schedule.attached_in is None:
             raise CheckpointError(NOT_ATTACHED.format(epoch=attached_in))
@@ -271,8 +272,8 @@ class WorkerReplica:
             self.checkpoint.before_epoch_fn()
             self.checkpoint.after_epoch_fn(self.progress.begun_epoch)
 
-    def _epochs_to_call(self, saved: Mapping[str, Any]) -> Iterator[int]:
-        for epoch in self.resumed_epochs:
+    def _epochs_to_call(self, epochs: Sequence[int], saved: Mapping[str, Any]) -> Iterator[int]:
+        for epoch in epochs:
             self.checkpoint.before_epoch(saved, epoch)
             yield epoch
 

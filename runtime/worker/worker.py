@@ -582,6 +582,7 @@ class GpuWorker:
             self.steps.check_graphs()
 
     def _begin_epoch(self, epoch: int) -> None:
+        self._resume_epochs()  # of a worker that is not run
         self._progress.epoch = self._reporter.epoch = epoch
         if epoch > self._progress.begun_epoch:
             if self._loop is not None:

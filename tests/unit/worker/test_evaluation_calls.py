@@ -21,7 +21,12 @@ def opened(dataset=None):
     """Calls with one of rank 0, over ten samples in batches of four."""
     calls = EvaluationCalls()
     data = (torch.arange(10.0),) if dataset is None else dataset
-    call = calls.open(CALLER, data, lambda model, batch: None, lambda d: open_source(d, 4, 1))
+    call = calls.open(
+        CALLER,
+        data,
+        lambda model, batch: None,
+        lambda d: open_source(d, 4, 1, call="worker.evaluate"),
+    )
     return calls, call
 
 
