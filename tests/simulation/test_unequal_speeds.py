@@ -255,6 +255,29 @@ def test_a_stalled_loader_delays_no_acknowledgement(policy, backend):
     assert run.checks.longest_answer_s < 0.1
 
 
+class Alone(Hooks):
+    """The most batches of a rank between two rounds, as a multiple of its count."""
+
+    def __init__(self):
+        self.largest = 0.0
+
+    def before_step(self, worker):
+        count = worker._sim.machine.run_state.elche.batch_counts[worker.rank]
+        self.largest = max(self.largest, (worker.protocol.batches + 1) / count)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("backend", [AverageBackend.CPU, AverageBackend.THREAD])
+def test_a_rank_is_averaged_while_another_waits_long_for_its_data(backend, seed):
+    """Under ``CADENCE`` the slowest rank makes rounds due, but not one that makes no progress."""
+    alone = Alone()
+    schedule = schedule_of(
+        ApplyPolicy.CADENCE, backend, slowness=(1.0, 1.0), num_samples=20_000, num_epochs=1
+    )
+    Simulation(replace(schedule, load_chance=0.01, load_s=10.0, seed=seed), alone).run()
+    assert 1 <= alone.largest <= 6
+
+
 def evaluated_run(schedule, monkeypatch):
     """The simulated seconds of a run, and the rank that evaluates its last epoch."""
     ranks = []

@@ -132,6 +132,22 @@ def test_a_failed_round_changes_nothing(point):
     assert once(a)
 
 
+def test_a_round_weighs_machines_by_their_samples_since_the_last_one():
+    """A sample moves its element by 1/4 on its machine, and the round's change has the weight."""
+    cluster = MemoryCluster(min_machines=2)
+    machines = [Machine(cluster, name, n=2000, ranks=1) for name in "ab"]
+    assert all(machine.join() for machine in machines)
+    num_compared = 0
+    for change in machines[0].outer.changes:
+        moved = [change[list(machine.trained)].abs() for machine in machines]
+        moved = [each[each > 1e-9] for each in moved]
+        total = sum(map(len, moved))
+        for each in moved:
+            torch.testing.assert_close(each, torch.full_like(each, len(each) / total / 4))
+        num_compared += all(map(len, moved))
+    assert num_compared > 2
+
+
 def test_a_stopping_machine_hands_over_its_batches_and_the_other_continues():
     cluster = MemoryCluster()
     a, b = (Machine(cluster, name, n=4003) for name in "ab")

@@ -54,6 +54,18 @@ class Levels(Dataset):
         return torch.tensor(self.level)
 
 
+class Level(Dataset):
+    """Eight samples, each the level of the data set at the time of the read."""
+
+    level = -1
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(self.level)
+
+
 class Table:
     """A table of the level, changed according to ``how``."""
 
@@ -129,6 +141,32 @@ def test_no_rank_reads_an_epoch_before_rank_0_has_changed_the_data_set(workers):
         data.set_level(epoch)
 
     assert levels_by_epoch(data, begin, workers=workers, **WAYS["sync 2"]) == ONCE
+
+
+@pytest.mark.parametrize("place", ["epoch_fn", "train_fn"])
+def test_a_process_without_a_batch_in_the_epoch_of_a_change_reads_it_as_changed(place):
+    """Each rank reads one batch an epoch, by its first process, until the other rank dies."""
+    data, levels = Level(), []
+
+    def die_in(here, worker):
+        if here == place and worker.rank == 1 and worker.current_epoch == 1:
+            raise RuntimeError("lost")
+
+    def epoch_fn(epoch, worker):
+        if epoch == 0:
+            data.level = 0
+        die_in("epoch_fn", worker)
+
+    def train(model, batch):
+        worker = current_worker()
+        die_in("train_fn", worker)
+        levels.extend((worker.current_epoch, level) for level in batch.tolist())
+        return count_up(model, batch)
+
+    b = builder(train=train, dataset=data, batch_size=4, epochs=EPOCHS, way=(SYNC, THREAD))
+    state = b.loader_workers(2).on_worker_failure("continue").epoch_fn(epoch_fn).run().join(WAIT_S)
+    assert set(levels) == {(epoch, 0) for epoch in range(EPOCHS)}
+    assert [metrics.num_samples for metrics in state.metrics] == [8] * EPOCHS
 
 
 def test_a_resident_copy_of_a_changed_table_is_refused(tmp_path):

@@ -17,6 +17,7 @@ from runtime.core.errors import CollectiveAborted
 from runtime.worker import loop_evaluation
 from tests.support.looping import (
     NUM_SAMPLES,
+    Marks,
     Meeting,
     loop_builder,
     marked,
@@ -584,6 +585,41 @@ def test_a_long_evaluation_reports_progress(way, monkeypatch):
 
     built(loop, way).run().join(WAIT_S)
     assert set(reports) == {0, 1}
+
+
+def test_no_rank_enters_a_round_while_another_evaluates():
+    """It would wait in the collective, for an evaluation that may take longer than its limit."""
+    first, helped, far = Once(), threading.Event(), threading.Event()
+    due = []  # steps after the coordinator could have begun the next round
+
+    def fn(model, batch):
+        if current_worker().rank == 0:
+            assert far.wait(WAIT_S)
+        helped.set()
+        return one(model, batch)
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            if worker.rank == 0 and first():
+                worker.evaluate(HELD_OUT, fn)
+            elif worker.rank == 1 and helped.is_set():
+                if handle._run._machine.run_state.ranks[1].since_round > 4 * 5:
+                    due.append(worker.global_step)
+                if len(due) == 3:
+                    far.set()
+
+    size = 8000
+    made = built(
+        loop,
+        (CADENCE, THREAD),
+        model=lambda device: Marks(1, size),
+        dataset=(torch.arange(size),),
+        epochs=1,
+    )
+    handle = made.anchor(5).run()
+    assert marked(handle.join(WAIT_S)) == [size]
+    assert len(due) >= 3
 
 
 def test_requests_of_an_abandoned_round_wait_for_the_next():
