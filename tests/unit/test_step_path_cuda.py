@@ -52,6 +52,7 @@ ALLOWED = {
     ("runtime/core/loss_weights.py", "add", "item"): "a weight of the CPU",
     ("runtime/core/loss_weights.py", "check_weight", "item"): "a weight of the CPU",
     ("runtime/core/loss_weights.py", "check_meant_as_weight", "item"): "a weight of the CPU",
+    ("runtime/core/loss_weights.py", "num_ignored", "numpy"): "labels on the CPU",
     ("runtime/replica/reducer.py", "_agree_on_order", "tolist"): "a tensor of the CPU",
     (
         "runtime/replica/reducer.py",
