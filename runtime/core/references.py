@@ -1,4 +1,4 @@
-"""What objects and functions of the user refer to."""
+"""References from objects and functions of the user."""
 
 from __future__ import annotations
 
