@@ -34,7 +34,7 @@ _FIRST_ELEMENTS = 64
 
 
 def references(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function uses beside its arguments: closure, defaults and globals, by name."""
+    """Objects that a function uses beside its arguments: closure, defaults and globals, by name."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -58,7 +58,7 @@ def globals_of(code: CodeType) -> tuple[str, ...]:
 
 
 def held_by(value: Any) -> list[tuple[Any, Any]]:
-    """What an object holds, by attribute, key or position, and the user's classes that it is of.
+    """Contents of an object, by attribute, key or position, and the user's classes that it is of.
 
     Nothing is listed of functions of libraries, and of modules neither parameters nor buffers.
     """

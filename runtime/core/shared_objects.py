@@ -153,7 +153,7 @@ class SharedObjects:
 
 
 def shared_by(models: Sequence[nn.Module], function: Any, remedy: str) -> SharedObjects:
-    """What the ranks of one call share, each with its model, as it is now."""
+    """Objects that the ranks of one call share, each with its model, as they are now."""
     shared = SharedObjects(remedy=remedy)
     for rank, model in enumerate(models):
         shared.add(rank, [function], model)
@@ -166,7 +166,7 @@ def _parts(model: nn.Module) -> set[int]:
 
 
 def _search(roots: Sequence[Any]) -> Iterator[tuple[Key, str, Any]]:
-    """What functions reach: the key and name of each place, and its object or a function that
+    """Places that functions reach: the key and name of each place, and its object or a function that
     reads the place.
     """
     waiting: deque[Any] = deque(roots)
@@ -231,7 +231,7 @@ def _library(thing: Any) -> str:
 
 
 def _facts(name: str, value: Any, own: set[int], depth: int = 2) -> Iterator[tuple[str, Any]]:
-    """What is compared of a value, its items and attributes, each with its name."""
+    """Compared facts of a value, its items and attributes, each with its name."""
     if isinstance(value, _Place):
         value = value()
     if id(value) in own:
