@@ -166,8 +166,8 @@ def _parts(model: nn.Module) -> set[int]:
 
 
 def _search(roots: Sequence[Any]) -> Iterator[tuple[Key, str, Any]]:
-    """Places that functions reach: the key and name of each place, and its object or a function that
-    reads the place.
+    """Places that functions reach: the key and name of each place, and its object or a function
+    that reads the place.
     """
     waiting: deque[Any] = deque(roots)
     seen: set[int] = set()
