@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from runtime.collective import Collective, split
 from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
+from runtime.core.module_wrapper import ModuleWrapper, is_own_method
 from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.rng import adopt_generator, seed_of
 from runtime.fsdp.call_agreement import agreement_of
@@ -53,7 +54,7 @@ CHANGED_GRADIENTS = (
 )
 
 
-class FSDP(nn.Module):
+class FSDP(ModuleWrapper):
     """A module whose parameters, gradients and optimizer state are sharded over the ranks.
 
     The algorithm is ZeRO's (Rajbhandari et al., 2020). Each rank builds its own wrapper in its
@@ -137,6 +138,10 @@ class FSDP(nn.Module):
         ReplicaMismatch: The ranks' modules or strategies differ.
     """
 
+    VARIABLE = "fsdp"
+    OWNER = "FSDP"
+    module: nn.Module
+
     def __init__(
         self,
         module: nn.Module,
@@ -184,6 +189,27 @@ class FSDP(nn.Module):
         if strategy is not ShardingStrategy.NO_SHARD:
             sharded = {each.name: each.parameter for each in found}
         STEP_CHECKS.watch(self._check_synced, self._store.shards, sharded)
+        self._seal(logs=collective.rank == 0)
+
+    def _wrapped(self) -> nn.Module:
+        return cast("nn.Module", self._modules["module"])
+
+    def _adopted(self, value: Any) -> Any:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise RuntimeError(
+                "FSDP shards a module's parameters when it wraps it: add, replace or delete "
+                "modules and parameters before FSDP(...)"
+            )
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if is_own_method(value) and self.strategy is not ShardingStrategy.NO_SHARD:
+            raise AttributeError(
+                f"fsdp.{name}: only calls of fsdp itself gather the parameters. Call {name} in the "
+                f"module's forward, or fsdp.module.{name} if it uses no parameters"
+            )
+        return value
 
     def _adopt_generator(self) -> None:
         if self.collective.world_size > 1:
@@ -579,6 +605,12 @@ class FSDP(nn.Module):
         raise RuntimeError(
             "an FSDP module cannot be moved or converted: its shards are views of a flat tensor; "
             "call .to(...) on the bare module before wrapping"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an FSDP module cannot be copied or pickled: keep fsdp.full_state_dict(), or copy the "
+            "bare module before wrapping"
         )
 
     def _make_prefetch_group(self) -> Collective:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Generic, NoReturn, Self, TypeGuard, cast
+from typing import Any, Generic, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from runtime.checkpoint.format import plain_key
 from runtime.core.checks import check_callable, check_float
 from runtime.core.loss_weights import check_weight
+from runtime.core.module_wrapper import ModuleWrapper, is_own_method
 from runtime.core.nested import flatten
 from runtime.core.threads import Closeable
 from runtime.core.tracebacks import folds_tracebacks
@@ -31,7 +31,7 @@ from runtime.replica.schedule import SchedulerFactory
 logger = logging.getLogger(__name__)
 
 
-class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
+class ReplicatedModule(Closeable, ModuleWrapper, Generic[ModelT_co]):
     """A model on one or many devices, trained by the same loop in both cases.
 
     :meth:`Trainer.setup <gpuworker.Trainer.setup>` returns it::
@@ -103,6 +103,10 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     Each device trains as many batches as its entry in ``batch_counts``; its accumulated gradient
     is clipped, divided by that count, and averaged with the count as weight.
 
+    **Names** that this object lacks are those of the model: they are read, set and deleted as on
+    :attr:`module`. Attributes of the model that it hides (``step``, ``devices``) are logged at
+    setup and are reached through :attr:`module`; setting them here is an ``AttributeError``.
+
     **Changes of the model between two calls** reach every rank at the next forward: modes, frozen
     parameters, weights (through ``.data``, too), buffers, attributes, hooks, and modules and
     parameters that are added or replaced. Parameters that are added have to be added to the
@@ -125,19 +129,28 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
     the module stays usable. Threads end with :meth:`close`, at the end of a ``with`` block, when
     the module and its outputs are garbage-collected, or with the interpreter. On one device there
     are no threads, and the model is called directly.
+
+    Attributes:
+        head: The object with a ``.module`` that was passed, or the factory's first. Without one,
+            the model's own attribute.
     """
+
+    VARIABLE = "model"
+    OWNER = "the object that Trainer.setup returns"
 
     def __init__(self, engine: LoopEngine, head: Any = None) -> None:
         super().__init__()
-        self._head = head
+        if head is not None:
+            self.__dict__["head"] = head
         self._reported: set[str] = set()
         self._engine = engine
         # torch.compile() of the caller's loop would trace the engine.
-        self._forward = torch.compiler.disable(engine.forward)  # type: ignore[no-untyped-call]
+        self._engine_forward = torch.compiler.disable(engine.forward)  # type: ignore[no-untyped-call]
         self._followers = [FollowingOptimizer(engine.optimizer) for _ in engine.devices[1:]]
         if isinstance(engine, SingleDeviceEngine):
             # Not as an attribute of nn.Module, which would make it a submodule.
             self.__dict__["forward"] = engine.plain_forward
+        self._seal()
 
     @folds_tracebacks
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +161,7 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             ValueError: Inputs have no batch, or different sizes along dimension 0.
             ReplicaFailed: The model raised.
         """
-        return self._forward(*args, **kwargs)
+        return self._engine_forward(*args, **kwargs)
 
     @folds_tracebacks
     def step(self, weight: float | Tensor | None = None, *, reduce: bool | None = None) -> None:
@@ -288,14 +301,6 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         return cast("ModelT_co", self._engine.model)
 
     @property
-    def head(self) -> Any:
-        """The object with a ``.module`` that was passed, or the factory's first.
-
-        If there is no such object, the model's own attribute ``head``.
-        """
-        return self.module.head if self._head is None else self._head
-
-    @property
     def replicas(self) -> tuple[nn.Module, ...]:
         """Each rank's model, up to date, to read: the model, and copies of it.
 
@@ -394,34 +399,28 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
         self.sync_params()
         return self
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Add a buffer to the model, on ``devices[0]``.
-
-        Raises:
-            KeyError: The name is taken or not valid.
-            TypeError: The value is not a tensor.
-            ValueError: The tensor requires a gradient.
-        """
-        self.module.register_buffer(name, self._on_device(tensor), persistent)
-
     def train(self, mode: bool = True) -> Self:
         """Set train or eval mode on every replica."""
-        self.training = mode
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
         """Set eval mode on every replica."""
-        self.training = False
         self.module.eval()
         return self
 
+    def _wrapped(self) -> nn.Module:
+        return self._engine.model
+
+    def _adopted(self, value: Any) -> Any:
+        self._engine.check_caller()
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            return value
+        return to_replica(value, self.devices[0])
+
     def __getattr__(self, name: str) -> Any:
-        engine = self.__dict__.get("_engine")
-        if engine is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(engine.model, name)
-        if len(engine.devices) > 1 and name not in self._reported and _is_own_method(value):
+        value = super().__getattr__(name)
+        if is_own_method(value) and len(self.devices) > 1 and name not in self._reported:
             return self._reporting(name, value)
         return value
 
@@ -446,38 +445,6 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             return result
 
         return MethodType(call, method.__self__)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
-            object.__setattr__(self, name, value)
-        else:
-            self._engine.check_caller()
-            if not isinstance(value, (nn.Module, nn.Parameter)):
-                value = self._on_device(value)
-            setattr(self.module, name, value)
-
-    def _on_device(self, value: Any) -> Any:
-        return to_replica(value, self.devices[0])
-
-    def _is_own(self, name: str) -> bool:
-        """True if an attribute belongs to this wrapper, not to the model."""
-        if "_engine" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
-            return True
-        return name.startswith("_") and not hasattr(self._engine.model, name)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter to the model; add it to :attr:`optimizer` too, as on one device."""
-        self.module.register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule to the model; add its parameters to :attr:`optimizer` too."""
-        self.module.add_module(name, module)
-
-    register_module = add_module
-
-    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
-        """Set a submodule of the model; add its parameters to :attr:`optimizer` too."""
-        self.module.set_submodule(target, module, strict)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError(
@@ -504,10 +471,3 @@ class ReplicatedModule(Closeable, nn.Module, Generic[ModelT_co]):
             GpuWorkerError: A thread does not return from user code.
         """
         self._engine.close()
-
-
-def _is_own_method(value: Any) -> TypeGuard[MethodType]:
-    """True for a bound method that the class of a model adds to those of ``nn.Module``."""
-    if not inspect.ismethod(value) or not isinstance(value.__self__, nn.Module):
-        return False
-    return not hasattr(nn.Module, value.__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -387,3 +388,71 @@ def test_ranks_that_initialize_replicated_parameters_differently_are_refused():
             fsdp.sync_gradients()
 
     on_shards(ShardingStrategy.NO_SHARD, body)
+
+
+class Tempered(TwoLayers):
+    """Divides by a temperature; has names of FSDP, and a method of its own."""
+
+    strategy = "of the module"
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = 1.0
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.encode(x) / self.temperature + self.shift
+
+    def encode(self, x):
+        return self.used(x)
+
+
+@each_strategy
+def test_attributes_set_on_the_wrapper_are_those_of_the_module(strategy):
+    x, y = data()
+    one = seeded(Tempered)
+    one.temperature, one.shift = 4.0, torch.ones((), dtype=torch.float64)
+    train(one, x, y, adamw(one.parameters()))
+
+    def work(end):
+        fsdp = FSDP(seeded(Tempered), end, strategy, node_size(strategy, 2))
+        fsdp.temperature = 4.0
+        fsdp.shift = torch.ones((), dtype=torch.float64)
+        assert fsdp.module.temperature == fsdp.temperature == 4.0
+        assert fsdp.used is fsdp.module.used
+        train(fsdp, x, y, adamw(fsdp.parameters()), between=fsdp.sync_gradients)
+        fsdp.eval()
+        assert not fsdp.module.training
+        assert not fsdp.training
+        with pytest.raises(AttributeError, match="'Tempered' object has no attribute 'missing'"):
+            _ = fsdp.missing
+        return fsdp.full_state_dict()
+
+    for state in on_ranks(2, work):
+        assert state.keys() == one.state_dict().keys()
+        for name, value in one.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-8, atol=0), name
+
+
+@each_sharded
+def test_names_that_cannot_be_those_of_the_module_are_refused_on_the_wrapper(strategy, caplog):
+    def work(end):
+        fsdp = FSDP(seeded(Tempered), end, strategy, node_size(strategy, 2))
+        with pytest.raises(
+            AttributeError, match=r"fsdp\.strategy belongs to FSDP.*fsdp\.module\.st"
+        ):
+            fsdp.strategy = "of the module"
+        with pytest.raises(RuntimeError, match=r"replace or delete modules .* before FSDP"):
+            fsdp.used = nn.Linear(4, 2)
+        with pytest.raises(RuntimeError, match=r"replace or delete modules .* before FSDP"):
+            del fsdp.used
+        with pytest.raises(AttributeError, match=r"Call encode in the module's forward"):
+            fsdp.encode(data()[0])
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"copied or pickled: keep fsdp\.full_state_dict"):
+                call(fsdp)
+
+    with caplog.at_level(logging.WARNING):
+        on_ranks(2, work)
+    text = "attributes of Tempered are hidden by those of FSDP: use fsdp.module.strategy"
+    assert [r.getMessage() for r in caplog.records] == [text]

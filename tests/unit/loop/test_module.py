@@ -533,13 +533,6 @@ def test_a_replica_that_uses_the_model_raises_instead_of_hanging(use):
         assert_identical(model)
 
 
-def test_a_models_own_attribute_head_is_accessible():
-    net = make_net()
-    net.head = nn.Identity()
-    with on_cpus(net, 2) as model:
-        assert model.head is net.head
-
-
 @one_or_two
 def test_parts_added_through_the_wrapper_are_parts_of_the_model(num_devices):
     net = nn.Sequential(make_net())
