@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,9 +88,14 @@ class Job:
     own_loop: bool = False
 
 
+def zeros(job: Job) -> array[int]:
+    """A count for each rank, which the rank alone writes; workers watch lists that they share."""
+    return array("q", bytes(8 * job.num_workers))
+
+
 def runtime_builder(
     job: Job,
-    counts: list[int] | None = None,
+    counts: array[int] | None = None,
     train_fn: Callable[[nn.Module, Batch], Tensor] | None = None,
 ) -> TrainerBuilder:
     """CPU workers with one intra-op thread each; all other settings have their defaults.
@@ -99,7 +105,7 @@ def runtime_builder(
         counts: Batches that each rank has trained, which its worker counts up.
         train_fn: Replaces the workload's loss, the pause and the count.
     """
-    workload, trained = job.workload, counts or [0] * job.num_workers
+    workload, trained = job.workload, counts or zeros(job)
     ranks = count()
 
     def step(model: nn.Module, batch: Batch) -> Tensor:
@@ -180,7 +186,9 @@ class Outcome:
 class Moment:
     """The state of a run at one time."""
 
-    def __init__(self, handle: TrainerHandle, counts: list[int], clocks: Mapping[str, int]) -> None:
+    def __init__(
+        self, handle: TrainerHandle, counts: array[int], clocks: Mapping[str, int]
+    ) -> None:
         self.time = time.perf_counter()
         self.num_batches = sum(counts)
         self.stats: Statistics = handle.statistics()
@@ -199,7 +207,7 @@ class Moment:
 
 def train(job: Job) -> Outcome:
     """Train, with one intra-op thread for each worker."""
-    counts = [0] * job.num_workers
+    counts = zeros(job)
     timeline = Timeline(poll_s=1.0) if job.recorded else None
     builder = runtime_builder(job, counts)
     if timeline is not None:

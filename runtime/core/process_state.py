@@ -46,11 +46,14 @@ class ProcessState:
     _warned: ClassVar[set[str]] = set()
 
     @classmethod
-    def acquire(cls) -> None:
-        """Register a holder that starts: a run, or a call that computes in several threads."""
+    def acquire(cls, *, of_call: bool = False) -> None:
+        """Register a holder that starts.
+
+        Args:
+            of_call: For a call that repeats with each step: without what functions alone set.
+        """
         with cls._lock:
-            if cls._users == 0:
-                cls._before = cls._capture()
+            cls._before = cls._capture(cls._before if cls._users else None, of_call)
             cls._users += 1
 
     @classmethod
@@ -68,23 +71,25 @@ class ProcessState:
     @classmethod
     @contextmanager
     def held(cls) -> Iterator[None]:
-        """Hold the settings around a call, with one warning for each setting and process."""
-        cls.acquire()
+        """Hold what contexts set around a call, with one warning for each setting and process."""
+        cls.acquire(of_call=True)
         try:
             yield
         finally:
             cls.release(once=True)
 
     @classmethod
-    def _capture(cls) -> Any:
-        return [setting.read() for setting in _SETTINGS]
+    def _capture(cls, before: Any, of_call: bool) -> Any:
+        """What earlier holders captured, and what this one adds to it."""
+        values = before or []
+        return values + [read() for read in (_CONTEXTS if of_call else _READERS)[len(values) :]]
 
     @classmethod
     def _restore(cls, before: Any, once: bool) -> None:
-        if cls._capture() == before:
+        if [read() for read in _READERS[: len(before)]] == before:
             return
         changed = {}
-        for setting, value in zip(_SETTINGS, before, strict=True):
+        for setting, value in zip(_SETTINGS, before, strict=False):
             now = setting.read()  # again, since those that follow may depend on an earlier one
             if now != value and now is not _UNREADABLE and value is not _UNREADABLE:
                 setting.write(value)
@@ -245,7 +250,9 @@ def _read_stance() -> Any:
     """The stance of ``torch.compile``; ``None``: PyTorch's own."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     stance = getattr(dynamo, "_stance", None)  # none while another thread imports the module
-    return None if stance is None or stance == dynamo.DynamoStance() else stance
+    if stance is None or (stance.stance == "default" and stance == dynamo.DynamoStance()):
+        return None
+    return stance
 
 
 def _write_stance(stance: Any) -> None:
@@ -253,7 +260,25 @@ def _write_stance(stance: Any) -> None:
     dynamo._stance = stance or dynamo.DynamoStance()
 
 
-_SETTINGS = tuple(_settings())
+_OF_CONTEXTS = (
+    *(f"{name}.flags" for name in ("cudnn", "mkldnn", "nnpack", "miopen", "opt_einsum")),
+    *(f"fp32_precision ({name}, all)" for name in ("generic", "cuda", "mkldnn")),
+    "sdpa_kernel",
+    "jit.fuser",
+    "check_sparse_tensor_invariants",
+    "the default dtype",
+    "set_checkpoint",
+    "fx.traceback",
+    "anomaly detection",
+    "use_deterministic_algorithms",
+    "torch.compiler",
+)
+"""Beginnings of the names of settings that contexts set, of PyTorch or such as many users have."""
+_SETTINGS = tuple(
+    sorted(_settings(), key=lambda setting: not setting.name.startswith(_OF_CONTEXTS))
+)
+_READERS = [setting.read for setting in _SETTINGS]
+_CONTEXTS = [setting.read for setting in _SETTINGS if setting.name.startswith(_OF_CONTEXTS)]
 
 
 class CompileLimits:

@@ -273,7 +273,7 @@ def _contents(name: str, value: Any, own: set[int], depth: int) -> Iterator[tupl
         yield name, len(value)
     elif isinstance(value, _RECORDS) or (
         hasattr(value, "__dict__")
-        and not isinstance(value, (type, Dataset, DataLoader, Sampler))
+        and not isinstance(value, (type, threading.local, Dataset, DataLoader, Sampler))
         and _library(type(value)) not in _LIBRARIES
     ):
         # Counters of a logger or progress bar do not enter a result.

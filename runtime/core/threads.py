@@ -72,9 +72,9 @@ class IntraOpThreads(ProcessState):
         return min(num_cores(), before)
 
     @classmethod
-    def _capture(cls) -> int:
+    def _capture(cls, before: int | None, of_call: bool) -> int:
         cls._recover()
-        return torch.get_num_threads()
+        return torch.get_num_threads() if before is None else before
 
     @classmethod
     def _restore(cls, before: int, once: bool) -> None:

@@ -318,6 +318,23 @@ if hasattr(C, "_get_cudnn_depthwise_kernel"):
         C._get_cudnn_depthwise_kernel, C._set_cudnn_depthwise_kernel, "native"
     )
 
+BY_FUNCTIONS = {
+    "set_printoptions",
+    "deterministic.fill_uninitialized_memory",
+    "set_float32_matmul_precision",
+    "fp32_precision (cuda, conv)",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+    "allow_fp16_bf16_reduction_math_sdp",
+    "set_warn_always",
+    "quantized.engine",
+    "mha.set_fastpath_enabled",
+    "set_swap_module_params_on_conversion",
+    "set_overwrite_module_params_on_conversion",
+    "set_default_validate_args",
+}
+"""Names of settings without a public context, which calls of own loops do not hold."""
+
 OF_THREAD = {
     "no_grad": (torch.no_grad, torch.is_grad_enabled),
     "inference_mode": (torch.inference_mode, torch.is_inference_mode_enabled),
@@ -428,7 +445,41 @@ def test_a_context_that_overlaps_in_two_threads_leaves_the_process_changed(name)
     context, read = OF_PROCESS[name]
     before = read()
     overlap = Overlap(context)
+    with held():
+        at_once(overlap, range(2))
+        assert read() != before
+    assert read() == before
+
+
+@contextmanager
+def held():
+    ProcessState.acquire()
+    try:
+        yield
+    finally:
+        ProcessState.release()
+
+
+@noisy
+@pytest.mark.parametrize("name", [n for n in OF_PROCESS if n not in BY_FUNCTIONS])
+def test_what_overlapping_contexts_leave_changed_is_restored_after_a_call(name):
+    context, read = OF_PROCESS[name]
+    before = read()
+    overlap = Overlap(context)
     with ProcessState.held():
+        at_once(overlap, range(2))
+        assert read() != before
+    assert read() == before
+
+
+@pytest.mark.parametrize("name", ["sdpa_kernel", "set_warn_always"])
+def test_a_run_that_starts_within_a_call_restores_what_only_runs_hold(name):
+    context, read = OF_PROCESS[name]
+    before = read()
+    overlap = Overlap(context)
+    with ExitStack() as run:
+        with ProcessState.held():
+            run.enter_context(held())
         at_once(overlap, range(2))
         assert read() != before
     assert read() == before
@@ -458,11 +509,11 @@ def test_a_context_of_the_thread_is_not_seen_by_other_threads(name):
 
 
 def test_all_settings_of_the_process_can_be_read_and_written_back():
-    before = ProcessState._capture()
+    before = [setting.read() for setting in process_state._SETTINGS]
     for setting, value in zip(process_state._SETTINGS, before, strict=True):
         if value is not None:
             setting.write(value)
-    assert ProcessState._capture() == before
+    assert [setting.read() for setting in process_state._SETTINGS] == before
 
 
 @pytest.mark.parametrize("way", [(SYNC, THREAD), (CADENCE, OVER_CPU)], ids=["sync", "cadence"])
