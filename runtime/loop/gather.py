@@ -249,6 +249,11 @@ class GatheredTensor:
             self.value = torch.cat(values, self._dim)
 
     @property
+    def rows(self) -> tuple[int, int] | None:
+        """The dimension of concatenated parts, and rows of the first; ``None`` for others."""
+        return (self._dim, self._rows[0]) if self._rows else None
+
+    @property
     def depends_on_guess(self) -> bool:
         """True if parts whose weight is guessed differ; a synchronization."""
         return self.weight_is_guessed and bool((self._guessed != self._guessed[0]).any())

@@ -57,10 +57,11 @@ class ReplicatedModule(Closeable, ModuleWrapper, Generic[ModelT_co]):
     constructor; others are refused. Tensors without dimensions, inputs that
     ``DdpConfig(whole=[...])`` names, and other values go to every rank unchanged; what is cut is
     logged once. The first batch is checked on a copy of the model in eval mode (with parameters of
-    more than 256 MiB only for several inputs, or sequences): if the output for four samples is not
-    that of two and two, the call is refused, unless ``whole`` is set. A batch smaller than the
-    number of devices runs on the first devices, and no rank gets a single sample while batch
-    normalization is in train mode.
+    more than 256 MiB only for several inputs, or sequences): if the output for two to four samples
+    is not that of two parts of them, other than by rounding or as much as by repetition, the call
+    is refused, unless ``whole`` is set. A batch smaller than the number of devices runs on the
+    first devices, and no rank gets a single sample while batch normalization is in train mode. If
+    forward fails for pieces, and not for the whole batch on one device, the error says so.
     An opaque object that may contain tensors (the cache of a generative model) is ``None`` in
     the gathered output. An output that relates the samples of a shard to each other
     (``z @ z.T``) is refused, by the second call at the latest: return ``z`` and compute it in

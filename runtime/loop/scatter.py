@@ -271,7 +271,13 @@ class Scatter:
             self._counts.add(id(spec))
 
     def shard(
-        self, start: int, stop: int, device: torch.device, *, copies: bool = False
+        self,
+        start: int,
+        stop: int,
+        device: torch.device,
+        *,
+        copies: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> ShardInput:
         """The inputs of samples ``start`` to ``stop`` on a device.
 
@@ -284,6 +290,7 @@ class Scatter:
             stop: One past the last sample.
             device: The device.
             copies: Copy on the device of the inputs, too.
+            dtype: Dtype of floating-point tensors; ``None``: their own.
         """
         parts: list[Tensor | None] = []
         leaves, versions = [], []
@@ -298,6 +305,8 @@ class Scatter:
                 part = to_device(part, device)
                 if copies and _is_on(part, tensor):
                     part = part.clone()
+                if dtype is not None and part.is_floating_point():
+                    part = part.to(dtype)
                 part = like(part, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
                     leaf = part.requires_grad_()
@@ -307,12 +316,22 @@ class Scatter:
         spec = self._spec
         if self._lists or self._objects or self._counts:
             pieces = {
-                key: self._object_piece(value, start, stop, device, copies=copies)
+                key: self._object_piece(value, start, stop, device, copies=copies, dtype=dtype)
                 for key, (_, value) in self._objects.items()
             }
             spec = self._sliced(spec, start, stop, pieces)
         args, kwargs = spec.build(part for part in parts if part is not None)
         return ShardInput(args, kwargs, leaves, parts, versions)
+
+    def overwrite(self, given: ShardInput, start: int) -> None:
+        """Overwrite the samples from ``start`` on of copied inputs, by other ones."""
+        for index, part in enumerate(given.parts):
+            dim = self._dims[index]
+            if part is not None and dim is not None:
+                num = part.size(dim) - start
+                part.narrow(dim, start, num).copy_(part.narrow(dim, 0, num).clone())
+            elif part is not None and self._rows.get(index, -1) >= start:
+                part.copy_(part / 2)
 
     def adopt_writes(self, shards: Sequence[tuple[int, int, ShardInput]]) -> None:
         """Take over what forward wrote to its inputs in place, as on one device.
@@ -353,7 +372,14 @@ class Scatter:
                     torch.autograd.graph.increment_version(part)
 
     def _object_piece(
-        self, value: Any, start: int, stop: int, device: torch.device, *, copies: bool
+        self,
+        value: Any,
+        start: int,
+        stop: int,
+        device: torch.device,
+        *,
+        copies: bool,
+        dtype: torch.dtype | None,
     ) -> Any:
         """Samples of an object on a device."""
         piece = piece_of(value, start, stop, self.num_samples)
@@ -364,6 +390,8 @@ class Scatter:
                     "to(device), or pass its tensors"
                 )
             piece = piece.to(device)
+        if dtype is not None and callable(getattr(piece, "to", None)):
+            piece = piece.to(dtype)
         return copy.deepcopy(piece) if copies else piece
 
     def _sliced(

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from coordinator.splitting import split_by_ratio
 from runtime.core.checks import in_func_transform
+from runtime.core.errors import ReplicaFailed
 from runtime.core.loss_weights import Weight
 from runtime.core.nested import movable_parts
+from runtime.device.memory import is_out_of_memory
 from runtime.loop.accumulation import AccumulationSchedule, reduction_seconds
 from runtime.loop.balance import Balancer
 from runtime.loop.caller_modes import CallerModes, modes_not_carried
@@ -47,7 +49,8 @@ from runtime.loop.rank_replica import (
 from runtime.loop.rank_threads import Task
 from runtime.loop.runner import STOP_TIMEOUT_S
 from runtime.loop.scatter import InputRules, Scatter
-from runtime.loop.split_check import can_check, check_split, needs_check
+from runtime.loop.split_check import can_check, check_split, fails_in_pieces, needs_check
+from runtime.replica.error_notes import add_note_once
 from runtime.replica.gradients import refuse_sparse
 from runtime.replica.rank_statistics import attributes_of
 
@@ -187,8 +190,11 @@ class ThreadedEngine:
                     self._recorder.record_batches(replica.rank, [size])
                 start += size
             tensors = [*scatter.tensors, *scatter.object_tensors]
-            with self._mirror.comparing(None):
-                outcomes = self._runner.run(tasks, "forward", tensors)
+            try:
+                with self._mirror.comparing(None):
+                    outcomes = self._runner.run(tasks, "forward", tensors)
+            except ReplicaFailed as error:
+                raise self._explained(error, scatter, modes, sizes) from error.__cause__
             self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -251,20 +257,38 @@ class ThreadedEngine:
 
     def _check_split(self, scatter: Scatter) -> None:
         """Compare the output for some samples with those for two parts of them, once."""
-        if not can_check(scatter, self.model):
-            return
-        if not (self._mirror.is_small or needs_check(scatter)):
+        is_small = self._mirror.is_small
+        if not can_check(self.model) or not (is_small or needs_check(scatter)):
             return
         self._rules.is_checked = True
-        trial = self._mirror.new_copy()
-        if trial is not None:
-            task = partial(check_split, trial, scatter, self._rules, self.devices[0])
-            try:
-                self._runner.run_first(task)
-            except BaseException:
-                self._rules.is_checked = False
-                raise
-            self._prepare()  # the trial may share parameters, which its eval() changes and restores
+        new_trial, device = self._mirror.new_copy, self.devices[0]
+        task = partial(check_split, new_trial, scatter, self._rules, device, may_convert=is_small)
+        try:
+            self._runner.run_first(task)
+        except BaseException:
+            self._rules.is_checked = False
+            raise
+        self._prepare()  # a trial may share parameters, which its eval() changes and restores
+
+    def _explained(
+        self, error: ReplicaFailed, scatter: Scatter, modes: CallerModes, sizes: Sequence[int]
+    ) -> ReplicaFailed:
+        """A failure of forward, with a note if the whole batch runs on one device."""
+        cause, pieces = error.__cause__, [size for size in sizes if size]
+        if len(pieces) < 2 or not isinstance(cause, Exception) or is_out_of_memory(cause):
+            return error
+        trial, device = self._mirror.new_copy(), self.devices[0]
+        if trial is None:
+            return error
+        task = partial(fails_in_pieces, trial, scatter, self._rules, device, modes, pieces)
+        note = self._runner.run_first(task)
+        if note is None:
+            return error
+        add_note_once(cause, note)
+        made = ReplicaFailed.of(error.rank, error.device, error.what, cause)
+        for other in getattr(error, "__notes__", ()):
+            made.add_note(other)
+        return made
 
     def backward(
         self,

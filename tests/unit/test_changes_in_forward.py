@@ -176,9 +176,10 @@ def test_changes_of_parameters_that_depend_on_the_rank_are_refused_without_shard
 
 def test_changes_of_parameters_alike_on_all_ranks_are_kept_without_shards():
     expected = trained_alone(Changing(shrink))
+    models = [Changing(shrink) for _ in range(2)]  # threads share the generator of their values
 
     def rank(end):
-        fsdp = wrap(end, ShardingStrategy.NO_SHARD, Changing(shrink))
+        fsdp = wrap(end, ShardingStrategy.NO_SHARD, models[end.rank])
         optimizer = sgd(fsdp.parameters())
         for _ in range(3):
             loss_of(fsdp, batch()).backward()

@@ -11,7 +11,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from runtime import FSDP, DataParallelCoordinator, ShardingStrategy, create_collectives
+from runtime import (
+    FSDP,
+    DataParallelCoordinator,
+    DdpConfig,
+    ShardingStrategy,
+    create_collectives,
+)
 from tests.support.fsdp_ranks import on_ranks
 from tests.support.looping import loop_builder
 from tests.support.own_loop import WAIT_S, on_cpus
@@ -19,7 +25,9 @@ from tests.support.running import SYNC, THREAD, at_once, builder
 
 SIZE = 400
 BATCH = torch.ones(2, SIZE)
-"""A sample for each rank: models are not tried on batches of less than four."""
+"""A sample for each rank."""
+UNCHECKED = DdpConfig(whole=[])
+"""Models, which would wait for other ranks, are not tried on the first batch."""
 meeting = threading.Barrier(1)
 
 
@@ -91,7 +99,7 @@ def full_sgd(params):
 
 
 def gradient_of_setup(net):
-    with on_cpus(net) as model:
+    with on_cpus(net, config=UNCHECKED) as model:
         out = model(BATCH)
         out.sum().backward()
         return out.detach().sum(0), model.module.weight.grad
@@ -187,7 +195,7 @@ def in_another_thread(call):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_of_an_own_loop_may_run_in_another_thread(way):
-    with ranks_that_draw_together(), on_cpus(Net(way)) as model:
+    with ranks_that_draw_together(), on_cpus(Net(way), config=UNCHECKED) as model:
         out = model(BATCH)
         in_another_thread(out.sum().backward)
         assert torch.equal(model.module.weight.grad, out.detach().sum(0))
@@ -298,7 +306,7 @@ def test_a_seed_within_forward_is_that_of_its_rank():
             return x * self.weight + torch.rand(SIZE)
 
     rows = torch.tensor([[3.0], [4.0]]).expand(2, SIZE)
-    with ranks_that_draw_together(), on_cpus(Seeding()) as model:
+    with ranks_that_draw_together(), on_cpus(Seeding(), config=UNCHECKED) as model:
         found = model(rows).detach() - rows
     for row, seed in zip(found, (3, 4), strict=True):
         wanted = torch.rand(SIZE, generator=torch.Generator().manual_seed(seed))

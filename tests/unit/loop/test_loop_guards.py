@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from runtime import (
     DataParallelCoordinator,
     DdpConfig,
+    ReplicaFailed,
     ReplicaMismatch,
     Trainer,
     Weighted,
 )
-from runtime.loop import scatter
+from runtime.loop import mirror, scatter, threaded
 from runtime.loop.balance import Balancer
 from runtime.loop.loop_engine import WEIGHTED_TWICE
 from tests.support.own_loop import (
@@ -132,8 +133,11 @@ RELATIONS = {
 }
 
 
+@pytest.mark.parametrize("num_samples", [2, 3, 8])
 @pytest.mark.parametrize("relate", RELATIONS.values(), ids=RELATIONS)
-def test_a_model_of_one_input_that_relates_samples_is_refused_unless_that_is_accepted(relate):
+def test_a_model_of_one_input_that_relates_samples_is_refused_unless_that_is_accepted(
+    relate, num_samples
+):
     class Relating(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,15 +146,130 @@ def test_a_model_of_one_input_that_relates_samples_is_refused_unless_that_is_acc
         def forward(self, x):
             return relate(self.net(x))
 
-    x, _ = make_batch(8)
+    x, _ = make_batch(num_samples)
+    counts = {2: "2 samples is not that for 1 and 1", 3: "3 samples is not that for 1 and 2"}
+    match = counts.get(num_samples, "4 samples is not that for 2 and 2")
     with on_cpus(Relating()) as model:
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=r"return what it relates.*DdpConfig\(whole=\[\]\)"
-            ):
+            with pytest.raises(ValueError, match=match) as caught:
                 model(x)
+            assert "return what it relates" in str(caught.value)
+            assert "DdpConfig(whole=[]) accepts the difference" in str(caught.value)
     with on_cpus(Relating(), config=DdpConfig(whole=[])) as model:
         model(x).sum().backward()
+
+
+def standardized(z):
+    return z + 0.01 * z.std(0, correction=0).mean()  # minibatch deviation
+
+
+def attentive(strength):
+    return lambda z: z + strength * ((z @ z.T).softmax(1) @ z)
+
+
+def in_float32(z):
+    return (z.float() + 1e-4 * z.float().mean(0)).to(z.dtype)
+
+
+WEAK = {
+    "deviation": standardized,
+    "attention": attentive(1e-2),
+    "weak attention": attentive(1e-5),
+    "weak mean": lambda z: z + 1e-5 * z.mean(0),
+    "in float32": in_float32,
+    "number of samples": lambda z: z * (1 + 1e-3 * len(z)),
+    "with noise": lambda z: z.softmax(0) + 1e-3 * torch.randn_like(z),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("relate", WEAK.values(), ids=WEAK)
+def test_a_weak_relation_of_samples_is_refused(relate, dtype):
+    class Relating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net(dtype)
+
+        def forward(self, x):
+            return relate(self.net(x))
+
+    for num_samples in (2, 8):
+        with (
+            on_cpus(Relating()) as model,
+            pytest.raises(ValueError, match=r"is not that for . and . of them put together"),
+        ):
+            model(make_batch(num_samples, dtype)[0])
+
+
+def rms_norm(z):
+    """As in language models: in float32 whatever the dtype of the rest."""
+    norm = z.float().square().mean(-1, keepdim=True)
+    return (z.float() * torch.rsqrt(norm + 1e-6)).to(z.dtype)
+
+
+ROUNDED = {
+    "plain": lambda z: z,
+    "float32 inside": rms_norm,
+    "bfloat16 inside": lambda z: z.bfloat16().matmul(torch.ones(3, 3).bfloat16()).to(z.dtype),
+    "constant of float32": lambda z: z.float() @ torch.full((3, 3), 0.3),
+    "index of the maximum": lambda z: (z, z.argmax(1)),
+    "infinite": lambda z: z.masked_fill(z > 0, -torch.inf),
+    "random": lambda z: z + 1e-3 * torch.randn_like(z),
+    "dropout in eval mode": lambda z: F.dropout(z, 0.5, training=True),
+    "drawn classes": lambda z: F.gumbel_softmax(z.float()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("make", ROUNDED.values(), ids=ROUNDED)
+def test_rounding_and_random_numbers_are_no_relation(make, dtype):
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(NUM_FEATURES, 300)
+            self.net = nn.Sequential(self.wide, nn.Tanh(), nn.Linear(300, 3)).to(dtype)
+
+        def forward(self, x):
+            return make(self.net(x))
+
+    torch.manual_seed(0)
+    for num_samples in (2, 3, 8):
+        with torch.no_grad(), on_cpus(Rounding()) as model:
+            model(make_batch(num_samples, dtype)[0])
+
+
+class Remembering(nn.Module):
+    """Adds what its last call of as many samples left, or numbers of a generator of its own."""
+
+    def __init__(self, relate=lambda z: z, *, draws=False):
+        super().__init__()
+        self.net, self.relate, self.last = make_net(torch.float32), relate, None
+        self.generator = torch.Generator().manual_seed(0) if draws else None
+
+    def forward(self, x):
+        z = self.net(x)
+        if self.generator is not None:
+            return self.relate(z) + torch.randn(z.shape, generator=self.generator)
+        fits = self.last is not None and len(self.last) == len(z)
+        found = self.relate(z) + (self.last if fits else 0)
+        self.last = z.detach()
+        return found
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 28])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_state_that_a_call_leaves_to_the_next_is_no_relation(monkeypatch, small_bytes, draws):
+    monkeypatch.setattr(mirror, "SMALL_MODEL_BYTES", small_bytes)
+    monkeypatch.setattr(threaded, "needs_check", lambda scatter: True)
+    for num_samples in (2, 3, 8):
+        with torch.no_grad(), on_cpus(Remembering(draws=draws)) as model:
+            model(make_batch(num_samples, torch.float32)[0])
+
+
+@pytest.mark.parametrize("relate", [standardized, attentive(1e-2)])
+def test_a_weak_relation_beside_a_state_is_refused(relate):
+    with on_cpus(Remembering(relate)) as model, pytest.raises(ValueError, match="put together"):
+        model(make_batch(8, torch.float32)[0])
 
 
 def test_a_model_with_little_noise_in_eval_mode_is_not_judged():
@@ -161,7 +280,7 @@ def test_a_model_with_little_noise_in_eval_mode_is_not_judged():
             super().__init__()
             self.net = make_net()
 
-        def forward(self, x):  # two equal calls are 3 % apart, and the two parts 8 %
+        def forward(self, x):  # equal calls are up to 8 % apart
             Noisy.calls += 1
             noise = {1: 0.0, 2: 0.03}.get(Noisy.calls, 0.08)
             return self.net(x) * (1 + noise)
@@ -234,6 +353,84 @@ def test_indices_and_constants_that_depend_on_the_split_are_refused(make):
         model.module.linear.weight.fill_(1.0)
         with pytest.raises(ValueError, match=r"is not that for 2 and 2|relates the samples"):
             model(x.sort(0, descending=True).values)
+
+
+def top(num):
+    return lambda z: z + z.topk(num, 0).values.mean()
+
+
+PIECES = {
+    "more than a piece has": top(5),
+    "of the whole batch": lambda z: z.view(2, 4, -1).flatten(0, 1),
+    "rows of the whole batch": lambda z: z + torch.ones(8, 1),
+}
+
+
+@pytest.mark.parametrize("relate", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("given", ["input", "whole"])
+def test_an_error_that_only_pieces_cause_names_the_split_and_the_remedies(relate, given):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            return relate(self.net(x))
+
+    config = DdpConfig(whole=[]) if given == "whole" else DdpConfig()
+    with on_cpus(Whole(), config=config) as model:
+        for _ in range(2):
+            with pytest.raises(ReplicaFailed) as caught:
+                model(make_batch(8)[0])
+            text = str(caught.value)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            assert "pieces of this batch, of 4, 4 samples, and works for all 8 on one" in text
+            assert "Split along dimension 0: x." in text
+            assert "DdpConfig(whole=['x'])" in text
+            assert "DdpConfig(batch_dim=1)" in text
+            assert "model.accumulate(loss_fn, batches)" in text
+
+
+@pytest.mark.parametrize("also", ["whole", "memory", "one device"])
+def test_an_error_that_the_whole_batch_has_too_stays_as_it_is(also):
+    """Also if there is no memory for the whole batch on one device."""
+
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            if also == "memory" and len(x) == 8:
+                raise torch.OutOfMemoryError("planted: out of memory")
+            raise RuntimeError("planted")
+
+    num_devices = 1 if also == "one device" else 2
+    with on_cpus(Failing(), num_devices) as model, pytest.raises(RuntimeError) as caught:
+        model(make_batch(8)[0])
+    assert "planted" in str(caught.value)
+    assert "pieces" not in str(caught.value)
+    assert "out of memory" not in str(caught.value)
+
+
+def test_no_memory_for_a_piece_is_not_tried_on_the_whole_batch():
+    calls = []
+
+    class Full(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            calls.append(len(x))
+            raise torch.OutOfMemoryError("planted")
+
+    with (
+        on_cpus(Full(), config=DdpConfig(whole=[])) as model,
+        pytest.raises(torch.OutOfMemoryError, match="planted"),
+    ):
+        model(make_batch(8)[0])
+    assert calls == [4, 4]
 
 
 def test_a_loss_that_relates_the_samples_is_refused():
