@@ -536,10 +536,10 @@ class FlatLayout:
                 out[i] = view
         return out
 
-    def end(self, number: int, index: int) -> int:
-        """Offset in flat tensor ``number`` of the end of its tensor ``index``."""
+    def ends(self, number: int) -> list[int]:
+        """Offsets in flat tensor ``number`` of the ends of its tensors."""
         layout = self._layouts[number]
-        return [*layout.offsets[1:], layout.numel][index]
+        return [*layout.offsets[1:], layout.numel]
 
 
 class _Layout:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.collective import Collective, ReduceOp
-from runtime.collective.base import LOW_PRECISION
+from runtime.collective.base import LOW_PRECISION, RegisteredTensors
 from runtime.core.loss_weights import Weight, fraction_of, scale_
+from runtime.replica.flat import FlatLayout
 
 
 def average_gradients(grads: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
@@ -127,6 +128,87 @@ def gradient_norm(grads: Sequence[Tensor]) -> float:
 
 def _widest(values: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+class FlatGradients:
+    """Gradients in one flat tensor for each dtype, with room for flags and a weight.
+
+    Complex gradients are stored as real and imaginary parts.
+
+    Args:
+        like: Tensors of the gradients' shapes, dtypes and strides; on all ranks alike.
+        order: Their order in the flat tensors; ``None``: as given.
+        num_flags: Number of flags, after the gradients of the first dtype.
+        weighed: Add an element for a weight to the widest dtype.
+
+    Attributes:
+        flats: One tensor for each dtype, filled with zeros at first.
+        parts: The gradients in each, without flags and weight.
+        views: The gradient for each of ``like``.
+        flags: The flags.
+        weight: The weight, of shape ``(1,)``.
+        weight_apart: True if the weight is a tensor of its own: 16 bits would round it to three
+            digits.
+    """
+
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        order: Sequence[int] | None = None,
+        *,
+        num_flags: int = 0,
+        weighed: bool = False,
+    ) -> None:
+        layout = FlatLayout(like, order)
+        self._groups = layout.groups
+        dtypes = [like[group[0]].dtype for group in layout.groups]
+        widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
+        dtypes = [dtype.to_real() for dtype in dtypes]
+        widest = max(range(len(dtypes)), key=lambda i: (dtypes[i].itemsize, -i))
+        self.weight_apart = weighed and dtypes[widest] in LOW_PRECISION
+        self._room = [num_flags, *[0] * (len(dtypes) - 1)]
+        self._room[widest] += weighed and not self.weight_apart
+        self._ends = [
+            [end * width for end in layout.ends(number)] for number, width in enumerate(widths)
+        ]
+        device = like[0].device
+        self.flats = RegisteredTensors(
+            torch.zeros(ends[-1] + more, dtype=dtype, device=device)
+            for ends, more, dtype in zip(self._ends, self._room, dtypes, strict=True)
+        )
+        self.parts = [flat[: ends[-1]] for flat, ends in zip(self.flats, self._ends, strict=True)]
+        self.flags = self.flats[0][self._ends[0][-1] :][:num_flags]
+        self.weight = self.flats[widest][-1:]
+        if self.weight_apart:
+            self.weight = self.weight.new_zeros(1, dtype=torch.float32)
+        in_dtype = [
+            part if width == 1 else torch.view_as_complex(part.view(-1, 2))
+            for part, width in zip(self.parts, widths, strict=True)
+        ]
+        self.views = layout.views(in_dtype, like)
+
+    def extents(self) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor, int]]:
+        """For each flat tensor the indices of its gradients, their ends in it, the tensor itself,
+        and the number of elements after them.
+        """
+        return zip(self._groups, self._ends, self.flats, self._room, strict=True)
+
+
+def copy_gradients(
+    views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: bool
+) -> None:
+    """Copy gradients to views, where missing ones are zeros.
+
+    Args:
+        views: The targets.
+        grads: One for each.
+        complete: True if none is missing.
+    """
+    if complete:
+        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+        return
+    for view, grad in zip(views, grads, strict=True):
+        view.zero_() if grad is None else view.copy_(grad)
 
 
 def refuse_sparse(names: Iterable[str], grads: Iterable[Tensor | None], where: str = "") -> None:

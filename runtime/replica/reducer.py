@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION, BucketedMean, CollectiveWork, RegisteredTensors
+from runtime.collective.base import BucketedMean, CollectiveWork
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
-from runtime.replica.flat import FlatLayout, FlatParams, FlatState, NamedParams
+from runtime.replica.flat import FlatParams, FlatState, NamedParams
+from runtime.replica.gradients import FlatGradients, copy_gradients
 from runtime.replica.non_finite import StepFiniteCheck
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -107,67 +108,29 @@ class GradientReducer:
 
     def _arrange(self, order: Sequence[int] | None) -> None:
         """Allocate the flat tensors, with the gradients in this order."""
+        num, checks = len(self._params), self._finite_check is not None
         like = [p.data for p in self._params]
-        layout = FlatLayout(like, order)
-        num = len(like)
-        dtypes = [like[group[0]].dtype for group in layout.groups]
-        widths = [2 if dtype.is_complex else 1 for dtype in dtypes]
-        dtypes = [dtype.to_real() for dtype in dtypes]
-        room = [0] * len(dtypes)
-        room[0] = num if self._finite_check is None else num + 1
-        # The weight is in the widest dtype; 16 bits would round it to three digits.
-        widest = max(range(len(dtypes)), key=lambda i: (dtypes[i].itemsize, -i))
-        self._weight_apart = dtypes[widest] in LOW_PRECISION
-        if not self._weight_apart:
-            room[widest] += 1
-        lengths = [
-            layout.end(number, len(group) - 1) * width
-            for number, (group, width) in enumerate(zip(layout.groups, widths, strict=True))
-        ]
-        self._flats = RegisteredTensors(
-            torch.zeros(length + more, dtype=dtype, device=like[0].device)
-            for length, more, dtype in zip(lengths, room, dtypes, strict=True)
-        )
-        self._grads = [flat[:length] for flat, length in zip(self._flats, lengths, strict=True)]
-        start = self._grads[0].numel()
-        self._flags = self._flats[0][start : start + num]
-        self._loss_flag = self._flats[0][
-            start + num : start + num + int(self._finite_check is not None)
-        ]
-        # 0 on ranks whose loss has no weight.
-        self._weight = self._flats[widest][-1:]
-        if self._weight_apart:
-            self._weight = self._weight.new_zeros(1, dtype=torch.float32)
-        flats_in_dtype = [
-            flat if width == 1 else torch.view_as_complex(flat.view(-1, 2))
-            for flat, width in zip(self._grads, widths, strict=True)
-        ]
-        self._views = layout.views(flats_in_dtype, like)
-        self._buckets = list(self._split_buckets(layout, widths, room, order))
+        self._store = store = FlatGradients(like, order, num_flags=num + checks, weighed=True)
+        self._flats, self._views = store.flats, store.views
+        self._flags, self._loss_flag = store.flags[:num], store.flags[num:]
+        self._buckets = list(self._split_buckets(order))
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.params}
 
-    def _split_buckets(
-        self,
-        layout: FlatLayout,
-        widths: Sequence[int],
-        room: Sequence[int],
-        order: Sequence[int] | None,
-    ) -> Iterator[_Bucket]:
+    def _split_buckets(self, order: Sequence[int] | None) -> Iterator[_Bucket]:
         """The buckets in sending order; without an order, one for each dtype."""
         place = {i: at for at, i in enumerate(order or range(len(self._params)))}
         closed: list[_Bucket] = []
         last: list[_Bucket] = []
-        for number, (group, flat) in enumerate(zip(layout.groups, self._flats, strict=True)):
+        for group, ends, flat, room in self._store.extents():
             begin = start = 0
             limit = min(FIRST_BUCKET_BYTES, self._bucket_bytes or 0)
-            for index in range(len(group)):
-                end = layout.end(number, index) * widths[number]
+            for index, end in enumerate(ends):
                 is_last = index + 1 == len(group)
                 is_full = order is not None and (end - start) * flat.element_size() >= limit
                 if is_last:
                     end = flat.numel()
                 if is_last or is_full:
-                    is_open = is_last and room[number] > 0
+                    is_open = is_last and room > 0
                     bucket = _Bucket(group[begin : index + 1], flat[start:end], is_open)
                     (last if is_open else closed).append(bucket)
                     begin, start = index + 1, end
@@ -306,7 +269,7 @@ class GradientReducer:
         """Copy the gradients of a bucket to its flat tensor."""
         views = [self._views[i] for i in bucket.params]
         grads = [self._params[i].grad for i in bucket.params]
-        _copy(views, grads, complete=not [g for g in grads if g is None])
+        copy_gradients(views, grads, complete=not [g for g in grads if g is None])
         if weight is not None:
             torch._foreach_mul_(views, weight.unit / num_samples)
 
@@ -330,9 +293,9 @@ class GradientReducer:
         complete = num_samples > 0 and not [g for g in grads if g is None]
         if num_samples > 0:
             if self._mean is None:
-                _copy(self._views, grads, complete=complete)
+                copy_gradients(self._views, grads, complete=complete)
                 if weight is not None:
-                    torch._foreach_mul_(self._grads, weight.unit / num_samples)
+                    torch._foreach_mul_(self._store.parts, weight.unit / num_samples)
             else:
                 for bucket in self._waiting():
                     self._write(bucket, num_samples, weight)
@@ -347,9 +310,9 @@ class GradientReducer:
         if weight is not None:
             value = weight.units * (weight.unit / num_samples)
             if isinstance(value, Tensor):
-                self._weight.copy_(value)
+                self._store.weight.copy_(value)
             else:
-                self._weight.fill_(value)
+                self._store.weight.fill_(value)
         self.packed = PackedGradients(grads, complete=complete, weighed=weight is not None)
 
     def _waiting(self) -> Sequence[_Bucket]:
@@ -410,8 +373,8 @@ class GradientReducer:
                     waiting = self._waiting()
                     self._mean = mean
                     mean.add([bucket.flat for bucket in waiting])
-                    if self._weight_apart and self.collective.host_runs_ahead:
-                        mean.add([self._weight])
+                    if self._store.weight_apart and self.collective.host_runs_ahead:
+                        mean.add([self._store.weight])
                     if async_op:
                         total, self._pending_work = mean.end_async(self.skip_flag)
                     else:
@@ -420,7 +383,7 @@ class GradientReducer:
                 else:
                     total = self.collective.weighted_mean_(self._flats, num_samples, **weighed)
         except BaseException:
-            self._weight.zero_()
+            self._store.weight.zero_()
             raise
         # The same on every rank: part of the exchange.
         num_weighed = self.collective.tally
@@ -438,7 +401,7 @@ class GradientReducer:
         if num_weighed:
             self.is_empty = not mean_weight > 0
             if not self.is_empty:
-                for flat in self._grads:
+                for flat in self._store.parts:
                     flat.div_(mean_weight)
         if self._sums:
             self._multiply(total)
@@ -447,7 +410,7 @@ class GradientReducer:
         return True
 
     def _multiply(self, total: float) -> None:
-        for flat in self._grads:
+        for flat in self._store.parts:
             flat.mul_(total)
 
     def _divide_async(self, plain: float) -> None:
@@ -456,12 +419,12 @@ class GradientReducer:
         Args:
             plain: The fraction of samples whose loss has no weight.
         """
-        mean = self._weight + plain
+        mean = self._store.weight + plain
         is_empty = (mean > 0).logical_not_().float().reshape(())
         torch.maximum(self.skip_flag, is_empty, out=self.skip_flag)
-        for flat in self._grads:
+        for flat in self._store.parts:
             flat.div_(mean.to(flat.dtype))
-        self._weight.zero_()
+        self._store.weight.zero_()
 
     def _mean_weight(self, total: float, num_weighed: float, num_samples: int) -> float:
         """The reduced weight for each sample; reads one number from the device.
@@ -471,11 +434,11 @@ class GradientReducer:
             num_weighed: Samples of the ranks whose loss has a weight.
             num_samples: Samples of this rank.
         """
-        if self._weight_apart and not self.collective.host_runs_ahead:
+        if self._store.weight_apart and not self.collective.host_runs_ahead:
             with self._comm():
-                self.collective.weighted_mean_([self._weight], num_samples)
-        mean = float(self._weight) + (total - num_weighed) / total
-        self._weight.zero_()  # a rank without a weight writes nothing
+                self.collective.weighted_mean_([self._store.weight], num_samples)
+        mean = float(self._store.weight) + (total - num_weighed) / total
+        self._store.weight.zero_()  # a rank without a weight writes nothing
         return mean
 
     def unpack(self) -> None:
@@ -565,14 +528,6 @@ class _Bucket:
     is_open: bool
     missing: int = 0
     sent: bool = False
-
-
-def _copy(views: Sequence[Tensor], grads: Sequence[Tensor | None], *, complete: bool) -> None:
-    if complete:
-        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
-        return
-    for view, grad in zip(views, grads, strict=True):
-        view.zero_() if grad is None else view.copy_(grad)
 
 
 def _register_hooks(reducer: GradientReducer, params: Sequence[nn.Parameter]) -> list[Any]:
