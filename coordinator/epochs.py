@@ -263,7 +263,14 @@ class EpochScheduler:
         Every rank receives a first plan before any receives a second. Under a lead limit all ranks
         train at one pace, so that chunks follow the limit and not the speed.
         """
-        short = [rank for rank in self._run.live if rank.num_queued < 2]
+        for rank in self._run.live:
+            if rank.open_epoch is not None and not rank.num_queued:
+                self._continue_step(rank, rank.open_epoch)
+        short = [
+            rank
+            for rank in self._run.live
+            if rank.num_queued < 2 and (rank.num_queued or rank.open_epoch is None)
+        ]
         if not short:
             return
         lead = self._run.config.max_batch_diff
@@ -293,6 +300,49 @@ class EpochScheduler:
                     self._send_empty_plans(rank, chunk[0])
                     self._start(rank, self._chunk(rank.rank, *chunk))
 
+    def _continue_step(self, rank: Rank, number: int) -> None:
+        """Send another batch to a rank within a step over several batches."""
+        run = self._run
+        chunk = run.ledger.assign_chunk(
+            rank.rank, shares=run.elche.shares, seconds_per_batch=None, limit=1, within=number
+        )
+        if chunk is not None:
+            self._start(rank, self._chunk(rank.rank, *chunk))
+        else:
+            self._end_step(rank, number)
+
+    def _may_continue_steps(self) -> bool:
+        """True under ``SYNC`` if batches are left for steps over several batches."""
+        may_continue, ledger = True, self._run.ledger
+        for rank in self._run.live:
+            number = rank.open_epoch
+            epoch = None if number is None else ledger.find(number)
+            if number is not None and (epoch is None or not ledger.has_more(epoch)):
+                self._end_step(rank, number)
+                may_continue = False
+        return may_continue
+
+    def _end_step(self, rank: Rank, number: int) -> None:
+        """Send a plan without batches within a step over several batches. If some may follow, the
+        rank handles its messages meanwhile; if not, a plan of the next epoch ends the step by an
+        error.
+        """
+        if self._run.ledger.may_assign(rank.rank, number):
+            self._starve(rank, number)
+        else:
+            self._start(rank, m.EpochPlan(epoch=number + 1))
+
+    def starve_steps(self) -> None:
+        """Have ranks within a step over several batches handle their messages: the run ends."""
+        for rank in self._run.live:
+            if rank.open_epoch is not None and not rank.num_queued:
+                self._starve(rank, rank.open_epoch)
+
+    def _starve(self, rank: Rank, number: int) -> None:
+        if not rank.is_starved:
+            rank.is_starved = True
+            self._start(rank, m.EpochPlan(epoch=number))
+
     def _chunk(self, rank: int, epoch: int, spans: tuple[range, ...]) -> m.EpochPlan:
         if not self._run.ledger.unequal:
             return m.EpochPlan(epoch=epoch, batches=spans)
@@ -312,6 +362,7 @@ class EpochScheduler:
             self._values += tuple(e.value(name) for e in closed[len(self._values) :])
             plan = replace(plan, metrics=self._values)
         rank.num_queued += 1
+        rank.is_starved &= not (plan.batches or plan.shares)
         self._run.send(rank.rank, m.StartEpoch(plan=plan))
 
     def assign_lockstep(self) -> None:
@@ -323,6 +374,13 @@ class EpochScheduler:
         """
         while self._assign_next():
             pass
+
+    @property
+    def is_within_step(self) -> bool:
+        """True if ranks handle no messages: their plans have ended within a step over several
+        batches.
+        """
+        return any(r.open_epoch is not None and not r.is_starved for r in self._run.live)
 
     @property
     def _splits(self) -> bool:
@@ -341,15 +399,20 @@ class EpochScheduler:
         if most_queued > int(splits) or not self.all_published:
             # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
-        before = run.plan if most_queued else None
+        is_open = any(rank.open_epoch is not None for rank in live)
+        if is_open and not most_queued and not self._may_continue_steps():
+            return False
+        before = run.plan if most_queued or is_open else None
         if before is not None and not before.has_whole_steps(accumulate):
             return False
         oldest = run.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # an epoch trained by other machines is announced first
-        if not most_queued:
+        if before is None:
             self.evaluate_if_due()
         left = self._batches_until_evaluation(before)
+        if left == 0 and not most_queued and is_open:
+            left = accumulate * run.per_global  # the step ends before the evaluation
         if self.is_evaluating or left == 0:
             return False
         follows = run.config.balance or run.config.granted

@@ -173,7 +173,7 @@ class FailureRecovery:
             self._run.ledger.leave_epoch(leaver, number, self._run.elche.shares)
         self._left.clear()
         for rank in self.survivors:
-            rank.num_queued = 0
+            rank.num_queued, rank.open_epoch = 0, None
 
     def settle_reported(self, rank: int) -> None:
         """Settle the steps of the plan that its only rank has reported, and reopen the rest."""

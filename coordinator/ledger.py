@@ -235,6 +235,7 @@ class BatchLedger:
         seconds_per_batch: Sequence[float] | None,
         max_chunk: int | None = None,
         limit: int | None = None,
+        within: int | None = None,
     ) -> tuple[int, tuple[range, ...]] | None:
         """Assign the next chunk to a rank; ``None``: no batch for it now.
 
@@ -250,6 +251,8 @@ class BatchLedger:
             max_chunk: For ranks under a lead limit: maximum size of chunks, which then do not
                 depend on speed.
             limit: Maximum size of this chunk.
+            within: The last epoch that the rank has begun, if a step is in progress on it: it
+                receives no batch of a later one, and those that others would finish sooner.
 
         Returns:
             The epoch and the ranges of the chunk.
@@ -264,12 +267,15 @@ class BatchLedger:
                 seconds_per_batch = [seconds / size for seconds, size in each]
             max_chunk = None if max_chunk is None else max_chunk * self._sizes[rank]
         older = 0  # Open batches of older epochs, which come first in what is left of the run.
-        for epoch in self._assignable(shares):
+        epochs = self._assignable(shares)
+        if within is not None:
+            epochs = [epoch for epoch in self.epochs if epoch.epoch <= within]
+        for epoch in epochs:
             if rank in epoch.left:
                 older += len(epoch.open)
                 continue
             if max_chunk is None:
-                seconds = seconds_per_batch
+                seconds = seconds_per_batch if within is None else None
                 if seconds is not None and epoch.left:  # these train no more of it
                     seconds = [0.0 if r in epoch.left else s for r, s in enumerate(seconds)]
                 count = self._chunk_size(epoch, rank, shares, seconds, older)
@@ -280,6 +286,17 @@ class BatchLedger:
                 return epoch.epoch, self._assign(epoch, rank, count)
             older += len(epoch.open)
         return None
+
+    def may_assign(self, rank: int, number: int) -> bool:
+        """True if a rank may receive another batch of an epoch, now or later."""
+        epoch = self.find(number)
+        if epoch is None or self._batches_left == 0:
+            return False
+        if epoch.open and (epoch.quotas is None or epoch.quotas[rank]):
+            return True
+        granted = 0 if epoch.granted is None else len(epoch.granted)
+        is_dealt = epoch.complete or granted + epoch.num_elsewhere == epoch.num_batches
+        return not (is_dealt or self._ended)
 
     def _assignable(self, shares: Sequence[float]) -> Iterable[Epoch]:
         if not self.epochs and self.open_epoch(shares) is None:
@@ -589,23 +606,23 @@ class BatchLedger:
         self.by_rank[rank] = RankLedger(in_round=[] if in_round else ledger.in_round)
 
     def leave_epoch(self, rank: int, number: int, shares: Sequence[float]) -> None:
-        """Reopen the assigned batches of an epoch that a rank has left; it receives no others.
+        """Reopen the assigned batches of an epoch that a rank has left, and those of earlier ones
+        in a step in progress; it receives no others.
 
         Args:
             rank: The rank.
             number: The epoch; no effect if it has closed.
             shares: Each rank's share of the work.
         """
-        epoch, ledger = self.find(number), self.by_rank[rank]
-        if epoch is None:
-            return
-        epoch.left.add(rank)
-        for _, span in (each for each in ledger.assigned if each[0] == number):
-            self._reopen(epoch, [span])
-            if epoch.quotas is not None:
-                epoch.quotas[rank] += len(span)
-        ledger.assigned = deque(each for each in ledger.assigned if each[0] != number)
-        self._redistribute_quota(epoch, rank, shares)
+        ledger = self.by_rank[rank]
+        for epoch in (each for each in self.epochs if each.epoch <= number):
+            epoch.left.add(rank)
+            for _, span in (each for each in ledger.assigned if each[0] == epoch.epoch):
+                self._reopen(epoch, [span])
+                if epoch.quotas is not None:
+                    epoch.quotas[rank] += len(span)
+            self._redistribute_quota(epoch, rank, shares)
+        ledger.assigned = deque(each for each in ledger.assigned if each[0] > number)
 
     def end_short(self, epoch: Epoch) -> int:
         """Omit the open batches of an epoch; returns their number of samples."""
@@ -849,7 +866,8 @@ class LockstepPlan:
         self.counts += more.counts
         for rank, spans in more.parts.items():
             self.parts[rank] += spans
-            self.pieces[rank] += more.pieces[rank]
+        for rank, pieces in more.pieces.items():
+            self.pieces[rank] += pieces
             self._untimed[rank] += more._untimed[rank]
 
     def drop_reported(self, accumulate: int) -> None:
@@ -863,7 +881,8 @@ class LockstepPlan:
             counted = self.num_complete_batches(rank, num)
             self.first_step += counted
             self.parts[rank] = cut(spans, counted)
-            del self.pieces[rank][:num]
+            if self.pieces:
+                del self.pieces[rank][:num]
             self.reported[rank] = self.reported.get(rank, 0) - num
         del self.counts[: windows * accumulate]
 

@@ -136,7 +136,10 @@ class Coordinator:
                 self._on_report(event)
             case m.EpochReport():
                 self._on_report(event)
-                self._run.ranks[event.rank].num_queued -= 1
+                rank = self._run.ranks[event.rank]
+                rank.num_queued -= 1
+                rank.open_epoch = event.open_epoch
+                rank.is_starved &= event.open_epoch is not None
                 self._run.note_norms({}, event.norm)
                 self._epochs.measure(event.rank)
                 if event.left:
@@ -558,7 +561,7 @@ class Coordinator:
             if (self._run.lockstep or self._run.alone) and self._may_save():
                 self._saving.request_states()
             if self._run.lockstep:
-                if not self._saving.is_collecting:
+                if not self._saving.is_collecting or self._epochs.is_within_step:
                     self._epochs.assign_lockstep()
             else:
                 self._epochs.assign_batches()
@@ -566,8 +569,11 @@ class Coordinator:
                 self._average_if_due(now)
             if self._is_over():
                 self._run.enter(Phase.STOPPING)
-        if self._run.phase is Phase.STOPPING and not self._rounds.round.in_flight:
-            self._finalizer.shut_down_ranks()
+        if self._run.phase is Phase.STOPPING:
+            if self._rounds.round.in_flight:
+                self._epochs.starve_steps()
+            else:
+                self._finalizer.shut_down_ranks()
         if self._run.phase is Phase.LEAVING:
             self._finalizer.collect()
         if self._run.phase is Phase.FAILING and not any(r.present for r in self._run.ranks):

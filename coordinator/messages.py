@@ -582,7 +582,9 @@ class EpochReport:
 
     If no round measures the norm of the parameters, the lowest rank sends it. With ``left`` the
     rank has left the epoch: its other batches, in this plan and in later ones, are assigned to
-    other ranks.
+    other ranks. ``open_epoch`` is the last epoch that the rank has begun, in which a step over
+    several batches is in progress. Its batches are not reported before its end: until then the rank
+    handles no message but the next plan, or, if that has no batches, all.
     """
 
     rank: int
@@ -590,6 +592,7 @@ class EpochReport:
     stats: ReportStats
     norm: float | None = None
     left: bool = False
+    open_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

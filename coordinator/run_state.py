@@ -493,11 +493,15 @@ class Rank:
     ``since_round`` and ``compute_since_round`` cover training since the last round,
     ``round_batches`` and ``round_compute_s`` training in the round in progress. These times
     include ``data_wait_s``, the rank's own lasting waits for data; ``compute_s`` does not.
+    ``open_epoch`` is that of the last ``EpochReport``; with ``is_starved`` the rank was then sent a
+    plan without batches.
     """
 
     rank: int
     state: RankState = RankState.BUILDING
     num_queued: int = 0
+    open_epoch: int | None = None
+    is_starved: bool = False
     since_round: int = 0
     compute_since_round: float = 0.0
     round_batches: int = 0

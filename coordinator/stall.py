@@ -81,8 +81,10 @@ class StallDetector:
 
 def _is_progress(event: m.Event) -> bool:
     match event:
-        case m.BatchReport() | m.EpochReport():
+        case m.BatchReport():
             return event.stats.num_batches > 0
+        case m.EpochReport():
+            return event.stats.num_batches > 0 or event.open_epoch is not None
         case m.ParamSnapshot() | m.SyncAck() | m.CapturedState() | m.Halted():
             return event.report is not None and event.report.stats.num_batches > 0
         case m.Ready() | m.EvalReport() | m.ValidationReport() | m.CheckpointDone():

@@ -17,6 +17,9 @@ from itertools import combinations
 from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 
+_NUM_KEPT = 4
+"""Meetings and batches from which on those that all ranks have passed are freed."""
+
 
 class Meetings:
     """Acts of all ranks of a run, by generation of their group. Thread-safe.
@@ -51,13 +54,13 @@ class Meetings:
             group = self._group(generation)
             group.places[rank] = number
             # A rank that follows may be meetings ahead of one that has not read the posts yet.
-            if len(group.places) == len(ranks):
+            if len(group.posts) > _NUM_KEPT and len(group.places) == len(ranks):
                 passed = min(group.places.values())
                 for old in [each for each in group.posts if each < passed]:
                     del group.posts[old]
             posts = group.posts.setdefault(number, {})
             posts[rank] = post
-            group.note_lr(post)
+            group.note_end(post)
             if group.num_waiting:
                 self._condition.notify_all()
             for other, theirs in (*posts.items(), *group.ended.items()):
@@ -82,11 +85,12 @@ class Meetings:
         with self._condition:
             group = self._group(generation)
             group.ended[rank] = made
-            group.note_lr(made)
-            if group.rates and len(group.ended) == len(ranks):
+            group.note_end(made)
+            if len(group.ends) > _NUM_KEPT and len(group.ended) == len(ranks):
                 ended = min(post.batch for post in group.ended.values())
-                for old in [each for each in group.rates if each < ended]:
-                    del group.rates[old]
+                for old in [each for each in group.ends if each < ended]:
+                    del group.ends[old]
+                    group.opened.discard(old)
             if group.num_waiting:
                 self._condition.notify_all()
             for other, theirs in group.posts.get(number, {}).items():
@@ -147,10 +151,25 @@ class Meetings:
                 raise _mismatch(one, other)
         return tuple(found.values())
 
-    def last_lr(self, generation: int, batch: int) -> float | None:
-        """The learning rate that bodies have set on a batch that one of them has ended."""
+    def end_of(self, generation: int, batch: int) -> Post:
+        """The last post of a body on a batch that one of them has ended."""
         with self._condition:
-            return self._group(generation).rates.get(batch)
+            return self._group(generation).ends[batch]
+
+    def any_open(self, generation: int, ranks: Sequence[int], batch: int) -> bool:
+        """Wait until all ranks have ended a batch; True if a step is in progress on one of them.
+
+        Raises:
+            CollectiveAborted, CollectiveTimeout: As a collective.
+        """
+        group = self._group(generation)
+
+        def is_met() -> bool:
+            ended = [group.ended[rank].batch for rank in ranks if rank in group.ended]
+            return len(ended) == len(ranks) and min(ended) >= batch
+
+        self._wait(generation, is_met)
+        return batch in group.opened
 
     def extend(self, generation: int) -> bool:
         """Extend the wait of ranks for this one, which evaluates; False if the group is aborted."""
@@ -225,6 +244,7 @@ class Post:
         num_batches: Batches in the optimizer step.
         means: The means of an evaluation that this rank has computed.
         lr: The learning rate that its body has set on this batch.
+        is_open: At its end, a step over several batches is in progress.
     """
 
     act: Act
@@ -233,6 +253,7 @@ class Post:
     num_batches: int = 1
     means: tuple[BatchMeans, ...] = ()
     lr: float | None = None
+    is_open: bool = False
 
     @property
     def optimizer(self) -> str:
@@ -255,10 +276,11 @@ class _Group:
     """Acts of the ranks of one group.
 
     Attributes:
-        posts: By number of the meeting and rank, until all ranks have passed the meeting.
+        posts: By number of the meeting and rank; freed once all ranks have passed the meeting.
         places: The last meeting at which each rank has posted.
         ended: The last batch that each rank has ended.
-        rates: By batch, the learning rate that bodies have set, until all ranks have ended it.
+        ends: The last post of a body on each batch; freed once all ranks have ended it.
+        opened: The batches of these at whose end a step over several is in progress on any rank.
         num_waiting: Ranks that wait.
         num_extended: Number of times that a rank has extended the wait of the others.
     """
@@ -266,14 +288,17 @@ class _Group:
     posts: dict[int, dict[int, Post]] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
     ended: dict[int, Post] = field(default_factory=dict)
-    rates: dict[int, float] = field(default_factory=dict)
+    ends: dict[int, Post] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)
     num_waiting: int = 0
     num_extended: int = 0
 
-    def note_lr(self, post: Post) -> None:
-        """Keep the learning rate that a body has set."""
-        if post.lr is not None and post.act is not Act.FOLLOW:
-            self.rates[post.batch] = post.lr
+    def note_end(self, post: Post) -> None:
+        """Keep a post that may be the last one of a body on its batch."""
+        if post.act in (Act.SKIP, Act.NEXT):
+            self.ends[post.batch] = post
+        if post.is_open:
+            self.opened.add(post.batch)
 
 
 def _all_posted(posts: dict[int, Post], ranks: Sequence[int], batch: int) -> bool:

@@ -17,12 +17,12 @@ from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight, with_graph
-from runtime.device.metering import LogMark, StepMeter
+from runtime.device.metering import LogMark, PendingStep, StepMeter
 from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import means_in_order
 from runtime.replica.optimizers import Optimizers
-from runtime.replica.stepper import DROPPED, MADE, AccumulationWindow, StepEnd
+from runtime.replica.stepper import DROPPED, AccumulationWindow, StepEnd
 from runtime.timeline.events import CALLBACKS, COMPUTE, CONTROL
 from runtime.timeline.rank_lane import RankLane
 from runtime.worker.evaluation_calls import EvaluationCalls
@@ -116,27 +116,28 @@ class OwnLoop:
         self._is_ahead = False  # it is the first one of the next call of the loop
         self._is_over = self._is_finishing = False
         self._num_iterators, self._left_epoch = 0, -1
-        self._generation = 0
         self._ranks: Sequence[int] = range(config.world_size)
-        self._meeting, self._batch = 0, -1
+        self._generation, self._meeting, self._batch = 0, 0, -1
         # The optimizer step in progress.
         self._windows: dict[str, AccumulationWindow] = {}
         self._before: BeforeStep | None = None
         self._num_begun = 0  # optimizer steps at its beginning
-        self._num_steps = self._num_batches = self._num_samples = 0  # not counted yet
-        self._num_timed = 0
+        # Not counted yet, and not timed.
+        self._num_steps = self._num_batches = self._num_samples = 0
+        self._num_empty = self._num_timed = 0
+        self._held: PendingStep | None = None  # its values, between two plans
+        # In progress on other ranks only, and before this batch.
+        self._is_followed = self._continues = False
         self._skips = False  # a micro-batch of it was skipped
         self._fault: BaseException | None = None  # raised when the body requests a batch
         # The batch in progress.
-        self._serial = 0
-        self._size = self._total = 0
+        self._serial = self._size = self._total = 0
         self._is_last = True  # micro-batch
-        self._has_stepped = False  # step() was called
+        # step() was called, and evaluate() has waited for a round.
+        self._has_stepped = self._was_averaged = self._is_dropped = False
         self._added: set[str] = set()  # optimizers with gradients of it
         self._made: list[str] = []  # optimizers of its steps
-        self._was_averaged = False  # evaluate() has waited for a round
         self._losses: dict[str, list[Tensor]] = {}
-        self._is_dropped = False
         self._mark: LogMark | None = None
         # For every(): the last multiple of k that was granted, and this rank's batch.
         self._first_step = replica.progress.body_steps
@@ -252,12 +253,19 @@ class OwnLoop:
     def _leave_epoch(self) -> None:
         """Leave the epoch of the batch in progress, or of the next one."""
         if self._is_active or self._advance():
-            self._left_epoch = self._replica.progress.epoch
+            at = self._replica.progress
+            # A step in progress may have batches of a later epoch, which the rank has begun.
+            self._left_epoch = at.begun_epoch if self._continues else at.epoch
             self.peers.leave_epoch(self._replica.rank, self._left_epoch)
 
     def has_left(self, epoch: int) -> bool:
         """True if the body has left this epoch or a later one."""
         return epoch <= self._left_epoch
+
+    @property
+    def left_epoch(self) -> int:
+        """The last epoch that the body has left; -1: none."""
+        return self._left_epoch
 
     def left_now(self, epoch: int) -> int | None:
         """The epoch, if the body has left it."""
@@ -640,7 +648,9 @@ class OwnLoop:
         """Count the batches since the last count."""
         assert self._before is not None, "a batch is in progress"
         self._steps.commit(self._before, end, self._num_batches, self._num_samples, self._num_steps)
-        self._num_steps = self._num_batches = self._num_samples = 0
+        if self._num_empty:
+            self._steps.count_empty(self._num_empty)
+        self._num_steps = self._num_batches = self._num_samples = self._num_empty = 0
 
     def _undo(self, error: BaseException) -> BaseException:
         """Undo the step in progress after a failed collective; returns the error to raise."""
@@ -678,11 +688,13 @@ class OwnLoop:
 
     @property
     def is_open(self) -> bool:
-        """True within an optimizer step: messages wait, as the replica must not change."""
-        return bool(self._num_steps or self._windows)
+        """True within an optimizer step: messages wait, as the replica must not change. Under
+        lockstep equal on all ranks after each step of the plan.
+        """
+        return bool(self._num_steps or self._windows or self._is_followed)
 
     def train_step(
-        self, sizes: Sequence[int], position: int | None, ranks: Sequence[int]
+        self, sizes: Sequence[int], position: int | None, ranks: Sequence[int], num_empty: int
     ) -> Generator[Any, None, bool]:
         """Yield the batches of a step of the plan.
 
@@ -690,6 +702,7 @@ class OwnLoop:
             sizes: Samples of each micro-batch; empty if this rank only receives.
             position: As in :meth:`WorkerSteps.run`.
             ranks: Under lockstep, the ranks with samples.
+            num_empty: Its batches without samples for this rank.
 
         Returns:
             False if ``Shutdown`` was received while waiting for data.
@@ -702,17 +715,17 @@ class OwnLoop:
         self._total = sum(sizes)
         for number, size in enumerate(sizes):
             is_inside = self.is_open or number > 0
-            if is_inside:
+            if is_inside and self._held is None:
                 self._timer.pause()
             batch = self._steps.next_batch(answer=not (is_inside or self._protocol.leaving))
             if batch is None:
                 return False
-            if is_inside:
-                self._timer.resume()
-            else:
+            if not is_inside:
                 self._prepare(position)
+            elif self._held is None:
+                self._timer.resume()
             if number == 0:
-                self._begin_step(position, ranks)
+                self._begin_step(position, ranks, num_empty)
             start = 0.0 if lane is None else lane.since
             self._begin_batch(size, is_last=number + 1 == len(sizes))
             with self._stepper.autocast():
@@ -727,7 +740,7 @@ class OwnLoop:
                 lane.enter(COMPUTE)
             if not self.is_open:
                 self._prepare(position)
-            self._begin_step(position, ranks)
+            self._begin_step(position, ranks, num_empty)
         try:
             self._end_step()
         except (CollectiveAborted, CollectiveTimeout) as error:
@@ -740,12 +753,16 @@ class OwnLoop:
         self._num_begun = self._stepper.num_begun
         self._num_timed = 0
 
-    def _begin_step(self, position: int | None, ranks: Sequence[int]) -> None:
+    def _begin_step(self, position: int | None, ranks: Sequence[int], num_empty: int) -> None:
+        self._continues = self.is_open
+        self._continue_step()
         self.global_step = self._steps.position_of(position, self._num_batches)
         self._batch += 1
+        self._is_followed = False
         self._trained_by = ranks
         self._lr = None
         self._num_steps += 1
+        self._num_empty += num_empty
         self._made = []
         self._losses = {}
         self._mark = None
@@ -785,7 +802,7 @@ class OwnLoop:
         if not self._windows:
             self._require_no_gradients()
         self._log.values.push_nothing()
-        self._skips |= self._micro or not self._windows
+        self._skips |= self._micro or not self._continues
         return False
 
     def _leave_batch(self) -> None:
@@ -814,9 +831,10 @@ class OwnLoop:
         elif self._skips and not self._made:
             self._skip()
         if self._is_lockstep:
-            made = Post(Act.NEXT, self._batch, tuple(self._made), lr=self._lr)
+            made = tuple(self._made)
+            post = Post(Act.NEXT, self._batch, made, lr=self._lr, is_open=self.is_open)
             rank = self._replica.rank
-            self.peers.meetings.end_batch(self._generation, self._ranks, rank, self._meeting, made)
+            self.peers.meetings.end_batch(self._generation, self._ranks, rank, self._meeting, post)
         if self._losses:
             self._log_losses()
         if not self.is_open:
@@ -862,7 +880,7 @@ class OwnLoop:
             self._post(Act.FOLLOW)
             found = self._await_step(number)
             if found is None or found.act is Act.NEXT or found.batch > self._batch:
-                self._adopt(self.peers.meetings.last_lr(self._generation, self._batch))
+                self._end_as(self.peers.meetings.end_of(self._generation, self._batch))
                 if found is None:  # all others skip the batch
                     self._count(DROPPED)
                 else:
@@ -880,6 +898,18 @@ class OwnLoop:
                 self._steps.confirm_steps()
                 with self._averaged_buffers():
                     pass
+
+    def _end_as(self, end: Post) -> None:
+        """End a batch as the bodies of the other ranks."""
+        self._adopt(end.lr)
+        if end.is_open:
+            self._follow_open()
+
+    def _follow_open(self) -> None:
+        """Be within the step that is in progress on other ranks."""
+        if not self.is_open:
+            self._is_followed = True
+            self._before = self._steps.state_before()
 
     def _adopt(self, lr: float | None) -> None:
         """Set the learning rate that the bodies of the other ranks have set."""
@@ -910,22 +940,50 @@ class OwnLoop:
     # Boundaries.
 
     def end_plan(self, *, closes: bool) -> None:
-        """End a plan. A step over several batches may continue in the next one.
+        """End a plan. A step over several batches continues in the next one, under lockstep on all
+        ranks, also if the bodies of some have none in progress.
 
         Args:
             closes: The plan ends the epoch.
 
         Raises:
             RuntimeError: Gradients are left at the end of the epoch.
+            CollectiveAborted, CollectiveTimeout: As a collective.
+        """
+        if closes:
+            self.require_closed()
+        is_open, meetings = self.is_open, self.peers.meetings
+        if self._is_lockstep and meetings.any_open(self._generation, self._ranks, self._batch):
+            self._follow_open()
+        if not self.is_open:
+            return
+        if not is_open:  # the bodies of others are within a step that this one has ended
+            self._num_timed = 0
+            self._timer.start()
+        if self._held is None and self._before is not None:
+            self._timer.pause()
+            # Reports between the plans leave out what is not counted yet.
+            self._held = self._log.values.withhold(self._before.mark)
+
+    def _continue_step(self) -> None:
+        """Continue a step that was in progress at the end of a plan."""
+        held, self._held = self._held, None
+        if held is not None and self._before is not None:
+            self._timer.resume()
+            mark = self._log.values.mark()
+            self._before.mark = LogMark(mark.losses, mark.scalars, self._before.mark.step)
+            self._log.values.give(held)
+
+    def abandon_step(self) -> None:
+        """Undo a step that was in progress at the end of a plan: the run ends, or a rank has died,
+        and its batches are assigned again.
         """
         if not self.is_open:
             return
-        if closes:
-            self.require_closed()
-        if self._num_steps:
-            self._timer.stop(self._num_timed)
-            self._num_timed = 0
-            self._count(MADE)
+        self._drop_windows()
+        if self._before is not None:
+            self._steps.undo(self._before)
+        self.halted()
 
     def require_closed(self) -> None:
         """Raise unless no gradients wait for a step."""
@@ -939,7 +997,8 @@ class OwnLoop:
     def halted(self) -> None:
         """The group of ranks is broken; the batches since the last step are assigned again."""
         self._drop_windows()
-        self._num_steps = self._num_batches = self._num_samples = 0
+        self._num_steps = self._num_batches = self._num_samples = self._num_empty = 0
+        self._held, self._is_followed = None, False
         self._fault = None
 
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:

@@ -202,6 +202,11 @@ class WorkerProtocol:
         self._update_state()
         return None
 
+    @staticmethod
+    def ends_step(message: m.ToWorker) -> bool:
+        """True if no plan follows in which a step over several batches may continue."""
+        return isinstance(message, m.Shutdown | m.Halt)
+
     def begin_plan(self, *, leaving_too: bool = False) -> m.EpochPlan | None:
         """Begin the next plan, if there is one, and return the plan in progress.
 

@@ -123,16 +123,26 @@ class Reporter:
         for plan in dropped:
             self.send(self._protocol.returned(plan))
 
-    def report_epoch(self, epoch: int, norm: float | None = None, *, wait: bool = True) -> None:
+    def report_epoch(
+        self,
+        epoch: int,
+        norm: float | None = None,
+        *,
+        wait: bool = True,
+        open_epoch: int | None = None,
+    ) -> None:
         """Report a completed plan, with all training not reported yet.
 
         Args:
             epoch: Its epoch.
             norm: Norm of the parameters; ``None``: not reported.
             wait: Wait for the losses and times of its last steps, which may be the last report.
+            open_epoch: See :class:`~coordinator.messages.EpochReport`.
         """
-        stats = self._take(wait=wait)
-        self.send(m.EpochReport(rank=self._protocol.rank, epoch=epoch, stats=stats, norm=norm))
+        stats, rank = self._take(wait=wait), self._protocol.rank
+        self.send(
+            m.EpochReport(rank=rank, epoch=epoch, stats=stats, norm=norm, open_epoch=open_epoch)
+        )
 
     def _take(self, *, wait: bool) -> ReportStats:
         self._last = self._clock.now()

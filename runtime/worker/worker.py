@@ -189,6 +189,7 @@ class GpuWorker:
         self._submitted: list[m.EpochPlan] = []
         self._held: deque[m.EpochPlan] = deque()  # not to be loaded before their epoch begins
         self._holds = functions.epoch_fn is not None
+        self._is_starved = False  # the last plan had no batch for the step in progress
         if self._holds and self._is_lockstep:
             self._lockstep.epoch_starts.join(self.rank, lambda: self._inbox.put(WAKE))
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
@@ -444,7 +445,7 @@ class GpuWorker:
         """
         with self._recorder.between_plans():
             while True:
-                leaving = self.handle_control()
+                leaving = not self._continues_step() and self.handle_control()
                 # In lockstep a peer may have begun a plan that was sent before an orderly end:
                 # every rank then begins it, and all stop at the agreed step.
                 all_begin = self._stops_together
@@ -454,6 +455,31 @@ class GpuWorker:
                 if leaving:
                     return None
                 self._receive_next()
+
+    def _continues_step(self) -> bool:
+        """Within a step over several batches, wait for the next plan, and defer all other messages,
+        as the replica must not change.
+
+        Returns:
+            False if there is no such step, or the run ends it.
+        """
+        loop = self._loop
+        if loop is None or not loop.is_open or self._is_starved:
+            return False
+        deferred: list[m.ToWorker] = []
+        while loop.is_open and not self.protocol.plans:
+            if self.protocol.leaving:
+                loop.abandon_step()
+                break
+            message = self._deferred.popleft() if self._deferred else self._next_message()
+            if isinstance(message, Wake | m.StartEpoch):
+                self._receive(message)
+                continue
+            deferred.append(message)
+            if self.protocol.ends_step(message):
+                loop.abandon_step()
+        self._deferred.extendleft(reversed(deferred))
+        return loop.is_open
 
     def run_epoch_plan(self, plan: m.EpochPlan, train_fn: TrainFns | None = None) -> bool:
         """Train a plan to its end, and handle messages between steps.
@@ -483,9 +509,12 @@ class GpuWorker:
                 left = yield from self._make_steps(plan, train_fn, loop)
                 if left is not None:
                     return left
-            if plan.more:
+            is_open = loop is not None and loop.is_open
+            self._is_starved = is_open and not (plan.num_batches or plan.shares)
+            if plan.more or is_open:
                 self.protocol.end_plan()
-                self._reporter.report_epoch(plan.epoch, wait=False)
+                open_epoch = self._progress.begun_epoch if is_open else None
+                self._reporter.report_epoch(plan.epoch, wait=False, open_epoch=open_epoch)
             else:
                 self._end_plan(plan)
             return False
@@ -526,11 +555,13 @@ class GpuWorker:
             if loop is None:
                 is_made = self.steps.run(sizes, position, train_fn)
             else:
-                is_made = yield from loop.train_step(sizes, position, plan_steps.ranks(index))
+                is_made = yield from loop.train_step(
+                    sizes, position, plan_steps.ranks(index), plan_steps.num_empty.get(index, 0)
+                )
                 is_open = loop.is_open
             if not is_made:
                 if loop is not None and loop.has_left(plan.epoch):
-                    self._leave_epoch(plan, loop)
+                    self._leave_epoch(loop)
                     return self.protocol.leaving
                 self._abandon(plan)
                 return True
@@ -541,13 +572,15 @@ class GpuWorker:
                 self._checks_state = False
                 self.steps.confirm_steps()
                 self.replica.checkpoint.check(has_stepped=True)
-            if plan_steps.num_empty:
+            if plan_steps.num_empty and loop is None:
                 self.steps.count_empty(plan_steps.num_empty.get(index, 0))
             if index < last and not is_open:  # else the plan's own report follows
                 self._reporter.report_if_due()
-        if loop is not None:
-            loop.end_plan(closes=self._is_lockstep and not (plan.more or plan.pauses))
         self.steps.confirm_steps()
+        if loop is not None and plan_steps.steps:
+            loop.end_plan(closes=self._is_lockstep and not (plan.more or plan.pauses))
+        if loop is not None and loop.is_open:
+            return None
         if not plan.more:
             self.replica.check_structure()
             self._check_drift(frozen=True)
@@ -557,7 +590,7 @@ class GpuWorker:
         self._handler.apply_agreed()
         return None
 
-    def _leave_epoch(self, plan: m.EpochPlan, loop: OwnLoop) -> None:
+    def _leave_epoch(self, loop: OwnLoop) -> None:
         """Give back the rest of an epoch, whose loop the body has left.
 
         Raises:
@@ -573,7 +606,8 @@ class GpuWorker:
             raise _EpochLeft
         loop.halted()
         self._forget_loads()
-        self._reporter.leave_epoch(plan.epoch, self.protocol.leave_epoch(plan.epoch))
+        epoch = loop.left_epoch
+        self._reporter.leave_epoch(epoch, self.protocol.leave_epoch(epoch))
 
     def _check_drift(self, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""
@@ -583,10 +617,11 @@ class GpuWorker:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._resume_epochs()  # of a worker that is not run
+        begins = epoch > self._progress.begun_epoch
+        if begins and self._loop is not None:
+            self._loop.require_closed()
         self._progress.epoch = self._reporter.epoch = epoch
-        if epoch > self._progress.begun_epoch:
-            if self._loop is not None:
-                self._loop.require_closed()
+        if begins:
             if self._num_compared:
                 self._end_shared()
             self._progress.begun_epoch = epoch
@@ -961,7 +996,7 @@ class GpuWorker:
                 if (yield from self._train_plan(plan, train_fn, self._loop)):
                     return
             if self._loop is not None:
-                self._loop.require_closed()
+                self._loop.abandon_step()
             self._end_shared()
         except (CollectiveAborted, CollectiveTimeout):
             self.steps.abandon_steps()

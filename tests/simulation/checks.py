@@ -36,7 +36,7 @@ class Checks:
         self._per_epoch = c.batches_per_epoch
         self._trained: dict[Batch, int] = {}
         self._num_trained: Counter[int] = Counter()
-        self._pieces: dict[int, dict[Batch, tuple[int, int]]] = {}
+        self._pieces: defaultdict[int, dict[Batch, tuple[int, int]]] = defaultdict(dict)
         self._begun: defaultdict[int, list[int]] = defaultdict(list)
         self._left: dict[int, set[int]] = {}  # by epoch
         self._asked = 0
@@ -216,6 +216,8 @@ class Checks:
         omitted = self.omitted(metrics.epoch, self._sim.settled())
         samples -= sum(map(self._sim.samples_of, omitted))
         by_rank = sum(r.num_samples for r in metrics.per_rank)
+        if self._sim.spans_epochs:
+            by_rank = samples + metrics.num_retrained
         if metrics.num_samples != samples or by_rank - metrics.num_retrained != samples:
             raise Violation(f"{samples} samples are trained in an epoch, published: {metrics}")
         if not self._sim.num_live:
@@ -290,21 +292,21 @@ class Checks:
         """The rank trains the first plan of an epoch."""
         self._begun[rank].append(epoch)
 
-    def on_lockstep_plan(self, rank: int, plan: m.EpochPlan, num_held: int) -> None:
-        """The rank begins a plan of ``SYNC``."""
-        if plan.first_step != num_held:
+    def on_lockstep_plan(self, rank: int, plan: m.EpochPlan, num_held: int | None) -> None:
+        """The rank begins a plan of ``SYNC``; ``num_held``: batches held, if between two steps."""
+        if num_held is not None and plan.first_step != num_held:
             raise Violation(
                 f"rank {rank} holds {num_held} batches, the plan begins at {plan.first_step}"
             )
         batches = [(plan.epoch, b) for span in plan.batches for b in span]
         pieces = plan.pieces or [self._bounds(batch) for batch in batches]
-        self._pieces[rank] = dict(zip(batches, pieces, strict=True))
+        self._pieces[rank].update(zip(batches, pieces, strict=True))
 
     def _bounds(self, batch: Batch) -> tuple[int, int]:
         return batch_bounds(batch[1], self._config.num_samples, self._config.batch_size)
 
     def on_reduced(
-        self, loads: Mapping[int, Sequence[Batch]], weights: Sequence[float]
+        self, loads: Mapping[int, Sequence[Batch]], weights: Sequence[float], num_steps: int = 1
     ) -> tuple[Batch, ...]:
         """The ranks of ``SYNC`` have made a step together.
 
@@ -329,17 +331,20 @@ class Checks:
         if trained != wanted:
             raise Violation(f"a step of {sum(wanted.values())} samples trained others: {loads}")
         if self._config.partition_ratios is None:
-            self._must_be_global(batches)
+            self._must_be_global(batches, num_steps)
         for batch in batches:
             first = (batch[0], self._bounds(batch)[0])
             self._note_trained(found[first], batch, self._sim.samples_of(batch))
         return tuple(batches)
 
-    def _must_be_global(self, batches: Sequence[Batch]) -> None:
-        """Check that a step has ``accumulate`` global batches, except for the last one."""
+    def _must_be_global(self, batches: Sequence[Batch], num_steps: int) -> None:
+        """Check that a step has ``accumulate`` global batches, or as many in each of several steps
+        of the plan, except for the last one.
+        """
         c, (epoch, first) = self._config, batches[0]
         num = c.accumulate * self._sim.per_global
-        wanted = [(epoch, b) for b in range(first, min(first + num, self._per_epoch))]
+        stop = min(first + num_steps * num, self._per_epoch)
+        wanted = [(epoch, b) for b in range(first, stop)]
         if self._is_cut_anyhow:  # the rest of the run, or gaps between consumed batches
             wanted = wanted[: len(batches)]
         elif first % num:
@@ -374,7 +379,7 @@ class Checks:
         is_free = is_free and self._least > 1 and min(sizes) > 2 * c.batch_size
         if is_free and any(stop - start == 1 for start, stop in plan.pieces):
             raise Violation(f"a batch of 1 sample with batch statistics: {plan}")
-        self._pieces[rank] = dict(zip(numbers, plan.pieces, strict=True))
+        self._pieces[rank].update(zip(numbers, plan.pieces, strict=True))
 
     def on_trained_own(self, rank: int, number: Batch, size: int) -> list[Batch]:
         """The rank trained a batch, which may be several batches of the ledger."""
@@ -420,7 +425,8 @@ class Checks:
             raise Violation(f"evaluated after {last} and after {at} batches of {c.eval_every}")
         if c.policy is ApplyPolicy.SYNC:
             in_step = c.accumulate * c.world_size
-            if at % c.eval_every >= in_step and not (undone or self._resumed):
+            windows = self._sim.schedule.window_chance
+            if at % c.eval_every >= in_step and not (undone or self._resumed or windows):
                 raise Violation(f"evaluated after {at} batches, by steps of {in_step}")
             busy = [w.rank for w in self._sim.workers if w.protocol.plan or w.protocol.plans]
             if busy and not undone:

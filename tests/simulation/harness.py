@@ -215,6 +215,13 @@ class Simulation:
         return frozenset.intersection(*(w.base for w in alive))
 
     @property
+    def spans_epochs(self) -> bool:
+        """True if a step may be over batches of two epochs, after a death or as a rank has left an
+        epoch: it counts in the last one.
+        """
+        return bool(self.schedule.window_chance and (self.dead or self.schedule.leave_chance))
+
+    @property
     def num_live(self) -> int:
         """Ranks that have not died."""
         return len(self.workers) - len(self.dead)
@@ -248,6 +255,8 @@ class Simulation:
 
     def _send_to_worker(self, rank: int, message: m.ToWorker) -> None:
         worker = self.workers[rank]
+        if isinstance(message, m.StartEpoch):
+            worker.num_dealt[message.plan.epoch] += message.plan.num_batches
         self._at(self._arrival("down", rank, message), lambda: self._deliver(worker, message))
 
     def _deliver(self, worker: SimWorker, message: Any) -> None:
@@ -478,7 +487,7 @@ class Simulation:
             weights = [j.weight if name != "buffers" else 0 for _, j in joined]
             if name == "step":
                 loads = {rank: j.loads for rank, j in joined}
-                batches = self.checks.on_reduced(loads, weights)
+                batches = self.checks.on_reduced(loads, weights, joined[0][1].num_steps)
                 # The average is checked by batches, whichever ranks trained their pieces.
                 states[0] = replica(states[0].base, batches)
                 weights = [sum(map(self.weight_of, batches)), *[0] * (len(joined) - 1)]

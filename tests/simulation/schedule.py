@@ -51,6 +51,7 @@ class Schedule:
         reads_ahead: Data of the next batch are read from the start of a step on, not on request.
         call_chance: Chance that a body calls ``evaluate`` after a step, without lockstep.
         leave_chance: Chance that a body leaves the epoch after a step.
+        window_chance: Chance that a body's step continues over the next batch.
         report_interval_s: See ``WorkerConfig``.
         stop_at_s: Time of the call of ``stop()``, if any.
         divergence: Largest divergence that a round shows.
@@ -88,6 +89,7 @@ class Schedule:
     reads_ahead: bool = False
     call_chance: float = 0.0
     leave_chance: float = 0.0
+    window_chance: float = 0.0
     report_interval_s: float = 0.05
     stop_at_s: float | None = None
     divergence: float = 0.0
@@ -224,7 +226,15 @@ def draw_schedule(seed: int) -> Schedule:
     drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
     drawn = with_transports(with_global_batches(drawn))
     drawn = with_calls(with_validations(with_evaluations(drawn)))
-    return with_leaves(with_statistics(drawn))
+    return with_windows(with_leaves(with_statistics(drawn)))
+
+
+def with_windows(schedule: Schedule) -> Schedule:
+    """The schedule with bodies whose steps are over several batches in a fifth of the runs."""
+    c, rng = schedule.config, random.Random(f"windows of {schedule.seed}")
+    if c.accumulate > 1 or c.num_micro_batches > 1 or rng.random() < 0.8:
+        return schedule
+    return replace(schedule, window_chance=rng.choice((0.1, 0.3, 0.6)))
 
 
 def with_statistics(schedule: Schedule) -> Schedule:
@@ -431,4 +441,4 @@ def draw_late_schedule(seed: int) -> Schedule:
         stop_at_s=None if stop_at_s is None else stop_at_s * longer,
         deaths=tuple(replace(d, at_s=d.at_s * longer) for d in base.deaths),
     )
-    return with_leaves(with_transports(with_saves(drawn)))
+    return with_windows(with_leaves(with_transports(with_saves(drawn))))

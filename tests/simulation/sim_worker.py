@@ -8,10 +8,10 @@ message, :class:`Join` enters a collective.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Generator
+from collections import Counter, deque
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from coordinator import messages as m
@@ -41,6 +41,23 @@ class _EpochLeft(Exception):
     """The body leaves the epoch in lockstep."""
 
 
+@dataclass(slots=True)
+class OpenStep:
+    """The step of a body in progress: its batches are not counted yet.
+
+    Attributes:
+        batches: The rank's batches, with their samples.
+        empty: Batches of which peers train all samples.
+        num_steps: Steps of the plan.
+        elapsed_s: Their time.
+    """
+
+    batches: list[tuple[Batch, int]] = field(default_factory=list)
+    empty: list[Batch] = field(default_factory=list)
+    num_steps: int = 0
+    elapsed_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Join:
     """Enter a collective.
@@ -51,6 +68,7 @@ class Join:
         weight: Samples behind it.
         generation: The group of ranks that it is entered with.
         loads: Under ``SYNC``, the micro-batches behind the gradients.
+        num_steps: Steps of the plan that it ends.
         brought: The tensors of the replica, where it has any.
     """
 
@@ -59,6 +77,7 @@ class Join:
     weight: float
     generation: int
     loads: tuple[Batch, ...] = ()
+    num_steps: int = 1
     brought: Contribution | None = None
 
 
@@ -93,6 +112,10 @@ class SimWorker:
         self.inbox: deque[Any] = deque()
         self.num_steps = 0
         self.ready_at = self._taken_at = 0.0
+        self.num_dealt: Counter[int] = Counter()  # batches in plans sent, by epoch
+        self._num_begun: Counter[int] = Counter()
+        self._open = OpenStep()
+        self._is_starved = False
         self.was_built = False
         self._sim = sim
         self._in_steps = c.policy is ApplyPolicy.SYNC
@@ -110,6 +133,7 @@ class SimWorker:
         self._calls = False  # the body waits for an evaluation
         self._too_early = 0  # the last round that cannot answer it
         self._call_draws = random.Random(f"calls of {schedule.seed} on {rank}")
+        self._window_draws = random.Random(f"windows of {schedule.seed} on {rank}")
         self._begun_epoch = self._left_epoch = -1
         self._lockstep = LockstepProgress(sim.agreement)
         self._snapshot: tuple[Batch, ...] = ()
@@ -191,6 +215,7 @@ class SimWorker:
         while (plan := (yield from self._wait_for_plan())) is not None:
             if (yield from self._run_plan(plan)):
                 return
+        self._open = OpenStep()
 
     @property
     def _goes_on(self) -> bool:
@@ -198,6 +223,7 @@ class SimWorker:
         return self._config.redoes or bool(schedule.config.alternatives or schedule.leave_chance)
 
     def _halt(self, fault: str | None = None, too_large: int = 0) -> None:
+        self._open = OpenStep()
         if not self.protocol.leaving:
             self.protocol.halt()
         self._send_halted(fault, too_large)
@@ -259,7 +285,9 @@ class SimWorker:
 
     def _wait_for_plan(self) -> Steps:
         while True:
-            leaving = yield from self._handle_control()
+            leaving = False
+            if not (yield from self._continues_step()):
+                leaving = yield from self._handle_control()
             all_begin = self._stops_together
             plan = self.protocol.begin_plan(leaving_too=all_begin)
             if plan is not None:
@@ -268,37 +296,69 @@ class SimWorker:
                 return None
             yield from self._receive((yield GET))
 
+    def _continues_step(self) -> Steps:
+        if not self._open.num_steps or self._is_starved:
+            return False
+        deferred: list[Any] = []
+        while self._open.num_steps and not self.protocol.plans:
+            if self.protocol.leaving:
+                self._open = OpenStep()
+                break
+            message = self._deferred.popleft() if self._deferred else (yield GET)
+            if isinstance(message, Wake | m.StartEpoch):
+                yield from self._receive(message)
+                continue
+            deferred.append(message)
+            if self.protocol.ends_step(message):
+                self._open = OpenStep()
+        self._deferred.extendleft(reversed(deferred))
+        return bool(self._open.num_steps)
+
     def _run_plan(self, plan: m.EpochPlan) -> Steps:
+        if plan.epoch > self._begun_epoch and self._open.num_steps:
+            raise RuntimeError(f"the epoch has ended, and gradients are left of {self._open}")
         self._reporter.epoch = plan.epoch
         if plan.epoch > self._begun_epoch:
             self._begun_epoch = plan.epoch
             self._sim.checks.on_begin_epoch(self.rank, plan.epoch)
         if self._in_steps:
-            num_held = len(self.base) + len(self.local)
-            self._sim.checks.on_lockstep_plan(self.rank, plan, num_held)
+            held = None if self._open.num_steps else len(self.base) + len(self.local)
+            self._sim.checks.on_lockstep_plan(self.rank, plan, held)
         else:
             self._sim.checks.on_own_batches(self.rank, plan)
         windows = PlanSteps(plan, self._config)
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
         for index, sizes in enumerate(windows.steps):
-            if not (yield from self._may_step()):
+            if not (self._open.num_steps or (yield from self._may_step())):
                 yield from self._abandon(plan)
                 return self.protocol.leaving
             empty = windows.num_empty.get(index, 0)
             if sizes and self._call_draws.random() < self._sim.schedule.leave_chance:
                 self._leave_epoch(plan.epoch)
                 return self.protocol.leaving
-            if not (yield from self._run_window(sizes, batches, empty)):
+            closes = not (plan.more or plan.pauses) and index + 1 == len(windows.steps)
+            stays_open = self._stays_open(plan.epoch, windows.position(index), closes=closes)
+            if not (yield from self._run_window(sizes, batches, empty, stays_open)):
                 yield from self._abandon(plan)
                 return True
-            if index + 1 < len(windows.steps):
+            if index + 1 < len(windows.steps) and not self._open.num_steps:
                 self._reporter.report_if_due()
+        if self._open.num_steps:
+            self._end_within_step(plan)
+            return False
         if not plan.more:
             yield from self._sync_buffers()
         self._capture_if_reached()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
         return False
+
+    def _end_within_step(self, plan: m.EpochPlan) -> None:
+        if self._is_lockstep and not (plan.more or plan.pauses):
+            raise RuntimeError(f"the epoch has ended, and gradients are left of {self._open}")
+        self._is_starved = not (plan.num_batches or plan.shares)
+        self.protocol.end_plan()
+        self._reporter.report_epoch(plan.epoch, open_epoch=self._begun_epoch)
 
     def _may_step(self) -> Steps:
         if (yield from self._handle_control()) and not self._finish_together():
@@ -325,7 +385,29 @@ class SimWorker:
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
+    def _stays_open(self, epoch: int, position: int, *, closes: bool) -> Callable[[], bool]:
+        """Draws whether the body's step continues over the next batch, as far as there is one."""
+        chance, seed = self._sim.schedule.window_chance, self._sim.schedule.seed
+        if not chance:
+            return lambda: False
+        if self._is_lockstep:  # alike on all ranks
+            draws = random.Random(f"windows of {seed} at {epoch} {position}")
+            is_open = draws.random() < chance and not (closes and draws.random() < 0.9)
+            return lambda: is_open
+        ledger = self._sim.machine.run_state.ledger
+
+        def drawn_now() -> bool:
+            ends = self._num_begun[epoch] == self.num_dealt[epoch]
+            ends = ends and not ledger.may_assign(self.rank, epoch)
+            ends = ends and self._window_draws.random() < 0.9  # else it fails
+            return self._window_draws.random() < chance and not ends
+
+        return drawn_now
+
     def _leave_epoch(self, epoch: int) -> None:
+        if self._open.num_steps:
+            epoch = self._begun_epoch
+        self._open = OpenStep()
         self._sim.checks.on_left(self.rank, epoch)
         self._left_epoch = epoch
         if self._is_lockstep:
@@ -337,11 +419,18 @@ class SimWorker:
             yield self._join("buffers", self._lockstep.step, 0)
             self._lockstep.synced()
 
-    def _run_window(self, sizes: Any, batches: deque[Batch], num_empty: int = 0) -> Steps:
-        if sizes and not (yield from self._await_batch(sizes[0], answer=not self.protocol.leaving)):
+    def _run_window(
+        self,
+        sizes: Any,
+        batches: deque[Batch],
+        num_empty: int,
+        stays_open: Callable[[], bool],
+    ) -> Steps:
+        answer = not (self.protocol.leaving or self._open.num_steps)
+        if sizes and not (yield from self._await_batch(sizes[0], answer=answer)):
             return False
         self._sim.hooks.before_step(self)
-        elapsed, trained = 0.0, []
+        made = self._open
         for i, size in enumerate(sizes):
             if i:
                 yield from self._await_batch(size, answer=False)
@@ -349,8 +438,20 @@ class SimWorker:
             yield step_s
             if self._sim.schedule.memory and size > self._sim.schedule.memory[self.rank]:
                 raise PieceTooLarge(size)
-            elapsed += step_s
-            batch = batches.popleft()
+            made.elapsed_s += step_s
+            made.batches.append((batches.popleft(), size))
+            self._num_begun[made.batches[-1][0][0]] += 1
+        # Empty pieces: the peers train the samples.
+        made.empty += [batches.popleft() for _ in range(num_empty)]
+        made.num_steps += 1
+        if not stays_open():
+            yield from self._make_step(made)
+        return True
+
+    def _make_step(self, made: OpenStep) -> Steps:
+        """Make the step of all batches since the last one."""
+        num_samples, trained = sum(size for _, size in made.batches), []
+        for batch, size in made.batches:
             if self._in_steps:  # counted once the gradients are averaged
                 trained.append(batch)
                 continue
@@ -360,25 +461,25 @@ class SimWorker:
             if self.replica is not None:
                 for one in counted:
                     self.replica.train(one)
-        # Empty pieces: the peers train the samples.
-        trained += [batches.popleft() for _ in range(num_empty)]
+        trained += made.empty
+        num = made.num_steps
         if self._is_lockstep:
-            join = self._join("step", self._lockstep.step, sum(sizes))
-            self.base = (yield replace(join, loads=tuple(trained))).base
+            join = self._join("step", self._lockstep.step, num_samples)
+            self.base = (yield replace(join, loads=tuple(trained), num_steps=num)).base
         elif self._in_steps:
-            self.local += self._sim.checks.on_reduced({self.rank: trained}, [sum(sizes)])
-        self._lockstep.stepped(sum(sizes))
+            self.local += self._sim.checks.on_reduced({self.rank: trained}, [num_samples], num)
+        self._open = OpenStep()
+        self._lockstep.stepped(num_samples, num)
         self.num_steps += 1
-        self._reporter.meter.add(len(sizes), sum(sizes), elapsed)
-        self._reporter.meter.add_empty(num_empty)
+        self._reporter.meter.add(len(made.batches), num_samples, made.elapsed_s)
+        self._reporter.meter.add_empty(len(made.empty))
         if self._is_lockstep:
-            self.protocol.on_step_reduced(len(sizes) + num_empty)
+            self.protocol.on_step_reduced(len(made.batches) + len(made.empty))
         else:
             weight = sum(map(self._sim.weight_of, trained)) if self._sim.weight_of.own else None
-            self.protocol.on_trained(len(sizes), sum(sizes), weight)
+            self.protocol.on_trained(len(made.batches), num_samples, weight)
         if self._call_draws.random() < self._sim.schedule.call_chance:
             yield from self._call_evaluate()
-        return True
 
     def _call_evaluate(self) -> Steps:
         """Wait in the body for an evaluation on the average of a round."""
@@ -482,6 +583,8 @@ class SimWorker:
         if message is WAKE:
             return
         assert not isinstance(message, Wake)
+        if self._open.num_steps and not (self._is_starved or isinstance(message, m.StartEpoch)):
+            raise Violation(f"rank {self.rank} handles {message} within a step: {self._open}")
         work = self.protocol.receive(message)
         if work is None:
             return

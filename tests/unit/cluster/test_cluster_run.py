@@ -653,6 +653,32 @@ def test_save_returns_the_state_after_the_next_round(tmp_path):
     assert load_newest(path, missing_ok=False).data.run["cluster"]["ledger"]["step"] > 0
 
 
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_steps_over_several_batches_count_once_in_a_cluster(policy):
+    """Grants end within steps: rounds between machines do not wait for the rest of them."""
+
+    def loop(worker):
+        for number, batch in enumerate(worker.batches()):
+            loss = -worker.model.w[batch[0]].mean()
+            is_first = number % 2 == 0 and number < 6
+            worker.backward(loss) if is_first else worker.step(loss)
+
+    def configured(_):
+        builder = Trainer.loop(
+            lambda device: Effects(803),
+            lambda model: torch.optim.SGD(model.parameters(), 1.0),
+            loop,
+        )
+        builder.dataset((torch.arange(803),)).batch_size(4).devices(["cpu"] * 2)
+        return builder.num_epochs(1).policy(policy).progress(False)
+
+    cluster = MemoryCluster(min_machines=2)
+    a, b = (Machine(cluster, name, n=803, configure=configured) for name in "ab")
+    assert same(a.join(), b.join())
+    assert once(a, 803)
+    assert once(b, 803)
+
+
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_machine_whose_workers_leave_an_epoch_ends_and_the_others_train_its_batches(
