@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -125,10 +124,9 @@ class Collective(ABC):
         """
         return BucketedMean(self, weight, tally)
 
-    def mean_in_parts(self, weight: float, *, tally: float = 0.0) -> BucketedMean:
-        """Deprecated name of :meth:`bucketed_mean`."""
-        _warn_renamed("mean_in_parts", "bucketed_mean")
-        return self.bucketed_mean(weight, tally=tally)
+    def mean_in_parts(self, *args: object, **kwargs: object) -> NoReturn:
+        """Removed: use :meth:`bucketed_mean`."""
+        raise AttributeError("Collective.mean_in_parts was removed: use bucketed_mean")
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
         """Copies rank ``src``'s tensor of any dtype to every rank, in place."""
@@ -189,10 +187,9 @@ class Collective(ABC):
         self._run(Request("all_gather_number", tally=number))
         return self._tallies
 
-    def tell(self, number: float) -> tuple[float, ...]:
-        """Deprecated name of :meth:`all_gather_number`."""
-        _warn_renamed("tell", "all_gather_number")
-        return self.all_gather_number(number)
+    def tell(self, *args: object, **kwargs: object) -> NoReturn:
+        """Removed: use :meth:`all_gather_number`."""
+        raise AttributeError("Collective.tell was removed: use all_gather_number")
 
     def all_gather_num_rows(self, num_rows: int, call: str) -> tuple[float, ...]:
         """Like :meth:`all_gather_number`, before an ``all_gather`` of rows in a step.
@@ -355,10 +352,6 @@ class Collective(ABC):
     def _release(self) -> None:
         """Frees this rank's resources."""
         return
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(f"Collective.{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
 
 
 def close_collectives(collectives: Iterable[Collective]) -> None:

@@ -298,14 +298,13 @@ def test_a_bucketed_mean_equals_the_reference(kind, world_size):
         assert_same_bits([own[index] for own in tensors])
 
 
-def test_deprecated_names_of_collectives_warn_and_work():
+def test_removed_names_of_collectives_name_the_present_ones():
     (end,) = create_collectives(1, "thread")
     with closing(end):
-        with pytest.warns(DeprecationWarning, match="use all_gather_number"):
-            assert end.tell(3.0) == (3.0,)
-        with pytest.warns(DeprecationWarning, match="use bucketed_mean"):
-            mean = end.mean_in_parts(2.0)
-        assert mean.end() == 2.0
+        with pytest.raises(AttributeError, match=r"tell was removed: use all_gather_number$"):
+            end.tell(3.0)
+        with pytest.raises(AttributeError, match=r"mean_in_parts was removed: use bucketed_mean$"):
+            end.mean_in_parts(2.0, tally=1.0)
 
 
 @each_kind
