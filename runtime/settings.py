@@ -765,7 +765,6 @@ class RunSettings:
                 "fewer devices",
             ),
             "balance(True)": (self.requested_balance, f"{group} after an out-of-memory error"),
-            'on_drift("repair")': (w.on_drift == "repair", "copies the state of another rank"),
             'precision("fp16")': (
                 w.precision == "fp16",
                 'scales by the overflow of each rank\'s own shard: use "bf16"',

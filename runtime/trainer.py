@@ -56,7 +56,6 @@ from runtime.replica.build import (
     OptimFactories,
     OptimFactory,
 )
-from runtime.replica.drift import ON_DRIFT
 from runtime.replica.non_finite import ON_NON_FINITE
 from runtime.replica.schedule import SchedulerFactories, takes_total
 from runtime.results import TrainedState
@@ -910,15 +909,20 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(on_non_finite=check_word("on_non_finite", mode, ON_NON_FINITE))
 
     def on_drift(self, mode: str) -> Self:
-        """Reaction to replicas that differ under ``SYNC`` (default ``"raise"``).
+        """Reaction to replicas that differ under ``SYNC``: ``"raise"``, the only one.
 
         Replicas are equal by construction, unless user code depends on the rank. Their parameters
-        and optimizer states are compared at the end of each epoch and every 1000 steps.
-        ``"raise"`` ends the run with :class:`~gpuworker.ReplicaMismatch`, which names the first
-        tensor that differs, the ranks and the last step after which they were equal. ``"repair"``
-        copies the state of the lowest rank to the others and logs a warning.
+        and optimizer states are compared at the end of each epoch and every 1000 steps. A
+        difference ends the run with :class:`~gpuworker.ReplicaMismatch`, which names the first
+        tensor that differs, the ranks and the last step after which they were equal.
         """
-        return self._set(on_drift=check_word("on_drift", mode, ON_DRIFT))
+        if mode == "repair":
+            raise ValueError(
+                'on_drift("repair") was removed: leave it out, and let callbacks, hooks and '
+                "train_fn act alike on every rank; ReplicaMismatch names the tensor that differs"
+            )
+        check_word("on_drift", mode, ("raise",))
+        return self
 
     def scheduler(
         self, f: SchedulerFactories, *, interval: str = "step", metric: str | None = None

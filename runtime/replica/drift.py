@@ -15,7 +15,6 @@ from runtime.replica.optimizers import settings_of
 
 logger = logging.getLogger(__name__)
 
-ON_DRIFT = ("raise", "repair")
 INTERVAL = 1000
 """Steps between two comparisons within an epoch."""
 _TOLERANCE_EPS = 8.0

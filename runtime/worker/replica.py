@@ -173,7 +173,6 @@ class WorkerReplica:
         self._scale_rates(config.lr_scale)
         self._structure = StructureCheck(self.model, self.state, self.optimizer, self.schedule)
         self._drift = DriftCheck(self.model, self.state, self.optimizer)
-        self._repairs_drift = config.on_drift == "repair"
         params = self.state.params
         context.pin_accumulators(params.params)
         self.capturable = self._make_capturable(config)
@@ -505,69 +504,62 @@ class WorkerReplica:
         if name is not None and self.rank == 0:
             logger.warning(RANK_STATISTICS, name)
 
-    def check_drift(self, peers: RunPeers | None, *, frozen: bool = False) -> bool:
+    def check_drift(self, peers: RunPeers | None, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; every rank calls it between the same two steps.
 
+        Frozen parameters that differ alone become those of the lowest rank.
+
         Args:
-            peers: The replicas of the run, to repair one that differs.
+            peers: The replicas of the run, to copy frozen parameters from.
             frozen: Compare frozen parameters too.
 
-        Returns:
-            True if replicas differed and this one was repaired.
-
         Raises:
-            ReplicaMismatch: Replicas differ in more than frozen parameters, which are repaired.
+            ReplicaMismatch: Replicas differ in more than frozen parameters.
         """
         collective = self.averager.collective
         if not self.is_lockstep or collective is None:
-            return False
+            return
         if collective.world_size == 1:
             self.lockstep.compared()
-            return False
+            return
         with self._recorder.averaging(), self.context.comm():
             drift = self._drift.compare(collective, frozen=frozen)
             if drift is None:
                 self.lockstep.compared()
-                return False
+                return
             ranks = [int(rank) for rank in collective.all_gather_number(self.rank)]
         message = self._describe_drift(drift, ranks)
         donor = None if peers is None else peers.replicas.get(ranks[0])
-        repairs = self._repairs_drift or drift.is_frozen
-        if not repairs or donor is None:
-            repair = "" if self.is_sharded else ", or call on_drift('repair')"
+        if not drift.is_frozen or donor is None:
             raise ReplicaMismatch(
                 f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
-                f"act alike on every rank{repair}. If train_fn or the body of "
+                "act alike on every rank. If train_fn or the body of "
                 "a loop changes weights or settings of the optimizer, which a rank without samples "
                 "in the short last batch does not do: call drop_last(True), or make the change in "
                 "a hook, optimizer.register_step_post_hook(f), which runs on every rank"
             )
         if donor is self:
-            self._report_repair(drift, message)
+            self._report_frozen(message)
             self.context.finish()
         collective.barrier()  # the donor's state is complete, and it does not train meanwhile
         if donor is not self:
-            if not drift.is_frozen:  # else buffers, which ranks average, would be lost
-                self.copy_from(donor)
             self._copy_frozen_from(donor)
             self.context.finish()
         collective.barrier()
         self.lockstep.compared()
-        return True
 
-    def _report_repair(self, drift: Drift, message: str) -> None:
-        if not drift.is_frozen:
-            logger.warning("%s; all ranks take the state of rank %d", message, self.rank)
-        elif not self._has_reported_frozen:
-            self._has_reported_frozen = True
-            logger.warning(
-                "%s: train_fn, which updates it, is not called on a rank without samples in the "
-                "short last batch. All ranks take those of rank %d at the end of each epoch; "
-                "drop_last(True), or an update in optimizer.register_step_post_hook(f), keeps "
-                "them equal in every step",
-                message,
-                self.rank,
-            )
+    def _report_frozen(self, message: str) -> None:
+        if self._has_reported_frozen:
+            return
+        self._has_reported_frozen = True
+        logger.warning(
+            "%s: train_fn, which updates it, is not called on a rank without samples in the "
+            "short last batch. All ranks take those of rank %d at the end of each epoch; "
+            "drop_last(True), or an update in optimizer.register_step_post_hook(f), keeps "
+            "them equal in every step",
+            message,
+            self.rank,
+        )
 
     def _describe_drift(self, drift: Drift, ranks: Sequence[int]) -> str:
         differing = ", ".join(str(ranks[i]) for i in drift.ranks)

@@ -612,8 +612,7 @@ class GpuWorker:
     def _check_drift(self, *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; see :meth:`WorkerReplica.check_drift`."""
         self.steps.confirm_steps()
-        if self.replica.check_drift(self._peers, frozen=frozen):
-            self.steps.check_graphs()
+        self.replica.check_drift(self._peers, frozen=frozen)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._resume_epochs()  # of a worker that is not run

@@ -36,7 +36,6 @@ class WorkerConfig(SharedConfig):
         max_grad_norm: Maximum norm, to which gradients are clipped.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        on_drift: ``"raise"`` or ``"repair"``.
         sharding: Shards gradients and optimizer state over the ranks; ``None``: each rank has all.
         ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
@@ -64,7 +63,6 @@ class WorkerConfig(SharedConfig):
     max_grad_norm: float | None = None
     precision: str = "fp32"
     on_non_finite: str = "raise"
-    on_drift: str = "raise"
     sharding: Sharding | None = None
     ema: float | None = None
     lr_scale: float = 1.0

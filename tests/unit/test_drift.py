@@ -1,4 +1,4 @@
-"""Replicas that differ under SYNC: named with tensor, ranks and step, or repaired."""
+"""Replicas that differ under SYNC: named with tensor, ranks and step."""
 
 from __future__ import annotations
 
@@ -105,22 +105,11 @@ def test_a_change_on_one_rank_is_named_at_the_end_of_its_epoch(change, name, bac
     message = str(caught.value)
     last = 2 if backend is THREAD else 1
     assert f"of rank {last} differs from that of rank 0" in message
-    assert "on_drift('repair')" in message
+    assert "let it act alike on every rank. If train_fn" in message
     steps = -(-16 // (4 * (last + 1)))
     assert f"at step {2 * steps} of SYNC" in message
     assert f"last equal at step {steps}" in message
     assert name in message or "'head" in message
-
-
-@pytest.mark.parametrize(("change", "name"), CHANGES)
-def test_repair_takes_the_state_of_rank_0(change, name, caplog):
-    expected = run(lambda worker: None, epochs=4)
-    once = run(change, epochs=4, configure=lambda b: b.on_drift("repair"))
-    warnings = [r.getMessage() for r in caplog.records if "replicas differ" in r.getMessage()]
-    assert len(warnings) == 1
-    assert "all ranks take the state of rank 0" in warnings[0]
-    assert once.params.keys() == expected.params.keys()
-    assert all(torch.isfinite(p).all() for p in once.params.values())
 
 
 def test_frozen_parameters_of_a_teacher_become_those_of_rank_0_with_one_warning(caplog):
@@ -293,6 +282,8 @@ def test_equal_replicas_cost_one_exchange_for_each_comparison(monkeypatch):
     assert found == [None] * 6
 
 
-def test_an_unknown_reaction_is_refused():
-    with pytest.raises(ValueError, match="pass one of raise, repair"):
+def test_the_removed_reaction_and_unknown_ones_are_refused():
+    with pytest.raises(ValueError, match=r'on_drift\("repair"\) was removed: leave it out, and'):
+        builder().on_drift("repair")
+    with pytest.raises(ValueError, match=r"on_drift\('ignore'\): pass one of raise$"):
         builder().on_drift("ignore")

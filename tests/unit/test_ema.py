@@ -243,15 +243,20 @@ def test_a_death_under_sync_loses_no_step_of_the_average(dies_at):
     close(state.ema_state_dict(), steps.ema(state))
 
 
-def test_a_replica_that_is_repaired_has_that_of_its_donor():
-    """Rank 1 drifts in epoch 1, and is the only one left from epoch 2 on."""
-    steps = Steps()
+def test_a_replica_that_is_copied_has_that_of_its_donor():
+    """Rank 1 is copied in epoch 1, and is the only one left from epoch 2 on."""
+    steps, workers, meeting = Steps(), {}, threading.Barrier(2, timeout=WAIT_S)
 
-    def shift(epoch, worker):
-        if worker.rank == 1 and epoch == 1:
-            with torch.no_grad():
-                for p in worker.model.parameters():
-                    p.add_(1.0)
+    def copies(epoch, worker):
+        workers[worker.rank] = worker
+        if epoch == 1:
+            meeting.wait()
+            if worker.rank == 1:
+                with torch.no_grad():
+                    for p in (*worker.model.parameters(), *worker.replica.ema.flats):
+                        p.add_(1.0)
+                worker.replica.copy_from(workers[0].replica)
+            meeting.wait()
 
     def train(model, batch):
         worker = current_worker()
@@ -261,7 +266,7 @@ def test_a_replica_that_is_repaired_has_that_of_its_donor():
             steps.rank = 1
         return steps(model, batch)
 
-    b = make(train, 2, epochs=3).epoch_fn(shift).on_drift("repair")
+    b = make(train, 2, epochs=3).epoch_fn(copies)
     state = b.on_worker_failure("continue").run().join(WAIT_S)
     assert [failure.rank for failure in state.failures] == [0]
     close(state.ema_state_dict(), steps.ema(state))

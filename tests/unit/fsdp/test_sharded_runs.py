@@ -643,7 +643,6 @@ REFUSED = {
     "SYNC": lambda b: b.policy("cadence"),
     "on_worker_failure": lambda b: b.on_worker_failure("continue"),
     "balance": lambda b: b.balance(True),
-    "on_drift": lambda b: b.on_drift("repair"),
     "fp16": lambda b: b.precision("fp16"),
     "ema": lambda b: b.ema(0.9),
     "cuda_graphs": lambda b: b.cuda_graphs(True),
@@ -708,7 +707,7 @@ def test_states_that_lack_shards_or_describe_other_ones_are_refused():
 
 
 def test_without_shards_any_death_may_be_survived():
-    made = builder(2, (NONE, None)).on_worker_failure("continue").on_drift("repair")
+    made = builder(2, (NONE, None)).on_worker_failure("continue")
     assert_close(finish(made), finish(builder(1)))
 
 
