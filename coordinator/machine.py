@@ -7,8 +7,7 @@ and does all that is due, so that the order of messages matters little and no wa
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, assert_never
 
 from coordinator import messages as m
@@ -23,12 +22,10 @@ from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
 from coordinator.run_state import Outcome, Phase, RankState, RunState, Statistics
 from coordinator.saving import RunCheckpointer
-from coordinator.shares import ImbalanceDetector
 from coordinator.stall import StallDetector
 from coordinator.transports import RoundState
 from coordinator.validator import Validation
 
-logger = logging.getLogger(__name__)
 STEPS_BACK = 2
 """Optimizer steps under lockstep whose samples are kept after all ranks reported them. A death can
 undo one, if the other ranks have not made it."""
@@ -41,9 +38,6 @@ class Coordinator:
         config: Settings.
         resume: The state of an earlier coordinator to continue from; see
             :class:`~coordinator.messages.SaveCheckpoint`.
-
-    Attributes:
-        warn: Called with the text of a warning; logs it by default.
     """
 
     def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
@@ -66,10 +60,8 @@ class Coordinator:
         )
         self._limits = LimitSender(self._run, self._rounds)
         self._stall_detector = StallDetector(self._run, self._rounds.round)
-        self._imbalance = ImbalanceDetector()
         self._pending_deltas: list[m.Payload] = []
         self._num_deltas = 0
-        self.warn: Callable[[str], object] = logger.warning
 
     @property
     def phase(self) -> Phase:
@@ -268,8 +260,6 @@ class Coordinator:
             # One replica, or identical replicas: the effect is in the result.
             self._run.ledger.freeze(event.rank)
             self._run.settle(event.rank)
-        if self._run.lockstep and self._run.config.advise_balance:
-            self._advise_balance()
 
     def _on_left(self, event: m.EpochReport) -> None:
         """Take back the batches of an epoch that a rank has left."""
@@ -277,19 +267,6 @@ class Coordinator:
         if plan is not None and plan.epoch == event.epoch:  # the only rank: others halt
             self._recovery.settle_reported(event.rank)
         self._epochs.leave(event.rank, event.epoch)
-
-    def _advise_balance(self) -> None:
-        imbalance = self._imbalance.check(
-            {r.rank: (r.num_batches, r.compute_s + r.data_wait_s) for r in self._run.live}
-        )
-        if imbalance is not None:
-            rank, ratio, gain = imbalance
-            self.warn(
-                f"rank {rank} takes {ratio:.2f} times as long for a batch as the fastest rank, "
-                "which waits for it in every step: balance(True) would cut the global batches by "
-                f"speed and make steps about {gain:.2f} times as fast, with results equal up to "
-                "rounding; balance(False) keeps equal batches without this warning"
-            )
 
     def _on_exiting(self, rank: int, now: float) -> None:
         info = self._run.ranks[rank]

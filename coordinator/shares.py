@@ -24,8 +24,6 @@ _IDLE_GAIN = 0.1
 """A rank idles if the smallest piece on it delays the step by at least this share."""
 PROBE_PLANS, MAX_PROBE_PLANS = 20, 1280
 """Plans until an idle rank is probed, at first and at most; doubled each time."""
-CHECK_BATCHES = 200
-"""Batches of each rank between two checks for imbalance."""
 IMBALANCE_RATIO = 1.15
 """Ranks are unequal if the slowest takes this multiple of the fastest one's time."""
 MIN_PLACEMENT_BATCHES = 50
@@ -429,42 +427,3 @@ class _IdleRank:
 
     interval: int = PROBE_PLANS
     num_plans: int = 0
-
-
-class ImbalanceDetector:
-    """Detects ranks that take unequal times for equal batches. Not thread-safe.
-
-    Checks after every ``CHECK_BATCHES`` batches of each rank, until the first detection.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[int, tuple[int, float]] = {}
-        self.detected = False
-
-    def check(self, totals: Mapping[int, tuple[int, float]]) -> tuple[int, float, float] | None:
-        """Check the ranks for imbalance.
-
-        Args:
-            totals: Batches of each live rank so far, and their compute seconds.
-
-        Returns:
-            The slowest rank, its time as a multiple of the fastest one's, and the speed-up of
-            steps with balanced shares; ``None``: balanced, or not measured yet.
-        """
-        if self.detected:
-            return None
-        if self._since.keys() != totals.keys() or len(totals) < 2:
-            self._since = dict(totals)
-            return None
-        spans = {r: (n - self._since[r][0], s - self._since[r][1]) for r, (n, s) in totals.items()}
-        if min(n for n, _ in spans.values()) < CHECK_BATCHES:
-            return None
-        self._since = dict(totals)
-        times = {rank: compute_s / n for rank, (n, compute_s) in spans.items()}
-        slowest = max(times, key=lambda rank: times[rank])
-        fastest_s = min(times.values())
-        if fastest_s <= 0 or times[slowest] < IMBALANCE_RATIO * fastest_s:
-            return None
-        self.detected = True
-        gain = times[slowest] * sum(1 / s for s in times.values()) / len(times)
-        return slowest, times[slowest] / fastest_s, gain

@@ -231,7 +231,6 @@ class Run:
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator
         machine = Coordinator(config, None if self._resume is None else self._resume.run)
-        machine.warn = partial(announce, logger, level=logging.WARNING)
         service = Service(
             machine,
             self._inbox,
@@ -680,7 +679,7 @@ class Run:
             seconds=self._recording.seconds(),
             num_epochs=len(self._machine.outcome.metrics),
             alternatives=Alternatives(
-                balance=c.coordinator.advise_balance,
+                balance=c.advises_balance(self.devices),
                 cadence=not requires_sync and c.cluster is None,
                 anchor=c.coordinator.anchor,
             ),

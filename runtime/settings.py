@@ -276,17 +276,12 @@ class RunSettings:
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         if self.is_sharded:
             others = []  # shards would be missing in another group
-        balance = self.resolved_balance(devices)
         sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
         averages = c.policy is not ApplyPolicy.SYNC and len(devices) > 1 and self.cluster is None
         auto_lr = averages and self.lr_scale_ratio is None
         coordinator = replace(
             c,
-            balance=balance,
-            advise_balance=self.requested_balance is None
-            and c.partition_ratios is None
-            and sizes is None
-            and not (balance or self.is_sharded or _share_a_gpu(devices)),
+            balance=self.resolved_balance(devices),
             batch_sizes=sizes,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
@@ -381,6 +376,13 @@ class RunSettings:
         c = self.coordinator
         fits = c.policy is ApplyPolicy.SYNC and c.partition_ratios is None
         return fits and devices_differ(devices)
+
+    def advises_balance(self, devices: Sequence[torch.device]) -> bool:
+        """True if a summary may recommend ``balance(True)``: possible, and not decided."""
+        c = self.coordinator
+        is_fixed = c.partition_ratios is not None or len(set(c.batch_sizes or ())) > 1
+        is_decided = self.requested_balance is not None or self.resolved_balance(devices)
+        return not (is_fixed or is_decided or self.is_sharded or _share_a_gpu(devices))
 
     def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
         """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""

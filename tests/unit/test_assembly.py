@@ -125,18 +125,14 @@ def test_shares_are_measured_by_default_where_devices_are_of_different_kinds(
     def balance(**settings):
         config = config_of(**settings).for_run(devices, 10, AverageBackend.THREAD, grace_s=1.0)
         assert config.worker.balance is config.coordinator.balance
-        return config.coordinator
+        return config.coordinator.balance, config.advises_balance(devices)
 
-    assert balance(policy=ApplyPolicy.SYNC).balance is differ
-    assert balance(policy=ApplyPolicy.SYNC).advise_balance is not differ
+    assert balance(policy=ApplyPolicy.SYNC) == (differ, not differ)
     for asked in (True, False):
-        found = balance(policy=ApplyPolicy.SYNC, requested_balance=asked)
-        assert found.balance is asked
-        assert not found.advise_balance
-    ratios = balance(policy=ApplyPolicy.SYNC, partition_ratios=(1.0, 2.0))
-    assert not ratios.balance
-    assert not ratios.advise_balance
-    assert not balance(policy=ApplyPolicy.CADENCE).balance
+        assert balance(policy=ApplyPolicy.SYNC, requested_balance=asked) == (asked, False)
+    ratios = {"partition_ratios": (1.0, 2.0)}
+    assert balance(policy=ApplyPolicy.SYNC, **ratios) == (False, False)
+    assert not balance(policy=ApplyPolicy.CADENCE)[0]
 
 
 def test_ranks_that_share_a_gpu_are_not_advised_to_balance(monkeypatch):
@@ -145,4 +141,4 @@ def test_ranks_that_share_a_gpu_are_not_advised_to_balance(monkeypatch):
         devices = [torch.device(name) for name in names]
         settings = config_of(policy=ApplyPolicy.SYNC)
         config = settings.for_run(devices, 10, AverageBackend.THREAD, grace_s=1.0)
-        assert config.coordinator.advise_balance is advised
+        assert config.advises_balance(devices) is advised

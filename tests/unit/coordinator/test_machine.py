@@ -564,35 +564,6 @@ def test_a_rank_cannot_return_to_an_earlier_state(state, target):
         rank.move(target)
 
 
-@pytest.mark.parametrize(
-    ("settings", "num_reported"),
-    [
-        ({"advise_balance": True}, 1),
-        ({}, 0),
-    ],
-)
-@pytest.mark.parametrize(
-    ("waits", "texts"),
-    [
-        (False, ("3.00 times as long", "2.00 times as fast")),
-        (True, ("2.90 times as long", "1.95 times as fast")),  # from the second report on
-    ],
-    ids=["compute", "waits for data"],
-)
-def test_unequal_lockstep_ranks_are_logged_once(caplog, settings, num_reported, waits, texts):
-    run = Run(**{"policy": ApplyPolicy.SYNC, "backend": THREAD, "num_samples": 5000} | settings)
-    for _ in range(60):
-        for rank, step_s in enumerate((0.01, 0.03)):
-            times = {"compute_s": 10 * step_s, "data_wait_s": 0.0}
-            if waits:
-                times = {"compute_s": 0.1, "data_wait_s": 10 * step_s}
-            stats = m.ReportStats(num_batches=10, num_samples=10, **times)
-            run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
-    warnings = [r.getMessage() for r in caplog.records if "balance(True)" in r.getMessage()]
-    assert len(warnings) == num_reported
-    assert all(text in warning for warning in warnings for text in texts)
-
-
 def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death():
     """The failed acknowledgement of the dead rank arrives before its death is known."""
     settings = {"backend": NCCL, "alternatives": (CPU,), "max_failed_rounds": 3}

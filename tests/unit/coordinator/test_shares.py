@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.ledger import BatchLedger
-from coordinator.shares import ImbalanceDetector, Shares
+from coordinator.shares import Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 from tests.support.pairs import SCALE, few_examples, pairwise
 
@@ -470,35 +470,6 @@ def test_the_only_rank_with_enough_memory_is_not_used_alone():
     for _ in range(20):
         ranks.train()
     assert ranks.sizes == (48, 12)
-
-
-def checks(times, batches=10):
-    """Result of each check with these seconds per batch."""
-    detector = ImbalanceDetector()
-    found = [
-        detector.check({rank: (n, n * s) for rank, s in enumerate(times)})
-        for n in range(0, 1001, batches)
-    ]
-    return [result for result in found if result is not None]
-
-
-@pytest.mark.parametrize("times", [(0.1, 0.1), (0.1, 0.114), (0.1, 0.1, 0.11), (0.1,)])
-def test_nearly_equal_ranks_are_not_detected(times):
-    assert checks(times) == []
-
-
-def test_unequal_ranks_are_detected_once_with_the_gain_of_shares():
-    assert checks((0.1, 0.3)) == [(1, pytest.approx(3), pytest.approx(2))]
-    assert checks((0.1, 0.116, 0.1))[0][0] == 1
-
-
-def test_slow_first_steps_and_changing_ranks_are_not_imbalance():
-    detector = ImbalanceDetector()
-    assert detector.check({0: (10, 1.0), 1: (10, 60.0)}) is None
-    assert detector.check({0: (209, 20.9), 1: (209, 79.9)}) is None
-    assert detector.check({0: (210, 21.0), 1: (210, 80.0)}) is None
-    assert detector.check({0: (990, 99.0)}) is None
-    assert detector.check({0: (999, 99.9), 1: (999, 999.0)}) is None
 
 
 def test_the_share_of_a_dead_rank_is_split_between_the_others():
