@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import functools
-import re
-import sys
 import tempfile
 import threading
-import traceback
 from collections import defaultdict, deque
-from collections.abc import Mapping
 from enum import Enum
 from typing import Any, assert_never
 
@@ -23,8 +18,6 @@ from coordinator.transports import Round
 
 NUM_KEPT = 8
 """Messages kept for each rank and direction."""
-MAX_CHARS = 400
-"""Maximum length of a message in the report."""
 
 
 class StallDetector:
@@ -151,19 +144,14 @@ def _brief(value: object) -> str:
             return type(value).__name__
 
 
-_PLAIN = {"bool", "float", "int", "range", "str", "tuple", "None", "AverageBackend"}
-_PLAIN |= {"BatchBudget", "BatchReport", "EpochPlan", "ReportStats", "ValidationTask"}
-"""Types of fields that are kept. Others may hold tensors, or an exception whose frames do."""
-
-
 class MessageLog:
-    """The last messages to and from each rank; not thread-safe.
+    """Names, rounds and epochs of the last messages to and from each rank; not thread-safe.
 
     Recording a message formats nothing and keeps no tensor alive.
     """
 
     def __init__(self) -> None:
-        self._rings: defaultdict[tuple[str, int], deque[tuple[float, Any]]] = defaultdict(
+        self._rings: defaultdict[tuple[str, int], deque[tuple[Any, ...]]] = defaultdict(
             lambda: deque(maxlen=NUM_KEPT)
         )
 
@@ -177,33 +165,20 @@ class MessageLog:
         self._record(("to", rank), message, now)
 
     def _record(self, key: tuple[str, int], message: Any, now: float) -> None:
-        kind: Any = type(message)
-        values = [(name, getattr(message, name)) for name in _plain_fields(kind)]
-        self._rings[key].append((now, (kind, values)))
+        epoch = getattr(getattr(message, "plan", message), "epoch", None)
+        facts = (type(message).__name__, getattr(message, "round", None), epoch)
+        self._rings[key].append((now, *facts))
 
     def text(self, now: float) -> str:
         """The recorded messages, oldest first, with their age in seconds."""
         lines = []
         for (way, rank), ring in sorted(self._rings.items(), key=lambda item: item[0][::-1]):
             lines.append(f"{way} rank {rank}:" if rank >= 0 else "from the service:")
-            lines += [f"  {now - time:9.3f} s ago  {_text(message)}" for time, message in ring]
+            for time, name, round_id, epoch in ring:
+                where = "" if round_id is None else f", round {round_id}"
+                where += "" if epoch is None else f", epoch {epoch}"
+                lines.append(f"  {now - time:9.3f} s ago  {name}{where}")
         return "\n".join(lines) or "none"
-
-
-@functools.cache
-def _plain_fields(kind: Any) -> tuple[str, ...]:
-    """Fields of a message whose types hold no tensors, by the names in their annotations."""
-    return tuple(
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.repr and _PLAIN.issuperset(re.findall(r"\w+", str(field.type)))
-    )
-
-
-def _text(message: tuple[type[Any], list[tuple[str, object]]]) -> str:
-    kind, values = message
-    text = f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values)})"
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ..."
 
 
 def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
@@ -224,23 +199,10 @@ def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
 
 
 def thread_stacks() -> str:
-    """The stack of every thread of the process, with thread names."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return _stacks_of_stopped_threads(names)
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        stack = "".join(traceback.format_stack(frame))
-        parts.append(f"thread {names.get(ident, f'unknown to Python, {ident}')}:\n{stack}")
-    return "\n".join(sorted(parts))
-
-
-_STOPPED = re.compile(r"(?m)^(?:Current thread|Thread) (0x[0-9a-f]+)\b.*\n((?:  .*\n?)*)")
-_CALL = re.compile(r'(?m)^  File "(.*)", line (\d+) in (.*)$')
-
-
-def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
-    """:func:`thread_stacks` without the GIL, where frames of running threads must not be read."""
+    """Names of the threads, and the stack of every thread of the process as faulthandler writes
+    it, which reads no frame of a running thread without the GIL.
+    """
+    names = [f"{t.ident or 0:#018x} {t.name}\n" for t in threading.enumerate()]
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)  # stops them all meanwhile
@@ -248,13 +210,4 @@ def _stacks_of_stopped_threads(names: Mapping[int | None, str]) -> str:
             text = file.read().decode(errors="replace")
     except OSError as error:
         return f"no stacks, since no temporary file could be created: {error}"
-
-    parts = []
-    for ident, calls in _STOPPED.findall(text):
-        frames = [
-            traceback.FrameSummary(path, int(line), function)
-            for path, line, function in reversed(_CALL.findall(calls))
-        ]
-        name = names.get(int(ident, 16), f"unknown to Python, {int(ident, 16)}")
-        parts.append(f"thread {name}:\n{''.join(traceback.format_list(frames))}")
-    return "\n".join(sorted(parts))
+    return f"{''.join(names)}\n{text}"
