@@ -116,7 +116,6 @@ class CoordinatorConfig(SharedConfig):
         partition_ratios: Fixed share of each rank.
         own_loop: Under ``SYNC``, each rank trains its part of a global batch in one pass, for loops
             of the user, which may make several steps on a batch.
-        progressive: Hand out chunks on demand instead of one partition per epoch.
         machine: The name of this machine in a cluster.
         granted: In a cluster, train only the batches granted by each round between machines, and
             end when a round says so; otherwise train all batches.
@@ -160,7 +159,6 @@ class CoordinatorConfig(SharedConfig):
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
     own_loop: bool = False
-    progressive: bool = True
     machine: str = ""
     granted: bool = False
     max_steps: int | None = None

@@ -43,7 +43,6 @@ class BatchLedger:
         world_size: Ranks at the start.
         batches_per_epoch: Batches in an epoch, from its first one on; ``None``: all.
         ratios: Fixed share of each rank; ``None``: by measured speed.
-        progressive: Deal chunks on demand; otherwise one partition per epoch.
         granularity: Chunks are multiples of this many batches (an accumulation window).
         max_batches: Maximum number of batches assigned in the run.
         look_ahead: A rank may start the next epoch before this one closes.
@@ -65,7 +64,6 @@ class BatchLedger:
         world_size: int,
         batches_per_epoch: int | None = None,
         ratios: Sequence[float] | None = None,
-        progressive: bool = True,
         granularity: int = 1,
         max_batches: int | None = None,
         look_ahead: bool = True,
@@ -76,7 +74,6 @@ class BatchLedger:
         self._batch_size = batch_size
         self._num_epochs = num_epochs
         self._ratios = None if ratios is None else tuple(ratios)
-        self._progressive = progressive
         self._granularity = granularity
         self._batches_left = max_batches
         self._look_ahead = look_ahead
@@ -111,10 +108,10 @@ class BatchLedger:
         return epoch
 
     def quotas(self, count: int, shares: Sequence[float]) -> list[int] | None:
-        """Split ``count`` batches into a quota for each rank; ``None``: there are no quotas."""
-        if self._ratios is not None:
-            return list(split_by_ratio(count, self._masked(self._ratios, shares)))
-        return None if self._progressive else list(split_by_ratio(count, shares))
+        """Split ``count`` batches by the fixed ratios; ``None``: there are none."""
+        if self._ratios is None:
+            return None
+        return list(split_by_ratio(count, self._masked(self._ratios, shares)))
 
     def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> None:
         """Add batches of an epoch to those that may be assigned; opens it and all before it."""
@@ -322,8 +319,6 @@ class BatchLedger:
             left = min(left, max(0, self._batches_left - older))
         if epoch.quotas is not None:
             left = min(left, epoch.quotas[rank])
-            if not self._progressive:
-                return left
         if left == 0:
             return 0
         if shares[rank] == 1.0 and not self._granted:
@@ -633,10 +628,9 @@ class BatchLedger:
 
     def _redistribute_quota(self, epoch: Epoch, rank: int, shares: Sequence[float]) -> None:
         shares = [0.0 if r in epoch.left else share for r, share in enumerate(shares)]
-        if epoch.quotas is None or not any(shares):
+        if epoch.quotas is None or self._ratios is None or not any(shares):
             return
-        weights = shares if self._ratios is None else self._masked(self._ratios, shares)
-        parts = split_by_ratio(epoch.quotas[rank], weights)
+        parts = split_by_ratio(epoch.quotas[rank], self._masked(self._ratios, shares))
         epoch.quotas[rank] = 0
         epoch.quotas = [q + part for q, part in zip(epoch.quotas, parts, strict=True)]
 

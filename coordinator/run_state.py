@@ -88,7 +88,6 @@ class RunState:
             world_size=world,
             batches_per_epoch=config.batches_per_epoch,
             ratios=config.partition_ratios,
-            progressive=config.granted or (config.progressive and not self.alone),
             granularity=config.accumulate,
             max_batches=(
                 None if config.max_steps is None else config.count_batches(config.max_steps)

@@ -87,7 +87,6 @@ class RunSettings:
         requested_bucket_mb: ``None``: default; 0: reduce gradients after the backward pass.
         anchor: ``None``: default, within its limits.
         min_anchor: ``None``: ``anchor`` if set, else default.
-        progressive_dispatch: ``None``: by policy.
         dataset_length: Items in a stream's epoch; ``None``: the stream's length.
         val_dataset: The validation set; ``None``: there is none.
         steps_per_epoch: Steps of each worker in an epoch without a data set.
@@ -118,7 +117,7 @@ class RunSettings:
     seed: int | None = None
     anchor: int | None = None
     min_anchor: int | None = None
-    progressive_dispatch: bool | None = None
+    progressive_dispatch: bool = False
     lr_scale_ratio: float | None = None
     scheduler_interval: str = "step"
     metrics_fn: Callable[[Any], object] | None = None
@@ -272,7 +271,6 @@ class RunSettings:
             backend_reason: The reason for this transport.
         """
         c = self.coordinator
-        progressive = self.progressive_dispatch
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         if self.is_sharded:
             others = []  # shards would be missing in another group
@@ -290,7 +288,6 @@ class RunSettings:
             backend_reason=backend_reason,
             anchor=self.resolved_anchor(),
             min_anchor=self.resolved_min_anchor(),
-            progressive=c.policy is not ApplyPolicy.SYNC if progressive is None else progressive,
             evaluate=self.functions.eval_fn is not None,
             own_loop=self.functions.loop is not None,
             grace_s=grace_s,
@@ -584,11 +581,6 @@ class RunSettings:
             raise ValueError(
                 f"{way}and under SYNC partition_ratios deals parts of the whole epoch, which would "
                 "have to be held in memory: use balance(True) or batch_size([...])"
-            )
-        if self.progressive_dispatch is False and c.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way}and progressive_dispatch(False) deals parts of the whole epoch, which would "
-                "have to be held in memory: leave it out"
             )
 
     def _check_batch_sizes(self, world: int) -> None:

@@ -863,8 +863,15 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(sharding=RunSharding(strategy, intra_node_size))
 
     def progressive_dispatch(self, flag: bool) -> Self:
-        """Assign data in small chunks as ranks request them (default: on, except for ``SYNC``)."""
-        return self._set(progressive_dispatch=check_flag("progressive_dispatch", flag))
+        """Assign data in small chunks as ranks request them: ``True``, the only value, and always
+        so, except under ``SYNC``, which refuses it.
+        """
+        if not check_flag("progressive_dispatch", flag):
+            raise ValueError(
+                "progressive_dispatch(False) was removed: leave it out; partition_ratios([...]) "
+                "fixes each worker's share of the data"
+            )
+        return self._set(progressive_dispatch=True)
 
     def max_grad_norm(self, f: float) -> Self:
         """Clip the norm of the gradients: after the reduction under ``SYNC``, else on each rank."""

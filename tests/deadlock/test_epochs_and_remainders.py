@@ -14,7 +14,6 @@ from runtime import current_worker
 from runtime.collective import Collective
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.tap import Sent
-from tests.support.pairs import diagonal
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -102,15 +101,15 @@ def is_plan(entry):
 # -- shares -----------------------------------------------------------------------------------
 
 
-@diagonal(way=[way for way in WAYS if way[0] is not SYNC], progressive=[True, False])
-def test_partition_ratios_hold_under_progressive_dispatch(way, progressive, faults, tap):
+@over([way for way in WAYS if way[0] is not SYNC])
+def test_partition_ratios_hold_while_chunks_are_dealt_on_demand(way, faults, tap):
     """S16: the rank with three quarters is slow, so that measured shares are the opposite."""
     planted = faults().slow(rank=0, seconds=0.002)
     b = planted.builder(dataset=40, batch_size=1, epochs=2, way=way).anchor(4)
-    b.partition_ratios([3, 1]).progressive_dispatch(progressive).run().join(BOUND_S)
+    b.partition_ratios([3, 1]).run().join(BOUND_S)
     assert (planted.steps[0], planted.steps[1]) == (60, 20)
     plans = [msg for msg in tap.sent(m.StartEpoch, 0) if msg.plan.num_batches]
-    assert (len(plans) > 2) == progressive
+    assert len(plans) > 2
 
 
 # -- SYNC -----------------------------------------------------------------------------------

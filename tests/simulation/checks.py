@@ -374,7 +374,7 @@ class Checks:
                     f"rank {rank} has batches of {sizes[rank]} samples, the plan is {plan}"
                 )
         # Ranks of two units cannot give one away, and quotas and limits leave what they leave.
-        is_free = c.progressive and c.partition_ratios is None and c.max_steps is None
+        is_free = c.partition_ratios is None and c.max_steps is None
         is_free = is_free and self._sim.origin is None and c.num_samples > 1
         is_free = is_free and self._least > 1 and min(sizes) > 2 * c.batch_size
         if is_free and any(stop - start == 1 for start, stop in plan.pieces):

@@ -203,14 +203,17 @@ class Draw:
             divergence_threshold=rng.choice((None, 0.05)),
             auto_lr=True,
             partition_ratios=tuple(ratios) if any(ratios) and self.maybe(0.2) else None,
-            progressive=self.maybe(0.8),
-            max_steps=rng.randint(1, 60) if self.maybe(0.15) else None,
+            max_steps=self._max_steps(),
             evaluate=self.maybe(0.4),
             checkpoint_every=rng.choice((None, None, 1, 2)),
             snapshot_timeout_s=rng.choice((5.0, 5.0, 0.001)),
             max_failed_rounds=rng.choice((5, 50)),
             continue_on_failure=self.maybe(0.75),
         )
+
+    def _max_steps(self) -> int | None:
+        self.rng.random()  # without this draw all seeds would have other schedules
+        return self.rng.randint(1, 60) if self.maybe(0.15) else None
 
     def _paces(self, step_s: float, total_s: float) -> tuple[Pace, ...]:
         rng = self.rng

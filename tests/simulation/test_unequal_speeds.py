@@ -156,11 +156,10 @@ def test_lockstep_shares_follow_a_slower_rank_within_20_steps():
 
 @pairwise(
     ratios=[(0.5, 0.5), (0.9, 0.1), (1.0, 0.0)],
-    progressive=[True, False],
     policy=[ApplyPolicy.CADENCE, ApplyPolicy.ASYNC],
     backend=[AverageBackend.CPU, AverageBackend.THREAD],
 )
-def test_fixed_ratios_hold_at_any_speeds(policy, backend, progressive, ratios):
+def test_fixed_ratios_hold_at_any_speeds(policy, backend, ratios):
     run = Simulation(
         schedule_of(
             policy,
@@ -168,7 +167,6 @@ def test_fixed_ratios_hold_at_any_speeds(policy, backend, progressive, ratios):
             num_samples=1000,
             num_epochs=3,
             partition_ratios=ratios,
-            progressive=progressive,
         )
     ).run()
     for epoch in run.machine.outcome.metrics:

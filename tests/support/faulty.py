@@ -11,7 +11,7 @@ from torch import nn
 from coordinator.averaging import Averager
 from runtime import current_worker
 from runtime.collective import Collective
-from tests.support.running import CADENCE, OVER_CPU, WAIT_S, builder
+from tests.support.running import CADENCE, OVER_CPU, SYNC, WAIT_S, builder
 
 KINDS = ("loss", "gradient", "value")
 """NaN in loss and gradients; an infinite gradient under a finite loss; NaN in the loss alone."""
@@ -181,7 +181,9 @@ def spoilt_run(mode, train, *, watch=None, ranks=2, way=None, anchor=3, **kwargs
     """A builder of a run of :class:`Pair`, shares fixed, every epoch evaluated."""
     way = way or (CADENCE, OVER_CPU)
     kwargs = {"model": pair, "dataset": 40, "batch_size": 2, "epochs": 3} | kwargs
-    b = builder(train=train, ranks=ranks, way=way, **kwargs).progressive_dispatch(False)
+    b = builder(train=train, ranks=ranks, way=way, **kwargs)
+    if way[0] is not SYNC:
+        b.partition_ratios([1] * ranks)
     if watch is not None:
         b.eval_fn(watch.evaluate).checkpoint_fn(watch.checkpoint)
     return b.anchor(anchor).on_non_finite(mode)

@@ -125,6 +125,7 @@ WRONG = [
     ("partition_ratios", (["a"],), TypeError, "number"),
     ("partition_ratios", (0.5,), TypeError, "list"),
     ("progressive_dispatch", (None,), TypeError, "True or False"),
+    ("progressive_dispatch", (False,), ValueError, "was removed: leave it out; partition_ratios"),
     ("max_grad_norm", (0.0,), ValueError, "above 0"),
     ("max_grad_norm", (inf,), ValueError, "above 0"),
     ("max_grad_norm", (None,), TypeError, "number"),

@@ -46,7 +46,6 @@ class Case:
     accumulate: int = 1
     drop_last: bool = False
     ratios: tuple[float, ...] | None = None
-    progressive: bool | None = None
     max_batch_diff: int | None = None
     max_overshoot: int | None = None
     anchor: int = 3
@@ -79,8 +78,6 @@ def run(case):
     b.anchor(case.anchor)
     if case.ratios is not None:
         b.partition_ratios(case.ratios)
-    if case.progressive is not None and case.policy is not SYNC:
-        b.progressive_dispatch(case.progressive)
     if case.max_batch_diff is not None:
         b.max_batch_diff(case.max_batch_diff)
     if case.max_overshoot is not None:
@@ -130,7 +127,6 @@ def cases(draw):
         accumulate=draw(st.sampled_from([1, 1, 2, 3])),
         drop_last=draw(st.booleans()) and n >= batch_size,
         ratios=ratios if ratios and sum(ratios) > 0 else None,
-        progressive=draw(st.sampled_from([None, None, False])),
         max_batch_diff=draw(st.sampled_from([None, None, 0, 1, 4])),
         max_overshoot=draw(st.sampled_from([None, 0, 1])),
         anchor=draw(st.sampled_from([1, 3, 10])),

@@ -83,13 +83,11 @@ def test_the_next_epoch_opens_before_the_oldest_closes_but_not_the_one_after():
 
 
 def test_max_batches_is_spent_on_the_oldest_epoch_first():
-    """Partitions of the next epoch must not take batches that an open one still needs."""
-    ledger = ledger_of(4, num_epochs=3, progressive=False, max_batches=5)
-    assert assign(ledger, 0) == (0, (range(2),))
-    assert assign(ledger, 0) == (1, (range(1),))
-    assert assign(ledger, 0) is None
-    assert assign(ledger, 1) == (0, (range(2, 4),))
-    assert assign(ledger, 1) is None
+    """Quotas of the next epoch must not take batches that an open one still needs."""
+    ledger = ledger_of(4, num_epochs=3, ratios=(1.0, 1.0), max_batches=5)
+    own = [assign(ledger, 0) for _ in range(4)]
+    assert own == [(0, (range(1),)), (0, (range(1, 2),)), (1, (range(1),)), None]
+    assert [assign(ledger, 1) for _ in range(3)] == [(0, (range(2, 3),)), (0, (range(3, 4),)), None]
     assert ledger.exhausted
     settle_all(ledger)
     assert ledger.pop_oldest().settled
@@ -137,7 +135,6 @@ def test_every_batch_is_assigned_and_settled_exactly_once(data):
         batch_size=batch_size,
         num_epochs=num_epochs,
         world_size=world,
-        progressive=data.draw(st.booleans(), "progressive"),
         granularity=data.draw(st.integers(1, 3), "accumulate"),
     )
     seconds = tuple(data.draw(st.sampled_from((1e-4, 1e-2, 0.05))) for _ in range(world))

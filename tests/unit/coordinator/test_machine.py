@@ -153,11 +153,11 @@ def test_a_round_over_the_cpu_collects_computes_and_delivers():
 
 
 def test_a_ranks_own_wait_for_data_counts_in_the_cadence():
-    run = Run(anchor=50, num_samples=200, progressive=False)
+    run = Run(anchor=50, num_samples=200)
     for _ in range(8):
         for rank, wait_s in enumerate((0.01, 0.03)):
             stats = m.ReportStats(num_batches=1, num_samples=1, compute_s=0.01, data_wait_s=wait_s)
-            run.handle(m.BatchReport(rank=rank, epoch=0, stats=stats))
+            run.handle(m.EpochReport(rank=rank, epoch=0, stats=stats))
     state = run.machine.run_state
     assert [r.compute_since_round for r in state.ranks] == pytest.approx([0.08, 0.08 + 7 * 0.02])
     assert [r.compute_s for r in state.ranks] == pytest.approx([0.08, 0.08])

@@ -91,7 +91,7 @@ class OneRound:
 
         self.trace = Trace(fit)
         b = builder(train=self.trace, dataset=32, batch_size=2, ranks=2, way=way)
-        b.progressive_dispatch(False).anchor(100).eval_fn(lambda model, _: {"w": float(model.w)})
+        b.partition_ratios([1, 1]).anchor(100).eval_fn(lambda model, _: {"w": float(model.w)})
         handles.append(b.run())
         started.set()
         self.state = handles[0].join(WAIT_S)
