@@ -114,7 +114,6 @@ def capture_run(
         "elche": run.elche.state_dict(),
         "data_waits": run.data_waits.state_dict(),
         "guard": run.guard.state_dict(),
-        "lr_factor": run.lr_factor.state_dict(),
         "transport": run.backend_choice.state_dict(),
         "ranks": totals,
         "epochs": epochs,
@@ -269,12 +268,6 @@ def check_run(
         "seconds": items(number(0.0), world),
         "suspects": items(integer(-1), world),
     }
-    lr_factor = {
-        "shares": mapping(integer(high=world - 1), number(0.0)),
-        "fixed": of_type(bool),
-        "dense": of_type(bool),
-        "num_windows": integer(),
-    }
     record(
         {
             "global_step": integer(),
@@ -293,7 +286,6 @@ def check_run(
             "per_global": integer(1, _MOST_RANKS),
             "saved_ranks": items(integer(high=world - 1), num_rank_states),
             "transport": _TRANSPORT,
-            "lr_factor": record(lr_factor),
             "data_waits": items(items(number(0.0)), world),
         },
     )(state, "run")
@@ -409,8 +401,6 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
     run.guard.load_state_dict(state["guard"])
     if "transport" in state and state["world_size"] == len(run.ranks):
         run.backend_choice.load_state_dict(state["transport"])
-    if "lr_factor" in state and state["world_size"] == len(run.ranks):
-        run.lr_factor.load_state_dict(state["lr_factor"])
     for rank, totals in enumerate(state["ranks"]):
         info = run.ranks[rank % len(run.ranks)]
         for name in _TOTALS:

@@ -156,8 +156,6 @@ class RoundRunner:
             info = self._run.ranks[rank]
             if self._run.is_live(rank):
                 times[rank] = (info.round_compute_s, info.round_batches)
-        live = [rank for rank in rnd.ranks if self._run.is_live(rank)]
-        self._run.lr_factor.record_round({rank: times[rank][1] for rank in live})
         length = max(self._run.ranks[rank].round_length for rank in rnd.ranks)
         verdict = self._run.guard.report(list(rnd.divergences.values()), length)
         self._run.elche.hold_growth(verdict is not CadenceAction.STABLE)

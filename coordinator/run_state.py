@@ -186,7 +186,7 @@ class RunState:
 
     def update_lr_factor(self) -> None:
         """Decide the factor of the learning rate that follows the next round."""
-        self.lr_factor.update([r.rank for r in self.live], self.elche.batch_counts)
+        self.lr_factor.update(self.elche.batch_counts)
 
     def budget(self, rank: int, limit: int | None) -> BatchBudget:
         """A budget with this limit."""

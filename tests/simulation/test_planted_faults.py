@@ -282,8 +282,8 @@ def test_a_factor_of_the_learning_rate_sent_to_one_rank_is_found(monkeypatch):
 def test_a_factor_of_the_learning_rate_that_ignores_a_death_is_found(monkeypatch):
     update = LrFactor.update
 
-    def of_all(self, live, batch_counts):
-        update(self, range(len(batch_counts)), [max(1, count) for count in batch_counts])
+    def of_all(self, batch_counts):
+        update(self, [max(1, count) for count in batch_counts])
 
     monkeypatch.setattr(LrFactor, "update", of_all)
     assert_is_found("a factor of", drawn(lambda s: averages(s) and s.deaths))
