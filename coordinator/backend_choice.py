@@ -12,19 +12,14 @@ WARM_UP_ROUNDS, MEASURED_ROUNDS = 1, 2
 """Rounds of a trial: the first one allocates memory and is not measured."""
 MAX_TRIAL_ROUNDS = 10
 """Rounds after which a trial ends with fewer measurements."""
-RETRIAL_ROUNDS, MAX_RETRIAL_ROUNDS = 100, 1600
-"""Rounds until the other backend is tried again, doubled with each confirmed choice, and the
-maximum."""
-RETRIAL_SHARE = 0.01
-"""Share of the time trained since the last trials that the next ones may cost, as estimated."""
 SWITCH_MARGIN = 0.9
 """The choice changes only to a cost below this share of the present one: noise must not flip it."""
-COST_WEIGHT = 0.25
-"""Weight of a round in the moving average of the cost of the backend in use."""
 
 
 class BackendChoice:
     """Tries each backend, keeps the cheapest one, and excludes one that fails.
+
+    Trials are made at the start, after a death, and once the anchor is twice that of the last ones.
 
     Its state changes only with a recorded round, fault or death, and applies to the next round: a
     round in flight keeps the backend that it started with. Deterministic.
@@ -55,9 +50,6 @@ class BackendChoice:
         self._measured: list[RoundCost] = []
         self._num_tried = 0
         self.num_faults = 0
-        self._rounds_since_trials = 0
-        self._trained_since_trials_s = 0.0
-        self._retrial_after = RETRIAL_ROUNDS
         self._anchor = 0
         if self._measures:
             self._trials = list(self._candidates)
@@ -82,15 +74,12 @@ class BackendChoice:
         """True if a round over this backend is a trial."""
         return backend is not self.chosen
 
-    def record_round(
-        self, backend: AverageBackend, cost: RoundCost | None, trained_s: float, anchor: int
-    ) -> bool:
+    def record_round(self, backend: AverageBackend, cost: RoundCost | None, anchor: int) -> bool:
         """Record a completed round.
 
         Args:
             backend: Its backend.
             cost: Its cost; ``None``: the round did more than averaging and is not measured.
-            trained_s: Compute time of the ranks since the last round, summed over ranks.
             anchor: Batches between two rounds.
 
         Returns:
@@ -99,16 +88,15 @@ class BackendChoice:
         self.num_faults = 0
         if not self._measures or len(self.usable) < 2:
             return False
-        self._rounds_since_trials += 1
-        self._trained_since_trials_s += trained_s
-        if not self._trials:
-            last = self._costs.get(backend)
-            if cost is not None and backend is self.chosen:
-                self._costs[backend] = cost if last is None else last.mixed(cost, COST_WEIGHT)
-            if self._is_due(anchor):
-                self._trials = [b for b in self.usable if b is not self.chosen]
-            return False
-        return self._record_trial(backend, cost, anchor)
+        if self._trials:
+            return self._record_trial(backend, cost, anchor)
+        if anchor >= 2 * self._anchor:
+            self._begin_trials()
+        return False
+
+    def _begin_trials(self) -> None:
+        self._trials = sorted(self.usable, key=lambda b: b is not self.chosen)
+        self._measured, self._num_tried = [], 0
 
     def _record_trial(self, backend: AverageBackend, cost: RoundCost | None, anchor: int) -> bool:
         if backend is not self._trials[0]:
@@ -119,10 +107,7 @@ class BackendChoice:
         if len(self._measured) < MEASURED_ROUNDS and self._num_tried < MAX_TRIAL_ROUNDS:
             return False
         if self._measured:
-            mean = self._measured[0]
-            for i, each in enumerate(self._measured[1:], 2):
-                mean = mean.mixed(each, 1 / i)
-            self._costs[backend] = mean
+            self._costs[backend] = RoundCost.mean(self._measured)
         self._end_trial()
         return not self._trials and self._decide(anchor)
 
@@ -130,17 +115,7 @@ class BackendChoice:
         del self._trials[:1]
         self._measured, self._num_tried = [], 0
 
-    def _is_due(self, anchor: int) -> bool:
-        """True if the other backend is due for a trial whose estimated cost is acceptable."""
-        moved = anchor >= 2 * self._anchor or 2 * anchor <= self._anchor
-        if not moved and self._rounds_since_trials < self._retrial_after:
-            return False
-        others = [self._costs[b] for b in self.usable if b is not self.chosen and b in self._costs]
-        price_s = sum(cost.total_s for cost in others) * (WARM_UP_ROUNDS + MEASURED_ROUNDS)
-        return price_s <= RETRIAL_SHARE * self._trained_since_trials_s
-
     def _decide(self, anchor: int) -> bool:
-        self._rounds_since_trials, self._trained_since_trials_s = 0, 0.0
         self._anchor = anchor
         measured = {b: self._costs[b] for b in self.usable if b in self._costs}
         if not measured:
@@ -151,12 +126,8 @@ class BackendChoice:
         own = measured.get(before)
         if own is None or was_first or measured[best].total_s < SWITCH_MARGIN * own.total_s:
             self.chosen = best
-        confirmed = self.chosen is before and not was_first
-        self._retrial_after = (
-            min(2 * self._retrial_after, MAX_RETRIAL_ROUNDS) if confirmed else RETRIAL_ROUNDS
-        )
         self.reason = "measured: " + ", ".join(f"{b.name} {measured[b]}" for b in measured)
-        return not confirmed
+        return self.chosen is not before or was_first
 
     def record_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
         """Record a round that failed because of its backend.
@@ -195,10 +166,8 @@ class BackendChoice:
         self._failed.clear()
         self._costs.clear()
         self.num_faults = 0
-        self._retrial_after = RETRIAL_ROUNDS
-        self._measured, self._num_tried = [], 0
         self._is_first = True
-        self._trials = sorted(self._candidates, key=lambda b: b is not self.chosen)
+        self._begin_trials()
 
     def state_dict(self) -> dict[str, Any]:
         """The choice and its measurements, as plain values."""
@@ -210,7 +179,6 @@ class BackendChoice:
                 b.value: [cost.ranks_s, cost.own_s, cost.stale_s] for b, cost in self._costs.items()
             },
             "anchor": self._anchor,
-            "look_after": self._retrial_after,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +193,7 @@ class BackendChoice:
             AverageBackend(name): RoundCost(ranks_s=parts[0], own_s=parts[1], stale_s=parts[2])
             for name, parts in state["costs"].items()
         }
-        self._anchor, self._retrial_after = int(state["anchor"]), int(state["look_after"])
+        self._anchor = int(state["anchor"])
         self._is_first, self._trials = False, []
         figures = ", ".join(f"{b.name} {cost}" for b, cost in self._costs.items())
         self.reason = f"measured before the checkpoint: {figures}"
@@ -251,12 +219,13 @@ class RoundCost:
         """The cost by which backends are compared."""
         return self.ranks_s + self.own_s + self.stale_s
 
-    def mixed(self, other: RoundCost, weight: float) -> RoundCost:
-        """Move this cost towards another by ``weight`` of their difference."""
-        return RoundCost(
-            ranks_s=self.ranks_s + weight * (other.ranks_s - self.ranks_s),
-            own_s=self.own_s + weight * (other.own_s - self.own_s),
-            stale_s=self.stale_s + weight * (other.stale_s - self.stale_s),
+    @classmethod
+    def mean(cls, costs: Sequence[RoundCost]) -> RoundCost:
+        """The mean of some costs."""
+        return cls(
+            ranks_s=sum(cost.ranks_s for cost in costs) / len(costs),
+            own_s=sum(cost.own_s for cost in costs) / len(costs),
+            stale_s=sum(cost.stale_s for cost in costs) / len(costs),
         )
 
     def __str__(self) -> str:

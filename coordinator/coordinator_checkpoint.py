@@ -206,7 +206,6 @@ _TRANSPORT = record(
         "decided": of_type(bool),
         "costs": mapping(_BACKEND, items(number(0.0), 3)),
         "anchor": integer(),
-        "look_after": integer(1),
     }
 )
 

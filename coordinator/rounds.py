@@ -165,9 +165,8 @@ class RoundRunner:
         )
         if verdict is CadenceAction.NUDGE_DOWN:
             self._run.elche.nudge_down()
-        trained_s = sum(seconds for seconds, _ in times)
-        anchor = self._run.elche.anchor
-        if self._run.backend_choice.record_round(rnd.backend, self._cost(own_s), trained_s, anchor):
+        choice, anchor = self._run.backend_choice, self._run.elche.anchor
+        if choice.record_round(rnd.backend, self._cost(own_s), anchor):
             self._run.announce_backend()
 
     def _cost(self, own_s: float) -> RoundCost | None:

@@ -109,9 +109,9 @@ def test_training_during_an_average_is_charged_at_the_overhead_target(monkeypatc
     costs = {CPU: [], THREAD: []}
     record_round = BackendChoice.record_round
 
-    def noting(self, backend, cost, trained_s, anchor):
+    def noting(self, backend, cost, anchor):
         costs[backend].append(cost)
-        return record_round(self, backend, cost, trained_s, anchor)
+        return record_round(self, backend, cost, anchor)
 
     monkeypatch.setattr(BackendChoice, "record_round", noting)
     average_s = 0.004
