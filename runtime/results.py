@@ -247,8 +247,9 @@ def predict(
         fn: ``f(model, batch)``; returns the outputs, with one row for each sample. Default: the
             model's output for the batch, or for its first element if it is a tuple or list.
         devices: As for :meth:`TrainerBuilder.devices`; ``None``: every CUDA device, else the CPU.
-        out: Path of a ``.npy`` file, which is created and memory-mapped, or an array or tensor, to
-            fill; for several tensors a tuple or dict of these.
+        out: Tensor or memory map to fill, for outputs of one tensor. A memory map, such as
+            ``numpy.lib.format.open_memmap(path, "w+", "float32", (len(ds), 10))``, holds outputs
+            of any size.
         model_factory: ``f(device) -> nn.Module``, for a state that is not from a run of this
             process, or for a module that cannot be copied.
         batch_size: Samples in a batch (default: the ``DataLoader``'s, else 64).

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,22 @@ class OutputCollector:
 
     Args:
         num_samples: Samples in all; ``None``: not known.
-        out: Path of a ``.npy`` file to create, or an array or tensor to fill; for outputs of
-            several tensors a tuple or dict of these. ``None``: new tensors.
+        out: Tensor or memory map to fill with outputs of one tensor; ``None``: new tensors.
+
+    Raises:
+        TypeError: ``out`` is neither.
+        ValueError: ``out`` was given, and the number of samples is not known.
     """
 
-    def __init__(self, num_samples: int | None, out: Any = None) -> None:
+    def __init__(self, num_samples: int | None, out: Tensor | Array | None = None) -> None:
+        if out is not None and not isinstance(out, (Tensor, np.ndarray)):
+            raise TypeError(
+                f"predict(..., out={out!r:.80}) was removed: pass a tensor or memory map to fill, "
+                'such as numpy.lib.format.open_memmap("out.npy", "w+", "float32", (len(ds), 10)), '
+                "and return one tensor from fn"
+            )
+        if out is not None and num_samples is None:
+            raise ValueError("out= needs a data set with a length, which this stream does not have")
         self._num_samples = num_samples
         self._out = out
         self._lock = threading.Lock()
@@ -64,9 +73,13 @@ class OutputCollector:
             if self._items is not None:
                 raise TypeError("fn returned a list of items and, for another batch, tensors")
             if self._spec is None:
-                outs = self._outs(output, len(tensors))
+                if self._out is not None and len(tensors) > 1:
+                    raise ValueError(
+                        f"out= is one tensor or memory map, and the output has {len(tensors)} "
+                        "tensors: return one from fn, or leave out= out"
+                    )
                 self._spec = spec
-                self._columns = [_Column(self._num_samples, out) for out in outs]
+                self._columns = [_Column(self._num_samples, self._out) for _ in tensors]
             difference = self._spec.difference(spec)
             if difference is not None:
                 raise ValueError(f"batches have outputs of unlike structure: {difference}")
@@ -82,25 +95,11 @@ class OutputCollector:
             self._items = self._items or {}
             self._items[start] = [_on_host(item) for item in items]
 
-    def _outs(self, output: Any, num_tensors: int) -> list[Any]:
-        """The target of each tensor."""
-        out = self._out
-        if out is None or (num_tensors == 1 and not isinstance(out, (tuple, list, Mapping))):
-            return [out] * num_tensors
-        named = isinstance(output, Mapping) and isinstance(out, Mapping)
-        targets = [out[key] for key in output] if named and set(out) == set(output) else out
-        if isinstance(targets, (tuple, list)) and len(targets) == num_tensors:
-            return list(targets)
-        raise ValueError(
-            f"the output has {num_tensors} tensors: pass out= with a path or array for each, as a "
-            "tuple, or as a dict with the output's names"
-        )
-
     def result(self) -> Any:
         """All outputs in order.
 
         Tensors whose batches differ in the shape of a sample become lists with one tensor for each
-        sample. Columns with ``out`` are NumPy arrays, or the tensors that were passed.
+        sample. In place of an output with ``out`` is what was passed.
         """
         if self._items is not None:
             return [item for start in sorted(self._items) for item in self._items[start]]
@@ -141,12 +140,10 @@ class _Column:
 
     Args:
         num_samples: Samples in all; ``None``: not known.
-        out: Path, array or tensor for the rows; ``None``: a new tensor.
+        out: Array or tensor for the rows; ``None``: a new tensor.
     """
 
-    def __init__(self, num_samples: int | None, out: Any) -> None:
-        if out is not None and num_samples is None:
-            raise ValueError("out= needs a data set with a length, which this stream does not have")
+    def __init__(self, num_samples: int | None, out: Tensor | Array | None) -> None:
         self._num_samples = num_samples
         self._out = out
         self._lock = threading.Lock()
@@ -182,11 +179,6 @@ class _Column:
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._out is None:
             return torch.empty(shape, dtype=dtype)
-        if isinstance(self._out, (str, os.PathLike)):
-            if dtype is torch.bfloat16:
-                raise TypeError("NumPy has no bfloat16: return output.float() from fn for out=")
-            of_numpy = torch.empty(0, dtype=dtype).numpy().dtype
-            self._out = np.lib.format.open_memmap(self._out, "w+", of_numpy, shape)
         rows = self._out if isinstance(self._out, Tensor) else torch.from_numpy(self._out)
         if tuple(rows.shape) != shape:
             raise ValueError(f"out= has the shape {tuple(rows.shape)}, the outputs have {shape}")
