@@ -65,7 +65,7 @@ class SharedConfig:
         sync_batchnorm: Under ``SYNC``, batch norm layers use the statistics of the global batch,
             so that each rank trains its part of it in one pass.
         all_gather: The same, for losses that gather rows of the other ranks.
-        metrics_every: Steps between two metrics of steps; ``None``: none.
+        metrics_every: Least batches in each metrics of steps; ``None``: none.
         collective_timeout_s: Seconds that a rank waits for its peers in a collective, or at a step
             of an own loop.
     """

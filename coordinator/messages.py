@@ -447,7 +447,7 @@ class PublishEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishSteps:
-    """Metrics of ``metrics_every`` batches, or of an evaluation within an epoch."""
+    """Metrics of at least ``metrics_every`` batches, or of an evaluation within an epoch."""
 
     metrics: StepMetrics
 

@@ -135,7 +135,7 @@ class StepMetrics:
         step: Batches of all ranks since the run began. A resumed run continues the count of its
             checkpoint; batches trained again after a death count again.
         epoch: The epoch that was reported last.
-        num_batches: Batches covered, ``n`` of ``metrics_every(n)``; 0: an evaluation.
+        num_batches: Batches covered, at least ``n`` of ``metrics_every(n)``; 0: an evaluation.
         avg_loss: Their mean loss, weighted as for the epoch; NaN if there is none.
         scalars: Means of the scalars reported since the last step metrics, the same for step
             metrics published together; or the values of the evaluation under ``eval/``.
@@ -221,10 +221,6 @@ class MachineStats:
     machine: str
     ranks: tuple[Mapping[str, Any], ...]
     num_retrained: int = 0
-
-
-SILENT_S = 1.0
-"""Maximum wait of step metrics for a rank's report; reports are far more frequent."""
 
 
 class EpochAccumulator:
@@ -338,16 +334,15 @@ class EpochAccumulator:
 
 
 class StepAccumulator:
-    """Computes metrics of every ``every`` batches from the ranks' reports.
+    """Computes metrics of at least ``every`` batches from the ranks' reports.
 
-    A report covers several steps of one rank. Metrics wait for enough batches of each rank: whole
-    steps under lockstep, otherwise in proportion to the batches reported so far. They do not
-    wait for a rank whose last report is older than ``SILENT_S``.
+    A report covers several steps of one rank. Under lockstep metrics cover the same steps of all
+    ranks, otherwise all that was reported.
 
     Deterministic and not thread-safe.
 
     Args:
-        every: Batches of all ranks in each metrics.
+        every: Least batches of all ranks in each metrics.
         world_size: Number of ranks.
         equal: All ranks train equal numbers of batches.
     """
@@ -356,10 +351,9 @@ class StepAccumulator:
         self._every = every
         self._equal = equal
         self._waiting: list[deque[_Loss]] = [deque() for _ in range(world_size)]
-        self._reported: list[Fraction | int] = [0] * world_size
-        self._held: list[Fraction | int] = [0] * world_size  # batches that wait
-        self._ahead: Fraction | int = 0  # batches taken beyond the last metrics
-        self._last = [-math.inf] * world_size
+        self._taken: list[list[_Loss]] = [[] for _ in range(world_size)]
+        self._num_taken: Fraction | int = 0
+        self._live = [True] * world_size
         self._sums = _RankSums()
         self._throughput = math.nan
         self._since = self._now = 0.0
@@ -369,7 +363,6 @@ class StepAccumulator:
     def begin(self, now: float) -> None:
         """Start the clock: all ranks begin to train."""
         self._since = self._now = now
-        self._last = [now] * len(self._last)
 
     def add(
         self, rank: int, epoch: int, stats: ReportStats, now: float, part: Fraction | int = 1
@@ -384,12 +377,9 @@ class StepAccumulator:
             part: Size of each of its micro-batches, in batches.
         """
         self._now, self._epoch = now, max(epoch, self._epoch)
-        self._last[rank] = now
         self._sums.add(stats)
         self._waiting[rank].extend((*loss, part) for loss in stats.losses)
-        self._reported[rank] += part * len(stats.losses)
-        self._held[rank] += part * len(stats.losses)
-        return self._complete(SILENT_S)
+        return self._complete(aligned=self._equal)
 
     def exclude(self, seconds: float) -> None:
         """Exclude a pause of all ranks from throughput."""
@@ -397,16 +387,24 @@ class StepAccumulator:
 
     def drop(self, rank: int) -> None:
         """Remove a rank; its reports still count."""
-        self._last[rank] = -math.inf
+        self._live[rank] = False
 
     def flush(self) -> list[StepMetrics]:
-        """The metrics that can be computed without further reports."""
-        return self._complete(-1.0)
+        """The metrics of all that was reported, if there are enough batches."""
+        return self._complete(aligned=False)
 
-    def _complete(self, patience_s: float) -> list[StepMetrics]:
+    def _complete(self, *, aligned: bool) -> list[StepMetrics]:
         windows = []
-        while window := self._take(patience_s):
-            windows.append(window)
+        while any(self._waiting) and not (aligned and self._lacks_reports()):
+            for taken, waiting in zip(self._taken, self._waiting, strict=True):
+                for _ in range(min(1, len(waiting)) if aligned else len(waiting)):
+                    taken.append(waiting.popleft())
+                    self._num_taken += taken[-1][3]
+            if self._num_taken >= self._every:
+                num_batches = int(self._num_taken)
+                windows.append((self._taken, num_batches))
+                self._taken = [[] for _ in self._waiting]
+                self._num_taken -= num_batches
         if not windows:
             return []
         sums, self._sums = self._sums, _RankSums()
@@ -414,11 +412,11 @@ class StepAccumulator:
         if elapsed_s > 0 and sums.num_samples:
             self._throughput = sums.num_samples / elapsed_s
         means, found = sums.means(), []
-        for taken, num_batches in windows:
+        for by_rank, num_batches in windows:
             self.step += num_batches
-            losses = [loss for own in taken for loss in own]
+            losses = [loss for own in by_rank for loss in own]
             total = math.fsum(x * n for x, n, *_ in losses if n)
-            rates = [loss[2] for own in taken for loss in reversed(own) if loss[2] is not None]
+            rates = [loss[2] for own in by_rank for loss in reversed(own) if loss[2] is not None]
             found.append(
                 StepMetrics(
                     step=self.step,
@@ -432,48 +430,9 @@ class StepAccumulator:
             )
         return found
 
-    def _take(self, patience_s: float) -> tuple[list[list[_Loss]], int] | None:
-        """The losses of the next batches by rank, and their number, in each rank's proportion;
-        without a rank whose last report is older than ``patience_s``. ``None``: wait.
-        """
-        missing = self._every - self._ahead
-        if sum(self._held) < missing:
-            return None
-        quotas = self._quotas(missing)
-        for waiting, held, num, last in zip(
-            self._waiting, self._held, quotas, self._last, strict=True
-        ):
-            if (not waiting or held < num) and self._now - last <= patience_s:
-                return None
-        taken: list[list[_Loss]] = [[] for _ in quotas]
-        for rank, num in enumerate(quotas):
-            until = self._held[rank] - num
-            while self._waiting[rank] and self._held[rank] > until:
-                if missing <= 0 and not self._equal:
-                    break
-                missing -= self._pop(rank, taken[rank])
-        while missing > 0:
-            longest = max(range(len(self._held)), key=lambda rank: self._held[rank])
-            missing -= self._pop(longest, taken[longest])
-        # A multiple of ``every`` if one micro-batch is larger than that.
-        times, self._ahead = divmod(-missing, self._every)
-        return taken, self._every * (1 + int(times))
-
-    def _quotas(self, missing: Fraction | int) -> list[Fraction | int]:
-        """Batches of each rank in the next metrics: under lockstep, those of whole steps."""
-        if not self._equal:
-            return [self._every * num // sum(self._reported) for num in self._reported]
-        pairs = zip(self._waiting, self._last, strict=True)
-        takes = [bool(waiting) or last > -math.inf for waiting, last in pairs]
-        part = next(waiting[0][3] for waiting in self._waiting if waiting)
-        num = -(-missing // (sum(takes) * part)) * part
-        return [num if take else 0 for take in takes]
-
-    def _pop(self, rank: int, taken: list[_Loss]) -> Fraction | int:
-        loss = self._waiting[rank].popleft()
-        self._held[rank] -= loss[3]
-        taken.append(loss)
-        return loss[3]
+    def _lacks_reports(self) -> bool:
+        """True if a live rank has not reported its next batch."""
+        return not all(w for w, live in zip(self._waiting, self._live, strict=True) if live)
 
 
 _Loss = tuple[float, float, float | None, Fraction | int]

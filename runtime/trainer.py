@@ -1130,10 +1130,11 @@ class TrainerBuilder(Generic[ModelT_co]):
 
     def metrics_every(self, n: int) -> Self:
         """Also pass a :class:`~gpuworker.StepMetrics` to :meth:`metrics_fn`, loggers and callbacks
-        for every ``n`` global batches, or with :meth:`batch_size` for every ``n`` batches of all
-        ranks: their loss, the scalars, the learning rate and the
-        samples a second. They are delivered with the ranks' periodic reports, ten or more a
-        second, so that no step waits for a value from the device.
+        once at least ``n`` global batches, or with :meth:`batch_size` batches of all ranks, were
+        reported: their number (``num_batches``), loss, scalars, learning rate and samples a
+        second. Ranks report ten or more times a second, so that no step waits for a value from
+        the device. Under ``SYNC`` metrics cover the same steps of all ranks, as few as ``n``
+        allows; otherwise all that was reported.
         """
         return self._set(metrics_every=check_int("metrics_every", n, 1))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.metrics import SILENT_S, EpochAccumulator, ReportStats, StepAccumulator
+from coordinator.metrics import EpochAccumulator, ReportStats, StepAccumulator
 from tests.support.pairs import few_examples
 
 
@@ -216,17 +216,9 @@ def test_step_metrics_are_returned_once_every_rank_has_enough_batches():
     assert first.throughput == (5 + 3) * 2 / 1.0
     assert stats.add(0, 0, report_of(6), 3.0) == []
     (second,) = stats.flush()
-    assert second.step == 8
-    assert second.avg_loss == (3 + 4 + 30 + 5) / 4
+    assert (second.step, second.num_batches) == (9, 5)
+    assert second.avg_loss == (3 + 4 + 5 + 6 + 30) / 5
     assert stats.flush() == []
-
-
-def test_a_silent_rank_is_waited_for_at_most_silent_s():
-    stats = steps(2, 2, equal=False)
-    assert stats.add(0, 0, report_of(1, 2, 3), 1.5) == []
-    assert stats.add(0, 0, report_of(4), 1.0 + SILENT_S) == []
-    found = stats.add(0, 0, report_of(5), 1.1 + SILENT_S)
-    assert [(m.step, m.avg_loss) for m in found] == [(2, 1.5), (4, 3.5)]
 
 
 def test_a_dropped_rank_is_not_waited_for():
@@ -238,11 +230,20 @@ def test_a_dropped_rank_is_not_waited_for():
     assert [m.avg_loss for m in stats.add(0, 0, report_of(3), 1.4)] == [1.5]
 
 
-def test_ranks_of_unequal_speed_contribute_in_proportion():
+def test_without_lockstep_metrics_cover_all_that_was_reported():
     stats = steps(4, 2, equal=False)
-    assert stats.add(0, 0, report_of(*[1] * 12), 1.0) == []
-    found = stats.add(1, 0, report_of(*[5] * 4), 2.0)
-    assert [m.avg_loss for m in found] == [2.0] * 4  # three of rank 0 and one of rank 1
+    assert stats.add(0, 0, report_of(1, 2, 3), 1.5) == []
+    (found,) = stats.add(1, 0, report_of(5, 5, 5), 2.0)
+    assert (found.step, found.num_batches, found.avg_loss) == (6, 6, 21 / 6)
+    (found,) = stats.add(0, 0, report_of(*[7] * 9), 3.0)
+    assert (found.step, found.num_batches, found.avg_loss) == (15, 9, 7.0)
+    assert stats.flush() == []
+
+
+def test_parts_of_batches_are_counted_once_they_are_whole():
+    stats = steps(2, 1, equal=False)
+    found = [m for _ in range(10) for m in stats.add(0, 0, report_of(1), 1.0, Fraction(3, 4))]
+    assert [(m.step, m.num_batches) for m in found] == [(2, 2), (4, 2), (6, 2)]
 
 
 def test_batches_without_a_loss_are_counted_with_weight_zero():

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from runtime import CombinedLogger, MlflowLogger, StepMetrics, WandbLogger, record_scalar
-from tests.support.running import WAIT_S, builder, count_up
+from tests.support.running import SYNC, THREAD, WAIT_S, builder, count_up
 
 
 def stand_in(monkeypatch, name, **content):
@@ -99,7 +99,8 @@ def scored(model, batch):
 
 
 def train(log):
-    b = builder(train=scored, dataset=40, epochs=2, ranks=2).metrics_every(10).metrics_fn(log)
+    b = builder(train=scored, dataset=40, epochs=2, ranks=2, way=(SYNC, THREAD))
+    b.metrics_every(10).metrics_fn(log)
     return b.run().join(WAIT_S).metrics
 
 
