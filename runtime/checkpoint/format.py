@@ -74,7 +74,6 @@ def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> 
     Args:
         value: Tensors, numbers, strings, bytes, ``None``, lists, tuples, sets and mappings of
             them.
-        where: Path of the value, for errors.
         copy: Copy tensors to new CPU memory; otherwise they are detached only.
         drop: Omit functions, other callables and optimizers from mappings.
 
@@ -181,7 +180,6 @@ def resize_buffers(model: nn.Module, like: Mapping[str, Tensor]) -> dict[str, Te
     forward pass: at least one has no elements.
 
     Args:
-        model: The model.
         like: Tensors of the new shapes, by name; others keep theirs.
 
     Returns:
@@ -238,10 +236,8 @@ class Manifest:
     """The files of a checkpoint; written last and read first.
 
     Attributes:
-        epoch: Number of closed epochs.
         global_step: Batches trained by all ranks together.
         files: Size in bytes and SHA-256 of each file but the manifest.
-        about: Origin of the checkpoint, for humans.
     """
 
     epoch: int

@@ -103,7 +103,6 @@ def with_states(state: Mapping[str, Any], joined: Mapping[Any, Any]) -> dict[str
     """The optimizer's state of a rank with the states of whole parameters.
 
     Args:
-        state: The state of the rank.
         joined: The states by name, see :func:`join_shards`.
     """
     names = _names(state)

@@ -80,12 +80,7 @@ _MAX = 1 << 53
 
 
 class ResumePoint:
-    """A checkpoint from which a run resumes. Immutable, read by all threads.
-
-    Args:
-        data: The checkpoint.
-        name: Its name in errors.
-    """
+    """A checkpoint from which a run resumes. Immutable, read by all threads."""
 
     def __init__(self, data: CheckpointData, name: str) -> None:
         self._data = data
@@ -118,7 +113,6 @@ class ResumePoint:
         Args:
             path: A checkpoint, or a directory of them.
             compatible: Settings that must match; see :class:`CheckpointData`.
-            num_epochs: Epochs of the run.
             missing_ok: Return ``None`` if there is no checkpoint.
 
         Returns:

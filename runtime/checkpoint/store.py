@@ -65,7 +65,6 @@ class CheckpointEntry:
     Attributes:
         serial: Number of the checkpoint in the directory.
         step: Batches trained by all ranks together.
-        path: The directory.
         within: True if it was taken within an epoch.
         failed: True if it was saved when the run failed.
     """
@@ -259,7 +258,6 @@ class LoadedCheckpoint:
 
     Attributes:
         data: Its content, in its own memory.
-        path: Its directory.
         refused: Newer checkpoints that were refused, each with its file and the reason.
     """
 
@@ -535,14 +533,11 @@ class CheckpointWriter:
 
     Args:
         directory: Directory of the checkpoints, created with the first.
-        keep: Number of complete checkpoints kept.
         check: Called before each is written, and when the first is read back; see
             :func:`load_newest`.
         on_refused: Called in the writer's thread if the first would be refused.
 
     Attributes:
-        directory: Directory of the checkpoints.
-        num_written: Checkpoints written.
         num_failed: Checkpoints that could not be written.
         num_superseded: Checkpoints replaced by a newer one while they waited.
         last_error: The last failure, if any.
