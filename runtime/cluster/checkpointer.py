@@ -34,9 +34,6 @@ class ClusterCheckpointer:
 
     A directory that machines share is written by the first to claim it, and by another one after
     that has left. Every method except :meth:`request` is called on the cluster's thread.
-
-    Args:
-        options: Directory and intervals.
     """
 
     def __init__(self, options: ClusterCheckpointOptions) -> None:
@@ -169,7 +166,6 @@ class ClusterCheckpointOptions:
 
     Attributes:
         directory: Target directory; ``None``: write no checkpoints.
-        keep: Number of checkpoints kept.
         every: Epochs between checkpoints.
         every_s: Seconds between checkpoints; ``None``: no such interval.
         every_steps: Batches of all machines between checkpoints; ``None``: no such interval.

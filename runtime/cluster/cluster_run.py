@@ -73,10 +73,8 @@ class ClusterRun:
     run by one that starts from the received state.
 
     Args:
-        settings: Settings of this machine in the cluster.
         data: Properties of the data that must be equal on all machines.
         make_run: Creates an inner run.
-        checkpoints: Directory and intervals of checkpoints.
 
     Attributes:
         read_status: Returns the record of the run for the lighthouse; set before :meth:`start`.
@@ -743,7 +741,6 @@ class ClusterHooks:
     """The cluster's hooks in the run of one machine.
 
     Attributes:
-        machine: The machine's id.
         resume: State to resume from; ``None``: start from the beginning.
         on_event: Called on the coordinator's thread after each event.
         on_capture: Called on the coordinator's thread with each requested capture.
@@ -798,9 +795,6 @@ class DataFacts:
 
     Attributes:
         settings: Properties by name, as JSON.
-        num_epochs: Epochs of the run.
-        num_batches: Batches of an epoch.
-        num_samples: Samples of an epoch.
         max_batches: Batches of the whole run; ``None``: all of its epochs.
     """
 

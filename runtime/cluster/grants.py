@@ -126,14 +126,7 @@ class GrantTracker:
     def close(
         self, closed: ClosedEpoch, *, num_batches: int, num_samples: int, own: str
     ) -> EpochGrant:
-        """The run's last grant of a closed epoch.
-
-        Args:
-            closed: The epoch.
-            num_batches: Batches of an epoch.
-            num_samples: Samples of an epoch.
-            own: Key of this run's tallies.
-        """
+        """The run's last grant of a closed epoch."""
         committed = len(self._committed.pop(closed.epoch, BatchSet()))
         self._granted.pop(closed.epoch, None)
         return EpochGrant(
@@ -186,8 +179,6 @@ def resume_state(
 
     Args:
         run: This machine's coordinator state, from its last capture.
-        ledger: The cluster's ledger.
-        closed: Metrics of the closed epochs.
     """
     open_epochs = [number for number in ledger.open_epochs if ledger.consumed_of(number)]
     nothing = EpochAccumulator(int(run["world_size"])).state_dict()

@@ -50,7 +50,6 @@ class LighthouseGate:
 
     Args:
         listener: The socket for connections; closed with the gate.
-        target: Address of the server.
         host: Name on which ``listener`` listens.
 
     Raises:

@@ -38,7 +38,6 @@ class MachineGroup:
     Args:
         store: Store through which the machines exchange addresses, in the process of one of them.
         is_owner: True if the store is in this process.
-        generation: The quorum's number.
         rank: This machine's index in ``candidates``.
         candidates: Ids of the quorum's machines, in its order.
         host: Address of this machine, the only one on which connections listen.
@@ -111,7 +110,6 @@ class MachineGroup:
         """See :meth:`ClusterEngine.gather`.
 
         Args:
-            payload: This machine's message.
             timeout_s: Timeout for the last machine to arrive; ``None``: that of the group.
         """
         own = seal(self._token, "gather", self.generation, self.members[self.rank], payload)

@@ -43,7 +43,6 @@ class MachineStatus:
     """The progress of one machine's run.
 
     Attributes:
-        machine: The machine's id.
         number: Number of the record; it grows while the machine's process lives.
         run: The record; see :meth:`runtime.monitor.control.ListedRun.read`. Texts are shortened.
             ``None``: the machine has sent none yet.
@@ -61,9 +60,7 @@ def status_line(token: str | None, machine: str, number: int, run: Mapping[str, 
 
     Args:
         token: Secret shared by the machines.
-        machine: The machine's id.
         number: Number of the record, larger than those before.
-        run: The record.
     """
     sent = {name: run[name] for name in (*_COUNTS[1:], *_NUMBERS)}
     sent["pid"] = os.getpid()

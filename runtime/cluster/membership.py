@@ -49,7 +49,6 @@ class Membership:
 
     Args:
         address: ``host:port`` of the lighthouse.
-        machine: Id of this machine.
         token: Secret shared by the machines.
 
     Raises:

@@ -149,7 +149,6 @@ def fetch_state(
     Args:
         machine: The other machine's id, for errors.
         address: Address of its :class:`StateServer`.
-        step: Step of the state.
         token: Secret shared by all machines.
         timeout_s: Timeout for the offer, and then for each chunk, in seconds.
         total_timeout_s: Timeout of the whole transfer, in seconds.

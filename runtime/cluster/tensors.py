@@ -36,7 +36,6 @@ def contribution(
     """This machine's addends in a round.
 
     Args:
-        state: The global state.
         own: This machine's average; ``None`` if it has trained nothing.
         scale: Its share of the weights.
         heaviest: True if the buffers that are not averaged are this machine's.
