@@ -30,7 +30,6 @@ class AbortableBarrier:
     it normally, even if the barrier is broken before it gets to run.
 
     Attributes:
-        parties: Number of ranks.
         remedy: The end of the message of a timeout: the caller's means against it.
     """
 
@@ -200,7 +199,6 @@ class Rendezvous(Generic[RequestT, PlanT]):
     given the plan before it is woken, and has taken it when it arrives at the next call.
 
     Attributes:
-        barrier: The barrier of the group.
         timeout_s: Longest wait of a rank for the others at each meeting.
         slots: Each rank's request of the collective in progress.
         writing: Held by a rank while it writes to its peers' tensors. It must call
@@ -226,8 +224,6 @@ class Rendezvous(Generic[RequestT, PlanT]):
         """Publishes a request; returns the plan that the last rank to arrive made of all.
 
         Args:
-            rank: This rank.
-            request: Its request.
             planner: Called once, by the last rank, with every rank's request in order.
             on_wait: Called by every other rank before it sleeps.
 

@@ -441,9 +441,6 @@ class Meeting:
     Recording takes time, and every rank waits for the last one to arrive. So the last rank
     records nothing before it continues, the others record while they wait, and a short
     exchange is recorded when it is over.
-
-    Args:
-        lane: The rank's lane.
     """
 
     __slots__ = ("_before", "_exchanging", "_lane", "_start")
@@ -512,7 +509,6 @@ class Plan:
     """The outcome of a meeting, made by the last rank to arrive; the same for all ranks.
 
     Attributes:
-        fault: The reason why the collective cannot take place.
         done: True if nothing is left to do.
         total: Sum of the weights.
         factors: Each rank's share of the mean; ``None``: a plain reduction.

@@ -109,7 +109,6 @@ class NcclCollective(ProcessGroupCollective):
     CPU tensors, which are small, are exchanged at the meeting.
 
     Args:
-        rank: This rank.
         store: Shared by the ranks; the connection is set up through it.
         prefix: Name of the group in the store; fresh for every group.
         timeout_s: Limit of one exchange, and of the connection.
@@ -473,7 +472,6 @@ class LaunchPart:
 
     Args:
         end: The rank; its current stream is that of the exchange.
-        staged: The operations.
 
     Attributes:
         in_flight: True from the launch until the rank has waited for its end.
@@ -532,7 +530,6 @@ class HostWait:
     """An exchange that a rank waits for on the host.
 
     Args:
-        name: Name of the exchange.
         deadline: Time at which the rank aborts.
 
     Attributes:
@@ -561,7 +558,6 @@ class WatchedExchange(CollectiveWork):
 
     Args:
         end: The rank's end of the group.
-        name: Name of the exchange.
         begun: Recorded in front of it.
         ended: Recorded behind it, and behind ``seen``.
         seen: Written by a kernel behind the exchange, from ``Communicators.abort_flag``.
@@ -641,7 +637,6 @@ class Communicators:
     and holds no lock while the first one queries.
 
     Args:
-        group: The ranks.
         devices: Their GPUs.
 
     Attributes:
@@ -677,8 +672,6 @@ class Communicators:
         """Register a rank's backend; called in its thread, on its device.
 
         Args:
-            rank: The rank.
-            backend: Its process group.
             begun: For each stream, an event in front of the last exchange.
         """
         with self._lock:

@@ -60,8 +60,6 @@ class ProcessGroupCollective(Collective):
     :func:`create_process_groups`.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         store: Shared by the ranks; the connection is set up through it.
         prefix: Name of the group in the store; fresh for every group.
         timeout_s: Limit of one exchange, and of the connection.
@@ -289,8 +287,6 @@ class Staged:
     Attributes:
         scaled: Parts of a weighted mean, to be multiplied by the rank's factor.
         issues: Operations of the backend; each returns its work.
-        reductions: Computations on the operations' outputs.
-        copies: Targets and sources of the results.
     """
 
     scaled: list[Tensor] = field(default_factory=list)
@@ -501,7 +497,6 @@ def connect_ranks(
 
     Args:
         connect: Returns a rank's connected collective; called in that rank's thread.
-        world_size: Number of ranks.
         timeout_s: Limit of the connection, in seconds.
         give_up: Called on the first failure, from any thread, and on timeout.
 

@@ -15,8 +15,6 @@ class _Place:
     """Objects shared by the ranks of one new subgroup.
 
     Attributes:
-        members: Their ranks in the group that is split.
-        group: Their rendezvous.
         shared: Their other objects, by kind of collective.
     """
 

@@ -371,10 +371,7 @@ class StagedThreadCollective(ThreadCollective):
     unchanged.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         group: Shared by the ranks.
-        device: The rank's GPU.
     """
 
     def __init__(self, rank: int, world_size: int, group: Group, device: torch.device) -> None:
