@@ -58,7 +58,6 @@ def check_callable(name: str, value: object, signature: str) -> None:
     """Raise ``TypeError`` unless ``value`` is a function with this signature.
 
     Args:
-        name: Name of the argument, for the message.
         value: The function. Its parameters are compared if Python can inspect them.
         signature: Its parameters by position in parentheses, optional ones in brackets, then
             anything else: ``"(model, batch) -> loss"``, ``"f(optimizer[, total])"``.
@@ -165,8 +164,6 @@ def check_text(name: str, value: object, remedy: str) -> str:
     """Return ``value`` if it is a string and not empty; raise otherwise.
 
     Args:
-        name: Name of the setting, for the message.
-        value: The value.
         remedy: The value to pass, for the message: ``"a name, such as 'eval/loss'"``.
     """
     if not isinstance(value, str):
@@ -189,9 +186,7 @@ def check_choice(
     """Return a member of an enumeration, given as itself or by its value.
 
     Args:
-        name: Name of the setting, for the message.
         value: The member, or its value as a string in any case.
-        kind: The enumeration.
         hints: Advice for values of other libraries, in lower case.
     """
     if isinstance(value, kind):
@@ -308,9 +303,7 @@ def require_modules(feature: str, modules: tuple[str, ...], extra: str) -> None:
     """Raise unless these modules are installed; imports none of them.
 
     Args:
-        feature: The feature that needs them, for the message.
         modules: Top-level names.
-        extra: The extra of this package that installs them.
 
     Raises:
         ImportError: A module is missing; the message has the command that installs it.

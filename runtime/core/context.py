@@ -258,10 +258,7 @@ def announce(
     ``level`` (except for the root logger, whose default level is WARNING).
 
     Args:
-        log: The logger.
-        text: The line.
         silent: Never write to stderr.
-        level: Level of the record.
     """
     if log.hasHandlers():
         log.log(level, "%s", text)

@@ -231,11 +231,7 @@ class CollectiveAborted(GpuWorkerError):
 
 
 class PieceTooLarge(CollectiveAborted):
-    """A rank had no memory for its piece of a global batch; the step is repeated.
-
-    Attributes:
-        num_samples: Samples in the piece.
-    """
+    """A rank had no memory for its piece of a global batch; the step is repeated."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(f"no memory for a piece of {num_samples} samples")

@@ -163,10 +163,8 @@ class WeightAccumulator:
         """Add the weight of a micro-batch.
 
         Args:
-            loss: Its loss.
             weight: Its weight; ``None``: its samples.
             fraction: Its fraction of the step's samples.
-            num_samples: Its samples.
 
         Returns:
             True if the weight is above 0 (a tensor if only the device has it), and the factor to
@@ -245,8 +243,6 @@ def checked_loss(
     """Check that a user function returned a scalar loss with a graph.
 
     Args:
-        loss: The value that it returned.
-        function: Its name, for messages.
         weight: The weight of the loss, if it returned one.
         params: Of the model; see :func:`with_graph`.
         has_run_backward: True if it has run a backward pass itself.
@@ -364,7 +360,6 @@ def check_meant_as_weight(value: object, function: str, otherwise: str) -> None:
 
     Args:
         value: The second value.
-        function: The user's function, for messages.
         otherwise: The remedy for a value that is not a weight.
 
     Raises:
@@ -547,7 +542,6 @@ class CountedLoss:
     reads in each worker's calls 1, 2, 4, 8 and so on.
 
     Args:
-        function: The loss function.
         in_graphs: Its calls are captured in graphs: the device counts from the start, and the
             host reads nothing after the second call.
 
@@ -666,8 +660,6 @@ class _Mean(NamedTuple):
 
     Attributes:
         loss: The mean.
-        target: The labels.
-        num_labels: Their number.
         ignore_index: The label that is ignored; ``None`` for probabilities, which all count 1.
         class_weights: The weight of each class, if any.
     """

@@ -37,8 +37,6 @@ class NestedSpec:
 
     Attributes:
         kind: Type of a container, ``Tensor`` for a tensor, ``None`` for a constant.
-        keys: Names of the children.
-        children: Specs of a container's items.
         value: The constant; for some containers an empty one of the same type.
     """
 
@@ -93,7 +91,6 @@ def flatten(
     """Flatten a nested value.
 
     Args:
-        value: The value.
         tensors: Its tensors are appended here, in order.
         strict: Refuse an unknown object, which could hide tensors, and replace one in a container
             by ``None``; otherwise such objects are constants.

@@ -233,7 +233,6 @@ def _with_generator(call: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A kernel that passes the thread's generator if the caller passes none.
 
     Args:
-        call: The original kernel.
         place: Index of the generator among its arguments.
     """
 

@@ -171,7 +171,6 @@ class InterruptibleWait:
         poll_s: Maximum duration of a lock wait; ``None``: unlimited.
 
     Attributes:
-        count: Number of interrupts.
         received: The signals, in order.
     """
 
