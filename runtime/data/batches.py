@@ -173,7 +173,6 @@ def batch_bytes(batch: Any, allocated: Callable[[int], int] = int) -> int:
     """Memory of the tensors of ``batch``.
 
     Args:
-        batch: The batch.
         allocated: Memory allocated for a tensor of the given size, in bytes.
     """
     parts = [part for part in movable_parts(batch) if isinstance(part, Tensor)]

@@ -28,7 +28,6 @@ class DeviceBudget:
 
     Args:
         fraction: Usable fraction of the total memory; see ``vram_fraction``.
-        num_workers: Workers on the device.
         margin: Bytes kept free; ``None``: :func:`margin_bytes`.
         graphs: True if steps are captured: a graph's private pool holds the memory of a step, in
             addition to that of eager steps.
@@ -123,7 +122,6 @@ def prefetch_slots(share_bytes: int, slot_bytes: int, depth: int | None, plan_ba
 
     Args:
         share_bytes: Memory for a worker's batches.
-        slot_bytes: Size of one batch.
         depth: Batches ahead as set by the user; ``None``: up to ``MAX_DEPTH``.
         plan_batches: Batches in the plan, an upper limit.
     """
@@ -140,7 +138,6 @@ def host_prefetch_depth(
     Args:
         available_bytes: Host memory available without swapping.
         num_workers: Workers that load into this memory.
-        batch_bytes: Size of one batch.
         plan_batches: Batches in the plan, an upper limit; ``None``: no such limit.
     """
     share = int(available_bytes * HOST_FRACTION) // max(1, num_workers)

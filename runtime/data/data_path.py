@@ -47,7 +47,6 @@ class DataPath:
 
     Args:
         options: Validated settings.
-        adapter: The data set.
         index: Sample indices of each batch.
         contexts: Device context of each rank.
 
@@ -157,7 +156,6 @@ class DataPath:
         """Create the loader of a worker, in its thread.
 
         Args:
-            worker: The worker under construction.
             wake: Wakes the worker; thread-safe.
         """
         rank, device = worker.rank, self._contexts[worker.rank].device
@@ -258,15 +256,10 @@ class DataOptions:
     """Settings of the data path; documented by :class:`~gpuworker.TrainerBuilder`.
 
     Attributes:
-        batch_size: Samples in a batch of one worker.
-        seed: Seed of data sets' random draws.
-        accumulate: Micro-batches in an optimizer step.
-        cuda_graphs: Capture steps as CUDA graphs.
         vram_fraction: Fraction of a CUDA device's memory that the run may use.
         prefetch: Batches loaded ahead; ``None``: as many as free memory allows.
         resident: Keep the data set on the device; ``None``: if it fits.
         loader_workers: Loader processes of each worker.
-        loader_processes: Settings of the loader processes.
     """
 
     batch_size: int = 1

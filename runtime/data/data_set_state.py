@@ -25,7 +25,6 @@ class DataSetState:
     Used by one thread at a time.
 
     Args:
-        adapter: The data set.
         num_processes: Number of loader processes, each with a copy.
     """
 

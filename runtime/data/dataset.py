@@ -224,7 +224,6 @@ class _UserCodeAdapter(DatasetAdapter):
     """Base of adapters that run user code.
 
     Args:
-        dataset: The data set.
         collate_fn: The function that makes its batches, if the user has set one.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.
     """

@@ -32,15 +32,12 @@ class EpochIndex:
 
     Args:
         num_samples: Length of the data set.
-        batch_size: Samples in a batch.
-        seed: Seed of the run.
         sampler: Yields each epoch's order; ``None``: a random permutation.
         of_stream: The data set is a stream, which is read in its own order.
         current_length: Returns the length of the data set at the start of an epoch; ``None``: it
             is constant.
 
     Attributes:
-        num_samples: Samples in an epoch.
         of_stream: If True, the ``i``-th sample of an epoch is ``epoch * num_samples + i``.
     """
 
@@ -172,7 +169,6 @@ class SampledOrder:
 
     Args:
         sampler: See :func:`check_sampler`.
-        seed: Seed of the run.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -317,7 +313,6 @@ def require_length(kind: str, epoch: int, length: int, expected: int) -> None:
 
     Args:
         kind: The object that the length is of, for the message.
-        epoch: The epoch that begins.
         length: Its length now.
         expected: Its length at the start of the run.
     """

@@ -44,11 +44,7 @@ SIZING_BATCHES = 64
 
 
 class Loader(ABC):
-    """Yields the batches of one worker's plans. Used by that worker's thread only.
-
-    Args:
-        spec: The data set, device and seed.
-    """
+    """Yields the batches of one worker's plans. Used by that worker's thread only."""
 
     def __init__(self, spec: LoaderSpec) -> None:
         self.rank = spec.rank
@@ -347,8 +343,6 @@ class LoaderSpec:
         adapter: The data set, shared with the other ranks.
         index: Sample indices of each batch, shared with the other ranks.
         device: Device of the tensors that ``try_next`` returns.
-        seed: Seed of the run.
-        rank: The worker's rank.
         worker: Worker to which ``current_worker()`` delegates while the data set reads.
     """
 
@@ -462,8 +456,6 @@ class LoadedBatch:
     """One batch, on the worker's device.
 
     Attributes:
-        data: The data set's batch.
-        num_samples: Number of samples.
         epoch: Epoch it belongs to.
         batch: Its position in the epoch's permutation.
         slot: The reusable memory that holds it, if any.

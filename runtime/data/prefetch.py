@@ -47,7 +47,6 @@ class PrefetchLoader(ThreadLoader):
         spec: See :class:`~runtime.data.loader.Loader`.
         on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
         stage: The slots; not shared.
-        context: The worker's device context.
         num_threads: Intra-op threads that gather a batch; one thread copies memory more slowly
             than a GPU consumes it.
     """
@@ -108,19 +107,13 @@ class SlotStage(Stage):
     """Copies batches to the device through fixed slots; loads none ahead in the first steps.
 
     Args:
-        context: The worker's device context.
         budget: The device's budget, shared with its other workers.
-        rank: The worker's rank.
-        batch_size: Rows of a full batch.
         sizing: Schedule of depth changes.
         num_host_workers: Workers that load into host memory.
         snapshot_bytes: Returns the host memory that snapshots of all workers will need, which
             the first steps do not show.
         depth: Maximum number of batches ahead; ``None``: up to ``MAX_DEPTH``.
         data: Made resident if the budget allows; ``None``: always streamed.
-
-    Attributes:
-        resident: The data set, once it is on the device.
     """
 
     copies_to_device = True

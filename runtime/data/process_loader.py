@@ -62,7 +62,6 @@ class ProcessLoader(ThreadLoader):
             about five seconds, and for every later batch.
         on_ready: See :class:`~runtime.data.loader.ThreadLoader`.
         stage: Likewise.
-        num_processes: Number of processes.
         settings: Start method, timeout and ``worker_init_fn``; ``None``: the defaults.
     """
 
@@ -284,9 +283,7 @@ class BatchRequest(NamedTuple):
     """Request for one batch to a loader process.
 
     Attributes:
-        epoch: Its epoch.
         batch: Its position in the epoch.
-        samples: Its samples.
         version: The state of the data set that it is read from.
         adapter: The data set in that state, pickled, where the process may have an older one.
     """

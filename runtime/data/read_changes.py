@@ -62,7 +62,6 @@ class ReadChanges:
         self._num_compared = 0
 
     def begin(self) -> None:
-        """Begin a read."""
         self._nodes = reachable(self._sources)
         self._states = list(_states_of(self._nodes))
         self._values = {place: value for _, place, value in _values_of(self._nodes)}
@@ -78,7 +77,6 @@ class ReadChanges:
         """End a read.
 
         Args:
-            positions: The samples that were read.
             is_last: No other read will be observed.
 
         Returns:
@@ -139,8 +137,6 @@ class Change:
 
         Args:
             before: Its value before.
-            value: Its value now.
-            positions: The samples that were read.
             steps: Increments of a counter of samples or batches.
         """
         self.num += 1
@@ -192,9 +188,7 @@ class Node:
     """An object to which a data set refers.
 
     Attributes:
-        value: The object.
         parent: The object that refers to it; ``None`` for the data set itself.
-        name: Its name there.
     """
 
     value: Any

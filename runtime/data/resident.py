@@ -30,8 +30,6 @@ class ResidentLoader(InlineLoader):
 
     Args:
         spec: See :class:`~runtime.data.loader.Loader`.
-        data: The data set's columns on the device.
-        context: The worker's device context.
     """
 
     def __init__(self, spec: LoaderSpec, *, data: ResidentData, context: Device) -> None:
@@ -67,9 +65,7 @@ class ResidentReader:
     """Gathers one worker's batches from resident data in the current stream.
 
     Args:
-        data: The columns.
         index: Sample indices of each batch.
-        context: The worker's device context.
     """
 
     def __init__(self, data: ResidentData, index: EpochIndex, context: Device) -> None:
@@ -102,9 +98,6 @@ class ResidentReader:
 
 class ResidentData:
     """The columns of a data set on one device, shared by its workers. Thread-safe.
-
-    Args:
-        adapter: The data set.
 
     Attributes:
         num_bytes: Memory on the device: the size of one sample times the number of samples.

@@ -37,7 +37,6 @@ class SlotPool:
     ``fill`` by the loader's thread. The caller ensures that ``fill`` finds a free slot.
 
     Args:
-        context: The worker's device context.
         layout: Shapes and dtypes of a slot's tensors.
     """
 
@@ -192,7 +191,6 @@ class BatchLayout:
 
     Args:
         specs: One for each tensor, in container order.
-        batch_size: Rows of a full batch.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], batch_size: int) -> None:

@@ -47,7 +47,6 @@ class StreamAdapter(DatasetAdapter):
     Args:
         dataset: An object whose ``__iter__`` restarts. ``set_epoch`` is called first if it exists.
         length: Items of an epoch; ``None``: ``len(dataset)``, or else the items are counted.
-        batch_size: Items of a batch.
         collate_fn: Collates a list of items into a batch; ``None``: PyTorch's.
         seed: Seed of the run; ``current_worker().generator`` is seeded by it and the epoch.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.

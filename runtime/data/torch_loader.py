@@ -51,7 +51,6 @@ def settings_of_loader(loader: DataLoader[Any], call: str = TRAINING) -> dict[st
     """The settings of a ``DataLoader``, under the builder's names.
 
     Args:
-        loader: The loader.
         call: The user's call, for errors.
 
     Raises:
