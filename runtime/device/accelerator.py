@@ -23,7 +23,6 @@ class AcceleratorDevice(Device):
     for the device once a step, which bounds what is outstanding there and makes times right.
 
     Args:
-        device: The device.
         api: Stands in for :mod:`torch.accelerator`.
     """
 

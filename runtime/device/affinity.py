@@ -17,11 +17,7 @@ SYSFS = Path("/sys")
 
 
 class NumaTopology:
-    """NUMA nodes of the machine, as Linux describes them in sysfs. Thread-safe.
-
-    Args:
-        sysfs: Root of sysfs.
-    """
+    """NUMA nodes of the machine, as Linux describes them in sysfs. Thread-safe."""
 
     def __init__(self, sysfs: Path = SYSFS) -> None:
         self._sysfs = sysfs

@@ -51,8 +51,6 @@ class CudaDevice(Device):
         memory: Queries of device memory; ``None``: the real ones.
 
     Attributes:
-        compute: Stream of forward, backward and optimizer.
-        comm_stream: Stream of collectives, snapshots and updates.
         copy_stream: Stream of copies of batches to the device; its users order it.
     """
 
@@ -116,12 +114,10 @@ class CudaDevice(Device):
 
     @property
     def comm_stream(self) -> Stream:
-        """The comm stream."""
         return self._stream(1)
 
     @property
     def copy_stream(self) -> Stream:
-        """The copy stream."""
         return self._stream(2)
 
     def _stream(self, index: int) -> Stream:
@@ -313,13 +309,7 @@ class CudaDevice(Device):
 
 
 def open_device(device: torch.device, num_cpu_workers: int) -> Device:
-    """The device object of a worker.
-
-    Args:
-        device: The worker's device.
-        num_cpu_workers: CPU workers of the run, which share the cores.
-
-    """
+    """The device object of a worker."""
     if device.type == "cpu":
         # The limit of the process, by OMP_NUM_THREADS or torch.set_num_threads, holds for all
         # workers together.

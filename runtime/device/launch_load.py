@@ -89,7 +89,6 @@ class LaunchSample(NamedTuple):
     """One step.
 
     Attributes:
-        launch_s: Wall time in which the host launched it.
         cpu_s: CPU time of the launching thread in it. The rest is spent without the interpreter
             lock: launches are asynchronous, and the driver spins where it waits.
         device_s: Time from its first event on the device to its last.

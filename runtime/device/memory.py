@@ -145,7 +145,6 @@ class StepMemory:
 
     Args:
         memory: Queries of device memory.
-        device: The device.
         num_workers: Returns the number of the process's workers on the device now; each may add
             an equal part of the remaining memory.
 

@@ -20,7 +20,6 @@ class StepMeter:
     """Batches, samples and compute time since the last report.
 
     Args:
-        log: Losses and scalars of the steps.
         timer: Times the steps; ``None``: times are passed to :meth:`add`.
 
     Attributes:
@@ -114,8 +113,6 @@ class LogMark(NamedTuple):
     """A position in a log.
 
     Attributes:
-        losses: Losses kept.
-        scalars: Scalars kept.
         step: Number of the next batch.
     """
 

@@ -129,7 +129,6 @@ class CudaTimer(StepTimer):
 
     Args:
         api: Creates the events.
-        stream: The compute stream.
         max_run_ahead: Steps that may be outstanding, at least 1.
         load: Receives samples of launch times; ``None``: none are taken.
     """
@@ -223,7 +222,6 @@ class CudaStepTime(StepTime):
 
     Attributes:
         marks: Its events, until it is measured.
-        num_batches: Batches in it.
         measured: Its seconds, once it is measured.
         launched: Wall and CPU seconds of the host, of a step that was sampled.
     """
