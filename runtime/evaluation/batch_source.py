@@ -70,8 +70,6 @@ class IndexedSource(BatchSource):
     """A data set that is read by index, in the thread that evaluates the batch.
 
     Args:
-        adapter: The data set.
-        batch_size: Samples in a batch.
         order: Indices of the samples in order; ``None``: all.
     """
 
@@ -190,7 +188,6 @@ def open_source(
             of its sampler, unless that only shuffles; ``drop_last`` has no effect.
         batch_size: Samples in a batch; ``None``: the ``DataLoader``'s, else the default, or fewer
             for a short data set.
-        num_devices: Devices among which the batches are divided.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.
         call: The user's call, for errors.
 

@@ -41,7 +41,6 @@ class DevicePool:
 
     Args:
         models: A model for each device, on that device.
-        devices: The devices.
         fn: ``f(model, batch)``, called in the device's thread.
         receive: Receives the results.
     """
@@ -123,14 +122,11 @@ class DeviceLoop:
     """Evaluates batches on one device, in the calling thread.
 
     Args:
-        model: The model, on the device.
-        context: The device.
         fn: ``f(model, batch)``.
         receive: Receives the results.
         rank: The rank of the thread.
         world_size: Number of threads.
         is_stopped: Called before each batch; True: evaluate no more.
-        worker: The worker that evaluates, in a run.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class PendingMeans:
         scalars: Values of ``record_scalar``.
         num_samples: The weight of values without one.
         model: The evaluated model, for weights of model outputs.
-        data: The batch.
 
     Raises:
         TypeError, ValueError: The result is not of these forms.
@@ -103,12 +102,9 @@ class EvaluationView:
     one device. Other attributes are those of the worker, if there is one.
 
     Args:
-        model: The evaluated model.
-        device: Its device.
         generator: A generator on the device for the draws of the batch.
         rank: The rank of the thread.
         world_size: Number of threads.
-        worker: The worker that evaluates, in a run.
 
     Attributes:
         scalars: Values of ``record_scalar`` for the batch.
@@ -148,8 +144,6 @@ def read_means(start: int, stop: int, data: Any, result: Any, view: EvaluationVi
     Args:
         start: Position of the first sample.
         stop: Position after the last one.
-        data: The samples.
-        result: Result of the evaluation function.
         view: The context of its call.
     """
     return PendingMeans(

@@ -39,7 +39,6 @@ class ValidationData:
         seed: Seed of the data set's random draws, which are the same in each validation.
 
     Attributes:
-        num_batches: Number of batches.
         is_cancelled: Set when the run fails: ranks then leave their validation.
 
     Raises:
