@@ -289,7 +289,6 @@ class ProcessRuns:
     """The active runs of a process.
 
     Attributes:
-        pid: The process.
         runs: One record for each run; see :meth:`ListedRun.read`.
         responds: False if the process did not answer in time, for instance because it is stopped.
     """

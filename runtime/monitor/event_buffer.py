@@ -23,11 +23,7 @@ _AGGREGATED_KINDS = (Kind.AVERAGING, Kind.THROTTLE, Kind.ANCHOR)
 
 
 class EventBuffer:
-    """Events since the last reading, from the timeline or from changes of the counters.
-
-    Args:
-        run: The observed run.
-    """
+    """Events since the last reading, from the timeline or from changes of the counters."""
 
     def __init__(self, run: RunView) -> None:
         self._timeline = run.timeline

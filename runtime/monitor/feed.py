@@ -42,8 +42,6 @@ class Feed:
         Args:
             now: The present state of the run.
             ticks: New readings of the counters, in order.
-            epochs: Newly closed epochs.
-            events: New events.
 
         Returns:
             The encoded update, for pages that have everything before it.

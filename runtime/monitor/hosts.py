@@ -20,7 +20,6 @@ def allowed_names(host: str, more: Iterable[str]) -> frozenset[str]:
     """The host names accepted in requests, in lower case; ``*`` accepts all.
 
     Args:
-        host: The host that the server is bound to.
         more: Names added by the user.
 
     Raises:

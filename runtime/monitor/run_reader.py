@@ -37,7 +37,6 @@ class RunReader:
     the timeline without a lock, if the run has one. The first reading includes the past.
 
     Args:
-        run: The run.
         poll_s: Seconds between readings.
     """
 
@@ -174,7 +173,6 @@ class LoadReader:
     """The latest reading of load and memory: the timeline's, or that of a separate poller.
 
     Args:
-        run: The run.
         poll_s: Seconds between readings of the separate poller.
     """
 
@@ -219,11 +217,7 @@ def short_names(columns: tuple[str, ...], values: tuple[float, ...]) -> dict[str
 
 
 def tick_history(timeline: Timeline) -> list[Json]:
-    """Ticks of the past, reconstructed from a timeline at equal intervals; without the present.
-
-    Args:
-        timeline: The timeline of a run, which may have ended.
-    """
+    """Ticks of the past, reconstructed from a timeline at equal intervals; without the present."""
     width_s, rates = timeline.throughput(NUM_POINTS)
     if len(rates) < 2:
         return []

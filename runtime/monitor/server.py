@@ -75,7 +75,6 @@ class MonitorServer:
     Args:
         listener: The socket for requests; closed with the server.
         names: Accepted host names.
-        feed: The data of the pages.
         poll_s: Seconds between readings of the run.
     """
 
@@ -359,7 +358,6 @@ class _Connections:
     backlog. Used in the event loop's thread only, except ``len()``.
 
     Args:
-        listener: The listening socket.
         make_protocol: Creates the HTTP protocol of a connection.
     """
 
