@@ -33,7 +33,6 @@ class ReplicaAverager:
 
     Attributes:
         collective: The collective of the ranks; replaced after the death of one.
-        version: Number of averages applied.
         ema: Moving average of the parameters that each round updates; ``None``: there is none.
     """
 
@@ -137,7 +136,6 @@ class ReplicaAverager:
             average: The average that the last snapshot was part of; may be overwritten once the
                 returned copy has completed.
             at_average: Called while the live state is exactly the average.
-            num_batches: Batches of one rank in it, for the moving average.
 
         Returns:
             The pending copy of the average to the device; ``None`` if it has completed.

@@ -13,12 +13,8 @@ from runtime.device.metering import ValueLog
 class BatchLog:
     """Receives the losses and scalars of the batch in training, and passes them to a log.
 
-    Args:
-        values: The log.
-
     Attributes:
         values: The current log.
-        num_samples: Samples in the batch.
         closed_by: The function in which scalars are refused; ``None``: they are accepted.
     """
 

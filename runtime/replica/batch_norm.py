@@ -18,7 +18,6 @@ def synchronise(model: nn.Module, statistics: GlobalBatchComm) -> int:
     The layers stay the same objects, with the same parameters, buffers, hooks and keys.
 
     Args:
-        model: The model.
         statistics: The exchange with the other ranks.
 
     Returns:

@@ -161,7 +161,6 @@ def _warn_of_modes(model: nn.Module, *, tries_train: bool) -> None:
     """Log that modes at the start are other than those of a loop that calls ``model.train()``.
 
     Args:
-        model: The model.
         tries_train: False if the body of a user's loop or a checkpoint decides the modes.
     """
     if not model.training:
@@ -300,9 +299,6 @@ class BuildOrder:
 class FactoryDraws:
     """States of the generators from which a model factory draws, to call it again with the same
     random numbers.
-
-    Args:
-        device: The device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -633,9 +629,6 @@ def build_optimizers(factories: Mapping[str, OptimFactory], model: nn.Module) ->
 
 class CopyingFactory:
     """A model factory that copies a module, which it does not modify.
-
-    Args:
-        module: The module.
 
     Raises:
         TypeError: It cannot be copied, see :func:`copy_module`; also in a call.

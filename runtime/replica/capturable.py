@@ -29,7 +29,6 @@ class CapturableOptimizer:
 
     Args:
         optimizer: Not stepped yet. ``capturable`` is set in it where it exists.
-        device: The device of its parameters.
         scaled: The factors of its learning rates; ``None``: they are not scaled.
     """
 

@@ -49,13 +49,7 @@ class Drift(NamedTuple):
 
 
 class DriftCheck:
-    """Compares parameters and optimizer state with those of the other ranks.
-
-    Args:
-        model: The replica's model.
-        state: Its flat state.
-        optimizer: Its optimizer.
-    """
+    """Compares parameters and optimizer state with those of the other ranks."""
 
     def __init__(
         self, model: nn.Module, state: FlatState, optimizer: torch.optim.Optimizer
@@ -71,10 +65,6 @@ class DriftCheck:
         """Compare the replicas. Collective: every rank calls it between the same two steps.
 
         Waits for the device, once if the replicas are equal.
-
-        Args:
-            collective: The collective of the ranks.
-            frozen: Compare frozen parameters too.
 
         Returns:
             The first difference that is more than rounding; the same on every rank.

@@ -34,7 +34,6 @@ def explain_error(
 
     Args:
         error: The error; other errors are not changed.
-        function: Name of the function, for the notes.
         model: The model that it was called with.
         batch: The batch that it was called with.
         owns_backward: True if the caller, not the user, runs the backward pass.
@@ -78,7 +77,6 @@ def explain_size(error: BaseException, sizes: Sequence[int], remedy: str) -> Non
     """Add a note to an error that names the sizes of two batches, of which one followed the other.
 
     Args:
-        error: The error.
         sizes: Samples of a rank's batches or pieces, up to the one that failed; 0: none before.
         remedy: Advice for the caller.
     """
@@ -139,7 +137,6 @@ class MemoryUse(NamedTuple):
     """A batch for which there was no memory.
 
     Attributes:
-        num_samples: Its samples.
         remedy: Advice for the caller.
         largest: Samples of the largest batch that fitted; 0: none yet; ``None``: not known.
     """
@@ -162,7 +159,6 @@ def accumulate_remedy(
     """The settings of a run that train the same samples in a step, in smaller batches.
 
     Args:
-        num_samples: Samples of a batch of one worker.
         largest: Samples of the largest batch that fitted; 0: none yet.
         accumulate: Batches of a step so far.
         global_batch_size: Samples of a step, if they are set.

@@ -249,7 +249,6 @@ class FlatParams:
         """Flat tensors of the same parameters with other strides, in the order of :attr:`flats`.
 
         Args:
-            flats: The flat tensors.
             strides: The parameters' :meth:`strides` in them; ``None``: as here.
         """
         if strides is None or [list(s) for s in strides] == self.strides():
@@ -346,7 +345,6 @@ class NamedParams(Protocol):
     """Parameters with their names.
 
     Attributes:
-        params: Parameters.
         names: The name of each.
     """
 
@@ -368,9 +366,6 @@ class FlatBuffers:
     A module may replace a buffer's tensor, so buffers are looked up in each call. Of an expanded
     buffer, elements of the same memory are counted once. Buffers of a dtype or layout that cannot
     be averaged, such as float8, are constants, which no method but :meth:`constants` returns.
-
-    Attributes:
-        names: Their names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -803,7 +798,6 @@ def states_of(params: Sequence[Tensor], *, with_values: bool) -> list[tuple[int,
     """Memory of each parameter and its version counter, to detect changes.
 
     Args:
-        params: The parameters.
         with_values: Take checksums in place of versions; writes through ``.data`` change them.
     """
     if with_values:

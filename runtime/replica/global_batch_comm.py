@@ -29,12 +29,10 @@ class GlobalBatchComm:
     Args:
         collective: The collective of all ranks; ``None``: there is one rank.
         comm: The context for collectives, see :meth:`Device.comm`.
-        timer: Timer of the rank's steps.
 
     Attributes:
         weight: The factor of this rank's gradients in the sum over the ranks.
         live: True if the micro-batch has a weight above 0; otherwise its gradients may be NaN.
-        layers: The model's layers that exchange in every pass.
     """
 
     def __init__(

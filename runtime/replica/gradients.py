@@ -217,7 +217,6 @@ def refuse_sparse(names: Iterable[str], grads: Iterable[Tensor | None], where: s
     Args:
         names: The name of each parameter.
         grads: Its gradient, if it has one.
-        where: The model, for the message.
 
     Raises:
         ValueError: One is sparse.

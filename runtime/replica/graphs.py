@@ -56,15 +56,9 @@ class GraphedSteps:
     """The graphs of one worker. In its thread, on its compute stream.
 
     Args:
-        rank: The worker's rank.
-        device: Its device.
-        model: The replica's model.
-        optimizer: Its optimizer.
         log: Receives losses and scalars.
-        full: Sizes of the micro-batches of a full window.
         varies: True if full windows also have other sizes, as pieces of global batches.
         memory: Reports if there is memory for graphs of further sizes; ``None``: assume there is.
-        fallbacks: Records what is made eagerly.
         generator: The worker's random generator, which steps may use.
         obstacle: The reason why no step can be captured; ``None``: there is none.
     """
@@ -285,7 +279,6 @@ class StaticBatches:
     """The micro-batches of one window, in static buffers.
 
     Args:
-        buffers: The buffers.
         sizes: Samples of each micro-batch of the window.
     """
 
@@ -321,10 +314,6 @@ class StaticBuffers:
 
     def copy(self, index: int, batch: Any) -> StaticBatch | None:
         """Copy a batch to its buffer, on the device; the host does not wait.
-
-        Args:
-            index: Index of the micro-batch in the window.
-            batch: The batch, on the device.
 
         Returns:
             ``None`` if the batch cannot be captured, or there are too many signatures.
@@ -393,7 +382,6 @@ class StepGraph:
         settings: Settings of the optimizer at the capture; ``None``: it is not captured.
         state: Identity of the optimizer's state at the capture; ``None``: it is not captured.
         kept: Tensors of the optimizer's state, whose memory the graphs use.
-        module: Tensors of the module that the graphs use.
     """
 
     first: Replay
@@ -425,14 +413,9 @@ class StepCapture:
     """The capture of a window's step.
 
     Attributes:
-        capture: Records work.
-        window: The window.
-        optimizer: Its optimizer.
-        forward: Adds the static batches to the window.
         log: Receives losses and scalars.
         is_split: True if the host acts between the gradients and the optimizer's step.
         with_optimizer: True if clip and step are captured too.
-        module: Tensors of the module.
     """
 
     capture: CaptureWork

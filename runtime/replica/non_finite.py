@@ -33,8 +33,6 @@ class ReplicaFiniteCheck:
 
     Args:
         mode: One of :data:`ON_NON_FINITE`.
-        rank: The worker's rank.
-        params: The replica's parameters.
         optimizer: Its optimizer, whose state is reset when an average replaces the replica.
         meter: Reads the losses and counts the samples whose effect is dropped.
         local_step: Returns the number of batches trained by the worker.
@@ -169,12 +167,7 @@ class StepFiniteCheck:
 
     Args:
         mode: ``"raise"`` or ``"skip"``.
-        rank: The worker's rank.
-        params: The parameters of the step.
-        buffers: The replica's buffers.
         log: The log with the losses of the step.
-        device: The worker's device.
-        losses_only: Leave the check of gradients to a gradient scaler.
 
     Attributes:
         skips: True if bad steps are dropped.
@@ -240,10 +233,8 @@ class StepFiniteCheck:
         """Check a step on the reduced gradients, which are bitwise equal on all ranks.
 
         Args:
-            flats: The reduced gradients and flags.
             slot: Their element that :meth:`write_flag` filled.
             grads: This rank's own gradients.
-            collective: The collective of the reduction.
 
         Returns:
             True if the step may be made; if False, it was dropped, on every rank alike.

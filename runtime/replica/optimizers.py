@@ -236,7 +236,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     device that these require, and states take the memory formats of their parameters.
 
     Args:
-        optimizer: The optimizer, on any device.
         state: The state of an optimizer of the same class and parameters; modified.
 
     Raises:
@@ -288,7 +287,6 @@ def state_in_order(
     Args:
         state: The state dict; not changed.
         theirs: The names of the parameters in each of its groups; empty for one without a name.
-        own: Those of the optimizer that will load it.
 
     Raises:
         ValueError: A group has other parameters.
@@ -331,10 +329,6 @@ def check_settings(
     groups: Sequence[Mapping[str, Any]], given_groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Check that an optimizer can load the settings of its groups.
-
-    Args:
-        groups: The groups as they were built.
-        given_groups: Those to load.
 
     Raises:
         ValueError: torch would load them, but a step would fail or be wrong.
@@ -424,7 +418,6 @@ class Schedulers:
     """The schedulers of several optimizers as one.
 
     Args:
-        optimizers: The optimizers.
         factory: A factory for all of them, or factories by optimizer name.
 
     Raises:
@@ -455,7 +448,6 @@ class Schedulers:
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """The schedulers."""
         return tuple(self._members.values())
 
     def step(self, *args: Any) -> None:

@@ -18,11 +18,6 @@ class ParamEma:
     on their device. It starts from the initial parameters. Parameters of 16 bits have averages
     of 32.
 
-    Args:
-        decay: The decay of one optimizer step.
-        params: The parameters.
-        accumulate: Batches in an optimizer step.
-
     Attributes:
         flats: The average, as ``params.flats``.
         batches_due: Batches of a rank that the weights of a checkpoint contain and its moving
@@ -115,7 +110,6 @@ class ParamEma:
         """The values at the end of a run by name, on the CPU, with the dtypes of the parameters.
 
         Args:
-            average: The final average.
             num_batches: The batches of one rank that it contains since the last update.
         """
         flats = [flat.to("cpu", copy=True) for flat in self.flats]

@@ -39,9 +39,6 @@ class ScaledRates:
     Args:
         optimizer: The optimizer; of several, each is probed by itself.
         warns: Log the first optimizer that cannot be probed.
-
-    Attributes:
-        factor: The factor.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, warns: bool = False) -> None:
@@ -117,11 +114,6 @@ def ignores_gradient_scale(
     gradients. The optimizer, its state and random generators are not changed. For a subclass of an
     optimizer of PyTorch it is PyTorch's class: code of the subclass may count or record its steps.
     A class of PyTorch with equal settings is probed once in a process.
-
-    Args:
-        optimizer: The optimizer.
-        group: One of its parameter groups.
-        num_dims: Number of dimensions of its parameters.
 
     Returns:
         ``None`` if its step fails, for instance because it requires a closure.

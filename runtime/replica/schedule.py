@@ -35,7 +35,6 @@ class Schedule:
     """Sets an optimizer's learning rates by the position in the run.
 
     Args:
-        optimizer: The worker's optimizer.
         factory: Factory of the scheduler; ``None``: constant rates.
         total: The last position of the scheduler; it stays there.
         every: Positions between two steps of the scheduler; 0: it is stepped by
@@ -80,7 +79,6 @@ class Schedule:
         total)``, from now on.
 
         Args:
-            factory: The factory.
             at_next: It begins with the next step, and not with the run.
 
         Raises:

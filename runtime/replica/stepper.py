@@ -62,10 +62,6 @@ class Stepper:
     """Makes the optimizer steps of a replica: ``with stepper.window(num_samples) as window``.
 
     Args:
-        model: The replica's model.
-        params: Its flat parameters.
-        optimizer: Its optimizer.
-        device: Its device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         max_grad_norm: Maximum norm, to which gradients are clipped after the reduction.
         reducer: Averages gradients over the ranks; ``None``: each rank uses its own.
@@ -162,7 +158,6 @@ class Stepper:
 
         Args:
             num_samples: Samples of the step; 0: this rank only receives gradients.
-            num_batches: Micro-batches of the step.
             part: The optimizer, if there are several; within :meth:`alternate`.
             run_ahead: The step may be made before the result of the reduction is known to the
                 host, which then has to wait for :attr:`StepEnd.pending`.
@@ -312,7 +307,6 @@ class Stepper:
         Args:
             other: The other rank's.
             theirs: The names of the parameters in each group of its optimizer.
-            own: Those of this one.
         """
         self._has_stepped = False
         # load_state_dict keeps tensors of the right dtype and device, which are the other's.
@@ -395,9 +389,6 @@ class AccumulationWindow:
     A window that is left without :meth:`finish`, or by an exception, makes no step and drops its
     gradients. Calls in another order raise ``RuntimeError``. :meth:`restart`, :meth:`pack`,
     :meth:`apply`, :meth:`captured` and :meth:`load` serve the capture of steps as graphs.
-
-    Attributes:
-        num_samples: Samples of the step.
     """
 
     def __init__(
@@ -453,7 +444,6 @@ class AccumulationWindow:
 
         Args:
             train_fn: Returns the micro-batch's mean loss, and its weight.
-            batch: The micro-batch, on the device.
             num_samples: Its samples: its weight, if ``train_fn`` returns none.
 
         Returns:
@@ -528,7 +518,6 @@ class AccumulationWindow:
             weight: The number of units of which it is the mean.
             fraction: The factor of its gradients in the step's, without weights.
             inputs: The tensors that receive gradients; ``None``: all leaves.
-            retain_graph: Keep the graph for a further backward pass.
 
         Returns:
             The loss, detached, on the device.
@@ -887,7 +876,6 @@ class CapturedWindow(NamedTuple):
     """The result of a captured window, on the device.
 
     Attributes:
-        stage: The stage of the window.
         grads: Its gradients, one for each parameter; empty after the optimizer's step.
         packed: The gradients as packed for the reduction; ``None``: not packed.
         weights: The weights of its losses; ``None``: its samples.
@@ -905,10 +893,7 @@ class OptimizerPart:
 
     Attributes:
         name: Name of the submodule that it trains; empty if there is one optimizer.
-        params: The submodule's trainable parameters.
-        optimizer: Their optimizer.
         reducer: Averages their gradients over the ranks.
-        finite_check: Checks their steps.
     """
 
     name: str

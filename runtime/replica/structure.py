@@ -12,14 +12,7 @@ from runtime.replica.schedule import Schedule
 
 
 class StructureCheck:
-    """Compares a replica's model and optimizer with those that the run began with.
-
-    Args:
-        model: The replica's model.
-        state: Its flat state.
-        optimizer: Its optimizer.
-        schedule: Its learning rates.
-    """
+    """Compares a replica's model and optimizer with those that the run began with."""
 
     def __init__(
         self,

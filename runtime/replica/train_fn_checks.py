@@ -26,8 +26,6 @@ class TrainFnChecks:
     another one each time, and only where gradients that the function made itself would be wrong.
 
     Args:
-        model: The replica's model.
-        params: The parameters that the function trains.
         is_reduced: True if ranks reduce gradients before the optimizer steps.
         warns: True on the rank that logs warnings.
 
@@ -68,7 +66,6 @@ class TrainFnChecks:
 
         Args:
             probes: The result of :meth:`probe`.
-            why: The cause for which such gradients would be wrong.
 
         Raises:
             ValueError: It has called ``backward()`` or ``zero_grad()``.
