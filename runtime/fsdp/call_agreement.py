@@ -21,9 +21,6 @@ class CallAgreement:
     If it fails on some ranks only, the others would wait for them in this call or the next one. So
     the group is aborted, through a rank that failed, as soon as both outcomes are recorded.
 
-    Args:
-        world_size: Number of ranks.
-
     Attributes:
         reason: The first failure that aborted the group; ``None``: no failure did.
     """

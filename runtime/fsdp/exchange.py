@@ -24,8 +24,6 @@ def gather_into(
     Args:
         full_flats: Written to; ``full_numel`` elements of each layout.
         flats: This rank's flat shard of each layout.
-        layouts: Offsets of the parameters in both.
-        group: The ranks that share the parameters.
     """
     outputs: list[Tensor] = []
     inputs: list[Tensor] = []
@@ -70,11 +68,9 @@ def reduce_gradients(
     """Average full gradients over all ranks, in one coalesced reduce-scatter.
 
     Args:
-        layouts: Offsets of the parameters that have gradients.
         flats: This rank's flat shard of the parameters of each layout.
         owners: The full parameters. A gradient moves from its owner to the exchange, and is freed
             at its end; a missing one counts as zeros.
-        groups: Groups of the shards and of the replicas.
 
     Returns:
         A new flat shard of gradients of each layout, whose padding is zero, and the number of

@@ -26,9 +26,6 @@ def gather_state(
     Keys are the same with and without compiled submodules.
 
     Args:
-        module: The bare module.
-        parameters: The module's parameters.
-        world: All ranks.
         keep: True if this rank gets the state; otherwise it gets an empty dict.
 
     Returns:
@@ -56,8 +53,6 @@ def load_state(
     """Load this rank's part of a full state dict; no collective call.
 
     Args:
-        module: The bare module.
-        parameters: The module's parameters.
         state: Tensors of full shapes on any device, under the bare module's keys, compiled or not.
         strict: True if the keys must be exactly those of the module.
 

@@ -28,15 +28,11 @@ class Layout:
 
     Args:
         tensors: Each parameter with its index in the module.
-        num_shards: Number of ranks that share them.
 
     Attributes:
         dtype: The parameters' dtype.
-        num_shards: Number of ranks that share them.
         slots: The parameters, in order of index.
         buckets: The parameters grouped by exchange.
-        shard_numel: Elements of a flat shard.
-        full_numel: Elements of a full tensor.
     """
 
     def __init__(self, tensors: Sequence[tuple[int, Tensor]], num_shards: int) -> None:
@@ -82,7 +78,6 @@ class Bucket:
     """Parameters that are exchanged together, or one large parameter.
 
     Attributes:
-        slots: The parameters.
         start: Offset of their first chunk in the flat shard.
         stop: End of their last chunk.
     """
@@ -102,13 +97,9 @@ class Slot:
     """The shape and offsets of one parameter.
 
     Attributes:
-        index: The parameter's index in the module.
         shape: The parameter's shape.
         stride: Dense strides.
-        numel: Number of elements.
         chunk: Elements of each rank's chunk, padding included.
-        shard_offset: Offset of the chunk in the flat shard.
-        full_offset: Offset of the parameter in the full tensor.
     """
 
     index: int

@@ -30,10 +30,7 @@ class ShardReducer(GradientReducer):
     leaves no trace. A rank without samples takes part with zeros.
 
     Args:
-        params: The replica's parameters.
-        collective: All ranks.
         finite_check: Checks gradients and losses before they are reduced.
-        timer: Timer of the steps.
         sums: Return the sum over all samples in place of their mean.
     """
 
@@ -129,7 +126,6 @@ class RunSharding:
     """The sharding of a run; see :class:`~runtime.replica.reducer.Sharding`.
 
     Attributes:
-        strategy: The state to shard.
         intra_node_size: For ``HYBRID_SHARD``: ranks of a node.
     """
 

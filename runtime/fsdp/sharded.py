@@ -51,15 +51,11 @@ class ShardedParameters:
     collective call.
 
     Args:
-        found: The module's parameters.
         world: All ranks; they start with rank 0's values.
-        groups: The process groups of the strategy.
         keep_full: Keep full values between steps.
 
     Attributes:
-        names: Names of the parameters.
         shards: This rank's elements of each parameter, one-dimensional, without padding.
-        layouts: Offsets of the parameters.
         generation: Number of times that full values were replaced or freed.
         is_unsharded: True while the module holds the full values.
     """
@@ -565,9 +561,6 @@ class _Mark(NamedTuple):
     """The gradient of a shard at the start of backward.
 
     Attributes:
-        shard: The shard.
-        grad: Its gradient.
-        version: The gradient's version counter.
         is_placed: True if the shard had no gradient, and was given zeros.
     """
 

@@ -36,16 +36,12 @@ class ShardedParams(FlatParams):
     call.
 
     Args:
-        module: The replica's model.
-        base: Its flat parameters, which are replaced.
         optimizer: Its optimizer, which trains the shards from here on.
-        collective: All ranks.
         strategy: Any but ``NO_SHARD``.
         intra_node_size: For ``HYBRID_SHARD``: ranks of a node.
 
     Attributes:
         group: The ranks that share one copy of the parameters.
-        store: The shards.
         is_whole: True while the module holds the full parameters.
 
     Raises:

@@ -25,7 +25,6 @@ class SharedParameter:
 
     Attributes:
         name: Its first name.
-        parameter: The module's original parameter.
         locations: Each module and attribute that holds it; several for a tied parameter.
     """
 
@@ -138,10 +137,6 @@ def describe_module(module: nn.Module, found: Sequence[SharedParameter]) -> list
 
 def check_same_on_all_ranks(lines: Sequence[str], collective: Collective) -> None:
     """Compare descriptions over all ranks; a collective call.
-
-    Args:
-        lines: This rank's description.
-        collective: This rank's collective.
 
     Raises:
         ReplicaMismatch: The descriptions differ; raised on every rank, with the first difference.

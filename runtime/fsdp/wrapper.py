@@ -690,7 +690,6 @@ def guard_backward(output: Any, parameters: ParameterStore) -> None:
     Args:
         output: The output of forward: tensors, alone or in tuples, lists and mappings; others
             are not guarded.
-        parameters: The parameters of that forward.
     """
     generation = parameters.generation
 
