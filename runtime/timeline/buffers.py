@@ -22,7 +22,6 @@ class TimeBins:
     Args:
         start: Start of the first bin.
         num_bins: Maximum number of bins; even.
-        width_s: Initial width of a bin.
 
     Attributes:
         end: End of the current bin.

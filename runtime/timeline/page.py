@@ -31,8 +31,6 @@ def page_around(title: str, *, head: str, end: str) -> str:
     """An HTML page that is drawn by its script.
 
     Args:
-        title: Title of the page.
-        head: Further elements of the head.
         end: Elements after the drawing area: data and scripts.
     """
     return f"""\

@@ -33,7 +33,6 @@ class RankLane:
     ended cause, so that totals always sum to the elapsed time.
 
     Args:
-        rank: The rank.
         start: Start of the run, by :data:`now`.
         max_events: Capacity of each of two rings: one for steps and gaps, one for rarer events.
         min_gap_s: Gaps shorter than this are counted but are no events.
@@ -43,8 +42,6 @@ class RankLane:
         cause: The present cause.
         since: Start of the present cause.
         totals: Seconds by cause, without the present interval.
-        num_steps: Optimizer steps made.
-        num_throttles: Times the rank was parked.
     """
 
     __slots__ = (
@@ -125,7 +122,6 @@ class RankLane:
         """Account a short interval that ends now: two changes of cause at once.
 
         Args:
-            past: Cause of the interval.
             start: Start of the interval, by :data:`now`, not before :attr:`since`.
             cause: Cause from now on.
         """
@@ -144,7 +140,6 @@ class RankLane:
         """Record a rare event that has ended.
 
         Args:
-            kind: The kind of event.
             start: Its start.
             args: Its arguments as in :data:`~runtime.timeline.events.ARGS`; numbers, and
                 printable texts.

@@ -12,7 +12,6 @@ def run_cells(pid: int, run: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of a run, in the order of :data:`RUN_COLUMNS`.
 
     Args:
-        pid: The run's process.
         run: Its record; see :meth:`runtime.monitor.control.ListedRun.read`.
     """
     done = min(1.0, run["step"] / run["total_steps"]) if run["total_steps"] else 0.0
