@@ -33,8 +33,7 @@ from runtime.loop.mirror import ModelMirror
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
 from runtime.replica.error_notes import MemoryUse, explain_error, explain_size
-from runtime.replica.flat import by_dtype, reals, views_of
-from runtime.replica.gradients import refuse_sparse
+from runtime.replica.gradients import FlatGradients, refuse_sparse
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 Addition = tuple[list[Tensor], list[Tensor]]
@@ -185,26 +184,17 @@ class RankReplica:
         start_s = time.monotonic()
         refuse_sparse(names, row)
         used = [i for i, flag in enumerate(has_grad) if flag]
-        leaves = [self.leaves[i] for i in used]
-        found: list[Tensor | None] = [None] * len(row)
-        for group in by_dtype(leaves):
-            alike = [leaves[i] for i in group]
-            numel = sum(leaf.numel() for leaf in alike)
-            flat = torch.zeros(numel, dtype=alike[0].dtype, device=self.device)
-            targets, sources = [], []
-            for i, view in zip(group, views_of(flat, [t.size() for t in alike]), strict=True):
-                found[used[i]] = view
-                grad = row[used[i]]
-                if grad is not None:
-                    targets.append(view)
-                    sources.append(grad)
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            with self._comm():
-                for real in reals([flat]):
-                    collective.all_reduce_(real)
+        store = FlatGradients([self.leaves[i] for i in used])
+        store.load([row[i] for i in used])
+        with self._comm():
+            collective.all_reduce_coalesced_(store.flats)
         self.exchange_span_s = (start_s, time.monotonic())
-        return found if self.rank == 0 else []
+        if self.rank:
+            return []
+        found: list[Tensor | None] = [None] * len(row)
+        for i, view in zip(used, store.views, strict=True):
+            found[i] = view
+        return found
 
 
 def read_output(

@@ -187,6 +187,10 @@ class FlatGradients:
         ]
         self.views = layout.views(in_dtype, like)
 
+    def load(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy gradients to :attr:`flats`; missing ones are zeros there."""
+        copy_gradients(self.views, grads, complete=not [g for g in grads if g is None])
+
     def extents(self) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor, int]]:
         """For each flat tensor the indices of its gradients, their ends in it, the tensor itself,
         and the number of elements after them.
