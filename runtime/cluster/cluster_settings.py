@@ -94,7 +94,6 @@ EngineFactory = Callable[[EngineOptions, Callable[[], ClusterState]], ClusterEng
 
 
 def connect_torchft(options: EngineOptions, offer: Callable[[], ClusterState]) -> ClusterEngine:
-    """The engine on torchft."""
     from runtime.cluster.torchft_engine import TorchftEngine
 
     return TorchftEngine(options, offer)

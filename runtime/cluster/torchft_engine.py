@@ -526,7 +526,6 @@ def wait_for_lighthouse(address: str, timeout_s: float) -> None:
 
 
 def accepts_connections(address: str) -> bool:
-    """True if the address accepts connections."""
     try:
         socket.create_connection(split_host_port("address", address), RECONNECT_TIMEOUT_S).close()
     except OSError:

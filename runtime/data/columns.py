@@ -75,7 +75,6 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def row_bytes(column: Column) -> int:
-    """Bytes of one row of a column."""
     return column.nbytes // max(1, len(column))
 
 

@@ -251,7 +251,6 @@ class TensorSpec:
     has_rows: bool
 
     def full_shape(self, batch_size: int) -> tuple[int, ...]:
-        """Its shape in a full batch."""
         return (batch_size, *self.shape) if self.has_rows else self.shape
 
 

@@ -109,7 +109,6 @@ class CudaDevice(Device):
 
     @property
     def compute(self) -> Stream:
-        """The compute stream."""
         return self._stream(0)
 
     @property

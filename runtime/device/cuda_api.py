@@ -246,7 +246,6 @@ class CudaApi:
             torch.cuda.manual_seed(seed)
 
     def device_of(self, tensor: Tensor) -> torch.device:
-        """The device of a tensor."""
         return tensor.device
 
 

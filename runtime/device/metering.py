@@ -338,7 +338,6 @@ def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 def _read_weights(weights: Sequence[Weight]) -> Sequence[float]:
-    """The weights as numbers."""
     if set(map(type, weights)) <= {int, float}:
         return weights  # type: ignore[return-value]
     return [float(w) if isinstance(w, torch.Tensor) else w for w in weights]

@@ -34,7 +34,6 @@ def style() -> str:
 
 
 def script() -> str:
-    """The script of the page."""
     return joined(*(asset("monitor", name) for name in _SCRIPT_PARTS))
 
 
