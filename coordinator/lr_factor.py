@@ -76,15 +76,17 @@ class LrFactor:
         """
         if self.current is None:
             return
-        alive = [n > 0 for n in batch_counts]
+        before = self._alive, self._is_dense
+        self._alive = [n > 0 for n in batch_counts]
         limit = MAX_ROUND_BATCHES if self._is_dense else _RESUMED_BATCHES
-        self._is_dense = sum(batch_counts) <= limit * sum(alive)
+        self._is_dense = sum(batch_counts) <= limit * sum(self._alive)
+        is_new = before != (self._alive, self._is_dense)
         factor = self._factor(batch_counts) if self._is_dense else 1.0
         change = abs(factor / self.value - 1)
-        if change > _MIN_CHANGE or alive != self._alive:
-            self._alive, self.value = alive, factor
-            if change > _MIN_CHANGE:
-                self._announce(batch_counts)
+        if is_new or change > _MIN_CHANGE:
+            self.value = factor
+        if is_new and change > _MIN_CHANGE:
+            self._announce(batch_counts)
 
     def _factor(self, counts: Sequence[int]) -> float:
         pairs = list(zip(counts, self._sizes, strict=True))

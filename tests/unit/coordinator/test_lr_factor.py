@@ -101,15 +101,16 @@ def test_optimizers_that_follow_the_scale_of_the_gradient_have_none():
     assert (factor.value, factor.current) == (1.0, None)
 
 
-def test_the_factor_is_logged_once_in_words(caplog):
+def test_the_factor_is_logged_at_the_start_and_after_a_death_in_words(caplog):
     with caplog.at_level(logging.INFO):
-        factor = enabled(5, 5)
-        then(factor, 5, 5), then(factor, 5, 6)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        'lr_scale_ratio("auto"): the learning rate of Adam is multiplied by 1.41 from now on '
-        "(workers with 50 %, 50 % of the batches)"
+        factor = enabled(5, 5, 5)
+        then(factor, 5, 5, 6), then(factor, 5, 5, 20), then(factor, 5, 20, 0)
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first == (
+        'lr_scale_ratio("auto"): the learning rate of Adam is multiplied by 1.73 from now on '
+        "(workers with 33 %, 33 %, 33 % of the batches)"
     )
+    assert last.endswith("by 0.849 from now on (workers with 20 %, 80 % of the batches)")
 
 
 @pytest.mark.parametrize("kind", [m.RequestParams, m.SyncNow])
