@@ -17,7 +17,7 @@ from runtime.collective.thread import weighted_sums
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 from runtime.loop.rank_threads import Job, RankThreads, first_failure
-from runtime.replica.flat import by_dtype, reals, views_of
+from runtime.replica.gradients import FlatGradients
 
 Tensors = Sequence[Tensor]
 _BLOCK_ELEMENTS = 1 << 18
@@ -105,7 +105,7 @@ class GroupReduction(Reduction):
     def __init__(self, devices: Sequence[torch.device], kind: str, timeout_s: float = 60.0) -> None:
         self._devices = devices
         self._sync = StreamSync()
-        self._packed = [_FlatCopies() for _ in devices]
+        self._stores: list[FlatGradients | None] = [None] * len(devices)
         self._events: list[Event | None] = [None] * len(devices)
         self._collectives = create_collectives(len(devices), kind, devices, timeout_s)
         set_timeout_remedy(self._collectives, _DDP_REMEDY)
@@ -124,14 +124,14 @@ class GroupReduction(Reduction):
             CollectiveAborted, CollectiveTimeout: The exchange failed, now or earlier.
         """
         with torch.no_grad():
-            flats = [self._load(rank, own) for rank, own in enumerate(tensors)]
+            stores = [self._load(rank, own, tensors[0]) for rank, own in enumerate(tensors)]
 
             def exchange(rank: int) -> Event | None:
                 self._sync.wait(self._devices[rank], [self._events[rank]])
-                self._collectives[rank].weighted_mean_(flats[rank], weights[rank])
+                self._collectives[rank].weighted_mean_(stores[rank].flats, weights[rank])
                 return self._sync.mark(self._devices[rank])
 
-            job = Job([partial(exchange, rank) for rank in range(len(flats))])
+            job = Job([partial(exchange, rank) for rank in range(len(stores))])
             try:
                 self._threads.submit(job)
                 job.wait()
@@ -146,59 +146,29 @@ class GroupReduction(Reduction):
             failure = first_failure(job.outcomes)
             if failure is not None:
                 raise failure[1]
-            for rank, (own, outcome) in enumerate(zip(tensors, job.outcomes, strict=True)):
-                self._store(rank, own, outcome.value)
+            done = zip(tensors, stores, job.outcomes, strict=True)
+            for rank, (own, store, outcome) in enumerate(done):
+                self._sync.wait(self._devices[rank], [outcome.value])
+                torch._foreach_copy_(list(own), store.views)
+                self._events[rank] = self._sync.mark(self._devices[rank], self._events[rank])
 
-    def _load(self, rank: int, tensors: Tensors) -> list[Tensor]:
+    def _load(self, rank: int, tensors: Tensors, like: Tensors) -> FlatGradients:
+        """Copy a rank's tensors to flat ones, in the layout that those of rank 0 need."""
         device, event = self._devices[rank], self._events[rank]
         # The current stream may have changed: the last call's copies must be complete.
         self._sync.wait(device, [event])
-        flats = self._packed[rank].load(tensors)
+        store = self._stores[rank]
+        if store is None or not store.fits(like):
+            store = self._stores[rank] = None  # its memory is free before other memory is taken
+            store = self._stores[rank] = FlatGradients(like, device=tensors[0].device)
+        store.load(tensors)
         self._events[rank] = self._sync.mark(device, event)
-        return flats
-
-    def _store(self, rank: int, tensors: Tensors, reduced: Event | None) -> None:
-        device = self._devices[rank]
-        self._sync.wait(device, [reduced])
-        self._packed[rank].store(tensors)
-        self._events[rank] = self._sync.mark(device, self._events[rank])
+        return store
 
     def close(self) -> None:
         """Close the threads and the group; blocks until they have ended."""
         self._threads.close()
-        self._packed = []
-
-
-class _FlatCopies:
-    """Copies of one rank's tensors in reused flat tensors, one per dtype."""
-
-    def __init__(self) -> None:
-        self._flats: dict[torch.dtype, Tensor] = {}
-        self._groups: list[tuple[list[int], list[Tensor]]] = []
-
-    def load(self, tensors: Tensors) -> list[Tensor]:
-        """Copy tensors of one device into flat tensors, and return those."""
-        flats: list[Tensor] = []
-        self._groups = []
-        for group in by_dtype(tensors):
-            alike = [tensors[i] for i in group]
-            flat = self._buffer(alike[0], sum(t.numel() for t in alike))
-            views = views_of(flat, [t.size() for t in alike])
-            torch._foreach_copy_(views, alike)
-            self._groups.append((group, views))
-            flats.append(flat)
-        return reals(flats)
-
-    def store(self, tensors: Tensors) -> None:
-        """Copy the flat tensors back to ``tensors``."""
-        for group, views in self._groups:
-            torch._foreach_copy_([tensors[i] for i in group], views)
-
-    def _buffer(self, like: Tensor, num_elements: int) -> Tensor:
-        flat = self._flats.get(like.dtype)
-        if flat is None or flat.numel() < num_elements:
-            flat = self._flats[like.dtype] = like.new_empty(num_elements)
-        return flat[:num_elements]
+        self._stores = []
 
 
 def _stream_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

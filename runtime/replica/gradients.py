@@ -140,6 +140,7 @@ class FlatGradients:
         order: Their order in the flat tensors; ``None``: as given.
         num_flags: Number of flags, after the gradients of the first dtype.
         weighed: Add an element for a weight to the widest dtype.
+        device: The device; ``None``: that of ``like``.
 
     Attributes:
         flats: One tensor for each dtype, filled with zeros at first.
@@ -158,7 +159,9 @@ class FlatGradients:
         *,
         num_flags: int = 0,
         weighed: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        self._facts = _facts(like)
         layout = FlatLayout(like, order)
         self._groups = layout.groups
         dtypes = [like[group[0]].dtype for group in layout.groups]
@@ -171,7 +174,7 @@ class FlatGradients:
         self._ends = [
             [end * width for end in layout.ends(number)] for number, width in enumerate(widths)
         ]
-        device = like[0].device
+        device = device or like[0].device
         self.flats = RegisteredTensors(
             torch.zeros(ends[-1] + more, dtype=dtype, device=device)
             for ends, more, dtype in zip(self._ends, self._room, dtypes, strict=True)
@@ -187,6 +190,10 @@ class FlatGradients:
         ]
         self.views = layout.views(in_dtype, like)
 
+    def fits(self, like: Sequence[Tensor]) -> bool:
+        """True if the layout is that of these tensors."""
+        return self._facts == _facts(like)
+
     def load(self, grads: Sequence[Tensor | None]) -> None:
         """Copy gradients to :attr:`flats`; missing ones are zeros there."""
         copy_gradients(self.views, grads, complete=not [g for g in grads if g is None])
@@ -196,6 +203,10 @@ class FlatGradients:
         and the number of elements after them.
         """
         return zip(self._groups, self._ends, self.flats, self._room, strict=True)
+
+
+def _facts(like: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]:
+    return [(t.dtype, t.size(), t.stride()) for t in like]
 
 
 def copy_gradients(

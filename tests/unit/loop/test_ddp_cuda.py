@@ -11,6 +11,7 @@ from runtime.collective import nccl as nccl_module
 from runtime.core.errors import CollectiveAborted
 from runtime.loop import reduction as reduction_module
 from runtime.loop.reduction import GroupReduction
+from runtime.replica.gradients import FlatGradients
 from tests.support.fake_cuda import (
     CPU,
     GPU,
@@ -36,12 +37,14 @@ def fake():
 def staged(fake, monkeypatch):
     """Makes reductions in CPU memory for these devices."""
     made = []
-    room = reduction_module._FlatCopies._buffer
+    load = FlatGradients.load
 
-    def posing_buffer(packed, like, num_elements):
-        return fake.place(room(packed, like, num_elements), fake.device_of(like))
+    def posing_load(store, grads):
+        for flat in store.flats:
+            fake.place(flat, fake.device_of(grads[0]))
+        load(store, grads)
 
-    monkeypatch.setattr(reduction_module._FlatCopies, "_buffer", posing_buffer)
+    monkeypatch.setattr(FlatGradients, "load", posing_load)
 
     def make(devices):
         made.append(GroupReduction(devices, "thread", 20.0))
@@ -116,8 +119,8 @@ def test_pinned_memory_grows_with_the_gradients(fake, staged):
         reduction.mean_(tensors, [1, 0])
         fake.run_all()
         assert values(tensors) == [[1.0]] * 2 * count
-    # Rounded up like PyTorch's allocator, so that the third tensor fits.
-    assert [size for _, size in fake.calls("pin")] == [64, 64]
+    # Tensors are aligned to 64 bytes, and sizes rounded up like those of PyTorch's allocator.
+    assert [size for _, size in fake.calls("pin")] == [128, 128, 256, 256]
 
 
 def test_pinned_memory_that_is_too_small_is_freed_before_more_is_allocated(fake, staged):
@@ -141,6 +144,19 @@ def test_strides_and_complex_gradients_survive_staging(fake, staged):
         assert own[0].stride() == layout.stride()
         for mine, wanted in zip(own, expected, strict=True):
             torch.testing.assert_close(mine, wanted)
+
+
+def test_gradients_in_other_memory_formats_are_averaged_by_element(fake, staged):
+    reduction = staged((GPU, GPU))
+    tensors = [[torch.randn(2, 3, 4, 4)] for _ in range(2)]
+    tensors[1][0] = tensors[1][0].to(memory_format=torch.channels_last)
+    strides = [own[0].stride() for own in tensors]
+    expected = (tensors[0][0] + tensors[1][0]) / 2
+    reduction.mean_(tensors, [1, 1])
+    fake.run_all()
+    for own, stride in zip(tensors, strides, strict=True):
+        torch.testing.assert_close(own[0], expected)
+        assert own[0].stride() == stride
 
 
 # -- over NCCL ------------------------------------------------------------------------------
