@@ -111,7 +111,6 @@ class CheckpointService:
         """Handle a command of the coordinator, on its thread; returns immediately.
 
         Args:
-            command: The command.
             error: The run's error, recorded in its last checkpoint.
         """
         if isinstance(command, SaveFailed):
@@ -256,11 +255,7 @@ class CheckpointService:
         return errors if writer.last_error is None else (*errors, writer.last_error)
 
     def note(self, *, has_state: bool) -> str:
-        """Location of the state that the run left, for its error; after :meth:`close`.
-
-        Args:
-            has_state: The handle has a state.
-        """
+        """Location of the state that the run left, for its error; after :meth:`close`."""
         writer, last = self._writer, self._last
         if writer is None:
             if not has_state:
@@ -341,12 +336,7 @@ class Ticket:
 
 
 class WeightLayout:
-    """Builds state dicts from flat payloads, without the module.
-
-    Args:
-        model: A replica.
-        state: Its flat state.
-    """
+    """Builds state dicts from flat payloads, without the module."""
 
     def __init__(self, model: nn.Module, state: FlatState) -> None:
         self._params, self._buffers = state.params.viewer(), state.buffers.viewer()
@@ -371,7 +361,6 @@ class WeightLayout:
         """The module's state dict with the payload's values, as views of it.
 
         Args:
-            payload: The average.
             changed: Copies of frozen parameters that have changed, by name.
         """
         params, buffers = self._params(payload.params), self._buffers(payload)

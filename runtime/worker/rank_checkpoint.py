@@ -43,16 +43,8 @@ class RankCheckpoint:
     CPU memory.
 
     Args:
-        rank: The rank.
-        model: The replica's model.
-        optimizer: Its optimizer.
-        state: Its flat state.
         stepper: The owner of the optimizer and the gradient scaler.
-        schedule: The learning rates.
         averager: Counts the averages applied.
-        generator: The worker's random generator.
-        context: The device.
-        lockstep: The rank's progress in a lockstep run.
         log: Numbers the batches.
         lr_scale: The settings' factor of the learning rate.
         is_lockstep: True if each rank has its own buffers between two averagings of them.

@@ -57,11 +57,8 @@ class WorkerSteps:
     each step whose reduction was aborted.
 
     Args:
-        config: The worker's settings.
-        replica: The replica.
         protocol: Counts the trained batches for the coordinator.
         meter: Counts them for reports.
-        timer: Timer of the steps.
         await_batch: Returns the batches of a plan; ``None``: only :meth:`train_step` is called.
         lane: Lane for the time of each step; ``None``: not recorded. Written here, as a wrapper
             would cost as much as the entries.
@@ -360,9 +357,7 @@ class WorkerSteps:
 
         Args:
             before: The state before it.
-            end: Its end.
             num_batches: Batches of this rank in it.
-            num_samples: Samples in them.
             num_steps: Steps of the plan in it.
         """
         self._lockstep.stepped(0 if end.dropped else num_samples, num_steps)
@@ -499,7 +494,6 @@ class WorkerSteps:
 
         Args:
             train_fns: The functions by optimizer name.
-            batch: The batch.
             num_samples: Its samples; 0: this rank only receives.
 
         Returns:
@@ -604,11 +598,7 @@ class _LaunchedStep:
     """A step launched on the device, whose reduction may still fail.
 
     Attributes:
-        pending: The result of the reduction.
         before: The state before the step.
-        values: Its losses and scalars.
-        num_batches: Its batches.
-        num_samples: Their samples.
         num_steps: Steps of the plan in it.
         num_empty: Following batches without samples for this rank.
     """
