@@ -132,6 +132,17 @@ def test_a_failed_round_changes_nothing(point):
     assert once(a)
 
 
+def test_batches_that_a_machine_returns_in_a_failed_round_are_its_own_again():
+    """Rounds begin before the grants end, and the machines train and keep such batches after."""
+    cluster, n = MemoryCluster(min_machines=2), 20003
+    for step in range(2, 7):
+        cluster.faults.fail_at("ab"[step % 2], step, "gather")
+    a, b = (Machine(cluster, name, n=n, period_s=0.2) for name in "ab")
+    assert same(a.join(), b.join())
+    assert cluster.faults.fired
+    assert a.trained + b.trained == dict.fromkeys(range(n), 1)
+
+
 def test_a_round_weighs_machines_by_their_samples_since_the_last_one():
     """A sample moves its element by 1/4 on its machine, and the round's change has the weight."""
     cluster = MemoryCluster(min_machines=2)
