@@ -12,7 +12,7 @@ from coordinator.config import AverageBackend
 from runtime.collective import resolve_backend
 from runtime.core.checks import check_devices
 from runtime.core.launchers import refuse_launcher
-from runtime.core.loss_weights import Weight, check_weight, fractions_of, scale_
+from runtime.core.loss_weights import Weight, check_weight
 from runtime.core.process_state import CompileLimits, import_dynamo
 from runtime.core.threads import Closeable
 from runtime.loop.reduction import Reduction, make_reduction
@@ -152,33 +152,12 @@ class Ddp(Closeable):
             CollectiveAborted, CollectiveTimeout: With internal threads; the gradients are
                 unchanged, and the models must be wrapped again.
         """
-        checked = _check_weights(weights, self.world_size)
-        numbers = [weight for weight in checked if not isinstance(weight, Tensor)]
-        if len(numbers) == len(checked):
-            self._reduce(numbers)
-        else:
-            self._reduce_device_weights(checked)
+        self._reduce(_check_weights(weights, self.world_size))
 
-    def _reduce_device_weights(self, weights: Sequence[Weight]) -> None:
-        """The weighted mean as the plain mean of scaled gradients, without a host sync."""
+    def _reduce(self, weights: Sequence[Weight]) -> None:
         reduction = self._open_reduction()
-        gradients = self._replicas.gradients([True] * self.world_size)
-        scaled = [[g.detach().clone() for g in own] for own in gradients.tensors]
-        first = next(w.device for w in weights if isinstance(w, Tensor))
-        parts = fractions_of(weights, first)
-        for own, device, part in zip(scaled, self._devices, parts, strict=True):
-            factor = torch.as_tensor(part * self.world_size)
-            scale_(own, factor.to(device, non_blocking=device.type != "cpu"))
-        if scaled[0]:
-            reduction.mean_(scaled, [1.0] * self.world_size)
-            with torch.no_grad():
-                for own, new in zip(gradients.tensors, scaled, strict=True):
-                    torch._foreach_copy_(own, new)
-        gradients.assign()
-
-    def _reduce(self, weights: Sequence[float]) -> None:
-        reduction = self._open_reduction()
-        gradients = self._replicas.gradients([weight > 0 for weight in weights])
+        counts = [isinstance(weight, Tensor) or weight > 0 for weight in weights]
+        gradients = self._replicas.gradients(counts)
         if gradients.tensors[0]:
             reduction.mean_(gradients.tensors, weights)
         gradients.assign()

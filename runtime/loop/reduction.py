@@ -14,6 +14,7 @@ from torch import Tensor
 from coordinator.config import AverageBackend
 from runtime.collective import close_collectives, create_collectives, set_timeout_remedy
 from runtime.collective.thread import weighted_sums
+from runtime.core.loss_weights import Weight, fractions_of, scale_
 from runtime.device import cuda_api
 from runtime.device.cuda_api import Event, StreamSync
 from runtime.loop.rank_threads import Job, RankThreads, first_failure
@@ -35,7 +36,7 @@ class Reduction(ABC):
     """Replaces the ranks' tensors by their weighted mean. Not thread-safe."""
 
     @abstractmethod
-    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[Weight]) -> None:
         """Replace every rank's tensors by the mean, with the same bits on all ranks.
 
         Runs after the work already on the calling thread's current stream of each GPU, and
@@ -44,7 +45,8 @@ class Reduction(ABC):
         Args:
             tensors: ``tensors[rank][i]``, of the same shape and dtype on every rank.
             weights: One per rank, finite, not negative, not all 0. The values of a rank with
-                weight 0 are never used.
+                weight 0 are never used. With tensors that the host does not read, the mean is
+                zeros if all are 0, and NaN if one is negative.
         """
 
     def close(self) -> None:
@@ -58,10 +60,13 @@ class CpuReduction(Reduction):
     Adds in order of rank, float16 and bfloat16 in float32, like the collectives.
     """
 
-    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[Weight]) -> None:
         """Like :meth:`Reduction.mean_`."""
-        total = float(sum(weights))
-        factors = [weight / total for weight in weights]
+        numbers, scales = _divided(weights)
+        for own, scale in zip(tensors, scales, strict=False):
+            scale_(own, scale.cpu())
+        total = sum(numbers)
+        factors = [number / total for number in numbers]
         with torch.no_grad():
             for block in _blocks(tensors[0]):
                 values = [[own[i] for i in block] for own in tensors]
@@ -69,6 +74,16 @@ class CpuReduction(Reduction):
                 for target in values:
                     if target is not mean:
                         torch._foreach_copy_(target, mean)
+
+
+def _divided(weights: Sequence[Weight]) -> tuple[list[float], list[Tensor]]:
+    """Weights that are numbers; with tensors equal ones, and the factor of each rank's values."""
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if len(numbers) == len(weights):
+        return numbers, []
+    num = len(weights)
+    first = next(weight.device for weight in weights if isinstance(weight, Tensor))
+    return [1.0] * num, [torch.as_tensor(f * num) for f in fractions_of(weights, first)]
 
 
 def _blocks(tensors: Tensors) -> Iterator[list[int]]:
@@ -117,18 +132,22 @@ class GroupReduction(Reduction):
             close()
             raise
 
-    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[float]) -> None:
+    def mean_(self, tensors: Sequence[Tensors], weights: Sequence[Weight]) -> None:
         """Like :meth:`Reduction.mean_`.
 
         Raises:
             CollectiveAborted, CollectiveTimeout: The exchange failed, now or earlier.
         """
         with torch.no_grad():
-            stores = [self._load(rank, own, tensors[0]) for rank, own in enumerate(tensors)]
+            numbers, scales = _divided(weights)
+            stores = [
+                self._load(rank, own, tensors[0], scales[rank] if scales else None)
+                for rank, own in enumerate(tensors)
+            ]
 
             def exchange(rank: int) -> Event | None:
                 self._sync.wait(self._devices[rank], [self._events[rank]])
-                self._collectives[rank].weighted_mean_(stores[rank].flats, weights[rank])
+                self._collectives[rank].weighted_mean_(stores[rank].flats, numbers[rank])
                 return self._sync.mark(self._devices[rank])
 
             job = Job([partial(exchange, rank) for rank in range(len(stores))])
@@ -152,8 +171,10 @@ class GroupReduction(Reduction):
                 torch._foreach_copy_(list(own), store.views)
                 self._events[rank] = self._sync.mark(self._devices[rank], self._events[rank])
 
-    def _load(self, rank: int, tensors: Tensors, like: Tensors) -> FlatGradients:
-        """Copy a rank's tensors to flat ones, in the layout that those of rank 0 need."""
+    def _load(
+        self, rank: int, tensors: Tensors, like: Tensors, scale: Tensor | None
+    ) -> FlatGradients:
+        """Copy a rank's tensors, scaled, to flat ones in the layout that those of rank 0 need."""
         device, event = self._devices[rank], self._events[rank]
         # The current stream may have changed: the last call's copies must be complete.
         self._sync.wait(device, [event])
@@ -162,6 +183,9 @@ class GroupReduction(Reduction):
             store = self._stores[rank] = None  # its memory is free before other memory is taken
             store = self._stores[rank] = FlatGradients(like, device=tensors[0].device)
         store.load(tensors)
+        if scale is not None:
+            place = store.flats[0].device
+            scale_(store.parts, scale.to(place, non_blocking=place.type != "cpu"))
         self._events[rank] = self._sync.mark(device, event)
         return store
 

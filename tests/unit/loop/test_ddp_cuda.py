@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -81,6 +82,19 @@ def test_staged_gradients_become_their_weighted_mean(fake, staged, devices):
     assert len(fake.calls("copy")) == 2 * 2 * num_gpus  # two dtypes, there and back
     reduction.close()
     reduction.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "mean"), [((3, 1), 3.25), ((0, 2), 10), ((0, 0), 0), ((-1, 2), math.nan)]
+)
+def test_weights_that_the_host_does_not_read_scale_flat_copies(fake, staged, weights, mean):
+    tensors = gradients(fake, (GPU, CPU))
+    if weights[0] == 0:
+        tensors[0][0].fill_(math.nan)
+    staged((GPU, CPU)).mean_(tensors, [torch.tensor(float(w)) for w in weights])
+    fake.run_all()
+    for tensor in (t for own in tensors for t in own):
+        torch.testing.assert_close(tensor, torch.full_like(tensor, mean), equal_nan=True)
 
 
 def test_earlier_work_on_the_callers_stream_is_waited_for(fake, staged):
