@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
+from coordinator.average_tasks import AverageTasks
 from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
 from coordinator.run_state import Rank, RunState
-from coordinator.validator import Tasks, Validation, Validator
 
 logger = logging.getLogger(__name__)
 PLAN_STEPS = 5
@@ -30,29 +30,31 @@ class EpochScheduler:
     """Sends plans, closes epochs once all batches are settled, and publishes their metrics.
 
     Attributes:
+        tasks: What ranks do on averages.
         common: In a cluster, the state of all machines at the end of each closed epoch that is
             not published yet.
         resumed_s: Time since the last epoch closed, before a resume.
-        validator: The validations.
     """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
+        self.tasks = AverageTasks(
+            run.config,
+            live=lambda: [rank.rank for rank in run.live],
+            choose=run.evaluation_rank,
+            num_trained=lambda: run.num_trained,
+            oldest=lambda: None if run.ledger.oldest is None else run.ledger.oldest.epoch,
+        )
         self.common: dict[int, m.Payload] = {}
-        self.validator = Validator(run.config)
         self._closing: deque[_Closing] = deque()
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
-        self._num_evaluated = 0  # multiples of eval_every passed
-        self._num_validated = 0  # multiples of val_every_steps passed
-        self._evaluating: tuple[int, int] | None = None  # (rank, batches before)
         self.resumed_s = 0.0
 
     def begin(self, now: float) -> None:
         """Start the run, :attr:`resumed_s` after the last epoch closed."""
         self._last_close = now - self.resumed_s
-        self._mark_evaluated()
-        self._mark_validated()
+        self.tasks.mark(tuple(m.TaskKind))
 
     @property
     def elapsed_s(self) -> float:
@@ -78,100 +80,18 @@ class EpochScheduler:
                 return closing.epoch
         return self._run.ledger.find(number)
 
-    @property
-    def is_evaluating(self) -> bool:
-        """True while ranks evaluate within an epoch."""
-        if self._evaluating is not None and self._run.is_live(self._evaluating[0]):
-            return True
-        if self._run.evaluations.waits_for(self._speeds):
-            return True
-        within = self.validator.within
-        return within is not None and within.waits_for(self._speeds)
-
-    @property
-    def _speeds(self) -> dict[int, float]:
-        """Samples a second of each live rank; 0: not measured."""
-        return {
-            r.rank: r.num_samples / r.compute_s if r.compute_s > 0 else 0.0 for r in self._run.live
-        }
-
-    @property
-    def evaluation_due(self) -> bool:
-        """True if an evaluation within the open epoch is due."""
-        return self._is_due(self._run.config.eval_every, self._num_evaluated)
-
-    def begin_evaluation(self, lead: int) -> tuple[int, int]:
-        """Record the start of an evaluation within the open epoch.
-
-        Returns:
-            The epoch, and the number of batches before the evaluation.
-        """
-        oldest = self._run.ledger.oldest
-        assert oldest is not None, "no evaluation is due"
-        self._evaluating = lead, self._run.num_trained
-        return oldest.epoch, self._run.num_trained
-
-    def cancel_evaluation(self, eval_at: int | None) -> None:
-        """Make an evaluation due again: its average was not made."""
-        if self._evaluating is not None and self._evaluating[1] == eval_at:
-            self._evaluating = None
-
-    @property
-    def validation_due(self) -> bool:
-        """True if a validation within the open epoch is due."""
-        return self._is_due(self._run.config.val_every_steps, self._num_validated)
-
-    def _is_due(self, every: int | None, num_done: int) -> bool:
-        if every is None or self._run.ledger.oldest is None or self.is_evaluating:
-            return False
-        return self._run.num_trained // every > num_done
-
-    def begin_validation(self, closing: Epoch | None = None) -> Validation:
-        """Begin a validation of an average, for all live ranks.
+    def send_tasks(self, epoch: int | None) -> None:
+        """Send the tasks that are due on the live weights, or on the state of all machines.
 
         Args:
-            closing: The epoch that it closes; ``None``: it is within the open epoch.
+            epoch: As for :meth:`AverageTasks.due`.
         """
-        if closing is not None:
-            return self.validator.begin(closing.epoch, None, self._speeds)
-        oldest = self._run.ledger.oldest
-        assert oldest is not None, "no validation is due"
-        return self.validator.begin(oldest.epoch, self._run.num_trained, self._speeds)
-
-    def cancel_validation(self, validation: Validation | None) -> None:
-        """Make a validation due again: its average was rolled back."""
-        self.validator.cancel(validation)
-        if validation is not None and validation.at is None:
-            epoch = self._find(validation.epoch)
-            if epoch is not None:
-                epoch.validation = None
-
-    def evaluate_if_due(self) -> None:
-        """Send the evaluation of the live weights to one rank, and a validation to all."""
-        evaluates, validates = self.evaluation_due, self.validation_due
-        if evaluates:
-            lead = self._run.evaluation_rank(within=True)
-            epoch, eval_at = self.begin_evaluation(lead)
-            self._run.send(lead, m.Evaluate(epoch=epoch, eval_at=eval_at))
-        if validates:
-            validation = self.begin_validation()
-            self._send_tasks(validation, validation.tasks)
-
-    def _send_tasks(
-        self, validation: Validation, tasks: Tasks, state: m.Payload | None = None
-    ) -> None:
-        for rank, batches in tasks.items():
-            self._run.send(rank, m.Validate(task=validation.message(batches), state=state))
-
-    def _mark_evaluated(self) -> None:
-        every = self._run.config.eval_every
-        if every is not None:
-            self._num_evaluated = self._run.num_trained // every
-
-    def _mark_validated(self) -> None:
-        every = self._run.config.val_every_steps
-        if every is not None:
-            self._num_validated = self._run.num_trained // every
+        tasks = self.tasks.begin(epoch)
+        state = None if epoch is None else self.common.get(epoch)
+        for rank in self._run.live if tasks else ():
+            own = tuple(t for t in tasks if t.kind.is_shared or t.rank == rank.rank)
+            if own:
+                self._run.send(rank.rank, m.RunTasks(tasks=own, state=state))
 
     def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
         """Batches to assign before all ranks stop for an evaluation; ``None``: no limit.
@@ -181,20 +101,11 @@ class EpochScheduler:
         """
         run, c = self._run, self._run.config
         assigned = run.num_trained if plan is None else plan.first_step + plan.num_batches
-        passed = ((c.eval_every, self._num_evaluated), (c.val_every_steps, self._num_validated))
-        left = [(num + 1) * every - assigned for every, num in passed if every is not None]
-        if not left:
+        at = self.tasks.next_within
+        if at is None:
             return None
         in_step = c.accumulate * (run.per_global if run.lockstep else 1)
-        return max(0, -(-min(left) // in_step) * in_step)
-
-    def _on_mid_epoch_evaluation(self, event: m.EvalReport, eval_at: int) -> None:
-        if self._evaluating != (event.rank, eval_at):
-            return  # the average was rolled back
-        self._evaluating = None
-        self._mark_evaluated()
-        scalars = {f"eval/{name}": value for name, value in event.values}
-        self._publish_within(event.epoch, eval_at, scalars)
+        return max(0, -(-(at - assigned) // in_step) * in_step)
 
     def _publish_within(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
         metrics = StepMetrics(
@@ -208,54 +119,18 @@ class EpochScheduler:
         )
         self._run.publish_steps([metrics])
 
-    def on_validated(self, event: m.ValidationReport) -> None:
-        """Handle results of a validation."""
-        done = self.validator.on_report(event)
-        if done is None:
+    def on_task_done(self, event: m.TaskDone) -> None:
+        """Handle the end of a rank's part of a task."""
+        task = event.task
+        if not self.tasks.done(event) or task.kind is m.TaskKind.REQUESTED:
             return
-        self._last_close += done.duration_s  # no training time
-        if self._run.steps is not None:
-            self._run.steps.exclude(done.duration_s)
-        if done.at is not None:
-            self._mark_validated()
-            scalars = {f"val/{name}": value for name, value in done.means.items()}
-            self._publish_within(done.epoch, done.at, scalars)
-            return
-        epoch = self._find(done.epoch)
-        if epoch is not None:
-            epoch.validation = done.means
-
-    def on_evaluated(self, event: m.EvalReport) -> None:
-        """Handle the results of an evaluation."""
-        if event.eval_at is not None:
-            self._on_mid_epoch_evaluation(event, event.eval_at)
-            return
-        epoch = self._find(event.epoch)
-        if epoch is not None:
-            epoch.evaluation = dict(event.values)
-
-    def on_saved(self, event: m.CheckpointDone) -> None:
-        """Handle the return of the lead's checkpoint function."""
-        epoch = self._find(event.version - 1)
-        if epoch is not None:
-            epoch.saved = True
-
-    def _is_done(self, epoch: Epoch) -> bool:
-        return self.pending_work(epoch) == (None, None) and not self.needs_validation(epoch)
-
-    def needs_validation(self, epoch: Epoch) -> bool:
-        """True if the average that closes an epoch is to be validated and has no result yet."""
-        return self._is_validated(epoch) and epoch.validation is None
-
-    def _is_validated(self, epoch: Epoch) -> bool:
-        """True if the average that closes a trained epoch is validated, by the number of epochs or
-        of steps.
-        """
-        if epoch.is_validated is None:
-            every, num_trained = self._run.config.val_every_steps, self._run.num_trained
-            by_steps = every is not None and num_trained // every > self._num_validated
-            epoch.is_validated = by_steps or self.validator.is_due(epoch.epoch)
-        return epoch.is_validated
+        if task.kind is m.TaskKind.VALIDATE:
+            self._last_close += event.seconds  # no training time
+            if self._run.steps is not None:
+                self._run.steps.exclude(event.seconds)
+        if task.at is not None:
+            scalars = _scalars({task.kind: dict(event.values or ())})
+            self._publish_within(task.epoch, task.at, scalars)
 
     def assign_batches(self) -> None:
         """Keep two plans queued on every rank: one in progress and the next.
@@ -280,9 +155,9 @@ class EpochScheduler:
             # The rank stops for each evaluation.
             if any(rank.num_queued for rank in self._run.live):
                 return
-            self.evaluate_if_due()
+            self.send_tasks(None)
             limit = self._batches_until_evaluation(None)
-            if self.is_evaluating or limit == 0:
+            if self.tasks.is_busy or limit == 0:
                 return
         shares, seconds = self._run.elche.shares, self._run.elche.seconds_per_batch
         for depth in (1, 2) if limit is None else (1,):  # the next plan would exceed the limit
@@ -409,11 +284,11 @@ class EpochScheduler:
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # an epoch trained by other machines is announced first
         if before is None:
-            self.evaluate_if_due()
+            self.send_tasks(None)
         left = self._batches_until_evaluation(before)
         if left == 0 and not most_queued and is_open:
             left = accumulate * run.per_global  # the step ends before the evaluation
-        if self.is_evaluating or left == 0:
+        if self.tasks.is_busy or left == 0:
             return False
         follows = run.config.balance or run.config.granted
         steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
@@ -519,69 +394,18 @@ class EpochScheduler:
             zip(some, self._run.split_batches().sizes(total, some), strict=True)
         )
 
-    def has_work(self, epoch: Epoch) -> bool:
-        """True if the average that closes the epoch is evaluated or handed over."""
-        every = self._run.config.checkpoint_every
-        hands_over = every is not None and (epoch.epoch + 1) % every == 0
-        return self._run.config.evaluate or hands_over or self._is_validated(epoch)
-
-    def pending_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
-        """The epoch to evaluate and the version to hand over that are pending on its average."""
-        every = self._run.config.checkpoint_every
-        version = epoch.epoch + 1
-        due = every is not None and version % every == 0 and not epoch.saved
-        evaluate = self._run.config.evaluate and epoch.evaluation is None
-        return epoch.epoch if evaluate else None, version if due else None
-
     def orphaned(self) -> Epoch | None:
-        """A closed epoch whose lead died before it evaluated or handed it over, or of which a rank
-        died before it had validated its part.
-        """
-        for closing in self._closing:
-            if self.orphaned_work(closing.epoch) != (None, None):
-                return closing.epoch
-            if self.needs_validation(closing.epoch) and not self._is_validating(closing.epoch):
-                return closing.epoch
-        return None
-
-    def orphaned_work(self, epoch: Epoch) -> tuple[int | None, int | None]:
-        """The pending work of a closed epoch whose lead has died."""
-        return (None, None) if self._run.is_live(epoch.lead) else self.pending_work(epoch)
-
-    def _is_validating(self, epoch: Epoch) -> bool:
-        validation = self.validator.of_epoch.get(epoch.epoch)
-        return validation is not None and validation.waits_for(self._speeds)
+        """A closed epoch with tasks that no live rank is doing: a rank died before their end."""
+        closed = (closing.epoch for closing in self._closing)
+        return next((epoch for epoch in closed if self.tasks.due(epoch.epoch)), None)
 
     def uses_live_weights(self, epoch: Epoch) -> bool:
-        """True if the lead needs no averaging round for its work on a closed epoch.
+        """True if the tasks on a closed epoch need no averaging round.
 
         Under lockstep and with one rank the live weights are the average. In a cluster the state
         of all machines is available.
         """
         return self._run.lockstep or self._run.alone or epoch.epoch in self.common
-
-    def request_work(self, epoch: Epoch) -> None:
-        """Have one rank evaluate and hand over its live weights, or the state of all machines,
-        and all ranks validate it.
-        """
-        evaluate, checkpoint = self.orphaned_work(epoch)
-        state = self.common.get(epoch.epoch)
-        if not self._run.is_live(epoch.lead):
-            epoch.lead = self._run.evaluation_rank()
-        lead = epoch.lead
-        if evaluate is not None:
-            self._run.send(lead, m.Evaluate(epoch=evaluate, state=state))
-        if checkpoint is not None:
-            self._run.send(lead, m.CallCheckpointFn(version=checkpoint, state=state))
-        if not self.needs_validation(epoch) or self._is_validating(epoch):
-            return
-        validation = self.validator.of_epoch.get(epoch.epoch)
-        if validation is not None and (self._run.lockstep or state is not None):
-            tasks = self.validator.reassign(validation, self._speeds)
-        else:  # the weights have changed since an earlier one
-            validation = self.begin_validation(epoch)
-            tasks = validation.tasks
-        self._send_tasks(validation, tasks, state)
 
     def close(self, now: float) -> None:
         """Close epochs whose batches are all settled, in order.
@@ -631,21 +455,18 @@ class EpochScheduler:
         """Close the settled epochs, oldest first; True if there were any."""
         num_before = len(self._closing)
         while (epoch := self._run.ledger.oldest) is not None and epoch.settled:
-            work = self.has_work(epoch)
+            due = self.tasks.at_end(epoch.epoch)
             if self.uses_live_weights(epoch):
                 if self._run.lockstep and any(r.num_queued for r in self._run.live):
                     break
-                if work and not epoch.worked:
-                    self.request_work(epoch)
-            elif work and not epoch.worked:
+                if not epoch.averaged:
+                    self.send_tasks(epoch.epoch)
+            elif due and not epoch.averaged:
                 break
             for rank in self._run.live:
                 self._send_empty_plans(rank, epoch.epoch + 1)
             self._run.ledger.pop_oldest()
-            if self._run.config.evaluate:
-                self._mark_evaluated()
-            if self._is_validated(epoch):
-                self._mark_validated()
+            self.tasks.mark(due)
             self._closing.append(_Closing(epoch=epoch, epoch_s=0.0))
         return len(self._closing) > num_before
 
@@ -655,7 +476,7 @@ class EpochScheduler:
         Args:
             anyway: Do not wait for them: no rank is left.
         """
-        while self._closing and (anyway or self._is_done(self._closing[0].epoch)):
+        while self._closing and (anyway or self.tasks.is_done(self._closing[0].epoch.epoch)):
             head = self._closing.popleft()
             self.common.pop(head.epoch.epoch, None)
             self._publish(head.epoch, head.epoch_s, head.epoch.num_samples)
@@ -684,10 +505,7 @@ class EpochScheduler:
             lr_factor=self._run.lr_factor.value,
             machine=self._run.config.machine,
             others=epoch.others,
-            extra_scalars={
-                **{f"eval/{k}": v for k, v in (epoch.evaluation or {}).items()},
-                **{f"val/{k}": v for k, v in (epoch.validation or {}).items()},
-            },
+            extra_scalars=_scalars(self.tasks.take_results(epoch.epoch)),
             partial=partial,
         )
         self._run.outcome.close_epoch(metrics)
@@ -702,3 +520,13 @@ class _Closing:
 
     epoch: Epoch
     epoch_s: float
+
+
+def _scalars(results: Mapping[m.TaskKind, Mapping[str, float]]) -> dict[str, float]:
+    """The results of evaluations and validations as scalars of the metrics."""
+    prefixes = {m.TaskKind.EVALUATE: "eval", m.TaskKind.VALIDATE: "val"}
+    return {
+        f"{prefix}/{name}": value
+        for kind, prefix in prefixes.items()
+        for name, value in results.get(kind, {}).items()
+    }

@@ -714,12 +714,7 @@ class Epoch:
         divergence: Largest divergence of a rank in its rounds; ``None``: not measured.
         norm: Last measured norm of the parameters; ``None``: not measured.
         notified: Ranks that received a plan of it.
-        worked: The lead was sent its evaluation and checkpoint.
-        lead: The rank that evaluates it and calls the checkpoint function.
-        evaluation: Results of the evaluation.
-        is_validated: The average that closes it is validated; ``None``: not decided.
-        validation: Means over the validation set.
-        saved: The checkpoint function has returned.
+        averaged: A round has made the average that closes it.
         parts: The parts of the ranks before the run was interrupted, or after ``max_steps``.
         granted: In a cluster, batches granted to this machine and not returned.
         num_elsewhere: In a cluster, batches settled by other machines.
@@ -741,12 +736,7 @@ class Epoch:
     divergence: float | None = None
     norm: float | None = None
     notified: set[int] = field(default_factory=set)
-    worked: bool = False
-    lead: int = -1
-    evaluation: dict[str, float] | None = None
-    is_validated: bool | None = None
-    validation: dict[str, float] | None = None
-    saved: bool = False
+    averaged: bool = False
     parts: dict[int, tuple[range, ...]] | None = None
     granted: BatchSet | None = None
     num_elsewhere: int = 0

@@ -15,7 +15,6 @@ from coordinator.config import CoordinatorConfig
 from coordinator.coordinator_checkpoint import restore_run
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
-from coordinator.ledger import Epoch
 from coordinator.messages import FINAL_ROUND, SAVE_ROUND, Command
 from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
@@ -24,7 +23,6 @@ from coordinator.run_state import Outcome, Phase, RankState, RunState, Statistic
 from coordinator.saving import RunCheckpointer
 from coordinator.stall import StallDetector
 from coordinator.transports import RoundState
-from coordinator.validator import Validation
 
 STEPS_BACK = 2
 """Optimizer steps under lockstep whose samples are kept after all ranks reported them. A death can
@@ -48,7 +46,7 @@ class Coordinator:
             restore_run(self._run, resume)
             self._epochs.resumed_s = float(resume["elapsed_s"])
             self._saving.resumed()
-        self._rounds = RoundRunner(self._run, self._saving)
+        self._rounds = RoundRunner(self._run, self._epochs.tasks, self._saving)
         self._recovery = FailureRecovery(self._run)
         self._finalizer = RunFinalizer(
             self._run,
@@ -150,16 +148,12 @@ class Coordinator:
                 if event.report is not None:
                     self._on_report(event.report)
                 self._saving.on_captured(event)
-            case m.EvalReport():
-                self._epochs.on_evaluated(event)
-            case m.ValidationReport():
-                self._epochs.on_validated(event)
+            case m.TaskDone():
+                self._epochs.on_task_done(event)
             case m.EvaluationRequested():
-                self._run.evaluations.request(event.rank)
-            case m.EvaluationsDone():
-                self._run.evaluations.on_done(event.rank, answered=event.answered)
-            case m.CheckpointDone():
-                self._epochs.on_saved(event)
+                self._epochs.tasks.callers.add(event.rank)
+            case m.Evaluating():
+                pass  # the stall timer observes it
             case m.FinalSnapshot():
                 self._run.ranks[event.rank].final = event
             case m.Halted():
@@ -318,7 +312,7 @@ class Coordinator:
                 info.move(RankState.LEAVING)
         else:
             info.move(RankState.DEAD)
-        run.evaluations.drop(failure.rank)
+        self._epochs.tasks.lose(failure.rank)
         if run.steps is not None:
             run.steps.drop(failure.rank)
         if fatal:
@@ -454,8 +448,6 @@ class Coordinator:
         rnd, broken = self._rounds.round, self._rounds.transport.waits
         if counts and rnd.fault is not None:
             self._rounds.record_fault(now)
-        self._epochs.cancel_evaluation(rnd.eval_at)
-        self._epochs.cancel_validation(rnd.validation)
         for rank in self._rounds.give_up():
             self._run.send(rank, m.Rollback(round=rnd.id))
         if not counts:
@@ -530,7 +522,7 @@ class Coordinator:
                 return
             orphan = self._epochs.orphaned()
             if orphan is not None and self._epochs.uses_live_weights(orphan):
-                self._epochs.request_work(orphan)
+                self._epochs.send_tasks(orphan.epoch)
         self._epochs.publish()
         if not self._rounds.round.in_flight:
             self._send_deltas()
@@ -576,40 +568,22 @@ class Coordinator:
             return
         orphan = self._epochs.orphaned()
         if orphan is not None:
-            validation = self._validation_of(orphan)
-            self._rounds.start(now, orphan, self._epochs.orphaned_work(orphan), None, validation)
+            self._rounds.start(now, orphan)
             return
-        busy = self._epochs.is_evaluating or not self._epochs.all_published
-        if busy and self._rounds.next_transport.waits:
+        tasks = self._epochs.tasks
+        if (tasks.is_busy or not self._epochs.all_published) and self._rounds.next_transport.waits:
             return  # peers would wait in the collective for an evaluating rank
         oldest = self._run.ledger.oldest
         if oldest is not None and not self._run.ledger.fully_trained(oldest):
             oldest = None
-        evaluates = oldest is None and self._epochs.evaluation_due
-        validates = oldest is None and self._epochs.validation_due
         if (
             oldest is not None
-            or evaluates
-            or validates
-            or self._run.evaluations.callers
+            or tasks.due(None)
+            or tasks.callers
             or self._may_save()
             or self._run.round_schedule.is_round_due(live)
         ):
-            work = (None, None) if oldest is None else self._epochs.pending_work(oldest)
-            eval_at = None
-            if evaluates:
-                epoch, eval_at = self._epochs.begin_evaluation(self._run.evaluation_rank())
-                work = epoch, None
-            validation = self._validation_of(oldest)
-            if validates:
-                validation = self._epochs.begin_validation()
-            self._rounds.start(now, oldest, work, eval_at, validation)
-
-    def _validation_of(self, closing: Epoch | None) -> Validation | None:
-        """The validation of the average that closes an epoch, if it is due."""
-        if closing is None or not self._epochs.needs_validation(closing):
-            return None
-        return self._epochs.begin_validation(closing)
+            self._rounds.start(now, oldest)
 
 
 def _abandoned_error(epoch: int) -> GpuWorkerError:

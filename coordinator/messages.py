@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from coordinator.batch_means import BatchMeans
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
 from coordinator.run_errors import RunStalled
@@ -128,19 +128,38 @@ class BatchBudget:
     lr_factor: float | None = None
 
 
+class TaskKind(Enum):
+    """What ranks do on an average, in this order."""
+
+    EVALUATE = "eval_fn"
+    HAND_OVER = "checkpoint_fn"
+    VALIDATE = "val_dataset"
+    REQUESTED = "worker.evaluate"
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all ranks take part, each with the next batch when it has completed one."""
+        return self in (TaskKind.VALIDATE, TaskKind.REQUESTED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationTask:
-    """Batches of the validation set for a rank to evaluate on the average.
+class Task:
+    """Work on an average.
 
     Attributes:
-        id: Counts the validations of a run.
-        epoch: The epoch that closes, or within which it takes place.
-        batches: Positions of the batches.
+        id: Counts the tasks of a run, from 1.
+        kind: What is done.
+        epoch: The epoch that the average closes, or within which it is made.
+        at: Batches of all ranks before it; ``None``: it closes the epoch.
+        rank: The rank that does it. Of a shared task, the one that ends it and has its results:
+            the caller of a requested evaluation.
     """
 
     id: int
+    kind: TaskKind
     epoch: int
-    batches: tuple[range, ...]
+    at: int | None
+    rank: int
 
 
 # From the coordinator to a worker.
@@ -155,31 +174,17 @@ class StartEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageWork:
-    """A rank's limits after an averaging round, and its calls on the averaged weights.
+    """A rank's limits after an averaging round, and its tasks on the averaged weights.
 
     Attributes:
         round: Id of the round.
         budget: Limits after it.
-        evaluate: Epoch to evaluate, if any.
-        eval_at: See :class:`Evaluate`.
-        checkpoint: Version to hand to the checkpoint function, if any.
-        validate: Part of a validation, if any.
-        callers: Ranks whose :class:`EvaluationRequested` is answered.
+        tasks: The tasks.
     """
 
     round: int
     budget: BatchBudget = field(default_factory=BatchBudget)
-    evaluate: int | None = None
-    eval_at: int | None = None
-    checkpoint: int | None = None
-    validate: ValidationTask | None = None
-    callers: tuple[int, ...] = ()
-
-    @property
-    def has_calls(self) -> bool:
-        """True if the rank makes a call."""
-        calls = (self.evaluate, self.checkpoint, self.validate)
-        return bool(self.callers) or any(call is not None for call in calls)
+    tasks: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,43 +284,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate:
-    """Evaluate on the live weights, which hold the average (``SYNC``, one device).
+class RunTasks:
+    """Do tasks on the live weights, which hold the average (``SYNC``, one device).
 
     Attributes:
-        epoch: The epoch.
-        eval_at: Batches of all ranks after which it is evaluated; ``None``: at its end.
-        state: In a cluster, the state to evaluate in place of the live weights; read-only.
+        tasks: The tasks.
+        state: In a cluster, the state to use in place of the live weights; read-only.
     """
 
-    epoch: int
-    eval_at: int | None = None
-    state: Payload | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validate:
-    """Evaluate batches of the validation set on the live weights, which hold the average.
-
-    Attributes:
-        task: The batches.
-        state: In a cluster, the state to evaluate in place of the live weights; read-only.
-    """
-
-    task: ValidationTask
-    state: Payload | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallCheckpointFn:
-    """Hand the live weights, which hold the average, to the checkpoint function.
-
-    Attributes:
-        version: Version of the checkpoint.
-        state: In a cluster, the state to hand over in place of the live weights; read-only.
-    """
-
-    version: int
+    tasks: tuple[Task, ...]
     state: Payload | None = None
 
 
@@ -383,9 +360,7 @@ ToWorkerReplica = (
     | RequestParams
     | Update
     | ApplyDelta
-    | Evaluate
-    | Validate
-    | CallCheckpointFn
+    | RunTasks
     | TakeCheckpoint
     | Rollback
     | Halt
@@ -718,30 +693,21 @@ class CapturedState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalReport:
-    """Results of the evaluation function; see :class:`Evaluate`."""
-
-    rank: int
-    epoch: int
-    eval_at: int | None = None
-    values: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationReport:
-    """Results of some batches of a :class:`ValidationTask`.
+class TaskDone:
+    """The rank has done its part of a task.
 
     Attributes:
         rank: The sender.
-        id: Id of the task.
-        results: The means of each batch evaluated since the last report, or of its parts.
-        seconds: Time of their evaluation.
+        task: The task.
+        values: Its results, from the rank that ends it; ``None``: from others, or a request that
+            the average does not answer.
+        seconds: Time that it took.
     """
 
     rank: int
-    id: int
-    results: tuple[BatchMeans, ...]
-    seconds: float
+    task: Task
+    values: tuple[tuple[str, float], ...] | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -755,24 +721,10 @@ class EvaluationRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationsDone:
-    """The rank has done its part in the evaluations of a round.
-
-    Attributes:
-        rank: The sender.
-        answered: Its own request was among them, and has its result.
-    """
+class Evaluating:
+    """A long evaluation makes progress."""
 
     rank: int
-    answered: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDone:
-    """The checkpoint function has returned, or failed and the rank has logged the error."""
-
-    rank: int
-    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -875,11 +827,9 @@ FromWorker = (
     | ParamSnapshot
     | FinalSnapshot
     | CapturedState
-    | EvalReport
-    | ValidationReport
+    | TaskDone
     | EvaluationRequested
-    | EvaluationsDone
-    | CheckpointDone
+    | Evaluating
     | Exiting
     | Failed
     | Halted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from coordinator import messages as m
+from coordinator.average_tasks import AverageTasks
 from coordinator.backend_choice import RoundCost
 from coordinator.cadence import CadenceAction
 from coordinator.ledger import Epoch
@@ -18,9 +19,7 @@ from coordinator.transports import (
     RoundState,
     Transport,
 )
-from coordinator.validator import Validation
 
-_NO_WORK = (None, None)
 COORDINATOR_SHARE, REFERENCE_RATE_PER_S = 0.012, 1000.0
 """Share of a core that the coordinator's thread may spend on averaging rounds, at this rate of
 batches of all ranks or above: the ranks lose that time to the GIL, and their clocks do not show it.
@@ -37,8 +36,9 @@ class RoundRunner:
         cpu_time: CPU time of the coordinator's thread for rounds.
     """
 
-    def __init__(self, run: RunState, saving: RoundCheckpoints) -> None:
+    def __init__(self, run: RunState, tasks: AverageTasks, saving: RoundCheckpoints) -> None:
         self._run = run
+        self._tasks = tasks
         self._saving = saving
         self.cpu_time = RoundCpuTime(run)
         self.round = Round(backend=run.backend_choice.chosen)
@@ -57,20 +57,13 @@ class RoundRunner:
         self,
         now: float,
         epoch: Epoch | None = None,
-        work: tuple[int | None, int | None] = _NO_WORK,
-        eval_at: int | None = None,
-        validation: Validation | None = None,
     ) -> None:
-        """Start a round of all live ranks; it makes a checkpoint if one is due.
+        """Start a round of all live ranks, with the tasks and the checkpoint that are due.
 
         Args:
             now: The present time.
-            epoch: The epoch that the average closes, or one whose lead died.
-            work: The epoch to evaluate and the checkpoint version to hand over, on the average.
-            eval_at: See :class:`~coordinator.messages.Evaluate`.
-            validation: The validation of the average, if any.
+            epoch: The epoch that the average closes, or one whose tasks were lost.
         """
-        evaluate, checkpoint = work
         ranks = tuple(r.rank for r in self._run.live)
         if capture := self._saving.due:
             self._saving.begin_round(ranks)
@@ -79,14 +72,9 @@ class RoundRunner:
         self.round.begin(
             self.transport.first_state,
             ranks,
-            self._run.evaluation_rank(),
             epoch=epoch,
             generation=self._run.generation,
-            evaluate=evaluate,
-            checkpoint=checkpoint,
-            eval_at=eval_at,
-            validation=validation,
-            callers=self._run.evaluations.begin(ranks),
+            tasks=self._tasks.begin(None if epoch is None else epoch.epoch, requested=True),
             capture=capture,
             backend=self._run.backend_choice.next,
             started_at=now,
@@ -128,10 +116,10 @@ class RoundRunner:
         """
         rnd = self.round
         rnd.deadline = now + self.transport.timeout_s
-        if rnd.validation is not None or rnd.callers:
+        if any(task.kind.is_shared for task in rnd.tasks):
             return ()
-        busy = rnd.lead if (rnd.evaluate, rnd.checkpoint) != _NO_WORK else -1
-        missing = tuple(rank for rank in rnd.ranks if rank not in rnd.acks and rank != busy)
+        done = rnd.acks.keys() | {task.rank for task in rnd.tasks}
+        missing = tuple(rank for rank in rnd.ranks if rank not in done)
         if missing:
             rnd.num_failed += 1
             self._run.count_failed_round()
@@ -176,7 +164,7 @@ class RoundRunner:
         rate of ``overhead_target``.
         """
         rnd = self.round
-        if rnd.capture or rnd.evaluates:
+        if rnd.capture or rnd.tasks:
             return None
         busy = [rank for rank in rnd.acks if rank not in rnd.idle]
         lost_s = sum(ack.sync_s for ack in rnd.acks.values())
@@ -214,7 +202,7 @@ class RoundRunner:
         if rnd.capture:
             self._saving.cancel()
         undo = self.transport.undo()
-        self._run.evaluations.cancel(undo)
+        self._tasks.cancel(rnd.tasks, undo)
         rnd.move(RoundState.NONE)
         rnd.deadline = None
         rnd.drop_snapshots()

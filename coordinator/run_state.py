@@ -29,7 +29,6 @@ from coordinator.messages import (
     WorkerFailure,
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
-from coordinator.requested_evaluations import RequestedEvaluations
 from coordinator.run_errors import RunStalled
 from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 
@@ -64,7 +63,6 @@ class RunState:
         num_windows: Under lockstep, the optimizer steps assigned so far.
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
-        evaluations: Evaluations requested by the bodies of own loops.
         steps: Accumulates step metrics; ``None``: none are published.
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
         min_piece: Minimum samples of a piece.
@@ -130,7 +128,6 @@ class RunState:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
-        self.evaluations = RequestedEvaluations()
         self.shares: Shares | None = None
         self.min_piece = 1
         sizes = config.batch_sizes

@@ -80,9 +80,9 @@ def _is_progress(event: m.Event) -> bool:
             return event.stats.num_batches > 0 or event.open_epoch is not None
         case m.ParamSnapshot() | m.SyncAck() | m.CapturedState() | m.Halted():
             return event.report is not None and event.report.stats.num_batches > 0
-        case m.Ready() | m.EvalReport() | m.ValidationReport() | m.CheckpointDone():
+        case m.Ready() | m.TaskDone() | m.Evaluating():
             return True
-        case m.EvaluationsDone() | m.Exiting() | m.Failed() | m.ThreadEnded():
+        case m.Exiting() | m.Failed() | m.ThreadEnded():
             return True
         case m.ClusterRoundDone():
             return True

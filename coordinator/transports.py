@@ -14,7 +14,6 @@ from coordinator.config import AverageBackend
 from coordinator.ledger import Epoch
 from coordinator.messages import AbortCollective, Average, Event, ParamSnapshot, SyncAck
 from coordinator.run_state import RunState
-from coordinator.validator import Validation
 
 
 class Transport(ABC):
@@ -75,8 +74,7 @@ class Transport(ABC):
         run.count_averagings(1, run.ledger.oldest)
         run.note_norms(rnd.divergences, rnd.norm)
         if rnd.epoch is not None:
-            rnd.epoch.worked = True
-            rnd.epoch.lead = rnd.lead
+            rnd.epoch.averaged = True
         for rank in rnd.ranks:
             run.settle(rank)
 
@@ -119,9 +117,8 @@ _ROUND_TRANSITIONS = {
 class Round:
     """The round in progress, or the last one while ``state`` is ``NONE``.
 
-    ``ranks`` contribute their state; ``lead`` evaluates and hands over the average if it closes
-    ``epoch``; all of them take part in ``validation``, and in the evaluations that the bodies of
-    ``callers`` have requested. ``must_fail``: a rank died in the collective before it reported its
+    ``ranks`` contribute their state, and do ``tasks`` on the average, which closes ``epoch`` if it
+    is set. ``must_fail``: a rank died in the collective before it reported its
     part, so that the round must be undone. ``capture``: the round makes a checkpoint. ``backend``
     is kept to the end of the round, whatever is chosen meanwhile; ``fault`` is its failure, if any.
     ``idle`` are ranks without work at the start; ``stale_s`` is the time until the average was
@@ -131,15 +128,10 @@ class Round:
     id: int = 0
     state: RoundState = RoundState.NONE
     ranks: tuple[int, ...] = ()
-    lead: int = 0
     epoch: Epoch | None = None
     generation: int = 0
     must_fail: bool = False
-    evaluate: int | None = None
-    eval_at: int | None = None
-    checkpoint: int | None = None
-    validation: Validation | None = None
-    callers: tuple[int, ...] = ()
+    tasks: tuple[m.Task, ...] = ()
     capture: bool = False
     deadline: float | None = None
     num_failed: int = 0
@@ -165,11 +157,11 @@ class Round:
         assert state in _ROUND_TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
 
-    def begin(self, state: RoundState, ranks: tuple[int, ...], lead: int, **settings: Any) -> None:
+    def begin(self, state: RoundState, ranks: tuple[int, ...], **settings: Any) -> None:
         """Start the next round with these fields; all others are reset."""
         self.move(state)
         settings |= {"id": self.id + 1, "num_failed": self.num_failed}
-        fresh = Round(state=state, ranks=ranks, lead=lead, **settings)
+        fresh = Round(state=state, ranks=ranks, **settings)
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
@@ -200,16 +192,8 @@ class Round:
 
     def work(self, rank: int, budget: m.BatchBudget) -> dict[str, Any]:
         """The fields of :class:`~coordinator.messages.AverageWork` for a rank."""
-        is_lead = rank == self.lead
-        return {
-            "round": self.id,
-            "budget": budget,
-            "evaluate": self.evaluate if is_lead else None,
-            "eval_at": self.eval_at if is_lead else None,
-            "checkpoint": self.checkpoint if is_lead else None,
-            "validate": None if self.validation is None else self.validation.task(rank),
-            "callers": self.callers,
-        }
+        tasks = tuple(t for t in self.tasks if t.kind.is_shared or t.rank == rank)
+        return {"round": self.id, "budget": budget, "tasks": tasks}
 
     def drop_snapshots(self) -> None:
         """Drop the references to the snapshots."""
@@ -219,12 +203,6 @@ class Round:
         """Remove a dead rank."""
         self.ranks = tuple(r for r in self.ranks if r != rank)
         self.acks.pop(rank, None)
-
-    @property
-    def evaluates(self) -> bool:
-        """True if ranks evaluate the average, or hand it over."""
-        work = (self.evaluate, self.checkpoint, self.validation)
-        return bool(self.callers) or any(part is not None for part in work)
 
     @property
     def all_snapshots(self) -> bool:

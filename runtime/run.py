@@ -68,6 +68,7 @@ from runtime.device.affinity import near
 from runtime.device.base import device_summary
 from runtime.device.cuda import devices_differ, open_device
 from runtime.device.launch_load import LaunchLoad
+from runtime.evaluation.shared_evaluation import SharedEvaluations
 from runtime.loggers.progress import make_display
 from runtime.metrics_thread import MetricsThread
 from runtime.monitor.run_view import RunEnd, RunView
@@ -163,6 +164,7 @@ class Run:
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
         self._agreement = LockstepAgreement()
+        self._evaluations = SharedEvaluations()
         self._loop_peers = self._make_loop_peers(config)
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
@@ -521,6 +523,7 @@ class Run:
         error = fold_tracebacks(self._data_path.explain(rank, error))
         if self._loop_peers is not None:
             self._loop_peers.leave(rank)
+        self._evaluations.leave(rank)
         self._inbox.put(failure_message(rank, worker, error))
 
     def _forget(self, rank: int, error: BaseException, frames: TracebackType | None) -> None:
@@ -557,6 +560,7 @@ class Run:
             launch_load=self._launch_load,
             resume=self._resume,
             recorder=self._recording.recorder(rank),
+            evaluations=self._evaluations,
             validation=self._validation,
             loop_peers=self._loop_peers,
         )
@@ -723,11 +727,10 @@ class Run:
                 self.fail(error)
 
     def _abort(self, generation: int | None) -> None:
-        if generation is None and self._validation is not None:
-            self._validation.is_cancelled.set()
         self._peers.groups.abort(generation)
+        self._evaluations.abort(generation)
         if self._loop_peers is not None:
-            self._loop_peers.abort(generation)
+            self._loop_peers.meetings.abort(generation)
 
     def _request_save(self) -> None:
         """Request a checkpoint into ``checkpoint_dir``; returns immediately."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from coordinator.messages import EpochPlan
-from coordinator.splitting import count_batches
+from coordinator.splitting import batch_bounds, count_batches
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, Loader, LoaderSpec, Stage, ThreadLoader
@@ -17,7 +17,7 @@ from runtime.data.process_loader import LoaderProcesses, ProcessLoader
 from runtime.data.stream import is_stream
 from runtime.data.torch_loader import settings_of_loader
 from runtime.device.base import Device
-from runtime.evaluation.batch_source import order_of_loader
+from runtime.evaluation.batch_source import BatchSource, SampleRange, order_of_loader
 
 NUM_AHEAD = 2
 """Batches that a rank's loader holds ready."""
@@ -37,9 +37,6 @@ class ValidationData:
         loader_workers: Likewise: loader processes of each rank.
         lock: See :class:`~runtime.data.shared_reads.SharedReads`.
         seed: Seed of the data set's random draws, which are the same in each validation.
-
-    Attributes:
-        is_cancelled: Set when the run fails: ranks then leave their validation.
 
     Raises:
         TypeError, ValueError: The data set cannot be read by index, or is empty.
@@ -71,7 +68,6 @@ class ValidationData:
         sampler = range(self._adapter.num_samples) if order is None else order
         self._index = EpochIndex(self._adapter.num_samples, batch_size, seed, sampler)
         self.num_batches = count_batches(len(sampler), batch_size, drop_last=False)
-        self.is_cancelled = threading.Event()
         self._contexts = contexts
         self._seed = seed
         self._num_processes = 0 if self._adapter.in_memory else loader_workers
@@ -101,7 +97,11 @@ class ValidationData:
             loader = InlineLoader(spec, context=context)
         else:
             loader = ThreadLoader(spec, on_ready=self._ready[rank].set, stage=Stage(NUM_AHEAD))
-        return ValidationLoader(loader, self._ready[rank], self._index)
+        return ValidationLoader(loader, self._ready[rank])
+
+    def batches(self) -> BatchSource:
+        """The batches in order, by number: each rank reads its own with its loader."""
+        return _Batches(self._index)
 
     def _spec(self, rank: int, worker: object = None) -> LoaderSpec:
         return LoaderSpec(
@@ -115,7 +115,6 @@ class ValidationData:
 
     def close(self) -> None:
         """Stop the loader processes. Idempotent."""
-        self.is_cancelled.set()
         for loader in self._processes.values():
             loader.close()
 
@@ -126,17 +125,20 @@ class ValidationLoader:
     Args:
         loader: Reads the batches.
         ready: Set when a batch is ready.
-        index: The samples of each batch.
     """
 
-    def __init__(self, loader: Loader, ready: threading.Event, index: EpochIndex) -> None:
+    def __init__(self, loader: Loader, ready: threading.Event) -> None:
         self._loader = loader
         self._ready = ready
-        self._index = index
 
-    def submit(self, plan: EpochPlan) -> None:
-        """Read the batches of ``plan``."""
-        self._loader.submit(plan)
+    @property
+    def num_ahead(self) -> int:
+        """Further batches to submit while one is evaluated."""
+        return NUM_AHEAD if self._loader.reads_ahead else 0
+
+    def submit(self, batch: int) -> None:
+        """Read a batch."""
+        self._loader.submit(EpochPlan(epoch=0, batches=(range(batch, batch + 1),)))
 
     def cancel(self) -> None:
         """Drop all batches not yet taken."""
@@ -146,16 +148,35 @@ class ValidationLoader:
         """Stop threads and processes; False if one is alive. Idempotent."""
         return self._loader.close()
 
-    def bounds(self, batch: int) -> tuple[int, int]:
-        """Positions of the first sample of a batch, and after its last one."""
-        return self._index.bounds(batch)
-
     def next(self) -> Any:
         """The next submitted batch, on the device; blocks until it is read."""
         while (loaded := self._loader.try_next()) is None:
             self._ready.wait()
             self._ready.clear()
         return loaded.data
+
+
+class _Batches(BatchSource):
+    """Numbers and samples of the batches; their data is read by the loaders of the ranks."""
+
+    num_samples = None
+
+    def __init__(self, index: EpochIndex) -> None:
+        self._index = index
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def take(self) -> SampleRange | None:
+        """The next batch; does not block."""
+        with self._lock:
+            batch = self._next
+            self._next += 1
+        start, stop = batch_bounds(batch, self._index.num_samples, self._index.batch_size)
+        return SampleRange(batch, start, stop, _not_loaded) if start < stop else None
+
+
+def _not_loaded(start: int, stop: int) -> NoReturn:
+    raise AssertionError("read by the loader of a rank")
 
 
 def _refuse_stream(dataset: Any) -> None:

@@ -142,10 +142,10 @@ class CoordinatorLane:
             case m.Averaged():
                 start = now - event.compute_s
                 self._record(Kind.PHASE, start, now, event.round, "computed")
-            case m.EvalReport():
-                self._record(Kind.EVALUATION, now, now, event.epoch)
-            case m.CheckpointDone():
-                self._record(Kind.CHECKPOINT, now, now, event.version)
+            case m.TaskDone(task=m.Task(kind=m.TaskKind.EVALUATE, epoch=epoch)):
+                self._record(Kind.EVALUATION, now, now, epoch)
+            case m.TaskDone(task=m.Task(kind=m.TaskKind.HAND_OVER, epoch=epoch)):
+                self._record(Kind.CHECKPOINT, now, now, epoch + 1)
             case m.SaveRequested() if not event.withdrawn:
                 self._record(Kind.CHECKPOINT, now, now, None, "requested")
             case m.Failed():

@@ -3,7 +3,7 @@
 The bodies run in the ranks' threads, in one process, so that ranks agree through shared memory: a
 rank posts each step before it joins the reduction, and compares the posts of all after it. A rank
 whose body makes no step, or that has no samples, waits for the posts of the others. Evaluations
-are agreed upon, and their means exchanged, in the same way.
+are agreed upon in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import combinations
 
-from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 
 _NUM_KEPT = 4
@@ -171,12 +170,6 @@ class Meetings:
         self._wait(generation, is_met)
         return batch in group.opened
 
-    def extend(self, generation: int) -> bool:
-        """Extend the wait of ranks for this one, which evaluates; False if the group is aborted."""
-        with self._condition:
-            self._group(generation).num_extended += 1
-            return not self._is_aborted(generation)
-
     def all_step(self, generation: int, number: int) -> bool:
         """True if no rank skips the batch of a meeting at which all have posted."""
         posts = self._group(generation).posts.get(number, {})
@@ -191,12 +184,9 @@ class Meetings:
             group = self._group(generation)
             group.num_waiting += 1
             try:
-                in_time, seen = False, -1
-                while not in_time and seen != group.num_extended:
-                    seen = group.num_extended
-                    in_time = self._condition.wait_for(
-                        lambda: self._is_aborted(generation) or is_met(), self._timeout_s
-                    )
+                in_time = self._condition.wait_for(
+                    lambda: self._is_aborted(generation) or is_met(), self._timeout_s
+                )
             finally:
                 group.num_waiting -= 1
             if self._is_aborted(generation):
@@ -227,7 +217,6 @@ class Act(Enum):
 
     STEP = "an optimizer step"
     EVALUATE = "an evaluation"
-    EVALUATED = "the means of an evaluation"
     SKIP = "no step on the batch"
     FOLLOW = "the step of the others, without samples"
     NEXT = "the next batch"
@@ -242,7 +231,6 @@ class Post:
         batch: Number of the batch: of the step of the plans, since the group was formed.
         made: Optimizers of the rank's steps on this batch, that of the act included.
         num_batches: Batches in the optimizer step.
-        means: The means of an evaluation that this rank has computed.
         lr: The learning rate that its body has set on this batch.
         is_open: At its end, a step over several batches is in progress.
     """
@@ -251,7 +239,6 @@ class Post:
     batch: int
     made: tuple[str, ...] = ()
     num_batches: int = 1
-    means: tuple[BatchMeans, ...] = ()
     lr: float | None = None
     is_open: bool = False
 
@@ -267,8 +254,8 @@ class Post:
         return f"{calls or 'no step'}{over} in its batch {self.batch}{then}"
 
 
-_JOINED = Act.STEP, Act.EVALUATE, Act.EVALUATED
-_THEN = dict.fromkeys(_JOINED, ", then evaluate()") | {Act.STEP: ""}
+_JOINED = Act.STEP, Act.EVALUATE
+_THEN = {Act.EVALUATE: ", then evaluate()", Act.STEP: ""}
 
 
 @dataclass(slots=True)
@@ -282,7 +269,6 @@ class _Group:
         ends: The last post of a body on each batch; freed once all ranks have ended it.
         opened: The batches of these at whose end a step over several is in progress on any rank.
         num_waiting: Ranks that wait.
-        num_extended: Number of times that a rank has extended the wait of the others.
     """
 
     posts: dict[int, dict[int, Post]] = field(default_factory=dict)
@@ -291,7 +277,6 @@ class _Group:
     ends: dict[int, Post] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)
     num_waiting: int = 0
-    num_extended: int = 0
 
     def note_end(self, post: Post) -> None:
         """Keep a post that may be the last one of a body on its batch."""

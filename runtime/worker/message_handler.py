@@ -21,8 +21,8 @@ from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
+from runtime.worker.task_evaluation import TaskEvaluation
 from runtime.worker.worker_config import EvalFn, UserFunctions
-from runtime.worker.worker_validation import WorkerValidation
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,8 @@ class MessageHandler:
         functions: The user's functions.
         recorder: Records the captures of state.
         flush_weight: Adds weights still on the device to the protocol's.
+        evaluation: Evaluates batches together with the other ranks.
         confirm_steps: Waits until no step can fail any more; see :class:`WorkerSteps`.
-        validation: Evaluates parts of the validation set; ``None``: there is none.
-        answer_calls: Evaluates for the bodies of own loops that wait for the average of a round.
         falls_back: True if another transport may replace a collective that fails.
     """
 
@@ -53,10 +52,9 @@ class MessageHandler:
         functions: UserFunctions,
         recorder: WorkerRecorder,
         flush_weight: Callable[[], None],
+        evaluation: TaskEvaluation,
         confirm_steps: Callable[[], None] = lambda: None,
         *,
-        validation: WorkerValidation | None = None,
-        answer_calls: Callable[[Sequence[int], int], None] | None = None,
         falls_back: bool = False,
     ) -> None:
         self._worker = weakref.ref(worker)  # else a cycle of references
@@ -71,8 +69,7 @@ class MessageHandler:
         self._recorder = recorder
         self._flush_weight = flush_weight
         self._confirm_steps = confirm_steps
-        self._validation = validation
-        self._answer_calls = answer_calls
+        self._evaluation = evaluation
         self._falls_back = falls_back
         self._rank = protocol.rank
         self._snapshot_s = 0.0
@@ -87,18 +84,10 @@ class MessageHandler:
                 self._send_snapshot(work)
             case m.Update():
                 self._apply_update(work)
-            case m.Evaluate():
+            case m.RunTasks():
                 self._finite_check.require_finite()
                 with self._averager.holding(work.state):
-                    self._run_callbacks(work.epoch, None, work.eval_at)
-            case m.Validate():
-                self._finite_check.require_finite()
-                with self._averager.holding(work.state):
-                    self._run_callbacks(None, None, validate=work.task)
-            case m.CallCheckpointFn():
-                self._finite_check.require_finite()
-                with self._averager.holding(work.state):
-                    self._run_callbacks(None, work.version)
+                    self._run_tasks(work.tasks)
             case m.Rollback():
                 self._averager.undo_all_reduce()
             case m.Halt():
@@ -158,7 +147,9 @@ class MessageHandler:
                 )
             )
         if ok:
-            self._evaluate_average(message)
+            self._run_tasks(message.tasks, message.round)
+        else:
+            self._evaluation.shared.drop([t for t in message.tasks if t.rank == self._rank])
 
     def _all_reduce(self, healthy: bool) -> ReducedState:
         """See :meth:`ReplicaAverager.all_reduce`."""
@@ -212,17 +203,17 @@ class MessageHandler:
         def callbacks() -> None:
             nonlocal callbacks_s
             before = self._clock.now()
-            self._evaluate_average(message)
+            self._run_tasks(message.tasks, message.round)
             callbacks_s = self._clock.now() - before
 
         arrival: PendingCopy | None = None
         if self._finite_check.is_bad:
             arrival = self._replace(message)
             callbacks()
-        elif message.num_samples > 0 or message.has_calls:
-            # Without samples the average equals all replicas. If callbacks are due, they must not
-            # see the lead's training since its snapshot.
-            at_average = callbacks if message.has_calls else None
+        elif message.num_samples > 0 or message.tasks:
+            # Without samples the average equals all replicas. Tasks must not see the training since
+            # the snapshot.
+            at_average = callbacks if message.tasks else None
             arrival = self._averager.apply(message.average, at_average, message.mean_batches)
         sync_s = self._snapshot_s + self._clock.now() - start - callbacks_s
         # The acknowledgement releases the average, which is overwritten two rounds later.
@@ -242,51 +233,40 @@ class MessageHandler:
         self._finite_check.healed(self._protocol.discard_samples())
         return arrival
 
-    def _evaluate_average(self, message: m.AverageWork) -> None:
-        """Call the functions that are due on the average of a round, which is the live state."""
-        self._run_callbacks(message.evaluate, message.checkpoint, message.eval_at, message.validate)
-        if message.callers:
-            assert self._answer_calls is not None, "a rank with an own loop has requested it"
-            with (
-                worker_context(self._worker()),
-                thread_generator(None),
-                self._recorder.validation(self._replica.progress.epoch),
-            ):
-                self._answer_calls(message.callers, message.round)
+    def _run_tasks(self, tasks: Sequence[m.Task], round: int = 0) -> None:
+        """Do tasks while the live state is an average; their random draws do not change those of
+        the worker.
 
-    def _run_callbacks(
-        self,
-        evaluate: int | None,
-        checkpoint: int | None,
-        eval_at: int | None = None,
-        validate: m.ValidationTask | None = None,
-    ) -> None:
-        """Run the evaluation and checkpoint functions, and a part of a validation, while the live
-        state is an average.
+        Args:
+            tasks: The tasks, in the same order on all ranks.
+            round: Id of the round that made the average.
         """
-        if evaluate is None and checkpoint is None and validate is None:
-            return
-        f, log = self._functions, self._replica.stepper.log
-        # Their random draws must not change those of the worker.
-        with (
-            worker_context(self._worker()),
-            thread_generator(None),
-            self._replica.at_eval_point(),
-        ):
-            if evaluate is not None and f.eval_fn is not None:
-                with log.closed("eval_fn"):
-                    values = evaluate_model(f.eval_fn, self._replica.model, evaluate)
-                self._reporter.send(
-                    m.EvalReport(rank=self._rank, epoch=evaluate, eval_at=eval_at, values=values)
-                )
-            if checkpoint is not None and f.checkpoint_fn is not None:
-                with log.closed("checkpoint_fn"):
-                    call_checkpoint_fn(f.checkpoint_fn, checkpoint, self._replica.model, self._rank)
-                self._reporter.send(m.CheckpointDone(rank=self._rank, version=checkpoint))
-            if validate is not None:
-                assert self._validation is not None, "there is a validation set"
-                with self._recorder.validation(validate.epoch):
-                    self._validation.run(validate)
+        for task in tasks:
+            start = self._clock.now()
+            with worker_context(self._worker()), thread_generator(None):
+                values = self._run_task(task, round)
+            seconds = self._clock.now() - start
+            self._reporter.send(
+                m.TaskDone(rank=self._rank, task=task, values=values, seconds=seconds)
+            )
+
+    def _run_task(self, task: m.Task, round: int) -> tuple[tuple[str, float], ...] | None:
+        """Do a task; returns its results on the rank that ends it."""
+        f, model, log = self._functions, self._replica.model, self._replica.stepper.log
+        match task.kind:
+            case m.TaskKind.EVALUATE if f.eval_fn is not None:
+                with self._replica.at_eval_point(), log.closed("eval_fn"):
+                    return evaluate_model(f.eval_fn, model, task.epoch)
+            case m.TaskKind.HAND_OVER if f.checkpoint_fn is not None:
+                with self._replica.at_eval_point(), log.closed("checkpoint_fn"):
+                    call_checkpoint_fn(f.checkpoint_fn, task.epoch + 1, model, self._rank)
+            case m.TaskKind.VALIDATE:
+                with self._recorder.validation(task.epoch):
+                    return self._evaluation.validate(task, round)
+            case m.TaskKind.REQUESTED:
+                with self._recorder.validation(self._replica.progress.epoch):
+                    return self._evaluation.answer(task, round)
+        return ()
 
     def _capture_or_propose(self, capture: int) -> None:
         """Send the state; in lockstep, propose the step before which all ranks capture theirs.

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from coordinator import messages as m
-from coordinator.batch_means import BatchMeans
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight, with_graph
 from runtime.device.metering import LogMark, PendingStep, StepMeter
@@ -25,12 +23,11 @@ from runtime.replica.optimizers import Optimizers
 from runtime.replica.stepper import DROPPED, AccumulationWindow, StepEnd
 from runtime.timeline.events import CALLBACKS, COMPUTE, CONTROL
 from runtime.timeline.rank_lane import RankLane
-from runtime.worker.evaluation_calls import EvaluationCalls
-from runtime.worker.loop_evaluation import LoopEvaluation, SharedSources
 from runtime.worker.meetings import Act, Meetings, Post
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.step import BeforeStep, WorkerSteps
+from runtime.worker.task_evaluation import TaskEvaluation
 from runtime.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -66,9 +63,9 @@ class OwnLoop:
         protocol: Counts the batches.
         timer: Timer of the steps.
         meter: Counts them for reports.
+        evaluation: Evaluates data sets together with the other ranks.
         peers: Shared by all workers of the run.
         lane: Lane for the time of each step; ``None``: not recorded.
-        send: Sends a message to the coordinator.
         receive: Handles the worker's next message; blocks until there is one.
     """
 
@@ -82,9 +79,9 @@ class OwnLoop:
         protocol: WorkerProtocol,
         timer: StepTimer,
         meter: StepMeter,
+        evaluation: TaskEvaluation,
         peers: LoopPeers,
         lane: RankLane | None,
-        send: Callable[[Any], None],
         receive: Callable[[], None],
     ) -> None:
         self._function = function
@@ -99,8 +96,8 @@ class OwnLoop:
         self.peers = peers
         self._lane = lane
         self._is_lockstep = replica.is_lockstep
-        self._send, self._receive = send, receive
-        self.evaluation = LoopEvaluation(replica, config, send, peers.evaluations)
+        self._receive = receive
+        self._evaluation = evaluation
         self._names = replica.stepper.part_names
         self._micro = config.accumulate * config.num_micro_batches > 1
         if self._micro and self._names:
@@ -319,7 +316,7 @@ class OwnLoop:
                     return self._evaluate_together(dataset, fn)
                 if self._waits_for_rounds and not self._protocol.alone:
                     return self._evaluate_average(dataset, fn)
-                return self._evaluate_alone(dataset, fn)
+                return self._evaluation.alone(dataset, fn)
         except (CollectiveAborted, CollectiveTimeout) as error:
             self._fault = self._undo_evaluation(error)
             raise self._fault from (None if self._fault is error else error)
@@ -364,47 +361,37 @@ class OwnLoop:
                 "worker.step()"
             )
 
-    def _evaluate_alone(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
-        source = self.evaluation.open(dataset)
-        return means_in_order(self.evaluation.run(source, fn, lambda: True))
-
     def _evaluate_average(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
         """Request a round, join it here, and evaluate its average together with all ranks."""
-        calls, rank, protocol = self.peers.evaluations, self._replica.rank, self._protocol
+        protocol = self._protocol
         self._was_averaged = True
         if self._losses:
             self._log_losses()
             self._losses = {}
         # The average of a snapshot that was sent before lacks the steps since.
         after = protocol.pending_snapshot
-        call = calls.open(rank, dataset, fn, self.evaluation.open, after=after)
+        call = self._evaluation.request(dataset, fn, after)
         try:
-            self._send(m.EvaluationRequested(rank=rank))
             with self._stepper.without_autocast():
                 while not (call.is_answered or protocol.alone):
                     if protocol.leaving:
                         raise CollectiveAborted("the run ends before the evaluation")
                     self._receive()
         finally:
-            calls.close(rank)
-        if not call.is_answered:
-            return self._evaluate_alone(dataset, fn)
-        return means_in_order(call.results())
+            self._evaluation.shared.close(self._replica.rank)
+        if call.part is None:
+            return self._evaluation.alone(dataset, fn)
+        return means_in_order(call.part.results())
 
     def _evaluate_together(self, dataset: Any, fn: EvaluationFn) -> dict[str, float]:
         """Evaluate in lockstep on all ranks that call, each with the next batch when it is free."""
-        meetings, generation, number = self.peers.meetings, self._generation, self._meeting
-        sources, key = self.peers.sources, (generation, number)
+        generation, number = self._generation, self._meeting
         self._steps.confirm_steps()
         self._post(Act.EVALUATE)
-        meetings.wait_for_all(generation, self._ranks, number, self._batch)
+        self.peers.meetings.wait_for_all(generation, self._ranks, number, self._batch)
         with self._averaged_buffers():
-            source = sources.get(key, partial(self.evaluation.open, dataset))
-            means = self.evaluation.run(source, fn, partial(meetings.extend, generation))
-        self._post(Act.EVALUATED, means=means)
-        posts = meetings.wait_for_all(generation, self._ranks, number + 1, self._batch)
-        sources.drop(key)
-        return means_in_order(each for post in posts for each in post.means)
+            key, num_ranks = (generation, number), len(self._ranks)
+            return self._evaluation.together(key, num_ranks, dataset, fn)
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:
@@ -553,9 +540,9 @@ class OwnLoop:
         del self._windows[name]
         self._commit(name, end)
 
-    def _post(self, act: Act, *names: str, means: tuple[BatchMeans, ...] = ()) -> None:
+    def _post(self, act: Act, *names: str) -> None:
         made = (*self._made, *names)
-        post = Post(act, self._batch, made, self._num_steps, means, self._lr)
+        post = Post(act, self._batch, made, self._num_steps, self._lr)
         number, self._meeting = self._meeting, self._meeting + 1
         rank = self._replica.rank
         self.peers.meetings.post(self._generation, self._ranks, rank, number, post)
@@ -898,6 +885,7 @@ class OwnLoop:
                 self._steps.confirm_steps()
                 with self._averaged_buffers():
                     pass
+                self._evaluation.wait((self._generation, number), len(self._ranks))
 
     def _end_as(self, end: Post) -> None:
         """End a batch as the bodies of the other ranks."""
@@ -1018,8 +1006,6 @@ class LoopPeers:
 
     Attributes:
         meetings: Agreement of ranks in lockstep on the steps of their bodies.
-        sources: Data sets that they evaluate together.
-        evaluations: Evaluations for which bodies wait, without lockstep.
         is_member: As the argument.
     """
 
@@ -1032,8 +1018,6 @@ class LoopPeers:
         is_member: bool = False,
     ) -> None:
         self.meetings = Meetings(timeout_s)
-        self.sources = SharedSources()
-        self.evaluations = EvaluationCalls()
         self.is_member = is_member
         self._save = save
         self._saved_at: int | None = None
@@ -1060,18 +1044,11 @@ class LoopPeers:
         """A rank has died."""
         with self._lock:
             self._live.discard(rank)
-        self.evaluations.leave(rank)
 
     def leave_epoch(self, rank: int, epoch: int) -> None:
         """The body of a rank has left an epoch."""
         with self._lock:
             self._left[rank] = epoch
-
-    def abort(self, generation: int | None) -> None:
-        """Wake all ranks that wait in a group; ``None``: in all, permanently."""
-        self.meetings.abort(generation)
-        if generation is None:
-            self.evaluations.abort()
 
     def first(self, ranks: Collection[int], epoch: int) -> int:
         """The lowest of these ranks that is alive; without any, of those in an epoch."""

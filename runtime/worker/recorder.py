@@ -131,9 +131,7 @@ _MESSAGE_CAUSES: dict[type, tuple[int, str | None]] = {
     m.Update: (AVERAGING, "update"),
     m.Rollback: (AVERAGING, "rollback"),
     m.Regroup: (SYNC, None),
-    m.Evaluate: (CALLBACKS, None),
-    m.Validate: (CALLBACKS, None),
-    m.CallCheckpointFn: (CALLBACKS, None),
+    m.RunTasks: (CALLBACKS, None),
     m.ApplyDelta: (AVERAGING, "shift"),
 }
 """For messages, the cause of time spent handling them, and the part in an averaging round.

@@ -35,6 +35,7 @@ from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationView, drawing
 from runtime.evaluation.predict import call_for_output
+from runtime.evaluation.shared_evaluation import SharedEvaluations
 from runtime.evaluation.validation_data import ValidationData
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import uses_own_statistics
@@ -55,6 +56,7 @@ from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import RunPeers, WorkerProgress, WorkerReplica, seed_generator
 from runtime.worker.reporter import Reporter
 from runtime.worker.step import WorkerSteps
+from runtime.worker.task_evaluation import TaskEvaluation, losses_of
 from runtime.worker.worker_config import (
     WAKE,
     StepResult,
@@ -64,7 +66,6 @@ from runtime.worker.worker_config import (
     WorkerConfig,
     WorkerEndpoints,
 )
-from runtime.worker.worker_validation import WorkerValidation, losses_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class GpuWorker:
         launch_load: Shared by all workers of a run; receives samples of their launch times.
         resume: The state of an earlier run, which this one continues.
         recorder: Records the worker's time; ``None``: not recorded.
+        evaluations: Evaluations that the workers of a run do together.
         validation: The validation set, shared by all workers of a run; ``None``: there is none.
         loop_peers: Shared by all workers of a run with an own loop.
 
@@ -134,6 +136,7 @@ class GpuWorker:
         launch_load: LaunchLoad | None = None,
         resume: ResumePoint | None = None,
         recorder: WorkerRecorder | None = None,
+        evaluations: SharedEvaluations | None = None,
         validation: ValidationData | None = None,
         loop_peers: LoopPeers | None = None,
     ) -> None:
@@ -181,7 +184,7 @@ class GpuWorker:
             lane=self._lane,
             fallbacks=fallbacks,
         )
-        self._validation = None if validation is None else self._make_validation(validation)
+        self._evaluation = self._make_evaluation(evaluations or SharedEvaluations(), validation)
         self._loop = self._make_loop(functions.loop, timer, meter, loop_peers)
         self._handler = self._make_handler()
         self._inbox, self._outbox = endpoints.inbox, endpoints.outbox
@@ -272,11 +275,17 @@ class GpuWorker:
             self.protocol,
             timer,
             meter,
+            self._evaluation,
             peers or LoopPeers(1, self.config.collective_timeout_s),
             self._lane,
-            self._reporter.send,
             self._receive_next,
         )
+
+    def _make_evaluation(
+        self, shared: SharedEvaluations, data: ValidationData | None
+    ) -> TaskEvaluation:
+        send, functions = self._reporter.send, self._functions
+        return TaskEvaluation(self.replica, self.config, functions, send, shared, data)
 
     def _make_handler(self) -> MessageHandler:
         return MessageHandler(
@@ -287,24 +296,9 @@ class GpuWorker:
             self._functions,
             self._recorder,
             self.steps.flush_weight,
+            self._evaluation,
             self.steps.confirm_steps,
-            validation=self._validation,
-            answer_calls=None if self._loop is None else self._loop.evaluation.answer,
             falls_back=self.config.falls_back,
-        )
-
-    def _make_validation(self, data: ValidationData) -> WorkerValidation:
-        return WorkerValidation(
-            self.model,
-            self._context,
-            self.replica.stepper,
-            self._reporter,
-            data,
-            self._functions.val_fn,
-            self._functions.train_fn,
-            self.rank,
-            self.world_size,
-            sums=self._functions.val_fn is None and self.config.loss_reduction == "sum",
         )
 
     @property
@@ -973,9 +967,7 @@ class GpuWorker:
         while self.protocol.shutdown is None:
             message = self._deferred.popleft() if self._deferred else self._next_message(DRAIN_S)
             if isinstance(message, m.Update):
-                message = replace(
-                    message, evaluate=None, checkpoint=None, validate=None, callers=()
-                )
+                message = replace(message, tasks=())
             if isinstance(message, (m.Update, m.Rollback, m.Shutdown)):
                 self._receive(message)
         if not (self._snapshot_requested() and self.flat_state.params.is_whole):
@@ -1068,8 +1060,7 @@ class GpuWorker:
         """Close the loader and the worker; False if the loader's thread is alive. Idempotent."""
         ended = True if self._loader is None else bool(self._loader.close())
         self._loader = None
-        if self._validation is not None:
-            ended &= self._validation.close()
+        ended &= self._evaluation.close()
         self._loop = None
         self.steps.close()  # breaks a cycle of references: the replica is freed at once
         return ended

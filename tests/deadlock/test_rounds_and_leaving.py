@@ -27,6 +27,7 @@ from tests.support.running import (
     count_up,
     every_way,
     local_averaged_ways,
+    task,
     until,
 )
 from tests.unit.worker.test_worker import Alone, plan, start
@@ -76,13 +77,13 @@ def ends():
 
 STALE = [
     *(m.SyncNow(round=r) for r in (1, 2, 3)),
-    m.CallCheckpointFn(version=1),
+    m.RunTasks(tasks=(task(m.TaskKind.HAND_OVER),)),
     start(range(3, 6)),
 ]
 
 
 def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
-    """D2: ``SyncNow`` x3, ``CallCheckpointFn``, ``StartEpoch``, ``Shutdown`` ends in exit."""
+    """D2: ``SyncNow`` x3, ``RunTasks``, ``StartEpoch``, ``Shutdown`` ends in exit."""
     saved, trace = [], Trace()
     alone = Alone(
         train=trace,

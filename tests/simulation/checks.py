@@ -194,11 +194,6 @@ class Checks:
         if isinstance(event, m.SyncAck | m.ParamSnapshot):
             took_s = self._sim.now - self._asked_at[event.rank]
             self.longest_answer_s = max(self.longest_answer_s, took_s)
-        if isinstance(event, m.ValidationReport):
-            found = {(event.id, result.position) for result in event.results}
-            if found & self._validated_batches:
-                raise Violation(f"validated twice: {event}")
-            self._validated_batches |= found
         if isinstance(event, m.SyncAck) and event.round == self._asked:
             self._unanswered.discard(event.rank)
 
@@ -236,7 +231,13 @@ class Checks:
                 f"{self._config.val_batches} batches are validated, published: {scalars}"
             )
 
-    def on_validated(self, rank: int, task: m.ValidationTask, held: frozenset[Batch]) -> None:
+    def on_validated_batch(self, task: m.Task, batch: int) -> None:
+        """Check that each batch of a validation has one result."""
+        if (task.id, batch) in self._validated_batches:
+            raise Violation(f"batch {batch} is validated twice: {task}")
+        self._validated_batches.add((task.id, batch))
+
+    def on_validated(self, rank: int, task: m.Task, held: frozenset[Batch]) -> None:
         """Check that all ranks validate one average."""
         if self._validated.setdefault(task.id, held) != held:
             raise Violation(f"rank {rank} validates another average than its peers: {task}")

@@ -31,6 +31,7 @@ from coordinator.messages import (
     Send,
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.evaluation.shared_evaluation import SharedEvaluations
 from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.worker_config import WAKE
 from tests.simulation.checks import Checks
@@ -105,6 +106,7 @@ class Simulation:
         average_pending: True while an average is computed.
         origin: The checkpoint from which the run continues, if any.
         saved: The checkpoints that it has made.
+        evaluations: Validations that ranks do together.
         choices: The transports that were chosen.
         num_faults: Collectives that failed.
         unconnected: Groups that could not be connected.
@@ -133,6 +135,7 @@ class Simulation:
         lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
         self.agreement = LockstepAgreement()
+        self.evaluations = SharedEvaluations()
         self.machine = Coordinator(c, None if origin is None else origin.run)
         is_whole = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
         self.per_global = 1 if is_whole else c.world_size
@@ -430,8 +433,16 @@ class Simulation:
             assert isinstance(op, float | int)
             self._at(self.now + op, lambda: self._resume(worker))
 
+    def wake_enders(self) -> None:
+        """Wake the ranks that wait for the parts of others in a validation."""
+        for worker in self.workers:
+            if worker.part is not None and worker.part.may_end:
+                self.wake_at(worker, self.now)
+
     def _die(self, worker: SimWorker, error: Exception | None) -> None:
         self.dead.add(worker.rank)
+        self.evaluations.leave(worker.rank)
+        self.wake_enders()
         if error is not None:
             failed = m.Failed(rank=worker.rank, epoch=0, step=worker.num_steps, error=error)
             self.send_to_coordinator(worker.rank, failed)
@@ -545,6 +556,8 @@ class Simulation:
         self._resume(worker, error=CollectiveTimeout("too long"))
 
     def _abort(self, generation: int | None) -> None:
+        self.evaluations.abort(generation)
+        self.wake_enders()
         if generation is None:
             self._over = True
         else:

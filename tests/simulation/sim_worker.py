@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
@@ -18,6 +18,9 @@ from coordinator import messages as m
 from coordinator.batch_means import BatchMeans
 from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
+from runtime.evaluation.batch_source import BatchSource, SampleRange
+from runtime.evaluation.predict import means_in_order
+from runtime.evaluation.shared_evaluation import EvaluationPart
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -131,6 +134,7 @@ class SimWorker:
         )
         self._deferred: deque[Any] = deque()
         self._calls = False  # the body waits for an evaluation
+        self.part: EvaluationPart | None = None  # of a validation that it ends
         self._too_early = 0  # the last round that cannot answer it
         self._call_draws = random.Random(f"calls of {schedule.seed} on {rank}")
         self._window_draws = random.Random(f"windows of {schedule.seed} on {rank}")
@@ -491,16 +495,13 @@ class SimWorker:
             yield from self._receive(self._deferred.popleft() if self._deferred else (yield GET))
         self._calls = False
 
-    def _answer_calls(self, message: m.AverageWork) -> Steps:
-        if not message.callers:
-            return
+    def _answer_call(self, task: m.Task, round_id: int) -> Steps:
         yield self._sim.schedule.evaluate_s
-        is_answered = self.rank in message.callers and message.round > self._too_early
-        is_answered &= self._calls
+        is_answered = self.rank == task.rank and round_id > self._too_early and self._calls
         if is_answered and self.local:
             raise Violation(f"rank {self.rank} evaluates an average without {self.local}")
         self._calls &= not is_answered
-        self._reporter.send(m.EvaluationsDone(rank=self.rank, answered=is_answered))
+        return () if is_answered else None
 
     def _await_batch(self, size: int, *, answer: bool) -> Steps:
         load_s, ahead = self._sim.load_s(self.rank, size), self._sim.schedule.reads_ahead
@@ -598,12 +599,9 @@ class SimWorker:
                 self._send_snapshot(work)
             case m.Update():
                 yield from self._take_update(work)
-            case m.Evaluate():
-                yield from self._per_epoch(work.epoch, None, work.eval_at)
-            case m.Validate():
-                yield from self._per_epoch(None, None, validate=work.task)
-            case m.CallCheckpointFn():
-                yield from self._per_epoch(None, work.version)
+            case m.RunTasks():
+                live = self.base if self._sim.num_live > 1 else self.base.union(self.local)
+                yield from self._run_tasks(work.tasks, live)
             case m.TakeCheckpoint():
                 self._capture(work.id)
             case m.Halt():
@@ -659,9 +657,10 @@ class SimWorker:
                 )
             )
         if ok:
-            work = message.evaluate, message.checkpoint, message.eval_at, message.validate
-            yield from self._per_epoch(*work, held=self.base)
-            yield from self._answer_calls(message)
+            yield from self._run_tasks(message.tasks, self.base, message.round)
+        else:
+            self._sim.evaluations.drop([t for t in message.tasks if t.rank == self.rank])
+            self._sim.wake_enders()
 
     def _all_reduce(self, round_id: int) -> Steps:
         self._check_samples()
@@ -729,52 +728,80 @@ class SimWorker:
             # live + (average - snapshot)
             self.local = [b for b in self.local if b not in self._snapshot]
             self.base = average.base
-        if self.replica is not None and (message.num_samples > 0 or message.has_calls):
-            self.replica.take(average, wanted=message.has_calls)
+        if self.replica is not None and (message.num_samples > 0 or message.tasks):
+            self.replica.take(average, wanted=bool(message.tasks))
         self._expect("updated")
-        work = message.evaluate, message.checkpoint, message.eval_at, message.validate
-        yield from self._per_epoch(*work, held=self.base)
-        yield from self._answer_calls(message)
+        yield from self._run_tasks(message.tasks, self.base, message.round)
         self._reporter.send(m.SyncAck(rank=self.rank, round=message.round))
 
-    def _per_epoch(
-        self,
-        evaluate: int | None,
-        checkpoint: int | None,
-        eval_at: int | None = None,
-        validate: m.ValidationTask | None = None,
-        *,
-        held: frozenset[Batch] | None = None,
+    def _run_tasks(
+        self, tasks: Sequence[m.Task], held: frozenset[Batch], round_id: int = 0
     ) -> Steps:
-        c = self._sim.schedule.config
-        if held is None:
-            held = self.base if self._sim.num_live > 1 else self.base.union(self.local)
-        if evaluate is not None and c.evaluate:
-            if eval_at is None:
-                self._sim.checks.on_per_epoch(self.rank, "evaluated", evaluate, held)
-            else:
-                self._sim.checks.on_evaluated_within(self.rank, eval_at)
-            batch_s = self._sim.schedule.batch_s(self.rank, self._sim.now)
-            yield self._sim.schedule.evaluate_s + self._sim.schedule.evaluate_batches * batch_s
-            values = (("e", 0.0),)
+        for task in tasks:
+            began = self._sim.now
+            values: tuple[tuple[str, float], ...] | None = ()
+            match task.kind:
+                case m.TaskKind.EVALUATE:
+                    self._check_held(task, "evaluated", held)
+                    batch_s = self._sim.schedule.batch_s(self.rank, self._sim.now)
+                    num_batches = self._sim.schedule.evaluate_batches
+                    yield self._sim.schedule.evaluate_s + num_batches * batch_s
+                    values = (("e", 0.0),)
+                case m.TaskKind.HAND_OVER:
+                    self._check_held(task, "checkpointed", held)
+                case m.TaskKind.VALIDATE:
+                    values = yield from self._validate(task, held, round_id)
+                case m.TaskKind.REQUESTED:
+                    values = yield from self._answer_call(task, round_id)
+            seconds = self._sim.now - began
             self._reporter.send(
-                m.EvalReport(rank=self.rank, epoch=evaluate, eval_at=eval_at, values=values)
+                m.TaskDone(rank=self.rank, task=task, values=values, seconds=seconds)
             )
-        if checkpoint is not None and c.checkpoint_every is not None:
-            self._sim.checks.on_per_epoch(self.rank, "checkpointed", checkpoint - 1, held)
-            self._reporter.send(m.CheckpointDone(rank=self.rank, version=checkpoint))
-        if validate is not None:
-            yield from self._validate(validate, held)
 
-    def _validate(self, task: m.ValidationTask, held: frozenset[Batch]) -> Steps:
-        """Evaluate a task, with a report in the middle."""
-        batches = [batch for span in task.batches for batch in span]
-        self._sim.checks.on_validated(self.rank, task, held)
-        half = len(batches) // 2
-        for part in (batches[:half], batches[half:]) if half else (batches,):
-            seconds = self._sim.step_s(self.rank, 1) * len(part)
-            yield seconds
-            results = tuple(BatchMeans(b, (("at", float(b), 1.0),)) for b in part)
-            self._reporter.send(
-                m.ValidationReport(rank=self.rank, id=task.id, results=results, seconds=seconds)
-            )
+    def _check_held(self, task: m.Task, what: str, held: frozenset[Batch]) -> None:
+        if task.at is None:
+            self._sim.checks.on_per_epoch(self.rank, what, task.epoch, held)
+        else:
+            self._sim.checks.on_evaluated_within(self.rank, task.at)
+
+    def _validate(self, task: m.Task, held: frozenset[Batch], round_id: int) -> Steps:
+        """Evaluate batches that no other rank has taken; the rank of the task is the last."""
+        source = Numbers(self._sim.schedule.config.val_batches)
+        part = self._sim.evaluations.join(task, self.rank, round_id, source)
+        if part is None:
+            return None
+        is_complete = False
+        while not is_complete:
+            while part.may_continue() and (samples := part.take()) is not None:
+                self._sim.checks.on_validated(self.rank, task, held)
+                yield self._sim.step_s(self.rank, 1)
+                self._sim.checks.on_validated_batch(task, samples.batch)
+                means = BatchMeans(samples.batch, (("at", float(samples.batch), 1.0),))
+                part.give(samples, means)
+            self.part = part
+            while not part.may_end and self.rank == task.rank:
+                message = yield GET
+                if not isinstance(message, Wake):
+                    self._deferred.append(message)
+            self.part = None
+            is_complete = part.end()
+            self._sim.wake_enders()
+        if self.rank != task.rank or not part.is_complete:
+            return None
+        return tuple(means_in_order(part.results()).items())
+
+
+class Numbers(BatchSource):
+    """The numbers of the batches of a validation set."""
+
+    num_samples = None
+
+    def __init__(self, num_batches: int) -> None:
+        self._left = deque(range(num_batches))
+
+    def take(self) -> SampleRange | None:
+        """The next batch."""
+        if not self._left:
+            return None
+        batch = self._left.popleft()
+        return SampleRange(batch, batch, batch + 1, lambda start, stop: None)

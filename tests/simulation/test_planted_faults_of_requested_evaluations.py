@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.requested_evaluations import RequestedEvaluations
+from coordinator.average_tasks import AverageTasks
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import simulate
@@ -23,32 +23,39 @@ def test_every_call_is_answered():
         simulate(seed, draw=drawn(calls))
 
 
+class Unseen(set):
+    """Requests that the next round answers, but that force none."""
+
+    def __bool__(self):
+        return False
+
+
 def test_a_request_that_forces_no_round_is_found(monkeypatch):
-    begin = RequestedEvaluations.begin
+    init = AverageTasks.__init__
 
-    def request(self, rank):
-        self.__dict__.setdefault("later", set()).add(rank)
+    def unseen(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.callers = Unseen()
 
-    def answer_later(self, ranks):
-        self.callers |= self.__dict__.pop("later", set())
-        return begin(self, ranks)
-
-    monkeypatch.setattr(RequestedEvaluations, "request", request)
-    monkeypatch.setattr(RequestedEvaluations, "begin", answer_later)
+    monkeypatch.setattr(AverageTasks, "__init__", unseen)
     assert_is_found(STUCK, drawn(calls))
 
 
 def test_a_request_lost_with_its_round_is_found(monkeypatch):
-    monkeypatch.setattr(RequestedEvaluations, "cancel", lambda self, averaged: None)
+    cancel = AverageTasks.cancel
+
+    def losing(self, tasks, averaged):
+        before = set(self.callers)
+        cancel(self, tasks, averaged)
+        self.callers = before
+
+    monkeypatch.setattr(AverageTasks, "cancel", losing)
     assert_is_found(STUCK, drawn(dies))
 
 
 def test_a_wait_for_a_dead_rank_is_found(monkeypatch):
-    monkeypatch.setattr(RequestedEvaluations, "drop", lambda self, rank: None)
-    monkeypatch.setattr(
-        RequestedEvaluations, "waits_for", lambda self, live: bool(self._evaluating)
-    )
-    assert_is_found(STUCK, drawn(dies), first=630)
+    monkeypatch.setattr(AverageTasks, "lose", lambda self, rank: self.callers.discard(rank))
+    assert_is_found(STUCK, drawn(dies))
 
 
 def test_an_average_without_the_steps_before_the_call_is_found(monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from coordinator import messages as m
 from runtime import ApplyPolicy, AverageBackend, Trainer, current_worker, run
 
 # Else every run warns where PyTorch can crash on free-threaded Python, and tests of a run's
@@ -197,3 +198,8 @@ def expect_finite(state):
     if state is not None:
         assert state.reason == "failed"
         assert all(torch.isfinite(t).all() for t in state.params.values())
+
+
+def task(kind, epoch=0, at=None, rank=0, id=1):
+    """A task of a rank on an average."""
+    return m.Task(id=id, kind=kind, epoch=epoch, at=at, rank=rank)

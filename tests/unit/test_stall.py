@@ -14,6 +14,7 @@ import torch
 
 from coordinator import messages as m
 from coordinator import service
+from coordinator.metrics import ReportStats
 from coordinator.run_errors import GpuWorkerError
 from coordinator.stall import NUM_KEPT, MessageLog, StallDetector, thread_stacks
 from runtime import RunStalled
@@ -236,9 +237,9 @@ def test_only_the_last_messages_are_kept():
     log = MessageLog()
     for step in range(100):
         log.sent(0, m.SetGlobalStep(step=step), float(step))
-    log.received(m.EvalReport(rank=0, epoch=7, values=(("value", 0.0),)), 100.0)
+    log.received(m.EpochReport(rank=0, epoch=7, stats=ReportStats()), 100.0)
     lines = log.text(100.0).splitlines()
-    assert lines[1] == "      0.000 s ago  EvalReport, epoch 7"
+    assert lines[1] == "      0.000 s ago  EpochReport, epoch 7"
     ages = [f"{100 - step:9.3f} s ago  SetGlobalStep" for step in range(100 - NUM_KEPT, 100)]
     assert lines[3:] == [f"  {age}" for age in ages]
 
@@ -260,7 +261,7 @@ def with_tensors(tensor):
         m.SyncAck(rank=0, round=7, average=payload, extra={"a": tensor}),
         m.Halted(rank=0, generation=0, step=0, error=failed.error),
         failed,
-    ), (m.Update(round=7, average=payload), m.Evaluate(epoch=0, state=payload))
+    ), (m.Update(round=7, average=payload), m.RunTasks(tasks=(), state=payload))
 
 
 def test_no_message_kept_holds_a_tensor():

@@ -18,9 +18,8 @@ BOUNDARY = ("runtime/device/cuda_api.py", "runtime/device/memory.py")
 """Modules that call CUDA; tests replace them with stand-ins."""
 
 PAUSES = (
-    "runtime/worker/evaluation_calls.py",
-    "runtime/worker/loop_evaluation.py",
-    "runtime/worker/worker_validation.py",
+    "runtime/worker/task_evaluation.py",
+    "runtime/evaluation/shared_evaluation.py",
     "runtime/evaluation/predict.py",
     "runtime/evaluation/validation_data.py",
 )

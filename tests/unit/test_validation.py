@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from coordinator.validator import Validator
 from runtime import (
     CsvLogger,
     EarlyStopping,
@@ -247,23 +246,9 @@ def test_without_lockstep_a_round_is_forced_and_all_ranks_validate_its_average(w
     assert 1 <= len(watch.within) <= 4
 
 
-@pytest.fixture
-def equal_speeds(monkeypatch):
-    """Every rank validates: a rank that has trained slowly so far may have no batch otherwise."""
-    monkeypatch.setattr(Validator, "_divide", divide_equally)
-
-
-def divide_equally(self, batches, speeds):
-    share = -(-len(batches) // len(speeds))
-    return {rank: part for rank in speeds if (part := batches.take(share))}
-
-
 @ways_and_ranks
-def test_a_death_during_a_validation_loses_no_part_of_it(way, ranks, equal_speeds):
-    """The first batch that rank ``ranks - 1`` evaluates kills it.
-
-    The others finish no batch before, or they could validate all of it without that rank.
-    """
+def test_a_death_during_a_validation_loses_no_part_of_it(way, ranks):
+    """The first batch that rank ``ranks - 1`` evaluates kills it; the others wait for that."""
     once, watch = threading.Event(), Watch()
 
     def fn(model, batch):
@@ -285,7 +270,32 @@ def test_a_death_during_a_validation_loses_no_part_of_it(way, ranks, equal_speed
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[3]], ids=lambda way: way[0].name)
-def test_a_death_during_a_validation_within_an_epoch_loses_no_part_of_it(way, equal_speeds):
+def test_a_death_of_the_rank_that_ends_a_validation_begins_it_again(way):
+    """The others drop the batches that they have read ahead for the first one."""
+    once, held, watch = threading.Event(), threading.Event(), Watch()
+
+    def fn(model, batch):
+        if current_worker().rank == 0 and not once.is_set():
+            assert held.wait(WAIT_S)
+            once.set()
+            raise RuntimeError("planted")
+        held.set()
+        assert once.wait(WAIT_S)
+        return {"loss": loss_of(model, batch), "n": 1.0}
+
+    b = run(way, 3, watch=watch).val_dataset(Indexed(), fn=fn).eval_rank(0)
+    b.on_worker_failure("continue").checkpoint_fn(watch.checkpoint)
+    state = b.run().join(WAIT_S)
+    assert [failure.rank for failure in state.failures] == [0]
+    assert [m.num_samples for m in state.metrics] == [96, 96]
+    if way[0] is SYNC:
+        found = [m.scalars["val/loss"] for m in state.metrics]
+        assert found == pytest.approx([plain(watch.states[epoch]) for epoch in range(2)], 1e-12)
+    assert [m.scalars["val/n"] for m in state.metrics] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[3]], ids=lambda way: way[0].name)
+def test_a_death_during_a_validation_within_an_epoch_loses_no_part_of_it(way):
     once, watch = threading.Event(), Watch()
 
     def fn(model, batch):

@@ -372,10 +372,11 @@ def test_the_average_after_a_failure_has_a_time_limit_of_its_own():
 def test_an_epoch_is_published_after_its_evaluation():
     run = Run(num_samples=2, evaluate=True)
     finish_training(run)
-    assert [msg.evaluate for msg in run.to(m.Update)] == [0, None]
+    assert [(rank, t.epoch) for rank, t in tasks_sent(run)] == [(0, 0)]
     assert not any(isinstance(c, PublishEpoch) for c in run.others)
     assert run.to(m.Shutdown) == []
-    run.handle(m.EvalReport(rank=0, epoch=0, values=(("acc", 0.5),)))
+    ((_, task),) = tasks_sent(run)
+    run.handle(m.TaskDone(rank=0, task=task, values=(("acc", 0.5),)))
     (published,) = (c for c in run.others if isinstance(c, PublishEpoch))
     assert published.metrics.scalars["eval/acc"] == 0.5
     assert len(run.to(m.Shutdown)) == 2
@@ -390,14 +391,14 @@ def at_an_evaluation(**settings):
     return run
 
 
+def tasks_sent(run):
+    """The rank and the task of each task that was sent."""
+    messages = [(rank, msg) for rank, msg in run.sent if isinstance(msg, m.RunTasks | m.Update)]
+    return [(rank, task) for rank, msg in messages for task in msg.tasks]
+
+
 def evaluations(run):
-    return [
-        (rank, msg.epoch, msg.eval_at) for rank, msg in run.sent if isinstance(msg, m.Evaluate)
-    ] + [
-        (rank, msg.evaluate, msg.eval_at)
-        for rank, msg in run.sent
-        if isinstance(msg, m.Update) and msg.eval_at is not None
-    ]
+    return [(rank, task.epoch, task.at) for rank, task in tasks_sent(run)]
 
 
 def answer_round(run, ranks):
@@ -422,13 +423,13 @@ def test_an_evaluation_within_an_epoch_is_published_once():
     run = at_an_evaluation()
     answer_round(run, (0, 1))
     values = (("acc", 0.5),)
-    run.handle(
-        m.EvalReport(rank=0, epoch=0, eval_at=3, values=values)
-    )  # of an average that was undone
+    ((_, task),) = tasks_sent(run)
+    undone = replace(task, id=task.id - 1)
+    run.handle(m.TaskDone(rank=0, task=undone, values=values))
     run.end_plan(0), run.end_plan(1)
     assert not any(isinstance(c, PublishSteps) for c in run.others)
     for _ in range(2):
-        run.handle(m.EvalReport(rank=0, epoch=0, eval_at=4, values=values))
+        run.handle(m.TaskDone(rank=0, task=task, values=values))
     (published,) = (c.metrics for c in run.others if isinstance(c, PublishSteps))
     assert (published.step, published.scalars) == (4, {"eval/acc": 0.5})
     run.end_plan(0)

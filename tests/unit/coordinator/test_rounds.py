@@ -22,7 +22,7 @@ LEGAL = {
 
 
 def begin(rnd, state=RoundState.COLLECTING, ranks=(0, 1)):
-    rnd.begin(state, ranks, ranks[0], epoch=None, generation=0, evaluate=None, checkpoint=None)
+    rnd.begin(state, ranks, epoch=None, generation=0)
     return rnd
 
 

@@ -93,7 +93,8 @@ def test_a_failed_round_is_not_progress():
 def test_evaluation_and_checkpoint_calls_are_progress(order):
     run = fresh(world=1, num_samples=1, evaluate=True, checkpoint_every=1)
     run.end_plan(0)
-    done = [m.EvalReport(rank=0, epoch=0, values=()), m.CheckpointDone(rank=0, version=1)]
+    tasks = [t for message in run.to(m.RunTasks) for t in message.tasks]
+    done = [m.TaskDone(rank=0, task=task, values=()) for task in tasks]
     first, second = done[::order]
     assert later(run, first)
     assert run.machine.outcome.metrics == []

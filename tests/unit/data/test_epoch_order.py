@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
-from coordinator.messages import EpochPlan
 from runtime import CheckpointError, predict
 from runtime.data import epoch_index, epoch_order
 from runtime.data.epoch_index import EpochIndex, SampledOrder
@@ -202,7 +201,7 @@ def test_a_long_validation_set_and_a_prediction_of_few_draws_are_not_listed():
     data = ValidationData(OnDemand(), [Device()], batch_size=4)
     assert data.num_batches == HUGE // 4
     loader = data.make_loader(0, None)
-    loader.submit(EpochPlan(epoch=0, batches=(range(HUGE // 4 - 1, HUGE // 4),)))
+    loader.submit(HUGE // 4 - 1)
     assert loader.next()[:, 0].tolist() == [*range(HUGE - 4, HUGE)]
     assert loader.close()
     found = predict(torch.nn.Identity(), over_huge(with_replacement(30, 5, HUGE)), batch_size=4)

@@ -9,7 +9,7 @@ from coordinator import messages as m
 from runtime import NonFiniteError
 from runtime.replica.non_finite import ON_NON_FINITE
 from tests.support.faulty import Single, Spoilt, count_pair, is_finite, pair
-from tests.support.running import WAIT_S
+from tests.support.running import WAIT_S, task
 from tests.unit.worker import test_worker
 from tests.unit.worker.test_worker import BATCH
 
@@ -77,10 +77,10 @@ def test_skip_reads_one_flag_a_step(monkeypatch):
 # -- live weights --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", [m.Evaluate(epoch=0), m.CallCheckpointFn(version=1)], ids=repr)
+@pytest.mark.parametrize("kind", [m.TaskKind.EVALUATE, m.TaskKind.HAND_OVER])
 @pytest.mark.parametrize("mode", ON_NON_FINITE)
-def test_user_functions_are_not_called_with_bad_live_weights(mode, message):
-    seen = []
+def test_user_functions_are_not_called_with_bad_live_weights(mode, kind):
+    seen, message = [], m.RunTasks(tasks=(task(kind),))
 
     def show(*_):
         seen.append(1)
@@ -104,7 +104,8 @@ def test_user_functions_see_the_average_of_a_round_without_samples():
     snapshot = alone.answer()
     alone.steps(1)  # of the next epoch already
     average = average_like(snapshot.payload, 0.0)
-    alone.send(m.Update(round=1, average=average, num_samples=0, evaluate=0))
+    tasks = (task(m.TaskKind.EVALUATE),)
+    alone.send(m.Update(round=1, average=average, num_samples=0, tasks=tasks))
     assert seen == [[0.0, 0.0]]
     assert alone.worker.model.first.tolist() == [1.0, 1.0]
 
@@ -169,8 +170,9 @@ def test_the_average_replaces_a_bad_replica_and_its_later_training():
 def test_the_average_of_a_round_without_a_finite_state_is_not_applied():
     alone = Alone("ignore", Spoilt("loss", (0, 1)))
     snapshot = snapshot_of_a_spoilt_replica(alone)
+    tasks = (task(m.TaskKind.EVALUATE),)
     with pytest.raises(NonFiniteError, match="first"):
-        alone.send(m.Update(round=1, average=snapshot.payload, num_samples=0, evaluate=0))
+        alone.send(m.Update(round=1, average=snapshot.payload, num_samples=0, tasks=tasks))
     assert alone.reports.empty()
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from coordinator.epochs import EpochScheduler
-from coordinator.requested_evaluations import RequestedEvaluations
+from coordinator.average_tasks import AverageTasks
+from coordinator.machine import Coordinator
+from coordinator.messages import Evaluating, EvaluationRequested, TaskKind
 from coordinator.run_finalizer import RunFinalizer
 from runtime import EvaluationFailed, Trainer, WorkerFailed, current_worker
 from runtime.core.errors import CollectiveAborted
-from runtime.worker import loop_evaluation
+from runtime.worker import task_evaluation
 from tests.support.looping import (
     NUM_SAMPLES,
     Marks,
@@ -48,6 +49,19 @@ class Once:
         with self._lock:
             first, self._is_used = of and not self._is_used, self._is_used or of
         return first
+
+
+def observe(monkeypatch, kind, call):
+    """Call ``call`` with each event of a kind that the coordinator has handled."""
+    handle = Coordinator.handle
+
+    def observed(self, event, now):
+        commands = handle(self, event, now)
+        if isinstance(event, kind):
+            call(event)
+        return commands
+
+    monkeypatch.setattr(Coordinator, "handle", observed)
 
 
 @over([*WAYS, (CADENCE, GLOO)])
@@ -102,18 +116,15 @@ def test_every_call_is_answered_if_all_ranks_make_them_at_their_own_steps(way):
 @ways
 def test_calls_that_wait_are_answered_by_one_round(way, monkeypatch):
     requested, rounds = threading.Semaphore(0), []
-    request, begin = RequestedEvaluations.request, RequestedEvaluations.begin
+    begin = AverageTasks.begin
 
-    def releasing(self, rank):
-        request(self, rank)
-        requested.release()
+    def noting(self, epoch, **settings):
+        tasks = begin(self, epoch, **settings)
+        rounds.append([task.rank for task in tasks if task.kind is TaskKind.REQUESTED])
+        return tasks
 
-    def noting(self, ranks):
-        rounds.append(begin(self, ranks))
-        return rounds[-1]
-
-    monkeypatch.setattr(RequestedEvaluations, "request", releasing)
-    monkeypatch.setattr(RequestedEvaluations, "begin", noting)
+    observe(monkeypatch, EvaluationRequested, lambda event: requested.release())
+    monkeypatch.setattr(AverageTasks, "begin", noting)
     has_batch = threading.Barrier(3, timeout=WAIT_S)
     met, found = set(), []
 
@@ -241,15 +252,11 @@ def test_a_data_set_that_cannot_be_read_is_an_error_of_the_caller(way):
 
 
 @ways
-def test_a_death_before_the_round_leaves_the_call_to_the_remaining_ranks(way):
+def test_a_death_before_the_round_leaves_the_call_to_the_remaining_ranks(way, monkeypatch):
     """Rank 1 is in its body, so that the round that rank 0 requests cannot complete with it."""
     has_batch, requested = threading.Barrier(2, timeout=WAIT_S), threading.Event()
     first, found = Once(), []
-
-    class Noting(RequestedEvaluations):
-        def request(self, rank):
-            super().request(rank)
-            requested.set()
+    observe(monkeypatch, EvaluationRequested, lambda event: requested.set())
 
     def loop(worker):
         for batch in worker.batches():
@@ -262,10 +269,7 @@ def test_a_death_before_the_round_leaves_the_call_to_the_remaining_ranks(way):
                 has_batch.wait()
                 found.append(worker.evaluate(HELD_OUT, one))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordinator.run_state.RequestedEvaluations", Noting)
-        run = built(loop, way).on_worker_failure("continue").run()
-    state = run.join(WAIT_S)
+    state = built(loop, way).on_worker_failure("continue").run().join(WAIT_S)
     assert found == [{"n": 1.0}]
     assert marked(state) == [NUM_SAMPLES] * 2
 
@@ -351,7 +355,7 @@ def test_all_ranks_evaluate_in_the_precision_of_the_run(way):
             worker.step(F.mse_loss(worker.model(x.float()).float(), y.float()))
             if first():
                 worker.evaluate(points(37, 2), fn)
-                assert not worker._loop.peers.evaluations._calls
+                assert not worker._loop._evaluation.shared._calls
 
     b = Trainer.loop(
         lambda device: nn.Linear(4, 1).to(device),
@@ -567,15 +571,9 @@ def test_a_call_before_the_step_or_with_gradients_is_refused(way):
 
 @ways
 def test_a_long_evaluation_reports_progress(way, monkeypatch):
-    monkeypatch.setattr(loop_evaluation, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(task_evaluation, "REPORT_INTERVAL_S", 0.0)
     reports, first = [], Once()
-    original = EpochScheduler.on_validated
-
-    def noting(self, event):
-        reports.append(event.rank)
-        original(self, event)
-
-    monkeypatch.setattr(EpochScheduler, "on_validated", noting)
+    observe(monkeypatch, Evaluating, lambda event: reports.append(event.rank))
 
     def loop(worker):
         for batch in worker.batches():
@@ -620,19 +618,3 @@ def test_no_rank_enters_a_round_while_another_evaluates():
     handle = made.anchor(5).run()
     assert marked(handle.join(WAIT_S)) == [size]
     assert len(due) >= 3
-
-
-def test_requests_of_an_abandoned_round_wait_for_the_next():
-    requests = RequestedEvaluations()
-    requests.request(2)
-    requests.request(0)
-    assert requests.begin([0, 1, 2]) == (0, 2)
-    assert not requests.callers
-    requests.on_done(0, answered=True)
-    requests.cancel([0, 1])
-    assert requests.callers == {2}
-    assert requests.waits_for([1])  # it has the average, and evaluates it
-    assert not requests.waits_for([0, 2])
-    requests.drop(2)
-    assert requests.begin([0, 1]) == ()
-    assert not requests.waits_for([0, 1])

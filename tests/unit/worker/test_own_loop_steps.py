@@ -7,6 +7,7 @@ import torch
 
 from runtime import Trainer
 from runtime.worker.meetings import Meetings
+from runtime.worker.task_evaluation import TaskEvaluation
 from tests.support.looping import loop_builder, marked, one
 from tests.support.running import WAIT_S
 from tests.unit.worker.test_own_loop import (
@@ -158,22 +159,21 @@ def test_a_rank_that_has_left_the_epoch_is_not_first(policy):
     assert (0, 0) not in firsts
 
 
-def test_a_rank_without_samples_waits_meetings_ahead_of_one_that_evaluates(monkeypatch):
-    """Rank 1 reads the posts only when rank 2, without samples, waits for the next batch."""
-    follow, wait_for_all, ahead = Meetings.follow, Meetings.wait_for_all, threading.Event()
+def test_a_rank_without_samples_waits_for_an_evaluation_that_others_have_not_begun(monkeypatch):
+    """Rank 1 reads the posts only when rank 2, without samples, waits for the evaluation."""
+    wait, wait_for_all, ahead = TaskEvaluation.wait, Meetings.wait_for_all, threading.Event()
     waits = []
 
-    def following(self, generation, ranks, number, batch):
-        if number == 3:
-            ahead.set()
-        return follow(self, generation, ranks, number, batch)
+    def announced(self, key, num_ranks):
+        ahead.set()
+        wait(self, key, num_ranks)
 
     def waiting(self, generation, ranks, number, batch):
         if threading.current_thread().name == "gpu-worker-1" and number == 1:
             waits.append(ahead.wait(WAIT_S))
         return wait_for_all(self, generation, ranks, number, batch)
 
-    monkeypatch.setattr(Meetings, "follow", following)
+    monkeypatch.setattr(TaskEvaluation, "wait", announced)
     monkeypatch.setattr(Meetings, "wait_for_all", waiting)
     found = []
 

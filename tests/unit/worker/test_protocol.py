@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from coordinator import messages as m
 from runtime.worker.protocol import IllegalTransition, WorkerProtocol, WorkerState
+from tests.support.running import task
 
 EMPTY = m.Payload(params=())
 PLAN = m.EpochPlan(epoch=0, batches=(range(100),))
@@ -109,8 +110,7 @@ def test_a_parked_worker_is_released_by(message):
         m.RequestParams(round=1),
         m.StartEpoch(plan=PLAN),
         m.SetGlobalStep(step=5),
-        m.Evaluate(epoch=0),
-        m.CallCheckpointFn(version=1),
+        m.RunTasks(tasks=(task(m.TaskKind.EVALUATE),)),
         m.Throttle(),
     ],
     ids=lambda message: type(message).__name__,
@@ -288,7 +288,7 @@ messages = st.sampled_from(
         m.RequestParams(round=1),
         m.Update(round=1, average=EMPTY),
         m.SyncNow(round=2),
-        m.Evaluate(epoch=0),
+        m.RunTasks(tasks=(task(m.TaskKind.EVALUATE),)),
     ]
 )
 

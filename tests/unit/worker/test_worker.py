@@ -37,6 +37,7 @@ from tests.support.running import (
     counter,
     numbers,
     plain_sgd,
+    task,
     until,
 )
 
@@ -350,13 +351,13 @@ def test_callbacks_run_inside_the_worker(message):
 
     alone = Alone(eval_fn=callback, checkpoint_fn=callback)
     if message == "evaluate":
-        alone.send(m.Evaluate(epoch=7))
+        alone.send(m.RunTasks(tasks=(task(m.TaskKind.EVALUATE, epoch=7),)))
         alone.worker.handle_control()
-        assert alone.take(m.EvalReport).values == (("good", 1.0),)
+        assert alone.take(m.TaskDone).values == (("good", 1.0),)
         assert seen == [(0, (alone.worker.model, 7))]
         assert alone.worker.model.training
     else:
-        alone.send(m.CallCheckpointFn(version=7))
+        alone.send(m.RunTasks(tasks=(task(m.TaskKind.HAND_OVER, epoch=6),)))
         alone.worker.handle_control()
         assert seen == [(0, (7, alone.worker.model))]
 
@@ -483,7 +484,10 @@ def test_drain_discards_all_messages_until_shutdown():
     alone = Alone()
     alone.send(*(m.SyncNow(round=r) for r in (1, 2, 3)))
     alone.send(
-        m.CallCheckpointFn(version=1), start(range(3)), m.RequestParams(round=4), m.Throttle()
+        m.RunTasks(tasks=(task(m.TaskKind.HAND_OVER),)),
+        start(range(3)),
+        m.RequestParams(round=4),
+        m.Throttle(),
     )
     alone.send(m.Shutdown())
     alone.worker.drain_until_shutdown()
