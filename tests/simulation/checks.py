@@ -49,6 +49,7 @@ class Checks:
         self._dismissed: set[int] = set()
         self._sizes: dict[int, int] = {}  # of the plan being dealt
         self._dealt: dict[int, tuple[tuple[int, int], ...]] = {}  # its pieces
+        self._dealt_at: tuple[int, int, int] | None = None
         self._needed = (0, 0)  # no earlier batch may be dealt again
         self._closed: list[int] = []
         self._done_per_epoch: list[tuple[str, int]] = []
@@ -104,7 +105,7 @@ class Checks:
         if rank in self._dismissed:
             raise Violation(f"a message to rank {rank} after its Shutdown: {message}")
         if isinstance(message, m.StartEpoch) and message.plan.pieces:
-            self._on_pieces(rank, message.plan.pieces)
+            self._on_pieces(rank, message.plan)
         if isinstance(message, m.StartEpoch):
             first = min((b for span in message.plan.batches for b in span), default=None)
             if first is not None and (message.plan.epoch, first) < self._needed:
@@ -121,14 +122,15 @@ class Checks:
         ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
-    def _on_pieces(self, rank: int, pieces: tuple[tuple[int, int], ...]) -> None:
+    def _on_pieces(self, rank: int, plan: m.EpochPlan) -> None:
         """Check the pieces, and the sizes of the first batch, once all ranks have the plan."""
         live = [r.rank for r in self._sim.machine.run_state.live]
-        if rank in self._dealt:  # a later plan; ranks that have left the epoch have no pieces
-            self._sizes, self._dealt = {}, {}
-        start, stop = pieces[0]
+        now = self._sim.machine.run_state.generation, plan.epoch, plan.first_step
+        if now != self._dealt_at:  # ranks that have left the epoch have no pieces
+            self._dealt_at, self._sizes, self._dealt = now, {}, {}
+        start, stop = plan.pieces[0]
         self._sizes[rank] = stop - start
-        self._dealt[rank] = pieces
+        self._dealt[rank] = plan.pieces
         is_split = self._config.policy is ApplyPolicy.SYNC and not self._sim.schedule.memory
         if rank == live[-1] and is_split and self._least > 1:
             for each in zip(*self._dealt.values(), strict=False):
