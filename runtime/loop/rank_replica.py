@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -302,14 +302,10 @@ class GradientReduction:
         total = list(rows[0])
         is_dense = all(g is None or g.layout is torch.strided for row in rows for g in row)
         if is_dense and len(rows) * sum(p.numel() for p in params) > MAX_INLINE_ELEMENTS:
-            pairs = []
-            for row in rows[1:]:
-                pairs.append([(m, g) for m, g in zip(total, row, strict=True) if m is not None])
-                add_rows(
-                    total, [None if m is not None else g for m, g in zip(total, row, strict=True)]
-                )
-            parts = _divided(pairs, len(rows))
+            columns = [[g for g in column if g is not None] for column in zip(*rows, strict=True)]
+            parts = _divided(columns, len(rows))
             self._runner.run([partial(_add, part) for part in parts], "reduce")
+            total = [column[0] if column else None for column in columns]
         else:
             for row in rows[1:]:
                 add_rows(total, row)
@@ -335,41 +331,34 @@ class GradientReduction:
             return found
 
 
-def _divided(
-    additions: Sequence[Sequence[tuple[Tensor, Tensor | None]]], num_parts: int
-) -> list[list[Addition]]:
-    """Additions of each source to its target, divided into parts of similar size."""
-    parts: list[list[Addition]] = [[] for _ in range(num_parts)]
-    for given in additions:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for target, source in given:
-            if source is None:
-                continue
-            if target.numel() <= CHUNK_ELEMENTS or not (
-                target.is_contiguous() and source.is_contiguous()
-            ):
-                pairs.append((target, source))
-            else:
-                chunks = (torch.split(t.view(-1), CHUNK_ELEMENTS) for t in (target, source))
-                pairs += zip(*chunks, strict=True)
-        whole = max(1, sum(target.numel() for target, _ in pairs))
-        lists: list[Addition] = [([], []) for _ in range(num_parts)]
-        done = 0
-        for target, source in pairs:
-            targets, sources = lists[done * num_parts // whole]
-            targets.append(target)
-            sources.append(source)
+def _divided(columns: Sequence[list[Tensor]], num_parts: int) -> list[list[Addition]]:
+    """Additions of each column to its first tensor, divided into parts of similar size.
+
+    The parts run at the same time, so all additions to a target are in one.
+    """
+    parts: list[list[Addition]] = [
+        [([], []) for _ in range(num_parts - 1)] for _ in range(num_parts)
+    ]
+    whole = 1 + sum(column[0].numel() for column in columns if column)
+    done = 0
+    for column in columns:
+        pieces: Iterable[Sequence[Tensor]] = [column] if column else []
+        if column and column[0].numel() > CHUNK_ELEMENTS and all(g.is_contiguous() for g in column):
+            pieces = zip(*(torch.split(g.view(-1), CHUNK_ELEMENTS) for g in column), strict=True)
+        for target, *sources in pieces:
+            part = parts[done * num_parts // whole]
+            for (targets, added), source in zip(part, sources, strict=False):
+                targets.append(target)
+                added.append(source)
             done += target.numel()
-        for part, own in zip(parts, lists, strict=True):
-            if own[0]:
-                part.append(own)
     return parts
 
 
 @torch.no_grad()
 def _add(additions: Sequence[Addition]) -> None:
     for targets, sources in additions:
-        torch._foreach_add_(targets, sources)
+        if targets:
+            torch._foreach_add_(targets, sources)
 
 
 def clip_and_scale_(

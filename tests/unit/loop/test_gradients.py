@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -155,6 +156,41 @@ def test_parameters_used_on_some_replicas_only_or_on_none():
         model.step()
         assert_identical(model)
         assert torch.equal(net.never.weight, before)
+
+
+class Branches(nn.Module):
+    """Each sample of its own class uses a branch; all use the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
+        self.trunk = nn.Sequential(*[nn.Linear(4, 4).double() for _ in range(6)])
+
+    def forward(self, x, branches):
+        for number, branch in enumerate(self.branches):
+            if (branches == number).any():
+                x = torch.where((branches == number)[:, None], branch(x), x)
+        return self.trunk(x)
+
+
+def test_no_two_threads_add_to_one_gradient_where_ranks_use_different_parameters(monkeypatch):
+    threads, add = {}, rank_replica._add
+
+    def noting(additions):
+        for targets, _ in additions:
+            for target in targets:
+                threads.setdefault(target.data_ptr(), set()).add(threading.get_ident())
+        add(additions)
+
+    monkeypatch.setattr(rank_replica, "_add", noting)
+    net, x, used = Branches(), torch.randn(6, 4).double(), torch.tensor([0, 0, 1, 1, 1, 2])
+    alone = copy.deepcopy(net)
+    alone(x, used).square().sum().backward()
+    with on_cpus(net, 3, config=DdpConfig(whole=[])) as model:
+        model(x, used).square().sum().backward()
+        for p, other in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, other.grad)
+    assert all(len(idents) == 1 for idents in threads.values())
 
 
 def test_parameters_may_be_frozen_and_unfrozen_during_training():
