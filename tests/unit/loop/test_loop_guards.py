@@ -179,6 +179,7 @@ WEAK = {
     "in float32": in_float32,
     "number of samples": lambda z: z * (1 + 1e-3 * len(z)),
     "with noise": lambda z: z.softmax(0) + 1e-3 * torch.randn_like(z),
+    "below noise": lambda z: standardized(z) + 0.1 * torch.randn_like(z),
 }
 
 
