@@ -17,8 +17,6 @@ class AverageTasks:
     the rank that ends it dies.
 
     Args:
-        config: Settings.
-        live: The live ranks.
         choose: The rank of a task that begins now; ``within=True``: within an epoch.
         num_trained: Batches trained by all ranks so far.
         oldest: The oldest epoch that is open, if any.
@@ -117,7 +115,6 @@ class AverageTasks:
 
         Args:
             epoch: As for :meth:`due`.
-            requested: Answer the requests as well.
         """
         number, at = self._oldest() or 0, self._num_trained()
         if epoch is None:
@@ -168,7 +165,6 @@ class AverageTasks:
         """The average of these tasks is given up: those without results are due again.
 
         Args:
-            tasks: The tasks.
             averaged: Ranks that have the average, and do the tasks nevertheless.
         """
         for each in [self._open[task.id] for task in tasks if task.id in self._open]:
@@ -184,7 +180,6 @@ class _OpenTask:
     """A task in progress.
 
     Attributes:
-        task: The task.
         ranks: Ranks that have not done their part.
         is_void: Its average was given up, so that its results do not count.
     """

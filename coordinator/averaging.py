@@ -260,7 +260,6 @@ class WeightedMean:
         """Write the mean of one flat tensor.
 
         Args:
-            out: The destination.
             sources: One for each weight.
             measure: Add to the norm and the distances.
             squares: The squared norm of each source, if known: may avoid measuring the mean.

@@ -30,9 +30,7 @@ class BackendChoice:
         reason: Reason for the first one.
 
     Attributes:
-        chosen: The backend in use.
         before: The backend in use before the last decision.
-        reason: Reason for the choice, in a sentence.
         num_faults: Rounds since the last good one that failed because of their backend.
     """
 
@@ -78,7 +76,6 @@ class BackendChoice:
         """Record a completed round.
 
         Args:
-            backend: Its backend.
             cost: Its cost; ``None``: the round did more than averaging and is not measured.
             anchor: Batches between two rounds.
 
@@ -130,12 +127,7 @@ class BackendChoice:
         return self.chosen is not before or was_first
 
     def record_fault(self, backend: AverageBackend, cost: RoundCost) -> None:
-        """Record a round that failed because of its backend.
-
-        Args:
-            backend: Its backend.
-            cost: Its cost.
-        """
+        """Record a round that failed because of its backend."""
         if self._trials and backend is self._trials[0]:
             self._measured.append(cost)
         self.num_faults += 1
@@ -315,10 +307,7 @@ def candidate_backends(
     """The backends that a run may use: several for ``AUTO``, otherwise the requested one.
 
     Args:
-        requested: The backend that the user requested.
-        policy: Averaging policy.
         chosen: The result of :func:`choose_backend`, which becomes the first one.
-        world_size: Number of ranks.
     """
     if requested is not AverageBackend.AUTO or world_size == 1:
         return (chosen,)

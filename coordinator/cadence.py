@@ -471,7 +471,6 @@ class RoundSchedule:
     wake-up can be lost: a round that is due stays due until it starts.
 
     Args:
-        config: Settings of the run.
         elche: Batch counts of the ranks between two rounds.
         has_work: True if a rank has batches assigned.
     """

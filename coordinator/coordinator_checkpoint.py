@@ -42,7 +42,6 @@ class RankCut:
 
     Attributes:
         sums: Its partial sums of each open epoch.
-        totals: Its totals of the run.
         num_reported: Under ``SYNC``, its reported micro-batches of the plan.
     """
 
@@ -71,7 +70,6 @@ def capture_run(
     """The coordinator's state, with settled batches as consumed and all others as open.
 
     Args:
-        run: The state of the run.
         closing: Closed epochs that are not published, and their durations.
         elapsed_s: Time since the last epoch closed.
         cuts: The cut of each surviving rank.
@@ -247,11 +245,7 @@ def check_run(
     """Validate a state of :func:`capture_run`.
 
     Args:
-        state: The deserialized state.
         num_samples: Length of the data set of the checkpoint.
-        batch_size: Samples in a batch.
-        drop_last: The short batch of an epoch was omitted.
-        num_rank_states: Number of rank states in the checkpoint.
 
     Raises:
         ValueError: A field is missing, of the wrong type, out of range or contradicts another

@@ -21,9 +21,6 @@ class DataWaits:
     sooner if another rank trains them.
 
     Deterministic and not thread-safe: no clock, no thread.
-
-    Args:
-        world_size: Number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -38,7 +35,6 @@ class DataWaits:
         """The rank's own lasting wait for a sample, in seconds.
 
         Args:
-            rank: The rank.
             live: The live ranks. 0.0 until each of them is measured, and for a rank that is not
                 one of them.
         """

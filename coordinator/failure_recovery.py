@@ -46,7 +46,6 @@ class FailureRecovery:
         """Remove a dead rank, while others survive.
 
         Args:
-            failure: The rank's failure.
             in_round: The round in progress holds what the rank trained since the last one.
         """
         run = self._run

@@ -38,12 +38,6 @@ class LrFactor:
 
     Deterministic: no clock. The factor changes between two rounds only; it is 1 while rounds are
     sparse.
-
-    Args:
-        config: Settings of the run.
-
-    Attributes:
-        value: The factor of the following rounds.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:

@@ -67,7 +67,6 @@ class EpochPlan:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the plan."""
         return sum(len(span) for span in self.batches)
 
     @property
@@ -95,7 +94,6 @@ class Payload:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors."""
         return (*self.params, *self.buffers, *self.other_buffers)
 
     @property
@@ -148,7 +146,6 @@ class Task:
 
     Attributes:
         id: Counts the tasks of a run, from 1.
-        kind: What is done.
         epoch: The epoch that the average closes, or within which it is made.
         at: Batches of all ranks before it; ``None``: it closes the epoch.
         rank: The rank that does it. Of a shared task, the one that ends it and has its results:
@@ -177,9 +174,7 @@ class AverageWork:
     """A rank's limits after an averaging round, and its tasks on the averaged weights.
 
     Attributes:
-        round: Id of the round.
         budget: Limits after it.
-        tasks: The tasks.
     """
 
     round: int
@@ -203,7 +198,6 @@ class RequestParams:
     """Send a :class:`ParamSnapshot` for this round.
 
     Attributes:
-        round: Id of the round.
         capture: The snapshot must carry the rank's own state.
     """
 
@@ -275,7 +269,6 @@ class Resume:
     """Continue within the budget (by default without limit).
 
     Attributes:
-        budget: The budget.
         alone: No other rank is left, and no round follows.
     """
 
@@ -288,7 +281,6 @@ class RunTasks:
     """Do tasks on the live weights, which hold the average (``SYNC``, one device).
 
     Attributes:
-        tasks: The tasks.
         state: In a cluster, the state to use in place of the live weights; read-only.
     """
 
@@ -387,7 +379,6 @@ class Average:
 
     Attributes:
         round: Id of the round; -1: the final average.
-        ranks: The ranks of the payloads.
         payloads: One for each rank.
         weights: Weight of each: samples, or total weight of its losses.
         squares: Squared norms of the parameter tensors of each; ``None``: not measured.
@@ -432,9 +423,7 @@ class BackendChosen:
     """The backend of the following rounds; see :class:`~coordinator.backend_choice.BackendChoice`.
 
     Attributes:
-        backend: The backend.
         before: The backend before.
-        reason: Reason for the choice, in a sentence.
         failed: The backend before has failed.
     """
 
@@ -465,7 +454,6 @@ class SaveCheckpoint:
         payload: The averaged weights and buffers.
         ranks: The own state of each rank, in order of rank.
         run: The coordinator's state, as plain numbers, lists and dictionaries.
-        epoch: Number of closed epochs.
         global_step: Batches trained by all ranks together.
         scheduled: True if it was due; otherwise it was made for the tickets only.
         within: True if it was made within an epoch.
@@ -494,7 +482,6 @@ class SaveFailed:
     """A checkpoint failed; training continues.
 
     Attributes:
-        error: The cause.
         tickets: The calls of ``save()`` that it fails.
     """
 
@@ -531,7 +518,6 @@ class Ready:
     """The replica is built and holds rank 0's weights.
 
     Attributes:
-        rank: The sender.
         scale_invariant: Names of the optimizers whose steps ignore the scale of the gradient.
         batch_statistics: True if a layer computes statistics of the rank's own samples, which are
             not defined for a single one.
@@ -575,8 +561,6 @@ class SyncAck:
     """A round is complete on this rank. Never counted as a batch.
 
     Attributes:
-        rank: The sender.
-        round: Id of the round.
         divergence: ``||pre - post|| / ||post||`` over the parameters.
         norm: ``||post||``, over a collective.
         sync_s: Time of the round on this rank, without its wait for the others.
@@ -609,8 +593,6 @@ class ParamSnapshot:
     """The rank's state at a step boundary, for averaging on the CPU.
 
     Attributes:
-        rank: The sender.
-        round: Id of the requesting round.
         payload: The state; owned by the message.
         num_samples: Samples trained since the last round.
         num_batches: Batches trained since the last round.
@@ -634,7 +616,6 @@ class ParamSnapshot:
 
     @property
     def round_weight(self) -> float:
-        """The weight in the round."""
         return self.num_samples if self.weight is None else self.weight
 
 
@@ -643,7 +624,6 @@ class FinalSnapshot:
     """The last state of a rank, sent as it leaves.
 
     Attributes:
-        rank: The leaving rank.
         payload: Its state; owned by the message.
         num_samples: Samples since the last averaging of the parameters, or, under ``SYNC``, of the
             buffers.
@@ -673,7 +653,6 @@ class CapturedState:
     """The rank's whole state between two steps, all of which is in the result.
 
     Attributes:
-        rank: The sender.
         id: Id of the :class:`TakeCheckpoint`.
         payload: Weights and buffers; owned by the message. Under ``SYNC`` the parameters
             come from the lowest rank only, since all are equal.
@@ -697,11 +676,8 @@ class TaskDone:
     """The rank has done its part of a task.
 
     Attributes:
-        rank: The sender.
-        task: The task.
         values: Its results, from the rank that ends it; ``None``: from others, or a request that
             the average does not answer.
-        seconds: Time that it took.
     """
 
     rank: int
@@ -772,8 +748,6 @@ class Halted:
     """The rank has left its plan because its collective group is broken (``SYNC``).
 
     Attributes:
-        rank: The sender.
-        generation: The broken group.
         step: Optimizer steps made since the start of the run.
         num_syncs: Number of averagings of its buffers.
         fault: The error, if the transport itself failed.
@@ -808,9 +782,6 @@ class ConnectFailed:
 
     Attributes:
         rank: The sender; every rank of the group may send it.
-        generation: The group.
-        backend: Its backend.
-        error: The error, as text.
     """
 
     rank: int
@@ -848,7 +819,6 @@ class Averaged:
         num_samples: Sum of the weights.
         divergences: ``(rank, ||snapshot - average|| / ||average||)``.
         norm: ``||average||`` over the parameters; ``None``: not measured.
-        compute_s: Time the computation took.
         error: The error, without a result.
         kept: A copy of the result that is not overwritten, if requested.
     """

@@ -173,8 +173,6 @@ class ReportStats:
     """Counts and sums of a rank since its last report.
 
     Attributes:
-        num_batches: Micro-batches trained.
-        num_samples: Samples in them.
         num_skipped: Samples whose effect was dropped because a value was not finite.
         compute_s: Time spent in training steps, waits for data and peers excluded.
         num_timed: Micro-batches covered by ``compute_s``; ``None``: all. Fewer while the times of
@@ -213,7 +211,6 @@ class MachineStats:
     """Another machine's report of an epoch.
 
     Attributes:
-        machine: Its name.
         ranks: Partial sums of each of its ranks; see :meth:`EpochAccumulator.rank_state`.
         num_retrained: Samples trained again after the death of a rank.
     """
@@ -228,9 +225,6 @@ class EpochAccumulator:
 
     Sums are exact and rounded once at the end, so that no bit depends on the order or the
     boundaries of reports.
-
-    Args:
-        world_size: Number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -264,13 +258,10 @@ class EpochAccumulator:
             epoch_s: Its duration in seconds.
             num_samples: Distinct samples trained; the sums here hold repeats as well.
             devices: Device of each rank.
-            num_averagings: Averagings completed in the epoch.
             num_retrained: Samples trained again because a rank died.
             extra_scalars: Additional scalars, such as those of the evaluation.
             divergence: Largest divergence in its rounds; ``None``: not measured.
             param_norm: Norm of the parameters at its end; ``None``: not measured.
-            lr_factor: The automatic factor of the learning rate.
-            machine: The name of this machine in a cluster.
             others: Sums of the other machines, included in all values except those of ranks.
             partial: The run ends within the epoch.
 
@@ -343,7 +334,6 @@ class StepAccumulator:
 
     Args:
         every: Least batches of all ranks in each metrics.
-        world_size: Number of ranks.
         equal: All ranks train equal numbers of batches.
     """
 
@@ -370,10 +360,6 @@ class StepAccumulator:
         """Add a report; returns the metrics that it completes.
 
         Args:
-            rank: The reporting rank.
-            epoch: The rank's epoch.
-            stats: The report.
-            now: The time.
             part: Size of each of its micro-batches, in batches.
         """
         self._now, self._epoch = now, max(epoch, self._epoch)
@@ -543,7 +529,6 @@ class ExactSum:
         return tuple(self._parts)
 
     def value(self) -> RoundedSum:
-        """The sum."""
         if self._special or math.isnan(self._special):
             return RoundedSum(self._special)
         return RoundedSum(math.fsum(self._parts), self._parts if len(self._parts) > 1 else ())

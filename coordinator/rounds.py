@@ -32,7 +32,6 @@ class RoundRunner:
 
     Attributes:
         round: The round in progress, or the last one.
-        transport: Its transport.
         cpu_time: CPU time of the coordinator's thread for rounds.
     """
 
@@ -50,7 +49,6 @@ class RoundRunner:
 
     @property
     def next_transport(self) -> Transport:
-        """The transport of the next round."""
         return self._transports[self._run.backend_choice.next]
 
     def start(

@@ -128,7 +128,6 @@ class RunCheckpointer:
         """Add a rank's part; all training in it has been reported.
 
         Args:
-            rank: The rank.
             extra: Its own state, or an error.
             payload: The average, from the rank that sends it.
         """

@@ -18,7 +18,6 @@ def parse_json(content: str | bytes, **hooks: Any) -> Any:
     """Parse JSON of another process, machine or file, of which no part is nested deeply.
 
     Args:
-        content: The text.
         hooks: Arguments of ``json.loads``.
 
     Raises:
@@ -153,7 +152,6 @@ def record(fields: Mapping[str, Check], *, may: Mapping[str, Check] | None = Non
     """A dictionary with these fields.
 
     Args:
-        fields: Required fields.
         may: Optional fields. Other fields are not checked.
     """
 

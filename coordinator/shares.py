@@ -46,7 +46,6 @@ class Shares:
     Deterministic and not thread-safe: no clock, no thread.
 
     Args:
-        world_size: Number of ranks.
         first: Proportions of the first pieces; ``None``: equal ones.
         fixed: Keep the proportions of the first pieces, whatever is measured.
         min_piece: See the attribute.
@@ -85,7 +84,6 @@ class Shares:
         """Record the mean time of some micro-batches of a rank.
 
         Args:
-            rank: The rank.
             num_samples: Mean number of samples in one of them.
             compute_s: Mean seconds of one of them, with the rank's own lasting waits for data;
                 waits for peers excluded.
@@ -120,7 +118,6 @@ class Shares:
         """Limit the pieces of a rank by its measured memory.
 
         Args:
-            rank: The rank.
             most: Maximum samples, at least 1; ``None``: not measured. Replaces the last one.
         """
         if most is not None and most != self._bounds.get(rank):
@@ -145,7 +142,6 @@ class Shares:
 
         Args:
             total: Samples in one global batch, at least one for each rank.
-            ranks: The participating ranks.
 
         Returns:
             The size of each rank's piece; their sum is ``total``. 0: the rank idles.
@@ -159,7 +155,6 @@ class Shares:
         """Choose the pieces of a short global batch, in the proportions of a whole one.
 
         Args:
-            total: Samples in it.
             sizes: The pieces of its ranks in a whole one.
 
         Returns:
@@ -250,7 +245,6 @@ class Shares:
 
         Args:
             total: Samples, at least one.
-            ranks: The ranks.
             cost: If they cannot all have a piece, those of the least cost are chosen.
             split: Splits samples between ranks, with at least some for each; without limits.
 

@@ -185,7 +185,6 @@ def stall_report(reason: str, state: str, log: MessageLog, now: float) -> str:
     """The report of a stalled run.
 
     Args:
-        reason: The error message.
         state: The coordinator's state; see :func:`describe`.
         log: The last messages.
         now: The present time.

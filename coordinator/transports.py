@@ -23,12 +23,10 @@ class Transport(ABC):
     transport, never on its type.
 
     Args:
-        run: The state of the run.
         saving: Checkpoints that are captured by a round.
         round: The round in progress, reused for the next.
 
     Attributes:
-        first_state: The state in which a round begins.
         waits: Ranks wait for each other inside a round, in a group that a failed round breaks,
             with limits sent at its start.
         timeout_setting: Name of the setting that bounds the time of a reply.

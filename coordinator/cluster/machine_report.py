@@ -49,7 +49,6 @@ class MachineReport:
         done: Batches in the capture, since the machine's last commit.
         kept: Granted batches that are not in the capture and that the machine keeps training.
         weight: Weight of the capture in the mean of the parameters.
-        num_samples: Samples in the capture.
         seconds_per_batch: Time per batch of the whole machine; ``None`` if not measured yet.
         tallies: Metric sums of each open epoch, cumulative since the machine's inner run
             started; opaque to the ledger.

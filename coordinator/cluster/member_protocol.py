@@ -33,7 +33,6 @@ class MemberProtocol:
     """One machine's part in a cluster.
 
     Args:
-        machine: The machine's id.
         ledger: The initial ledger: new, or restored from a checkpoint.
         leave_s: Seconds for which a machine that stops tries to hand over what it has trained,
             longer than a period. A round that has started is always completed.
@@ -41,9 +40,7 @@ class MemberProtocol:
             missed the last commit.
 
     Attributes:
-        machine: The machine's id.
         ledger: The ledger after the last commit. Replaced at each commit, never changed.
-        state: The state of the state machine.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class MemberProtocol:
         """Handle one event and return the commands to execute, in order.
 
         Args:
-            event: The event.
             now: Monotonic time in seconds.
 
         Raises:
@@ -622,7 +618,6 @@ class ApplyRound:
     Attributes:
         grant: Batches to train from now on, in place of the previous grant; those trained since
             the capture are already done.
-        closed: Epochs that closed.
         restart: True if the machine was healed: its inner run restarts from the global
             parameters.
         reduced: True if there was an all-reduce, so that the outer optimizer makes a step.
