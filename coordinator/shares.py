@@ -189,7 +189,7 @@ class Shares:
     ) -> dict[int, int]:
         """Sizes after the first ones, different enough to fit the fixed part of the time."""
         by_speed = self._split(total, list(first), costs)
-        if all(_differ(by_speed[rank], n) for rank, n in first.items()):
+        if all(_differ(by_speed[rank], n) for rank, n in first.items() if n):
             return by_speed
         fastest_first = sorted(first, key=lambda rank: costs[rank][1])
         faster = fastest_first[: len(first) // 2]

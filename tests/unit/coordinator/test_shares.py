@@ -287,6 +287,16 @@ def test_batch_statistics_need_two_samples_on_a_rank_or_none(drawn, total, data)
             shares.observe(rank, n, seconds(costs[rank], n))
 
 
+def test_a_rank_whose_memory_does_not_fit_the_smallest_piece_has_none():
+    shares = Shares(2, min_piece=2)
+    assert shares.sizes(4, (0, 1)) == (2, 2)
+    shares.set_memory_limit(0, 1)
+    for _ in range(5):
+        for rank, n in enumerate(shares.current.values()):
+            shares.observe(rank, n or 1, (n or 1) / 128)
+        assert shares.sizes(4, (0, 1)) == (0, 4)
+
+
 @few_examples
 @given(st.lists(a_cost, min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 60))
 def test_a_split_by_cost_or_sizes_has_parts_of_at_least_the_minimum(costs, least, extra):
