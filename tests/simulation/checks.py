@@ -156,7 +156,10 @@ class Checks:
         return total if total >= self._least * len(live) else None
 
     def _must_rest(self, rank: int) -> None:
-        """Check that an idle rank would delay the step with the smallest piece."""
+        """Check that an idle rank cannot hold the smallest piece, or would delay the step."""
+        memory = self._sim.schedule.memory
+        if memory and memory[rank] < self._least:
+            return
         shares = self._sim.machine.run_state.shares
         assert shares is not None
         sizes = {r: n for r, n in self._sizes.items() if n}
@@ -167,7 +170,7 @@ class Checks:
             best_s = max(seconds(cost, n) for cost, n in zip(costs.values(), best, strict=True))
             now_s = max(seconds(costs[r], n) for r, n in sizes.items())
             # Memory limits, not times, decide here.
-            gains = best_s < 0.96 * now_s and not self._sim.schedule.memory
+            gains = best_s < 0.96 * now_s and not memory
         if gains:
             raise Violation(f"rank {rank} has an empty piece, and the smallest would delay nobody")
 

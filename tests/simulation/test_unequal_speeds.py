@@ -433,3 +433,34 @@ def test_every_sample_counts_once_in_random_schedules_with_slow_data():
     runs = [simulate(seed, draw=draw) for seed in range(50 if SCALE == 1 else 150)]
     waits = [sum(rank.data_wait_s for rank in run.machine.run_state.ranks) for run in runs]
     assert sum(wait_s > 0 for wait_s in waits) > len(waits) // 15
+
+
+def test_a_rank_that_idled_has_its_share_again_after_one_probe_at_its_own_speed():
+    schedule = lockstep_of((1.0, 1.0), num_steps=1200)
+    slow = Pace(start_s=20 * FAST_S, batch_s=100 * FAST_S)
+    again = Pace(start_s=1000 * FAST_S, batch_s=FAST_S)
+    paces = (schedule.paces[0], (*schedule.paces[1], slow, again))
+    sizes = Sizes()
+    Simulation(replace(schedule, paces=paces), hooks=sizes).run()
+    after = [size for now, size in sizes.steps if now > again.start_s]
+    probed = next(i for i, size in enumerate(after) if size)
+    assert set(after[:probed]) == {0}
+    assert after[probed] == 1
+    assert set(after[probed + 20 :]) == {10}
+
+
+def test_a_rank_that_has_lost_the_memory_for_the_smallest_piece_is_not_probed():
+    """A second such piece would end the run."""
+
+    class Loss(Sizes):
+        def before_step(self, worker):
+            super().before_step(worker)
+            if len(self.steps) == 30:
+                worker._sim.schedule = replace(worker._sim.schedule, memory=(20, 1))
+
+    schedule = replace(lockstep_of((1.0, 1.0), num_steps=600), memory=(20, 20))
+    sizes = Loss()
+    run = Simulation(replace(schedule, batch_statistics=True), hooks=sizes).run()
+    assert run.machine.outcome.failure is None
+    assert sizes.steps[20][1] == 10
+    assert {size for _, size in sizes.steps[-500:]} == {0}
