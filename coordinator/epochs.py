@@ -30,7 +30,6 @@ class EpochScheduler:
     """Sends plans, closes epochs once all batches are settled, and publishes their metrics.
 
     Attributes:
-        tasks: What ranks do on averages.
         common: In a cluster, the state of all machines at the end of each closed epoch that is
             not published yet.
         resumed_s: Time since the last epoch closed, before a resume.

@@ -38,8 +38,6 @@ class BatchLedger:
 
     Args:
         num_samples: Length of the data set.
-        batch_size: Samples in a batch.
-        num_epochs: Epochs in the run.
         world_size: Ranks at the start.
         batches_per_epoch: Batches in an epoch, from its first one on; ``None``: all.
         ratios: Fixed share of each rank; ``None``: by measured speed.
@@ -242,7 +240,6 @@ class BatchLedger:
         rest before it could train one more batch; it then starts the next epoch.
 
         Args:
-            rank: The rank.
             shares: Each rank's share of the throughput.
             seconds_per_batch: Measured time of each rank's batches; ``None``: not measured.
             max_chunk: For ranks under a lead limit: maximum size of chunks, which then do not
@@ -369,7 +366,6 @@ class BatchLedger:
         contiguous ranges.
 
         Args:
-            ranks: The participating ranks.
             shares: Each rank's share of the work.
             most: For global batches that are split into pieces: assign one range of at most this
                 many batches, all to the first rank; ``None``: all of them.
@@ -519,7 +515,6 @@ class BatchLedger:
         Args:
             span: Batches, from the start of a global batch.
             per_global: Batches in a global batch; the last one may have fewer.
-            num_slices: Slices of a global batch.
             sizes: The size of each rank's piece in a whole slice; 0: none.
             short: Splits the samples of a short slice in the proportions of these sizes.
             min_piece: Minimum samples of a slice, if the global batch has as many.
@@ -582,7 +577,6 @@ class BatchLedger:
         """Reopen the unsettled batches of a dead rank.
 
         Args:
-            rank: The dead rank.
             shares: Each rank's share of the work from now on; 0 for this one.
             in_round: Include those in the round in progress, whose effect is lost.
         """
@@ -605,7 +599,6 @@ class BatchLedger:
         in a step in progress; it receives no others.
 
         Args:
-            rank: The rank.
             number: The epoch; no effect if it has closed.
             shares: Each rank's share of the work.
         """
@@ -650,8 +643,6 @@ class BatchLedger:
         """After a death in lockstep, settle the first ``made`` batches of a plan, reopen the rest.
 
         Args:
-            rank: The rank of the plan.
-            number: The epoch of the plan.
             spans: Its batches, in order.
             reported: Batches that the rank reported, which are settled.
             made: Batches whose effect is in the surviving replicas.
@@ -703,17 +694,11 @@ class Epoch:
 
     Attributes:
         epoch: Its number, from 0.
-        num_batches: Its batches.
         stats: Sums of the ranks' reports.
-        open: Open batches.
         quotas: Open batches reserved for each rank; ``None``: not reserved.
-        num_settled: Settled batches.
-        num_samples: Samples in them.
         num_retrained: Samples trained again after a death.
-        num_averagings: Averaging rounds in the epoch.
         divergence: Largest divergence of a rank in its rounds; ``None``: not measured.
         norm: Last measured norm of the parameters; ``None``: not measured.
-        notified: Ranks that received a plan of it.
         averaged: A round has made the average that closes it.
         parts: The parts of the ranks before the run was interrupted, or after ``max_steps``.
         granted: In a cluster, batches granted to this machine and not returned.
@@ -772,10 +757,8 @@ class LockstepPlan:
     global batch count once the first rank has reported its last piece of it.
 
     Attributes:
-        epoch: Its epoch.
         parts: The batches of each rank, in order; with pieces, all belong to the first rank.
         first_window: Optimizer steps that every rank had made before it.
-        num_windows: Optimizer steps in it.
         first_step: Batches that all ranks had trained before it.
         pieces: The samples of each micro-batch of each rank; empty: micro-batches are batches.
         counts: With pieces, the batches of each global batch.

@@ -39,23 +39,16 @@ class RunState:
     Its fields are changed by its methods alone.
 
     Attributes:
-        config: Settings.
         alone: True with one live rank, so that nothing is averaged.
         lockstep: True if gradients are averaged in each step (``SYNC``).
         ledger: The batches of the epochs and of each rank.
         elche: Batch counts of the ranks between two rounds.
-        guard: Divergence guard of the cadence.
-        lr_factor: The automatic factor of the learning rate.
         round_schedule: Decides when a round is due, and each rank's limit.
-        backend_choice: Choice of the averaging backend.
         ranks: One record for each rank.
         commands: Commands of the event being handled, in order.
-        outcome: The outcome of the run so far.
-        phase: Phase of the run.
         global_step: Batches trained by all ranks together, up to the last round, in batches of
             the ledger.
         num_averagings: Completed rounds; under lockstep, global steps assigned.
-        num_failed_rounds: Abandoned rounds.
         divergence: Largest divergence of a rank in the last round; ``None``: not measured.
         param_norm: Last measured norm of the parameters.
         generation: Number of the present collective group of ranks.
@@ -67,7 +60,6 @@ class RunState:
         shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
         min_piece: Minimum samples of a piece.
         machine_round: The last round between machines; ``None``: none yet.
-        now: Time of the event being handled.
         loss_sum: Sum of the finite losses reported since the start, each times its weight.
         loss_weight: Sum of these weights.
         spent_s: CPU time of the coordinator's thread up to the event being handled; 0 if not
@@ -572,8 +564,6 @@ class Outcome:
     Attributes:
         payload: The final average; after a failure, of the ranks that left a usable state.
         metrics: One entry for each closed epoch.
-        failure: Cause of the failed run.
-        failures: Deaths that the run survived.
         stopped: True if the run was stopped early.
         reason: The reason for the end of the run; see ``TrainedState.reason``.
         missing: Ranks that did not leave in time after a failure.

@@ -224,7 +224,6 @@ def split_within(
 
     Args:
         total: Samples, at least one for each rank and at most the sum of the limits.
-        ranks: The ranks.
         limits: Maximum samples of a rank; a missing one means no limit.
         split: Splits a number of samples between ranks, without limits.
 
