@@ -14,7 +14,6 @@ class LockstepProgress:
     Attributes:
         step: Optimizer steps since the start of the run. The last ones may still fail, until they
             are confirmed; see :class:`~runtime.worker.step.WorkerSteps`.
-        num_syncs: Number of times the buffers were averaged.
         buffer_samples: Samples of this rank since the last averaging of buffers.
         num_captured: Number of the last checkpoint capture of this rank.
         num_deltas: Number of the last delta applied by this rank.
@@ -138,7 +137,6 @@ class LockstepAgreement:
 
         Args:
             capture: Number of the capture in the run, from 1.
-            step: The step.
         """
         with self._lock:
             if capture > self._capture_at[0]:

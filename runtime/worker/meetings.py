@@ -40,11 +40,7 @@ class Meetings:
         """Post an act at a meeting, without waiting.
 
         Args:
-            generation: The rank's group.
-            ranks: The ranks of the group.
-            rank: The rank.
             number: Number of the meeting, which each rank counts from 0 in each group.
-            post: The act.
 
         Raises:
             ReplicaMismatch: Another rank makes other steps.
@@ -72,11 +68,7 @@ class Meetings:
         """Post the end of a batch, without waiting.
 
         Args:
-            generation: The rank's group.
-            ranks: The ranks of the group.
-            rank: The rank.
             number: Number of the rank's next meeting.
-            made: The steps that it made.
 
         Raises:
             ReplicaMismatch: Another rank makes one more step on this batch.
@@ -227,7 +219,6 @@ class Post:
     """The act of one rank.
 
     Attributes:
-        act: The act.
         batch: Number of the batch: of the step of the plans, since the group was formed.
         made: Optimizers of the rank's steps on this batch, that of the act included.
         num_batches: Batches in the optimizer step.
@@ -268,7 +259,6 @@ class _Group:
         ended: The last batch that each rank has ended.
         ends: The last post of a body on each batch; freed once all ranks have ended it.
         opened: The batches of these at whose end a step over several is in progress on any rank.
-        num_waiting: Ranks that wait.
     """
 
     posts: dict[int, dict[int, Post]] = field(default_factory=dict)

@@ -32,11 +32,7 @@ class MessageHandler:
 
     Args:
         worker: The owner of this handler, the result of ``current_worker()`` in user functions.
-        replica: The worker's replica.
-        protocol: The worker's protocol.
         reporter: Sends the replies.
-        functions: The user's functions.
-        recorder: Records the captures of state.
         flush_weight: Adds weights still on the device to the protocol's.
         evaluation: Evaluates batches together with the other ranks.
         confirm_steps: Waits until no step can fail any more; see :class:`WorkerSteps`.
@@ -239,7 +235,6 @@ class MessageHandler:
 
         Args:
             tasks: The tasks, in the same order on all ranks.
-            round: Id of the round that made the average.
         """
         for task in tasks:
             start = self._clock.now()

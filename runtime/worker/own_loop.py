@@ -56,12 +56,7 @@ class OwnLoop:
 
     Args:
         function: ``loop(worker)``.
-        worker: The worker, which passes itself.
-        config: Its settings.
-        steps: Makes the steps.
-        replica: The replica.
         protocol: Counts the batches.
-        timer: Timer of the steps.
         meter: Counts them for reports.
         evaluation: Evaluates data sets together with the other ranks.
         peers: Shared by all workers of the run.
@@ -999,14 +994,12 @@ class LoopPeers:
     """Shared by the workers of a run with an own loop. Thread-safe.
 
     Args:
-        num_ranks: Number of ranks.
         timeout_s: Longest wait for a rank at a step, in seconds.
         save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
         is_member: True if the run is one machine's part of a cluster.
 
     Attributes:
         meetings: Agreement of ranks in lockstep on the steps of their bodies.
-        is_member: As the argument.
     """
 
     def __init__(

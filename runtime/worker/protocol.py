@@ -61,8 +61,6 @@ class WorkerProtocol:
     """State of one worker between messages and steps.
 
     Attributes:
-        rank: The worker's rank.
-        state: Its state.
         plans: Plans received and not begun, in order.
         plan: The plan in progress.
         batches: Batches trained since the last round.
@@ -71,7 +69,6 @@ class WorkerProtocol:
             round.
         unreported: Batches trained since the last report.
         global_step: Batches of all ranks up to the last round.
-        generation: Generation of the group of ranks in collectives.
         alone: No other rank is left, and no round follows.
         lr_factor: Factor of the learning rate of scale-invariant optimizers.
         shutdown: The ``Shutdown`` message, once received.
@@ -250,8 +247,6 @@ class WorkerProtocol:
         """Count a step.
 
         Args:
-            batches: Its micro-batches.
-            samples: Samples in them.
             weight: The weight of their losses; ``None``: the samples.
         """
         self.batches += batches

@@ -317,7 +317,6 @@ class RunRecorder:
 
     Args:
         timeline: The timeline; ``None``: only the seconds by cause are kept.
-        world_size: Number of ranks.
 
     Attributes:
         lanes: The lane of each rank; empty before :meth:`begin`.
@@ -344,9 +343,7 @@ class RunRecorder:
         """Begin the recording, before the run's threads start.
 
         Args:
-            facts: Facts of the run.
             devices: The device of each rank.
-            machine: The coordinator.
             service: The service that reports the coordinator's events to the timeline.
         """
         ranks = range(self._world_size)

@@ -73,29 +73,20 @@ class WorkerReplica:
     """Builds and owns the replica of one worker. In the worker's thread.
 
     Args:
-        config: The worker's settings.
-        functions: The user's functions.
-        context: The device.
         collective: Under ``SYNC`` reduces gradients, otherwise averages parameters.
         order: The build order, shared by all workers of a run.
         generator: The worker's random generator, part of its checkpoint.
         progress: The worker's progress, set from a checkpoint.
-        lockstep: The rank's progress in a lockstep run.
-        timer: Timer of the steps.
         meter: Counts the steps and has their losses.
         log: Receives the losses of each batch.
-        recorder: Records checkpoints and averages.
         resume: The state of an earlier run, which this run continues.
 
     Attributes:
         model: The model, in the modes that the user has set.
-        optimizer: Its optimizer.
         state: The averaged parameters and buffers, in flat tensors.
-        schedule: The learning rates.
         rates: Scales learning rates during steps; ``None``: they are not scaled.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         ema: Moving average of the parameters; ``None``: there is none.
-        stepper: Makes the steps.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
         averager: Averages the replica with its peers.
@@ -625,7 +616,6 @@ class RunPeers:
     """Objects shared by the workers of a run in which ranks may die.
 
     Attributes:
-        groups: The collectives of the remaining ranks.
         replicas: The replica of each rank, once its worker is built. A rank reads another's state
             only while that waits for it in the first barrier of a new group.
     """

@@ -20,8 +20,6 @@ class Reporter:
 
     Args:
         protocol: Has the counts, and determines when a report is due.
-        outbox: The coordinator's inbox.
-        clock: The clock.
         interval_s: Longest time between two reports.
         meter: Counts the batches; ``None``: a new one.
 
@@ -57,7 +55,6 @@ class Reporter:
         content.
 
         Args:
-            message: The message.
             arrival: The pending copy; ``None``: send at once.
         """
         if arrival is None and not self.held:
@@ -115,7 +112,6 @@ class Reporter:
         """Report that the worker has left an epoch.
 
         Args:
-            epoch: The epoch.
             dropped: Plans of it, or of earlier ones, that it has not begun.
         """
         stats, rank = self._take(wait=True), self._protocol.rank
@@ -134,7 +130,6 @@ class Reporter:
         """Report a completed plan, with all training not reported yet.
 
         Args:
-            epoch: Its epoch.
             norm: Norm of the parameters; ``None``: not reported.
             wait: Wait for the losses and times of its last steps, which may be the last report.
             open_epoch: See :class:`~coordinator.messages.EpochReport`.

@@ -40,11 +40,7 @@ class TaskEvaluation:
     """Evaluates batches with the weights of the replica, in the precision of the run.
 
     Args:
-        replica: The replica.
-        config: The worker's settings.
-        functions: The user's functions.
         send: Sends a message to the coordinator.
-        shared: The evaluations that ranks share.
         data: The validation set; ``None``: there is none.
     """
 
@@ -194,7 +190,6 @@ class TaskEvaluation:
         Args:
             key: As for :meth:`SharedEvaluations.meet`.
             num_ranks: Likewise.
-            dataset: The data set.
             fn: ``f(model, batch)``.
 
         Raises:
