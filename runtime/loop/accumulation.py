@@ -20,7 +20,6 @@ class AccumulationSchedule:
     """Number of batches of each device between two reductions: ElChe's, or one.
 
     Args:
-        world_size: Number of devices.
         el_che: Chooses the counts; ``None``: one batch per device.
         spans_steps: See the attribute.
 

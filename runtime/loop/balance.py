@@ -67,7 +67,6 @@ class Balancer:
         """Record a device's measurement.
 
         Args:
-            rank: The device's rank.
             num_samples: Number of samples; 0: the time is added to that of the next samples.
             compute_s: Their compute time in seconds.
         """

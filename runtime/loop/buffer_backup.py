@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 
 class BufferBackup:
-    """The buffers of a model before a batch, which are restored if the batch makes no step.
-
-    Args:
-        model: The model.
-    """
+    """The buffers of a model before a batch, which are restored if the batch makes no step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -26,7 +22,6 @@ class BufferBackup:
         return self._saved is not None
 
     def save(self) -> None:
-        """Save all buffers."""
         self._saved = [SavedBuffer(*slot, slot[2].detach().clone()) for slot in _slots(self._model)]
 
     @torch.no_grad()
@@ -48,9 +43,6 @@ class SavedBuffer(NamedTuple):
     """A saved buffer.
 
     Attributes:
-        slots: The dictionary that holds it.
-        key: Its name there.
-        tensor: The buffer.
         content: A copy of its content.
     """
 

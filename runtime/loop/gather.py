@@ -31,10 +31,7 @@ class OutputGather:
     """The gathered output of one forward pass over all replicas, and its backward.
 
     Args:
-        scatter: The inputs.
         shards: The replicas' outputs, in order of samples.
-        device: The device of the gathered output.
-        backward: Runs the shards' backward.
         params: The parameters whose gradients ``backward`` returns.
 
     Attributes:
@@ -113,7 +110,6 @@ class OutputGather:
             grads: Each output's gradient.
             wanted: The parameters that get one; ``None``: all, and every other leaf of the
                 shards' graphs.
-            retain_graph: Keep the shards' graphs.
         """
         if any(shard.outputs is None for shard in self._shards):
             raise RuntimeError(
@@ -198,8 +194,6 @@ class GatheredTensor:
 
     Args:
         parts: Each shard's part.
-        shards: The shards.
-        device: The device of the combined tensor.
         batch_dim: The dimension that counts the samples, in parts that have it.
         is_weight: True if the parts are the shards' weights.
 
@@ -342,10 +336,8 @@ class ShardOutput:
     """One replica's output of one call, with its autograd graph.
 
     Attributes:
-        rank: The replica's rank.
         start: First sample.
         stop: One past the last sample.
-        spec: The nested structure of the output.
         outputs: The output's tensors; ``None`` once the graph was freed.
         inputs: The shard's inputs; ``None`` once the graph was freed.
         weight: The count that scalar losses are means over; ``None``: unknown.
@@ -382,7 +374,6 @@ class ShardOutput:
             grads: Each output's gradient, on the replica's device.
             wanted: The parameters that get a gradient; ``None``: all.
             first_leaves: Rank 0's leaves, which hooks of other ranks may use.
-            retain_graph: Keep the graph.
 
         Returns:
             The gradient of each tensor of the shard's input; ``None`` if not required.

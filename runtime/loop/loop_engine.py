@@ -85,7 +85,6 @@ class DirectSteps:
     that does not initialise its base class has no hooks, and is not observed.
 
     Args:
-        model: The model.
         optimizer: Its optimizer; it may outlive the engine.
         before: A method of the engine, called before such a step; may refuse it.
         after: A method of the engine, called after it.

@@ -28,9 +28,6 @@ class LoopRecorder:
 
     Args:
         timeline: The timeline; ``None``: nothing is recorded.
-
-    Attributes:
-        step: Number of optimizer steps so far.
     """
 
     def __init__(self, timeline: Timeline | None) -> None:

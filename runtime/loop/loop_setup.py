@@ -61,9 +61,7 @@ def set_up(
 
     Args:
         model_or_factory: A module, an object with a ``.module``, or a factory of either.
-        optim_factory: Makes the optimizer.
         devices: One per replica; ``None``: every visible CUDA device, else one CPU.
-        config: The settings.
         use_el_che: True if ElChe is enabled; ``None``: with GPUs of different models.
         param_groups: ``f(model)`` returns the groups for ``optim_factory``; ``None``: it
             receives the trainable parameters.

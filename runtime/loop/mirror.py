@@ -89,7 +89,6 @@ class ModelMirror:
 
     Attributes:
         models: Each rank's model; rank 0's is the user's.
-        params: The model's parameters, frozen ones too.
         leaves: Each rank's leaves, in order of ``params``.
         shares_memory: True if the leaves share the parameters' memory.
 
@@ -154,9 +153,6 @@ class ModelMirror:
     def adopt_forward(self, ranks: Sequence[int]) -> None:
         """Like :meth:`adopt`, after a forward pass; also takes over its assignments to ``.data`` of
         parameters, which each rank computed alike.
-
-        Args:
-            ranks: Those that had samples.
 
         Raises:
             RuntimeError: The ranks have changed a parameter in memory that they share.
@@ -431,14 +427,9 @@ class Structure:
     buffers, submodules and hooks), and in the lists, dictionaries, sets and plain objects among
     the attributes.
 
-    Args:
-        model: The model.
-
     Attributes:
         params: Parameters, and other leaves that require a gradient.
         tensors: All other tensors.
-        functions: Functions and hooks.
-        dicts: All dictionaries of attributes and items.
         owners: The module, object or dictionary that each of them belongs to.
     """
 
@@ -564,8 +555,6 @@ class SlotSwap:
     """Replaces parameters by leaves wherever a model refers to them, and back.
 
     Args:
-        structure: Structure of the model.
-        params: The model's parameters.
         leaves: The leaf of each.
     """
 
@@ -810,7 +799,6 @@ def copy_tensors(
 
     Args:
         tensors: The originals; a tensor with a graph is copied without it.
-        device: The device.
         homes: Memory that replaces storages of parameters; not copied.
 
     Returns:

@@ -37,11 +37,7 @@ class SingleDeviceEngine:
     """One model on one device, in the caller's thread and on its streams.
 
     Args:
-        model: On the device.
-        device: The model's device.
-        optimizer: The model's optimizer.
         max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
-        recorder: Records the work on a timeline.
 
     Attributes:
         devices, model, models, optimizer, rate: See :class:`LoopEngine`.

@@ -28,9 +28,6 @@ class PendingGradients:
     held here, by parameter. Stashed steps are earlier ones that share a reduction. Each call takes
     the model's parameters, which the user may replace.
 
-    Args:
-        num_ranks: Number of ranks.
-
     Attributes:
         source: Origin of the gradients since the last step.
         weights: For each rank, the weights of the losses of ``accumulate`` since the last step;
@@ -76,7 +73,6 @@ class PendingGradients:
         """Add the gradients of all ranks but rank 0 to those that they hold.
 
         Args:
-            params: The parameters.
             rows: One per rank; may be overwritten.
 
         Raises:
@@ -107,7 +103,6 @@ class PendingGradients:
         """Add the gradients of the step in progress to those of stashed steps.
 
         Args:
-            params: The parameters.
             weight: The weight of the step; ``None``: one of several equal ones.
         """
         for stashed, row in zip(self._stashed, self.take(params), strict=True):

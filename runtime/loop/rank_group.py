@@ -32,7 +32,6 @@ class RankGroup:
     Attributes:
         runner: Runs tasks in the ranks' threads.
         mirror: The model and its copies.
-        optimizer: The model's optimizer.
         replicas: In order of rank.
         reduction: Sums the ranks' gradients.
     """
@@ -65,11 +64,8 @@ class RankGroup:
 
         Args:
             devices: One per rank; a device may be listed more than once.
-            backend: Transport of gradients, resolved.
-            recorder: Records the work on a timeline.
             make_first: Makes the model that is trained; called in rank 0's thread.
             make: Makes a further model, see :class:`ModelMirror`.
-            new_optimizer: Makes its optimizer.
             timeout_remedy: The caller's means against the timeout of a reduction.
             loss_weight: See :class:`~gpuworker.DdpConfig`.
             name: As for :class:`Runner`.

@@ -63,15 +63,12 @@ class RankReplica:
     """One rank's passes. Used in the rank's thread, inside ``context.activate()``.
 
     Args:
-        rank: The rank.
-        context: The rank's device context.
         mirror: The model and its copies.
         loss_weight: See :class:`~gpuworker.DdpConfig`.
 
     Attributes:
         sample_timer: Times forward and backward per sample.
         batch_timer: Times batches of :meth:`accumulate`.
-        sync_timer: Times reductions.
         exchange_span_s: Start and end of the last reduction, on the host.
     """
 
@@ -176,8 +173,6 @@ class RankReplica:
         """Sum the gradients of all ranks by a collective.
 
         Args:
-            collective: This rank's collective.
-            row: This rank's gradients.
             has_grad: True if any rank has one, for each parameter.
             names: Name of each parameter.
         """
@@ -254,7 +249,6 @@ class GradientReduction:
         mirror: The model and its copies.
         replicas: In order of rank.
         runner: Runs tasks in the ranks' threads.
-        recorder: Records reductions on a timeline.
     """
 
     def __init__(
@@ -274,7 +268,6 @@ class GradientReduction:
 
         Args:
             rows: One per rank; may be overwritten.
-            params: The parameters.
         """
         has_grad = [any(g is not None for g in column) for column in zip(*rows, strict=True)]
         if not any(has_grad) or len(rows) == 1:
@@ -470,9 +463,6 @@ class FollowingOptimizer(torch.optim.Optimizer):
     There is one model, trained by the first optimizer. This one has its parameters, state and
     settings; stepping it has no effect, and changes of its settings last until
     :meth:`follow`.
-
-    Args:
-        first: The model's optimizer.
     """
 
     def __init__(self, first: torch.optim.Optimizer) -> None:

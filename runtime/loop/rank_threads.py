@@ -245,7 +245,6 @@ class TaskOutcome:
     """The result of one rank's task.
 
     Attributes:
-        value: The returned value.
         error: The raised exception.
         start_s: Start, by ``time.monotonic()``.
         end_s: End, by the same clock.
@@ -265,7 +264,6 @@ class Job:
 
     Attributes:
         outcomes: One per rank; complete once :meth:`wait` returns ``True``.
-        ranks: The ranks that have a task.
         is_posted: True if a rank may have received the job.
     """
 

@@ -52,8 +52,6 @@ class Runner:
 
     Args:
         devices: One per rank; a device may be listed more than once.
-        group: The ranks' process group.
-        recorder: Records tasks on a timeline.
         sync: Orders the ranks' streams and the caller's; ``None``: by events.
         name: Prefix of the threads' names; ``None``: ``replica-<number of the loop>``.
         waits_on_interrupt: True if an interrupted call waits for tasks that were posted.
@@ -166,7 +164,6 @@ class Runner:
 
         Args:
             tasks: One per rank; ``None``: no task.
-            operation: Name of the tasks in errors and on the timeline.
             tensors: The caller's tensors that the tasks read; their streams are waited for.
             changes: True if a failed task leaves the replicas permanently different.
 
@@ -292,7 +289,6 @@ def raise_replica_failure(
     Args:
         outcomes: One per rank.
         devices: One per rank.
-        operation: Name of the tasks.
 
     Raises:
         ReplicaFailed: With the rank and the original exception as its cause.

@@ -47,14 +47,9 @@ class Scatter:
 
     Args:
         args: Positional inputs.
-        kwargs: Keyword inputs.
-        rules: Rules for cutting them.
-        model: The model, for the names of its inputs.
 
     Attributes:
         tensors: All tensors of the inputs, in order.
-        object_tensors: Tensors in objects that their class cuts.
-        num_samples: Size of the batch.
 
     Raises:
         TypeError: An input cannot be split.
@@ -288,7 +283,6 @@ class Scatter:
         Args:
             start: First sample.
             stop: One past the last sample.
-            device: The device.
             copies: Copy on the device of the inputs, too.
             dtype: Dtype of floating-point tensors; ``None``: their own.
         """
@@ -419,7 +413,6 @@ class Scatter:
         """The gradient of an input from the gradients of its shards.
 
         Args:
-            index: Index into :attr:`tensors`.
             parts: The shards' gradients; ``None`` for a shard without one.
             ranges: Each shard's samples.
         """
@@ -549,7 +542,6 @@ class EntryList:
 
     Args:
         key: Name of its input, and its number among the lists there.
-        spec: The list.
         first: Index of the first tensor inside.
     """
 
@@ -576,8 +568,6 @@ class HeldObject(NamedTuple):
     """An object in the inputs that holds tensors.
 
     Attributes:
-        name: Name of its input.
-        spec: The object, as a constant.
         parts: Tensors and objects with ``.to()`` among its items or attributes.
     """
 
@@ -600,7 +590,6 @@ class ShardInput(NamedTuple):
 
     Attributes:
         args: Positional inputs.
-        kwargs: Keyword inputs.
         leaves: For each input tensor the leaf that accumulates its gradient, or ``None``.
         parts: For each input tensor the shard's part, ``None`` if it has none.
         versions: The version counter of each part before the forward pass.
@@ -637,7 +626,6 @@ def to_replica(value: Any, device: torch.device) -> Any:
 
     Args:
         value: Any value; tensors may be in nested lists, tuples and dicts.
-        device: The device.
 
     Raises:
         ValueError: A tensor requires a gradient.

@@ -21,7 +21,6 @@ class ShardLoss(NamedTuple):
         second: The second value of a tuple of two, to be classified together with those of the
             other replicas.
         weight: The count that the loss is a mean over; ``None``: the samples.
-        correct: Number of right samples.
     """
 
     loss: float = 0.0

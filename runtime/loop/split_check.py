@@ -108,7 +108,6 @@ def check_split(
     Args:
         new_trial: Makes a copy of the model; ``None`` if it cannot.
         scatter: The inputs of a call.
-        rules: Rules for cutting them.
         device: The copy's device.
         may_convert: True if copies have parameters of their own, and may be converted to float64.
 
@@ -404,8 +403,6 @@ def fails_in_pieces(
 
     Args:
         trial: The copy.
-        scatter: The inputs.
-        rules: Rules for cutting them.
         device: The copy's device.
         modes: The caller's modes.
         sizes: Samples of each piece.

@@ -98,12 +98,8 @@ class ThreadedEngine:
     Calls are serialized. Autograd calls ``backward`` in a thread of its choice.
 
     Args:
-        ranks: The model, its optimizer and its ranks.
-        balancer: Divides batches among devices.
         accumulation: Number of batches of each rank between two reductions.
-        recorder: Records the work on a timeline.
         max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
-        rules: Rules for cutting inputs.
 
     Attributes:
         devices, models, optimizer, rate: See :class:`LoopEngine`.
@@ -346,7 +342,6 @@ class ThreadedEngine:
 
         Args:
             rows: One per rank; overwritten.
-            params: The parameters.
             into_grads: True if they are added to the parameters' gradients; others (of
                 ``torch.autograd.grad``) are summed at once and alone.
 
