@@ -77,12 +77,8 @@ class RunSettings:
     or by the builder's method of the same name.
 
     Attributes:
-        functions: The user's functions.
         coordinator: Settings of the coordinator; a size or length of 0 is not set.
-        worker: Settings of every worker.
-        data: Settings of the data path.
         requested_devices: ``None``: every visible CUDA device, else one CPU.
-        requested_backend: The requested transport.
         requested_balance: ``None``: if devices differ.
         requested_bucket_mb: ``None``: default; 0: reduce gradients after the backward pass.
         anchor: ``None``: default, within its limits.
@@ -266,9 +262,7 @@ class RunSettings:
         Args:
             devices: The device of each rank.
             num_samples: Length of the data set.
-            backend: The resolved transport.
             grace_s: Seconds that workers have to exit after a failure.
-            backend_reason: The reason for this transport.
         """
         c = self.coordinator
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))

@@ -34,12 +34,9 @@ class ReplicatedParameters:
     collective call.
 
     Args:
-        found: The module's parameters.
         world: All ranks; they start with rank 0's values.
 
     Attributes:
-        names: Names of the parameters.
-        shards: The parameters.
         generation: Always 0: full values are never replaced.
         is_unsharded: Always ``False``: there is nothing to free.
         needs_all_gather: Always ``False``.
@@ -81,7 +78,6 @@ class ReplicatedParameters:
         return bool(self._trainable)
 
     def shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter."""
         return parameter
 
     def check(self) -> None:
@@ -213,7 +209,6 @@ class ReplicatedParameters:
         return gradients
 
     def gradients(self) -> list[Tensor]:
-        """The gradients."""
         return [p.grad for p in self._trainable if p.grad is not None]
 
     def drop_gradients(self) -> None:
@@ -225,7 +220,6 @@ class ReplicatedParameters:
             yield index, parameter.detach()
 
     def shape_of(self, index: int) -> torch.Size:
-        """Shape of a parameter."""
         return self.shards[index].size()
 
     def shard_facts(self) -> None:

@@ -53,16 +53,12 @@ class GradientReducer:
     gradient are sent at the end of the step, with the flags.
 
     Args:
-        params: The replica's parameters.
-        collective: The collective of the ranks.
-        finite_check: Checks the reduced gradients.
         comm: The context for collectives, see :meth:`Device.comm`.
         bucket_bytes: Approximate size of a bucket; ``None``: a single exchange after backward.
         timer: Timer of the steps; waits within the backward pass are excluded.
         sums: Return the sum over all samples in place of their mean.
 
     Attributes:
-        collective: The collective of the ranks.
         packed: The result of the last :meth:`pack`.
         skip_flag: On the device, 1 if the optimizer must skip the step, else 0; of the last
             exchange with ``host_runs_ahead``.
@@ -187,7 +183,6 @@ class GradientReducer:
         """Send buckets during the backward pass that follows, the last one of the step.
 
         Args:
-            num_samples: Samples of this rank's gradients.
             weight: The weight of the step; ``None``: its samples.
         """
         if self._bucket_bytes is None:
@@ -284,7 +279,6 @@ class GradientReducer:
 
         Args:
             num_samples: Samples of this rank's gradients; 0: it only receives.
-            losses: The losses of the step.
             weight: The weight of the step; ``None``: its samples.
         """
         if not self._has_order:
@@ -432,7 +426,6 @@ class GradientReducer:
         Args:
             total: Samples of all ranks.
             num_weighed: Samples of the ranks whose loss has a weight.
-            num_samples: Samples of this rank.
         """
         if self._store.weight_apart and not self.collective.host_runs_ahead:
             with self._comm():
@@ -517,7 +510,6 @@ class _Bucket:
 
     Attributes:
         params: Indices of their parameters, none of them in another bucket.
-        flat: Their flat tensor.
         is_open: True if flags follow them, which are complete at the end of the step.
         missing: Number of gradients that the backward pass has not computed yet.
         sent: True if the bucket was sent.
