@@ -162,12 +162,17 @@ class AverageTasks:
             self._remove(each, rank)
 
     def cancel(self, tasks: Sequence[Task], averaged: Collection[int]) -> None:
-        """The average of these tasks is given up: those without results are due again.
+        """The average of these tasks is given up: they are due again, with or without results.
 
         Args:
             averaged: Ranks that have the average, and do the tasks nevertheless.
         """
-        for each in [self._open[task.id] for task in tasks if task.id in self._open]:
+        for task in tasks:
+            if task.at is None and task.epoch in self._results:
+                self._results[task.epoch].pop(task.kind, None)
+            each = self._open.get(task.id)
+            if each is None:
+                continue
             each.is_void = True
             if each.task.kind is TaskKind.REQUESTED and each.task.rank in each.ranks:
                 self.callers.add(each.task.rank)

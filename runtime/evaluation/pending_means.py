@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coordinator.batch_means import BatchMeans
 from runtime.core.errors import EvaluationFailed
 from runtime.core.loss_weights import Weight, Weighted, check_weight, split_loss
 from runtime.core.rng import thread_generator
+from runtime.evaluation.batch_means import BatchMeans
 
 EvaluationFn = Callable[[Any, Any], Any]
 _REMEDY = "return a dict of means over the batch, such as {'loss': loss}, or (dict, weight)"

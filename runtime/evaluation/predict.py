@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from coordinator.batch_means import BatchMeans, weighted_means
 from runtime.data.dataset import empty_text
+from runtime.evaluation.batch_means import BatchMeans, weighted_means
 from runtime.evaluation.batch_source import SampleRange, open_source
 from runtime.evaluation.device_pool import DevicePool
 from runtime.evaluation.output_collector import OutputCollector

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from coordinator.batch_means import BatchMeans
 from coordinator.messages import Task, TaskKind
 from runtime.core.errors import CollectiveAborted
+from runtime.evaluation.batch_means import BatchMeans
 from runtime.evaluation.batch_source import BatchSource, SampleRange
 from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, read_means
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from coordinator import messages as m
-from coordinator.batch_means import BatchMeans
 from coordinator.config import ApplyPolicy
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
+from runtime.evaluation.batch_means import BatchMeans
 from runtime.evaluation.batch_source import BatchSource, SampleRange
 from runtime.evaluation.predict import means_in_order
 from runtime.evaluation.shared_evaluation import EvaluationPart

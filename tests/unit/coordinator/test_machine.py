@@ -439,6 +439,27 @@ def test_an_evaluation_within_an_epoch_is_published_once():
     assert evaluations(run) == [(0, 0, 4), (0, 0, 8)]
 
 
+def test_results_of_an_average_that_is_given_up_do_not_count():
+    """Rank 0 has it, and has done its tasks when rank 1 reports that it has not."""
+    run = Run(backend=THREAD, num_samples=2, evaluate=True, checkpoint_every=1, val_batches=4)
+    run.end_plan(0), run.end_plan(1)
+    kinds = [m.TaskKind.EVALUATE, m.TaskKind.HAND_OVER, m.TaskKind.VALIDATE]
+
+    def acknowledge(number, value, *, ok):
+        (sent,) = (msg for msg in run.to(m.SyncNow, 0) if msg.round == number)
+        assert [task.kind for task in sent.tasks] == kinds
+        run.handle(m.SyncAck(rank=0, round=number))
+        for task in sent.tasks:
+            run.handle(m.TaskDone(rank=0, task=task, values=(("x", value),)))
+        run.handle(m.SyncAck(rank=1, round=number, ok=ok))
+
+    acknowledge(1, 1.0, ok=False)
+    assert not any(isinstance(c, PublishEpoch) for c in run.others)
+    acknowledge(2, 2.0, ok=True)
+    (published,) = (c for c in run.others if isinstance(c, PublishEpoch))
+    assert published.metrics.scalars == {"eval/x": 2.0, "val/x": 2.0}
+
+
 def test_an_evaluation_of_a_dead_rank_is_not_waited_for():
     run = at_an_evaluation(world=3, continue_on_failure=True)
     answer_round(run, (0, 1, 2))

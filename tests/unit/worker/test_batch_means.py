@@ -2,7 +2,7 @@
 
 import math
 
-from coordinator.batch_means import BatchMeans, weighted_means
+from runtime.evaluation.batch_means import BatchMeans, weighted_means
 
 
 def test_a_batch_in_parts_has_the_means_of_its_parts():
