@@ -9,9 +9,9 @@ import pytest
 
 from coordinator import coordinator_checkpoint, saving
 from coordinator import messages as m
+from coordinator.average_tasks import AverageTasks
 from coordinator.config import ApplyPolicy
 from coordinator.coordinator_checkpoint import RankCut, capture_run
-from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
 from coordinator.run_state import Phase, RunState
 from coordinator.saving import RunCheckpointer
@@ -167,9 +167,12 @@ def test_evaluations_that_ignore_training_before_a_resume_are_found(monkeypatch)
 
 @pytest.mark.parametrize(("policy", "first"), [(ApplyPolicy.CADENCE, 154), (ApplyPolicy.ASYNC, 21)])
 def test_missing_evaluations_within_an_epoch_are_found(monkeypatch, policy, first):
-    due = EpochScheduler.evaluation_due.fget
-    alone = property(lambda self: due(self) and len(self._run.live) < 2)
-    monkeypatch.setattr(EpochScheduler, "evaluation_due", alone)
+    due = AverageTasks.due
+
+    def alone(self, epoch):
+        return [] if epoch is None and len(self._live()) > 1 else due(self, epoch)
+
+    monkeypatch.setattr(AverageTasks, "due", alone)
     has_some = drawn(lambda s: s.config.eval_every is not None and s.config.policy is policy)
 
     def draw(seed):
