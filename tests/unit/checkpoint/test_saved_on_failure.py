@@ -285,7 +285,7 @@ def released():
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.2)
+    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 1.0)
 
 
 @pytest.mark.usefixtures("short_grace")
