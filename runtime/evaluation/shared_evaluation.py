@@ -45,10 +45,7 @@ class SharedEvaluations:
         """Register a call, before its request is sent.
 
         Args:
-            caller: The calling rank.
-            dataset: The data set.
             fn: ``f(model, batch)``, called in the threads of all ranks.
-            read: Reads the data set.
             after: The last round whose average does not contain all training of the caller.
         """
         call = EvaluationCall(dataset, fn, read, after)
@@ -69,7 +66,6 @@ class SharedEvaluations:
         """Take part in a task.
 
         Args:
-            task: The task.
             rank: The rank that joins, which has the average.
             round: Id of the round of the average.
             source: The batches, unless they are those of a call.
@@ -176,9 +172,6 @@ class EvaluationCall:
     """A call of ``worker.evaluate`` that waits for the average of a round.
 
     Attributes:
-        dataset: The data set.
-        fn: ``f(model, batch)``.
-        read: Reads the data set.
         after: The last round that does not answer it.
         task: Id of the last task that evaluates for it.
         part: The caller's part, once the call is answered.
@@ -214,15 +207,12 @@ class _Evaluation:
         key: Id of the task; in lockstep, generation and number of the meeting.
         ender: The rank that ends it and has the results; ``None``: all ranks.
         source: The batches; ``None``: not opened yet.
-        read: Opens them.
         call: The call that it answers, if any.
         num_ranks: In lockstep, the ranks that end it.
         num_ended: Those that have ended their parts.
         is_complete: All batches have results.
         claims: By rank that takes part, its batches without a result, by number.
         returned: Batches of ranks that have died.
-        found: The results.
-        error: The first error.
     """
 
     key: int | tuple[int, int]
@@ -245,9 +235,7 @@ class _Claim:
     """A batch in evaluation, possibly in parts.
 
     Attributes:
-        samples: The batch.
         num_left: Samples without a result.
-        found: The results of its parts.
     """
 
     samples: SampleRange
