@@ -96,7 +96,8 @@ class CoordinatorConfig(SharedConfig):
     Attributes:
         devices: Device of each rank, by name; their number is the world size.
         batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
-            mean under ``SYNC``, and otherwise their greatest common divisor, the ledger's unit.
+            mean under ``SYNC``, where a size may be 0, and otherwise their greatest common divisor,
+            the ledger's unit.
         num_epochs: Epochs in the run.
         backend: The first transport, resolved, never ``AUTO``.
         alternatives: Other transports that the run may switch to.
@@ -113,7 +114,8 @@ class CoordinatorConfig(SharedConfig):
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
             ``None``: a quarter of the count, at least 2.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
-        partition_ratios: Fixed share of each rank.
+        partition_ratios: Fixed share of each rank; under ``SYNC``, ``batch_sizes`` are fixed.
+        read_ahead: Batches that each rank reads at a time.
         own_loop: Under ``SYNC``, each rank trains its part of a global batch in one pass, for loops
             of the user, which may make several steps on a batch.
         machine: The name of this machine in a cluster.
@@ -158,6 +160,7 @@ class CoordinatorConfig(SharedConfig):
     max_overshoot: int | None = None
     divergence_threshold: float | None = 0.05
     partition_ratios: tuple[float, ...] | None = None
+    read_ahead: int = 1
     own_loop: bool = False
     machine: str = ""
     granted: bool = False

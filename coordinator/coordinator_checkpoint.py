@@ -31,7 +31,7 @@ from coordinator.schema import (
     optional,
     record,
 )
-from coordinator.splitting import BatchSet, count_batches, cut, union
+from coordinator.splitting import BatchSet, count_batches
 
 _TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
 
@@ -42,12 +42,10 @@ class RankCut:
 
     Attributes:
         sums: Its partial sums of each open epoch.
-        num_reported: Under ``SYNC``, its reported micro-batches of the plan.
     """
 
     sums: dict[int, dict[str, Any]]
     totals: dict[str, Any]
-    num_reported: int
 
     @classmethod
     def of(cls, run: RunState, epochs: Iterable[Epoch], rank: int) -> RankCut:
@@ -56,7 +54,6 @@ class RankCut:
         return cls(
             {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
             {name: getattr(info, name) for name in _TOTALS},
-            0 if run.plan is None else run.plan.reported.get(rank, 0),
         )
 
 
@@ -65,7 +62,6 @@ def capture_run(
     closing: Sequence[tuple[Epoch, float]],
     elapsed_s: float,
     cuts: Mapping[int, RankCut],
-    step: int | None,
 ) -> dict[str, Any]:
     """The coordinator's state, with settled batches as consumed and all others as open.
 
@@ -73,39 +69,23 @@ def capture_run(
         closing: Closed epochs that are not published, and their durations.
         elapsed_s: Time since the last epoch closed.
         cuts: The cut of each surviving rank.
-        step: Under ``SYNC``, the optimizer steps made.
 
     Returns:
         Numbers, strings, ``None``, lists and dictionaries.
     """
-    plan = run.plan
-    late = _reported_later(run, cuts)  # under SYNC, by ranks that continued meanwhile
-    num_late = sum(map(len, late))
-    undone = 0
-    if plan is not None and step is not None and not run.alone:
-        undone = plan.num_windows - (step - plan.first_window)
     totals = [
         cuts[r.rank].totals if r.rank in cuts else {n: getattr(r, n) for n in _TOTALS}
         for r in run.ranks
     ]
     epochs = [_epoch_state(run, epoch, cuts, epoch_s=s) for epoch, s in closing]
-    for epoch in run.ledger.epochs:
-        state = _epoch_state(run, epoch, cuts)
-        if plan is not None and plan.epoch == epoch.epoch:
-            consumed = BatchSet(_ranges(state["consumed"]))
-            consumed.remove(late)
-            state["consumed"] = _pairs(consumed)
-            state["num_samples"] -= run.ledger.count_samples(late)
-            state["num_averagings"] -= undone
-            state["parts"] = _parts_left(run, cuts, epoch)
-        epochs.append(state)
+    epochs += [_epoch_state(run, epoch, cuts) for epoch in run.ledger.epochs]
     return {
         "world_size": len(run.ranks),
         "per_global": run.per_global,
         "saved_ranks": sorted(cuts),
-        "global_step": run.global_step - num_late,
-        "num_windows": run.num_windows if step is None else step,
-        "num_averagings": run.num_averagings - undone,
+        "global_step": run.global_step,
+        "num_windows": run.num_windows,
+        "num_averagings": run.num_averagings,
         "num_failed_rounds": run.num_failed_rounds,
         "next_epoch": run.ledger.next_epoch,
         "elapsed_s": elapsed_s,
@@ -117,33 +97,6 @@ def capture_run(
         "epochs": epochs,
         "metrics": [metrics_state(metrics) for metrics in run.outcome.metrics],
     }
-
-
-def _reported_later(run: RunState, cuts: Mapping[int, RankCut]) -> list[range]:
-    """Batches of the present plan that ranks reported after their cuts."""
-    plan = run.plan
-    late: list[range] = []
-    if plan is None:
-        return late
-    for rank, spans in plan.parts.items():
-        if rank in cuts:
-            first = plan.num_complete_batches(rank, cuts[rank].num_reported)
-            late += cut(spans, first, plan.num_reported(rank))
-    return late
-
-
-def _parts_left(
-    run: RunState, cuts: Mapping[int, RankCut], epoch: Epoch
-) -> dict[int, list[list[int]]] | None:
-    plan = run.plan
-    if plan is None or plan.pieces or set(plan.parts) != set(cuts):
-        return None  # split global batches belong to no single rank
-    left = {rank: cut(spans, cuts[rank].num_reported) for rank, spans in plan.parts.items()}
-    if epoch.parts is not None and set(epoch.parts) == set(left):  # beyond max_steps
-        left = {rank: part + epoch.parts[rank] for rank, part in left.items()}
-    if not any(left.values()):
-        return None
-    return {rank: [[s.start, s[-1] + 1, s.step] for s in part] for rank, part in left.items()}
 
 
 def _epoch_state(
@@ -180,7 +133,6 @@ def _epoch_state(
         "norm": epoch.norm,
         "tally": {"ranks": sums},
         "quotas": quotas,
-        "parts": None,
     }
 
 
@@ -351,7 +303,6 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
         "num_averagings": integer(),
         "tally": record({"ranks": items(_SUMS, world)}),
         "quotas": optional(items(integer(), world)),
-        "parts": optional(mapping(integer(high=world - 1), items(items(batch, 3)))),
     }
 
     def check(value: Any, where: str) -> None:
@@ -363,15 +314,6 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
             if not end <= start < stop:
                 fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
             end = stop
-        taken = _ranges(value["consumed"])
-        for rank, spans in (value["parts"] or {}).items():
-            if not all(step >= 1 for _, _, step in spans):
-                fail(f"{where}['parts'][{rank}]", spans, "ranges with steps of 1 or more")
-            taken += (range(*span) for span in spans)
-        if sum(map(len, taken)) > sum(map(len, union(taken))):
-            raise ValueError(
-                f"{where}['parts'] holds a batch a second time, or one of {where}['consumed']"
-            )
 
     return check
 
@@ -379,8 +321,8 @@ def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
 def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
     """Restore a state of :func:`capture_run` into a new coordinator.
 
-    At the same world size every rank keeps its share of an epoch; at another one open batches are
-    assigned again, under ``SYNC`` in global batches of the same size.
+    Open batches are assigned again, under ``SYNC`` in global batches of the same size. Fixed shares
+    of an epoch are kept at the same world size.
 
     Args:
         run: The state of a coordinator that has not started.
@@ -439,11 +381,6 @@ def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
         divergence=saved.get("divergence"),
         norm=saved.get("norm"),
     )
-    if same and saved["parts"] is not None:
-        epoch.parts = {
-            int(rank): tuple(range(*span) for span in spans)
-            for rank, spans in saved["parts"].items()
-        }
     if epoch.settled:
         epoch.notified = set(range(world))  # no batch of it is left
     return epoch

@@ -14,16 +14,18 @@ from coordinator.ledger import Epoch, LockstepPlan
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
 from coordinator.run_state import Rank, RunState
+from coordinator.splitting import cut
 
 logger = logging.getLogger(__name__)
+PLAN_S = 0.5
+"""Target duration of a plan under ``SYNC``: the ranks stop, save and evaluate between two plans."""
 PLAN_STEPS = 5
-"""Optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the next plan
-while they train one, so that a changed speed takes effect in the fourth plan at the latest."""
+"""Maximum optimizer steps in a plan with measured shares, or with granted batches. Ranks hold the
+next plan while they train one, so that a changed speed takes effect in the fourth plan at the
+latest."""
 FIRST_PLANS, FIRST_PLAN_STEPS = 5, 2
 """The first plans with measured shares are short, until the probe sizes have been measured: before
 that the slowest rank trains as many samples as the others."""
-FIXED_PLAN_STEPS = 50
-"""Optimizer steps in a plan of pieces with fixed sizes."""
 
 
 class EpochScheduler:
@@ -49,6 +51,9 @@ class EpochScheduler:
         self._last_close = 0.0
         self._values: tuple[float | None, ...] = ()
         self.resumed_s = 0.0
+        self._sent: deque[tuple[float, int]] = deque()  # plans of SYNC in progress: time, steps
+        self._plan_ended_at = 0.0  # the last one
+        self._step_s = PLAN_S
 
     def begin(self, now: float) -> None:
         """Start the run, :attr:`resumed_s` after the last epoch closed."""
@@ -92,19 +97,22 @@ class EpochScheduler:
             if own:
                 self._run.send(rank.rank, m.RunTasks(tasks=own, state=state))
 
-    def _batches_until_evaluation(self, plan: LockstepPlan | None) -> int | None:
+    def _batches_until_pause(
+        self, plan: LockstepPlan | None, pause_at: int | None = None
+    ) -> int | None:
         """Batches to assign before all ranks stop for an evaluation; ``None``: no limit.
 
         Args:
             plan: The plan in progress; ``None``: the last one is trained.
+            pause_at: Batches after which they stop for something else.
         """
         run, c = self._run, self._run.config
         assigned = run.num_trained if plan is None else plan.first_step + plan.num_batches
-        at = self.tasks.next_within
-        if at is None:
+        stops = [at for at in (self.tasks.next_within, pause_at) if at is not None]
+        if not stops:
             return None
         in_step = c.accumulate * (run.per_global if run.lockstep else 1)
-        return max(0, -(-(at - assigned) // in_step) * in_step)
+        return max(0, -(-(min(stops) - assigned) // in_step) * in_step)
 
     def _publish_within(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
         metrics = StepMetrics(
@@ -155,7 +163,7 @@ class EpochScheduler:
             if any(rank.num_queued for rank in self._run.live):
                 return
             self.send_tasks(None)
-            limit = self._batches_until_evaluation(None)
+            limit = self._batches_until_pause(None)
             if self.tasks.is_busy or limit == 0:
                 return
         shares, seconds = self._run.elche.shares, self._run.elche.seconds_per_batch
@@ -201,7 +209,7 @@ class EpochScheduler:
         rank handles its messages meanwhile; if not, a plan of the next epoch ends the step by an
         error.
         """
-        if self._run.ledger.may_assign(rank.rank, number):
+        if self._run.ledger.may_assign(number, rank.rank):
             self._starve(rank, number)
         else:
             self._start(rank, m.EpochPlan(epoch=number + 1))
@@ -239,15 +247,22 @@ class EpochScheduler:
         rank.is_starved &= not (plan.batches or plan.shares)
         self._run.send(rank.rank, m.StartEpoch(plan=plan))
 
-    def assign_lockstep(self) -> None:
-        """Send the next epoch to all ranks once they have trained the last.
+    def assign_lockstep(self, pause_at: int | None) -> None:
+        """Send the next steps to all ranks once they have trained the plan before the last.
 
-        Where global batches are split into pieces, send the next steps once all ranks have trained
-        the plan before the last. Sizes come with the plan, so that all ranks agree on them; the
-        measured times of a plan decide the sizes of the plan after the next.
+        The sizes of the pieces come with the plan, so that all ranks agree on them; the measured
+        times of a plan decide the sizes of the plan after the next.
+
+        Args:
+            pause_at: Batches after which no plan follows; ``None``: no limit.
         """
-        while self._assign_next():
+        while self._assign_next(pause_at):
             pass
+
+    @property
+    def is_between_plans(self) -> bool:
+        """True if no rank has a plan: under ``SYNC`` all are at one step."""
+        return not any(rank.num_queued for rank in self._run.live)
 
     @property
     def is_within_step(self) -> bool:
@@ -256,118 +271,119 @@ class EpochScheduler:
         """
         return any(r.open_epoch is not None and not r.is_starved for r in self._run.live)
 
-    @property
-    def _splits(self) -> bool:
+    def _assign_next(self, pause_at: int | None) -> bool:
         run = self._run
-        if run.config.partition_ratios is not None:
-            return False
-        ranks = [rank.rank for rank in self._participants()]
-        if run.shares is not None or len(ranks) != run.per_global:
-            return True
-        return run.num_slices(ranks) > 1
-
-    def _assign_next(self) -> bool:
-        run, splits = self._run, self._splits
         live, accumulate = run.live, run.config.accumulate
         most_queued = max((r.num_queued for r in live), default=0)
-        if most_queued > int(splits) or not self.all_published:
+        self._measure_plans(most_queued)
+        if most_queued > 1 or not self.all_published:
             # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
         is_open = any(rank.open_epoch is not None for rank in live)
         if is_open and not most_queued and not self._may_continue_steps():
             return False
         before = run.plan if most_queued or is_open else None
-        if before is not None and not before.has_whole_steps(accumulate):
+        if before is not None and not before.has_whole_steps:
             return False
         oldest = run.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # an epoch trained by other machines is announced first
         if before is None:
             self.send_tasks(None)
-        left = self._batches_until_evaluation(before)
+        left = self._batches_until_pause(before, pause_at)
         if left == 0 and not most_queued and is_open:
-            left = accumulate * run.per_global  # the step ends before the evaluation
+            left = accumulate * run.per_global  # the step ends before the pause
         if self.tasks.is_busy or left == 0:
             return False
-        follows = run.config.balance or run.config.granted
-        steps = PLAN_STEPS if follows else FIXED_PLAN_STEPS
-        if run.config.balance and run.split_batches().num_plans < FIRST_PLANS:
-            steps = FIRST_PLAN_STEPS
         ranks = [r.rank for r in self._participants()]
         if not ranks:
             return False
-        assigned = run.ledger.assign_epoch(
-            ranks,
-            run.elche.shares,
-            steps * accumulate * run.per_global if splits else None,
-            left,
+        most = self._num_steps(ranks) * accumulate * run.per_global
+        assigned = run.ledger.assign_global(
+            ranks, run.elche.shares, most if left is None else min(most, left)
         )
         if assigned is None:
             return False
-        plan = self._plan(*assigned, splits=splits)
+        number, span = assigned
+        plan = self._plan(number, span, ranks)
         if before is not None:
             assert plan.epoch == before.epoch, "an epoch begins after the one before"
             plan.first_step = before.first_step + before.num_batches
-        for own in self._own_plans(plan):
+        for own in self._own_plans(plan, span):
             self._start(*own)
+        self._sent.append((run.now, plan.num_windows))
         run.add_plan(plan, before)
         return True
 
-    def _plan(
-        self, number: int, parts: dict[int, tuple[range, ...]], *, splits: bool
-    ) -> LockstepPlan:
-        run = self._run
-        plan = LockstepPlan(
+    def _measure_plans(self, num_queued: int) -> None:
+        """Measure the steps of the plans that all ranks have completed. A plan is at most about
+        twice as long as the one before: reports may arrive together.
+        """
+        if self._run.plan is None:
+            self._sent.clear()  # after a death
+        while len(self._sent) > num_queued:
+            sent_at, num_steps = self._sent.popleft()
+            elapsed_s = self._run.now - max(sent_at, self._plan_ended_at)
+            self._plan_ended_at = self._run.now
+            self._step_s = max(elapsed_s / num_steps, self._step_s / 2)
+
+    def _num_steps(self, ranks: Sequence[int]) -> int:
+        """Optimizer steps in the next plan, which has a batch for each one that is read ahead."""
+        c = self._run.config
+        if c.balance and self._run.shares.num_plans < FIRST_PLANS:
+            return FIRST_PLAN_STEPS
+        ahead = c.read_ahead // (c.accumulate * self._run.num_slices(ranks))
+        num = max(1, int(PLAN_S / self._step_s), ahead)
+        return min(num, PLAN_STEPS) if c.balance or c.granted else num
+
+    def _plan(self, number: int, span: range, ranks: Sequence[int]) -> LockstepPlan:
+        run, num_slices = self._run, self._run.num_slices(ranks)
+        sizes = run.shares.sizes(run.slice_samples(ranks), ranks)
+        pieces, counts = run.ledger.split_pieces(
+            span,
+            run.per_global,
+            num_slices,
+            dict(zip(ranks, sizes, strict=True)),
+            run.shares.short_sizes,
+            run.shares.min_piece,
+            not run.ledger.may_assign(number),
+        )
+        return LockstepPlan(
             epoch=number,
-            parts=parts,
+            spans=(span,),
+            pieces=pieces,
+            counts=counts,
+            num_slices=num_slices,
+            per_global=run.per_global,
+            accumulate=run.config.accumulate,
             first_window=run.num_windows,
-            num_windows=0,
             first_step=run.global_step,
         )
-        if splits:
-            ranks = list(parts)
-            plan.num_slices = run.num_slices(ranks)
-            (span,) = parts[ranks[0]]
-            pieces, plan.counts = run.ledger.split_pieces(
-                span,
-                run.per_global,
-                plan.num_slices,
-                self._sizes(ranks),
-                run.split_batches().short_sizes,
-                run.min_piece,
-            )
-            plan.set_pieces(pieces)
-        longest = max(plan.num_micro_batches(rank) for rank in parts)
-        plan.num_windows = -(-longest // (run.config.accumulate * plan.num_slices))
-        return plan
 
-    def _own_plans(self, plan: LockstepPlan) -> Iterator[tuple[Rank, m.EpochPlan]]:
-        run, live = self._run, self._run.live
-        shares = [0] * len(run.ranks)
-        for rank in plan.parts:
-            shares[rank] = plan.num_micro_batches(rank)
-        batches: Mapping[int, tuple[range, ...]] = plan.parts
-        if plan.pieces:
-            ranks = list(plan.parts)
-            (span,) = plan.parts[ranks[0]]
-            keys = run.ledger.draw_keys(span, run.per_global, plan.num_slices, len(ranks))
-            batches = dict(zip(ranks, keys, strict=True))
+    def _own_plans(self, plan: LockstepPlan, span: range) -> Iterator[tuple[Rank, m.EpochPlan]]:
+        run, ranks, num_slices = self._run, list(plan.pieces), plan.num_slices
+        keys = run.ledger.draw_keys(span, run.per_global, num_slices * len(ranks))
+        shares = [len(plan.pieces.get(rank.rank, ())) for rank in run.ranks]
         epoch = run.ledger.epochs[0]
         has_more = run.ledger.has_more(epoch)
-        pauses = has_more and self._batches_until_evaluation(plan) == 0
-        more = bool(plan.pieces) and has_more and not pauses
-        trained_by = plan.trained_by(run.config.accumulate) if run.config.own_loop else ()
-        for info in live:
+        pauses = has_more and self._batches_until_pause(plan) == 0
+        more = has_more and not pauses
+        trained_by = plan.trained_by() if run.config.own_loop else ()
+        for info in run.live:
+            batches: tuple[range, ...] = ()
+            if info.rank in plan.pieces:
+                own = keys[ranks.index(info.rank) :: len(ranks)]
+                batches = tuple(own) if num_slices == 1 else _in_turn(own)
             yield (
                 info,
                 m.EpochPlan(
                     epoch=plan.epoch,
-                    batches=batches.get(info.rank, ()),
+                    batches=cut(batches, 0, shares[info.rank]),
                     shares=tuple(shares),
                     first_step=plan.first_step,
                     pieces=tuple(plan.pieces.get(info.rank, ())),
-                    per_global=run.per_global if plan.pieces else 0,
-                    num_slices=plan.num_slices,
+                    per_global=run.per_global,
+                    num_slices=num_slices,
                     trained_by=trained_by,
                     more=more,
                     pauses=pauses,
@@ -377,21 +393,12 @@ class EpochScheduler:
 
     def measure(self, rank: int) -> None:
         """Record the time of a rank's completed plan in the shares."""
-        shares, plan = self._run.shares, self._run.plan
-        if shares is None or plan is None:
-            return
-        times = plan.take_times(rank)
+        plan = self._run.plan
+        times = None if plan is None else plan.take_times(rank)
         if times is not None:
             num_samples, compute_s = times
             wait_s = self._run.data_wait_s(rank) * num_samples
-            shares.observe(rank, num_samples, compute_s + wait_s)
-
-    def _sizes(self, ranks: Sequence[int]) -> dict[int, int]:
-        total = self._run.slice_samples(ranks)
-        some = ranks[:total]
-        return dict.fromkeys(ranks, 0) | dict(
-            zip(some, self._run.split_batches().sizes(total, some), strict=True)
-        )
+            self._run.shares.observe(rank, num_samples, compute_s + wait_s)
 
     def orphaned(self) -> Epoch | None:
         """A closed epoch with tasks that no live rank is doing: a rank died before their end."""
@@ -511,6 +518,11 @@ class EpochScheduler:
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._run.emit(PublishEpoch(metrics=given))
+
+
+def _in_turn(each: Sequence[range]) -> tuple[range, ...]:
+    """One number of each range in turn."""
+    return tuple(range(n, n + 1) for turn in zip(*each, strict=True) for n in turn)
 
 
 @dataclass(slots=True)

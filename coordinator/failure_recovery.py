@@ -11,7 +11,6 @@ from __future__ import annotations
 from enum import Enum
 
 from coordinator import messages as m
-from coordinator.ledger import LockstepPlan
 from coordinator.messages import BatchBudget
 from coordinator.metrics import ReportStats
 from coordinator.run_state import Rank, RankState, RunState
@@ -176,25 +175,9 @@ class FailureRecovery:
 
     def settle_reported(self, rank: int) -> None:
         """Settle the steps of the plan that its only rank has reported, and reopen the rest."""
-        run, plan = self._run, self._run.plan
-        assert plan is not None, "the rank has a plan"
-        per_step = run.config.accumulate * plan.num_slices
-        made = plan.first_window - (-plan.reported.get(rank, 0) // per_step)
-        self.recount(made)
-
-    def all_reported(self, made: int) -> bool:
-        """True if every rank has reported all batches of the steps made.
-
-        False if the collective broke at the end of the plan.
-        """
         plan = self._run.plan
-        return plan is None or all(
-            plan.reported.get(rank, 0) >= self._num_made(plan, rank, made) for rank in plan.parts
-        )
-
-    def _num_made(self, plan: LockstepPlan, rank: int, made: int) -> int:
-        per_step = self._run.config.accumulate * plan.num_slices
-        return min((made - plan.first_window) * per_step, plan.num_micro_batches(rank))
+        assert plan is not None, "the rank has a plan"
+        self.recount(plan.first_window - (-plan.reported.get(rank, 0) // plan.per_window))
 
     def recount(self, made: int) -> None:
         """Settle exactly the batches of the plan that are in the steps made."""
@@ -202,23 +185,20 @@ class FailureRecovery:
         plan = run.end_plan(made)
         if plan is None:
             return
+        num_made = plan.num_complete_batches(plan.num_made(plan.lead, made))
+        run.ledger.recount(
+            plan.lead, plan.epoch, plan.spans, reported=plan.num_reported(), made=num_made
+        )
+        run.count_batches(num_made)
         epoch = run.ledger.find(plan.epoch)
-        for rank, spans in plan.parts.items():
-            count = self._num_made(plan, rank, made)
-            reported = plan.reported.get(rank, 0)
-            counted = plan.num_complete_batches(rank, count)
-            unreported, undone = run.ledger.recount(
-                rank, plan.epoch, spans, reported=plan.num_reported(rank), made=counted
-            )
-            run.count_batches(counted)
-            if plan.pieces:
-                unreported = plan.count_samples(rank, reported, count)
-                undone = plan.count_samples(rank, count, reported)
-            if epoch is None:
-                continue
-            epoch.num_retrained += undone
+        if epoch is None:
+            return
+        for rank in plan.pieces:
+            count, reported = plan.num_made(rank, made), plan.reported.get(rank, 0)
+            epoch.num_retrained += plan.count_samples(rank, count, reported)
             if count > reported:
                 # Unreported, but the rank took part in these steps.
+                unreported = plan.count_samples(rank, reported, count)
                 rest = ReportStats(num_batches=count - reported, num_samples=unreported)
                 epoch.stats.add(rank, rest)
                 run.ranks[rank].note(rest)

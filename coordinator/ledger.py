@@ -21,10 +21,7 @@ from coordinator.splitting import (
     batch_bounds,
     count_batches,
     cut,
-    first_steps,
     split_by_ratio,
-    split_over_ranks,
-    union,
 )
 
 CHUNK_S = 0.2
@@ -281,12 +278,12 @@ class BatchLedger:
             older += len(epoch.open)
         return None
 
-    def may_assign(self, rank: int, number: int) -> bool:
-        """True if a rank may receive another batch of an epoch, now or later."""
+    def may_assign(self, number: int, rank: int | None = None) -> bool:
+        """True if a rank, or any, may receive another batch of an epoch, now or later."""
         epoch = self.find(number)
         if epoch is None or self._batches_left == 0:
             return False
-        if epoch.open and (epoch.quotas is None or epoch.quotas[rank]):
+        if epoch.open and (rank is None or epoch.quotas is None or epoch.quotas[rank]):
             return True
         granted = 0 if epoch.granted is None else len(epoch.granted)
         is_dealt = epoch.complete or granted + epoch.num_elsewhere == epoch.num_batches
@@ -352,55 +349,31 @@ class BatchLedger:
                 capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
 
-    def assign_epoch(
-        self,
-        ranks: Sequence[int],
-        shares: Sequence[float],
-        most: int | None = None,
-        limit: int | None = None,
-    ) -> tuple[int, dict[int, tuple[range, ...]]] | None:
-        """Assign the open batches of the oldest epoch at once, for lockstep training.
-
-        Equal shares interleave: global step ``s`` trains the open batches ``s * W`` to
-        ``s * W + W - 1``, so that the consumed batches are always a prefix. Fixed ratios assign
-        contiguous ranges.
+    def assign_global(
+        self, ranks: Sequence[int], shares: Sequence[float], most: int
+    ) -> tuple[int, range] | None:
+        """Assign the next open batches of the oldest epoch, for lockstep training.
 
         Args:
+            ranks: The participating ranks. The batches, of which each has pieces, belong to the
+                first.
             shares: Each rank's share of the work.
-            most: For global batches that are split into pieces: assign one range of at most this
-                many batches, all to the first rank; ``None``: all of them.
-            limit: Maximum number of batches; ``None``: all.
+            most: Maximum number of batches.
 
         Returns:
-            The epoch and the ranges of each rank, or ``None`` at the end of the run.
+            The epoch and the batches, or ``None`` at the end of the run.
         """
         if not self.epochs and self.open_epoch(shares) is None:
             return None
         epoch = self.epochs[0]
-        left = (
-            len(epoch.open)
-            if self._batches_left is None
-            else min(len(epoch.open), self._batches_left)
-        )
-        if left == 0:
+        if not self.has_more(epoch):
             return None
-        left = left if limit is None else min(left, limit)
-        if most is not None:
-            spans = epoch.open.take(min(left, most, len(epoch.open.spans[0])))
-            assigned = {rank: spans if rank == ranks[0] else () for rank in ranks}
-        else:
-            # With ratios max_steps cuts the parts of the whole epoch, which a resume continues.
-            spans = epoch.open.take(left if self._ratios is None else len(epoch.open))
-            # After a resume, as they were assigned before the interruption.
-            assigned = epoch.take_parts(ranks, spans) or split_over_ranks(
-                spans, ranks, self._ratios
-            )
-            if self._ratios is not None and left < sum(map(len, spans)):
-                assigned, epoch.parts = first_steps(assigned, left)
-                epoch.open.put_back(span for part in epoch.parts.values() for span in part)
-        for rank, part in assigned.items():
-            self._mark_assigned(epoch, rank, part)
-        return epoch.epoch, assigned
+        if self._batches_left is not None:
+            most = min(most, self._batches_left)
+        (span,) = epoch.open.take(min(most, len(epoch.open.spans[0])))
+        epoch.notified.update(ranks)
+        self._mark_assigned(epoch, ranks[0], (span,))
+        return epoch.epoch, span
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
         spans = epoch.open.take(count, whole=self._sizes[rank])
@@ -506,6 +479,7 @@ class BatchLedger:
         sizes: Mapping[int, int],
         short: Callable[[int, Mapping[int, int]], Sequence[int]],
         min_piece: int = 1,
+        is_last: bool = False,
     ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
         """Split global batches into pieces, the micro-batches of each rank.
 
@@ -516,8 +490,10 @@ class BatchLedger:
             span: Batches, from the start of a global batch.
             per_global: Batches in a global batch; the last one may have fewer.
             sizes: The size of each rank's piece in a whole slice; 0: none.
-            short: Splits the samples of a short slice in the proportions of these sizes.
+            short: Splits the samples of a short slice, given these sizes.
             min_piece: Minimum samples of a slice, if the global batch has as many.
+            is_last: No other batches of the epoch follow. If pieces are the batches themselves, a
+                rank has none beyond the last one.
 
         Returns:
             The micro-batches of each rank, as positions ``[start, stop)`` in the epoch's
@@ -545,23 +521,25 @@ class BatchLedger:
                     end = start + parts[rank]
                     own.append((start, end))
                     start = end
+            is_short = stop - first * self._batch_size < per_global * self._batch_size
+            is_whole = set(sizes.values()) == {self._batch_size}
+            if is_last and is_short and is_whole and first + count == span.stop:
+                for own in list(pieces.values())[1:]:
+                    for start, end in reversed(own[-num_slices:]):
+                        if start < end:
+                            break
+                        own.pop()
         return pieces, counts
 
-    def draw_keys(
-        self, span: range, per_global: int, num_slices: int, num_ranks: int
-    ) -> list[tuple[range, ...]]:
-        """Unique numbers of each rank's micro-batches, which seed the random draws of data sets.
+    def draw_keys(self, span: range, per_global: int, num: int) -> list[range]:
+        """Unique numbers of the micro-batches of global batches, which seed the random draws of
+        data sets: for each of the ``num`` micro-batches of a global batch, those in all of them.
 
         With one micro-batch per batch of the global batch they are the numbers of the batches.
         """
         beyond = self.batches_per_epoch + per_global
-        keys: list[list[range]] = [[] for _ in range(num_ranks)]
-        for first in range(span.start, span.stop, per_global):
-            for i in range(num_slices * num_ranks):
-                turn, place = divmod(i, per_global)
-                key = first + place + turn * beyond
-                keys[i % num_ranks].append(range(key, key + 1))
-        return [tuple(own) for own in keys]
+        firsts = [span.start + i % per_global + i // per_global * beyond for i in range(num)]
+        return [range(key, key + len(span), per_global) for key in firsts]
 
     def count_samples(self, spans: Iterable[range]) -> int:
         """Samples in these batches."""
@@ -639,27 +617,22 @@ class BatchLedger:
 
     def recount(
         self, rank: int, number: int, spans: Sequence[range], *, reported: int, made: int
-    ) -> tuple[int, int]:
+    ) -> None:
         """After a death in lockstep, settle the first ``made`` batches of a plan, reopen the rest.
 
         Args:
             spans: Its batches, in order.
             reported: Batches that the rank reported, which are settled.
             made: Batches whose effect is in the surviving replicas.
-
-        Returns:
-            Samples in unreported batches that now count, and in reported batches that do not.
         """
         self.by_rank[rank] = RankLedger()
         if reported == made == sum(map(len, spans)):
-            return 0, 0
+            return
         epoch = self._get(number)
-        unreported = self.count_samples(cut(spans, reported, made))
-        undone = self.count_samples(cut(spans, made, reported))
         epoch.num_settled += made - reported
-        epoch.num_samples += unreported - undone
+        epoch.num_samples += self.count_samples(cut(spans, reported, made))
+        epoch.num_samples -= self.count_samples(cut(spans, made, reported))
         self._reopen(epoch, cut(spans, made))
-        return unreported, undone
 
     def disable_look_ahead(self) -> None:
         """Start an epoch only when the one before has closed, from now on."""
@@ -682,7 +655,7 @@ class RankLedger:
         """Record trained batches, merged with an adjacent range."""
         if self.trained:
             number, last = self.trained[-1]
-            if number == epoch and last.stop == span.start and last.step == span.step == 1:
+            if number == epoch and last.stop == span.start:
                 self.trained[-1] = (epoch, range(last.start, span.stop))
                 return
         self.trained.append((epoch, span))
@@ -700,7 +673,6 @@ class Epoch:
         divergence: Largest divergence of a rank in its rounds; ``None``: not measured.
         norm: Last measured norm of the parameters; ``None``: not measured.
         averaged: A round has made the average that closes it.
-        parts: The parts of the ranks before the run was interrupted, or after ``max_steps``.
         granted: In a cluster, batches granted to this machine and not returned.
         num_elsewhere: In a cluster, batches settled by other machines.
         complete: In a cluster, all batches are settled by some machine.
@@ -722,7 +694,6 @@ class Epoch:
     norm: float | None = None
     notified: set[int] = field(default_factory=set)
     averaged: bool = False
-    parts: dict[int, tuple[range, ...]] | None = None
     granted: BatchSet | None = None
     num_elsewhere: int = 0
     complete: bool = True
@@ -736,131 +707,128 @@ class Epoch:
         num_done = self.num_settled + self.num_elsewhere + self.num_omitted
         return self.complete and num_done == self.num_batches
 
-    def take_parts(
-        self, ranks: Sequence[int], spans: Sequence[range]
-    ) -> dict[int, tuple[range, ...]]:
-        """Take the parts of an interrupted run, if they cover ``spans`` and fit these ranks."""
-        parts, self.parts = self.parts, None
-        if parts is None or set(parts) != set(ranks):
-            return {}
-        assigned = [span for part in parts.values() for span in part]
-        same_number = sum(map(len, assigned)) == sum(map(len, spans))
-        return parts if same_number and union(assigned) == union(spans) else {}
-
 
 @dataclass(slots=True)
 class LockstepPlan:
     """The present plan of all ranks under ``SYNC``, and the progress reported of it.
 
-    Where global batches are split into pieces, a plan is extended step by step: ranks hold its next
-    steps before they complete the last. Its batches then belong to no single rank: those of a
-    global batch count once the first rank has reported its last piece of it.
+    It is extended step by step: ranks hold its next steps before they complete the last. Its
+    batches belong to no single rank: those of a global batch count once the first rank has reported
+    its last piece of it. A rank may have no piece of the last global batch.
 
     Attributes:
-        parts: The batches of each rank, in order; with pieces, all belong to the first rank.
+        epoch: Its epoch.
+        spans: Its batches, in order.
+        pieces: The samples of each micro-batch of each rank, the first one first.
+        counts: The batches of each global batch.
+        num_slices: The micro-batches of each rank in a global batch.
+        per_global: Batches in a global batch; the last one may have fewer.
+        accumulate: Global batches in an optimizer step.
         first_window: Optimizer steps that every rank had made before it.
         first_step: Batches that all ranks had trained before it.
-        pieces: The samples of each micro-batch of each rank; empty: micro-batches are batches.
-        counts: With pieces, the batches of each global batch.
-        num_slices: With pieces, the micro-batches of each rank in a global batch.
         reported: Micro-batches of it that each rank has reported.
     """
 
     epoch: int
-    parts: dict[int, tuple[range, ...]]
+    spans: tuple[range, ...]
+    pieces: dict[int, list[tuple[int, int]]]
+    counts: list[int]
+    num_slices: int
+    per_global: int
+    accumulate: int
     first_window: int
-    num_windows: int
     first_step: int
-    pieces: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    counts: list[int] = field(default_factory=list)
-    num_slices: int = 1
     reported: dict[int, int] = field(default_factory=dict)
     _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
     _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.set_pieces(self.pieces)
+        self._untimed = {rank: deque(_sizes(own)) for rank, own in self.pieces.items()}
 
-    def set_pieces(self, pieces: dict[int, list[tuple[int, int]]]) -> None:
-        """Set the pieces of its global batches."""
-        self.pieces = pieces
-        self._untimed = {rank: deque(_sizes(own)) for rank, own in pieces.items()}
+    @property
+    def lead(self) -> int:
+        """The rank to which its batches belong."""
+        return next(iter(self.pieces))
 
     @property
     def num_batches(self) -> int:
-        """Batches of all ranks in it."""
-        return sum(len(span) for spans in self.parts.values() for span in spans)
+        """Batches in it."""
+        return sum(self.counts)
 
-    def num_micro_batches(self, rank: int) -> int:
-        """Number of a rank's micro-batches."""
-        if self.pieces:
-            return len(self.pieces[rank])
-        return sum(len(span) for span in self.parts[rank])
+    @property
+    def num_windows(self) -> int:
+        """Optimizer steps in it."""
+        return -(-len(self.counts) // self.accumulate)
 
-    def trained_by(self, accumulate: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks with samples in each optimizer step; empty without pieces."""
-        num = accumulate * self.num_slices
-        starts = range(0, len(self.counts) * self.num_slices, num)
+    @property
+    def per_window(self) -> int:
+        """Micro-batches of each rank in an optimizer step."""
+        return self.accumulate * self.num_slices
+
+    def trained_by(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks with samples in each optimizer step."""
+        num = self.per_window
         return tuple(
             tuple(rank for rank, own in self.pieces.items() if _sizes(own[start : start + num]))
-            for start in starts
+            for start in range(0, self.num_windows * num, num)
         )
 
-    def num_complete_batches(self, rank: int, num_micro_batches: int) -> int:
-        """Batches that are complete after ``num_micro_batches`` of a rank."""
-        if not self.pieces:
-            return num_micro_batches
-        if rank != next(iter(self.parts)):
-            return 0
+    def num_complete_batches(self, num_micro_batches: int) -> int:
+        """Batches that are complete after ``num_micro_batches`` of the lead."""
         return sum(self.counts[: num_micro_batches // self.num_slices])
 
-    def num_reported(self, rank: int) -> int:
-        """Batches that are complete by a rank's reports."""
-        return self.num_complete_batches(rank, self.reported.get(rank, 0))
+    def num_reported(self) -> int:
+        """Batches that are complete by the lead's reports."""
+        return self.num_complete_batches(self.reported.get(self.lead, 0))
 
-    def part(self, per_global: int) -> Fraction | int:
+    def num_made(self, rank: int, made: int) -> int:
+        """A rank's micro-batches in the optimizer steps made since the start of the run."""
+        return min((made - self.first_window) * self.per_window, len(self.pieces[rank]))
+
+    @property
+    def part(self) -> Fraction | int:
         """The size of a micro-batch, in batches."""
-        num = self.num_slices * len(self.parts)
-        return Fraction(per_global, num) if self.pieces and num != per_global else 1
+        num = self.num_slices * len(self.pieces)
+        return Fraction(self.per_global, num) if num != self.per_global else 1
 
-    def has_whole_steps(self, accumulate: int) -> bool:
+    @property
+    def has_whole_steps(self) -> bool:
         """True if it can be extended: a short optimizer step is the last one."""
-        return len(self.counts) % accumulate == 0
+        return len(self.counts) % self.accumulate == 0
 
     def extend(self, more: LockstepPlan) -> None:
         """Append a plan of the same ranks and epoch."""
-        self.num_windows += more.num_windows
         self.counts += more.counts
-        for rank, spans in more.parts.items():
-            self.parts[rank] += spans
+        self.spans += more.spans
         for rank, pieces in more.pieces.items():
             self.pieces[rank] += pieces
             self._untimed[rank] += more._untimed[rank]
 
-    def drop_reported(self, accumulate: int) -> None:
+    def drop_reported(self) -> None:
         """Drop the steps that every rank has reported: no death can undo them."""
-        per_step = accumulate * self.num_slices
-        windows = min(self.reported.get(rank, 0) for rank in self.parts) // per_step
-        num = windows * per_step
+        windows = min(self.reported.get(rank, 0) for rank in self.pieces) // self.per_window
+        num = windows * self.per_window
+        counted = self.num_complete_batches(num)
         self.first_window += windows
-        self.num_windows -= windows
-        for rank, spans in self.parts.items():
-            counted = self.num_complete_batches(rank, num)
-            self.first_step += counted
-            self.parts[rank] = cut(spans, counted)
-            if self.pieces:
-                del self.pieces[rank][:num]
+        self.first_step += counted
+        self.spans = cut(self.spans, counted)
+        for rank, pieces in self.pieces.items():
+            del pieces[:num]
             self.reported[rank] = self.reported.get(rank, 0) - num
-        del self.counts[: windows * accumulate]
+        del self.counts[: windows * self.accumulate]
 
-    def record(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> None:
-        """Record a report of micro-batches, and of compute time, which may lag behind."""
+    def record(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> int:
+        """Record a report of micro-batches, and of compute time, which may lag behind; returns the
+        number of batches that it completes.
+        """
+        before = self.num_reported()
         self.reported[rank] = self.reported.get(rank, 0) + num_batches
         untimed = self._untimed.get(rank, deque())
         num_timed = min(num_timed, len(untimed))
         num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
         samples += sum(untimed.popleft() for _ in range(num_timed))
         self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
+        return self.num_reported() - before
 
     def take_times(self, rank: int) -> tuple[float, float] | None:
         """Mean samples and seconds of a rank's pieces since the last call; ``None``: none timed."""

@@ -59,7 +59,6 @@ class Coordinator:
         self._limits = LimitSender(self._run, self._rounds)
         self._stall_detector = StallDetector(self._run, self._rounds.round)
         self._pending_deltas: list[m.Payload] = []
-        self._num_deltas = 0
 
     @property
     def phase(self) -> Phase:
@@ -232,23 +231,19 @@ class Coordinator:
             self._run.elche.observe(event.rank, stats.compute_s + timed_wait_s, timed)
         rank.note(stats, wait_s)
         self._run.note_losses(stats)
-        epoch = self._run.ledger.find(event.epoch)
+        plan, epoch = self._run.plan, self._run.ledger.find(event.epoch)
         if epoch is not None:
             epoch.stats.add(event.rank, stats)
         if self._run.steps is not None:
-            plan = self._run.plan
             part = self._run.config.batch_parts[event.rank]
             if plan is not None:
-                part = plan.part(self._run.per_global)
+                part = plan.part
             steps = self._run.steps.add(event.rank, event.epoch, stats, self._run.now, part)
             self._run.publish_steps(steps)
-        plan, num_batches = self._run.plan, stats.num_batches
+        num_batches = stats.num_batches
         if plan is not None:
-            before = plan.num_reported(event.rank)
-            plan.record(event.rank, num_batches, timed, stats.compute_s)
-            num_batches = plan.num_reported(event.rank) - before
-        if self._run.shares is not None:
-            self._run.shares.set_memory_limit(event.rank, stats.most_samples)
+            num_batches = plan.record(event.rank, num_batches, timed, stats.compute_s)
+        self._run.shares.set_memory_limit(event.rank, stats.most_samples)
         self._run.ledger.record_trained(event.rank, num_batches)
         if self._run.alone or self._run.lockstep:
             # One replica, or identical replicas: the effect is in the result.
@@ -388,7 +383,6 @@ class Coordinator:
 
     def _shrink(self, event: m.Halted) -> bool:
         shares, ranks = self._run.shares, [r.rank for r in self._run.live]
-        assert shares is not None, "only pieces of split global batches can shrink"
         is_new = shares.record_out_of_memory(event.rank, event.too_large)
         return is_new and shares.may_fit(self._run.slice_samples(ranks), ranks)
 
@@ -425,9 +419,8 @@ class Coordinator:
     def _send_deltas(self) -> None:
         """Send the pending deltas of other machines to every rank."""
         for delta in self._pending_deltas:
-            self._num_deltas += 1
             for rank in self._run.live:
-                self._run.send(rank.rank, m.ApplyDelta(id=self._num_deltas, delta=delta))
+                self._run.send(rank.rank, m.ApplyDelta(delta=delta))
         self._pending_deltas.clear()
 
     @property
@@ -524,15 +517,14 @@ class Coordinator:
             if orphan is not None and self._epochs.uses_live_weights(orphan):
                 self._epochs.send_tasks(orphan.epoch)
         self._epochs.publish()
-        if not self._rounds.round.in_flight:
+        if not self._rounds.round.in_flight and self._at_one_step:
             self._send_deltas()
         if self._run.phase is Phase.RUNNING:
-            if (self._run.lockstep or self._run.alone) and self._may_save():
-                self._saving.request_states()
             if self._run.lockstep:
-                if not self._saving.is_collecting or self._epochs.is_within_step:
-                    self._epochs.assign_lockstep()
+                self._continue_lockstep()
             else:
+                if self._run.alone and self._may_save():
+                    self._saving.request_states()
                 self._epochs.assign_batches()
                 self._limits.adjust()
                 self._average_if_due(now)
@@ -541,12 +533,26 @@ class Coordinator:
         if self._run.phase is Phase.STOPPING:
             if self._rounds.round.in_flight:
                 self._epochs.starve_steps()
-            else:
+            elif not self._run.lockstep or self._epochs.is_between_plans:
                 self._finalizer.shut_down_ranks()
         if self._run.phase is Phase.LEAVING:
             self._finalizer.collect()
         if self._run.phase is Phase.FAILING and not any(r.present for r in self._run.ranks):
             self._finalizer.collect_after_failure(now)
+
+    def _continue_lockstep(self) -> None:
+        """Between two plans of ``SYNC``, do what all ranks must do at one step; else send plans."""
+        saving, may_save = self._saving, self._may_save()
+        if may_save and self._at_one_step:
+            saving.request_states()
+        waits = may_save or saving.is_collecting or self._pending_deltas
+        self._epochs.assign_lockstep(0 if waits else saving.next_step)
+
+    @property
+    def _at_one_step(self) -> bool:
+        """True if all ranks are at one step, as far as they must be."""
+        epochs = self._epochs
+        return not self._run.lockstep or (epochs.is_between_plans and not epochs.is_within_step)
 
     def _may_save(self) -> bool:
         """True if a checkpoint is due now; the end of the run makes its own."""

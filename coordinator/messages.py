@@ -34,16 +34,15 @@ class EpochPlan:
             ``permutation[b * batch_size : (b + 1) * batch_size]``. With ``pieces``, a number of
             each piece, which seeds the data set's random draws for it.
         shares: Under ``SYNC``, the number of micro-batches of each rank in this plan, from which
-            every rank derives when the others run out and the position of the learning-rate
-            schedule. Empty under the other policies.
+            every rank derives when the others run out. Empty under the other policies.
         first_step: Under ``SYNC``, the position of the schedule (batches trained by
             all ranks) before the plan.
-        pieces: Under ``SYNC`` where global batches are split, the samples of each micro-batch, as
-            positions ``[start, stop)`` in the epoch's permutation; empty: those of the batches. An
-            empty piece is not loaded: the others train the whole global batch.
-        per_global: With pieces, the batches in a global batch.
-        num_slices: With pieces, the micro-batches of each rank in a global batch.
-        trained_by: With pieces and an own loop, the ranks with samples in each optimizer step.
+        pieces: Under ``SYNC``, and for ranks with a batch size of their own, the samples of each
+            micro-batch, as positions ``[start, stop)`` in the epoch's permutation; empty: those of
+            the batches. An empty piece is not loaded: the others train the whole global batch.
+        per_global: Under ``SYNC``, the batches in a global batch.
+        num_slices: Under ``SYNC``, the micro-batches of each rank in a global batch.
+        trained_by: Under ``SYNC`` with an own loop, the ranks with samples in each optimizer step.
         more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
         pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
         is_partial: Under ``SYNC``, all ranks stop after the plan within the epoch, for an
@@ -210,8 +209,7 @@ class TakeCheckpoint:
     """Send a :class:`CapturedState`: between two steps, under ``SYNC`` the same on every rank.
 
     Attributes:
-        id: Counts the captures of a run. A worker that has already replied, because a peer
-            received the message first, skips it.
+        id: Counts the captures of a run.
     """
 
     id: int
@@ -240,13 +238,10 @@ class ApplyDelta:
     Sent while no averaging round is in flight, so that every rank has it before the next one.
 
     Attributes:
-        id: Counts the deltas of a run, from 1. A lockstep rank that has already applied it, because
-            a peer received it first, skips the message.
         delta: Differences of parameters and float buffers; of the other buffers the new values.
             Read-only, shared by all ranks.
     """
 
-    id: int
     delta: Payload
 
 

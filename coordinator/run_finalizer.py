@@ -71,7 +71,6 @@ class RunFinalizer:
             return
         sent = [r.final for r in self._run.ranks if r.final is not None]
         finals = _newest([f for f in sent if f.fault is None])
-        weights = [f.round_weight for f in finals]
         self._epochs.publish(anyway=True)
         if not finals and sent:
             fault = sent[0].fault
@@ -89,23 +88,35 @@ class RunFinalizer:
             if limited and not self._run.outcome.stopped:
                 # Not in the checkpoint: a resumed run publishes the whole epoch.
                 self._epochs.publish_partial()
-        if len(finals) <= 1 or not any(weights):
-            self._run.outcome.conclude(finals[0].payload if finals else None)
-            self._saving.emit_final(self._run.outcome.payload)
+        if self._average(finals):
+            self._run.enter(Phase.AVERAGING)
+        else:
             self.finish()
-            return
-        self._run.enter(Phase.AVERAGING)
-        self._average(finals, [f.payload for f in finals])
 
     def _freeze(self, finals: Sequence[m.FinalSnapshot]) -> None:
         """Count exactly the batches in the last states, and capture the run with them."""
-        run, recovery = self._run, self._recovery
-        steps = finals[0].step if finals else 0
-        if run.lockstep and (len(finals) < len(run.ranks) or not recovery.all_reported(steps)):
-            recovery.recount(steps)
+        if self._run.lockstep:
+            self._recovery.recount(finals[0].step if finals else 0)
         self._saving.freeze_final(finals)
 
-    def _average(self, finals: Sequence[m.FinalSnapshot], payloads: Sequence[m.Payload]) -> None:
+    def _average(self, finals: Sequence[m.FinalSnapshot]) -> bool:
+        """Average the last states, or take one of them as the result; True if an average is to be
+        awaited.
+
+        In lockstep the replicas' parameters are equal, so that their average could only round
+        them.
+        """
+        lead = finals[0].payload if finals else None
+        payloads = [f.payload for f in finals]
+        averages = len(finals) > 1 and any(f.round_weight for f in finals)
+        if self._run.lockstep and lead is not None:
+            self._lead = lead
+            payloads = [_with_buffers(None, payload) for payload in payloads]
+            averages = averages and bool(lead.buffers or lead.other_buffers)
+        if not averages:
+            self._run.outcome.conclude(lead)
+            self._saving.emit_final(lead)
+            return False
         self._run.emit(
             Average(
                 round=FINAL_ROUND,
@@ -114,16 +125,16 @@ class RunFinalizer:
                 weights=tuple(f.round_weight for f in finals),
             )
         )
+        return True
 
     def on_averaged(self, event: m.Averaged) -> None:
         """Take the average of the last states as the result."""
         outcome, average = self._run.outcome, event.average
-        if self._run.phase is Phase.FAILING:
-            if average is not None and self._lead is not None:
-                average = _with_buffers(self._lead, average)
-        elif self._run.phase is not Phase.AVERAGING:
+        if self._run.phase not in (Phase.FAILING, Phase.AVERAGING):
             return
-        elif event.error is not None:
+        if average is not None and self._lead is not None:
+            average = _with_buffers(self._lead, average)
+        if self._run.phase is Phase.AVERAGING and event.error is not None:
             outcome.fail(m.WorkerFailure(error=event.error))
         outcome.conclude(average)
         self._saving.emit_final(average)
@@ -192,11 +203,7 @@ class RunFinalizer:
         self.collect_after_failure(now)
 
     def collect_after_failure(self, now: float) -> None:
-        """Make a state to resume from of the last states, once no rank is awaited.
-
-        In lockstep the replicas' parameters are equal, so that their average could only round
-        them.
-        """
+        """Make a state to resume from of the last states, once no rank is awaited."""
         if self._is_averaging:
             return
         run = self._run
@@ -209,20 +216,11 @@ class RunFinalizer:
         if run.num_trained == self._trained_before:
             self.finish()  # there is nothing to save
             return
-        lead = finals[0].payload
-        payloads = [f.payload for f in finals]
-        if run.lockstep:
-            self._lead = lead
-            payloads = [_with_buffers(None, payload) for payload in payloads]
-        averages = len(finals) > 1 and any(f.round_weight for f in finals)
-        if averages and (lead.buffers or lead.other_buffers or not run.lockstep):
-            self._is_averaging = True
+        self._is_averaging = self._average(finals)
+        if self._is_averaging:
             self.deadline = now + MAX_COLLECT_S
-            self._average(finals, payloads)
-            return
-        run.outcome.conclude(lead)
-        self._saving.emit_final(lead)
-        self.finish()
+        else:
+            self.finish()
 
     def finish(self) -> None:
         """Make the outcome final and release tensors."""

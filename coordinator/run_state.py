@@ -57,8 +57,7 @@ class RunState:
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
         steps: Accumulates step metrics; ``None``: none are published.
-        shares: Under lockstep, the sizes of the pieces of global batches; ``None``: not split.
-        min_piece: Minimum samples of a piece.
+        shares: Under lockstep, the sizes of the pieces of global batches.
         machine_round: The last round between machines; ``None``: none yet.
         loss_sum: Sum of the finite losses reported since the start, each times its weight.
         loss_weight: Sum of these weights.
@@ -120,13 +119,7 @@ class RunState:
         self.plan: LockstepPlan | None = None
         self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
-        self.shares: Shares | None = None
-        self.min_piece = 1
-        sizes = config.batch_sizes
-        if config.granted and sizes is None and not config.balance:
-            sizes = (config.batch_size,) * world  # short plans, like grants
-        if self.lockstep and (config.balance or sizes is not None):
-            self.shares = Shares(world, sizes, fixed=not config.balance)
+        self.shares = Shares(world, config.batch_sizes, fixed=not config.balance)
         every = config.metrics_every
         self.steps = StepAccumulator(every, world, equal=self.lockstep) if every else None
         self.machine_round: MachineRound | None = None
@@ -192,8 +185,9 @@ class RunState:
             return num  # statistics, losses or steps are over the ranks' whole micro-batch
         if self.config.global_batch_size is not None:
             return -(-num * len(self.ranks) // len(ranks))
-        own = self.config.batch_sizes or (self.config.batch_size,) * len(self.ranks)
-        return -(-self.per_global * self.config.batch_size // sum(own[rank] for rank in ranks))
+        own = self.config.batch_sizes or ()
+        total = sum(own[rank] for rank in ranks if own) or len(ranks) * self.config.batch_size
+        return -(-self.per_global * self.config.batch_size // total)
 
     def slice_samples(self, ranks: Sequence[int]) -> int:
         """Samples in the largest of these slices."""
@@ -298,7 +292,7 @@ class RunState:
             self.count_averagings(plan.num_windows, self.ledger.find(plan.epoch))
         if before is not None:
             before.extend(plan)
-            before.drop_reported(self.config.accumulate)
+            before.drop_reported()
         else:
             self.plan = plan
 
@@ -320,21 +314,13 @@ class RunState:
                 self.count_averagings(-undone, self.ledger.find(plan.epoch))
         return plan
 
-    def split_batches(self) -> Shares:
-        """Split global batches from now on; returns the sizes of the pieces, equal by default."""
-        if self.shares is None:
-            self.shares = Shares(len(self.ranks), fixed=True, min_piece=self.min_piece)
-        return self.shares
-
     def require_batch_statistics(self) -> None:
         """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""
         c, world = self.config, len(self.ranks)
-        own = c.batch_sizes or (c.batch_size,)
-        if c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None:
-            own = (-(-self.slice_samples(range(world)) // world),)
-        self.min_piece = self.ledger.min_batch = min(2, *own)
-        if self.shares is not None:
-            self.shares.min_piece = self.min_piece
+        own = [size for size in c.batch_sizes or (c.batch_size,) if size]
+        if self.lockstep and c.global_batch_size is not None and c.batch_sizes is None:
+            own = [-(-self.slice_samples(range(world)) // world)]
+        self.shares.min_piece = self.ledger.min_batch = min(2, *own)
 
     def load_counters(self, state: Mapping[str, Any]) -> None:
         """Restore the counters of an earlier run from its checkpoint."""
@@ -390,7 +376,7 @@ class RunState:
         """A snapshot of counters."""
         total = sum(r.num_samples for r in self.ranks)
         oldest = self.ledger.oldest
-        pieces = {} if self.shares is None or self.alone else self.shares.current
+        pieces = self.shares.current if self.config.balance and not self.alone else {}
         return Statistics(
             epoch=oldest.epoch if oldest else len(self.outcome.metrics),
             global_step=self.position,

@@ -3,8 +3,8 @@
 A checkpoint is a consistent cut: each rank's state between two steps, the average that contains
 these steps, and the coordinator's state with exactly their batches counted. Where replicas are
 averaged by rounds, the cut is a round whose replies carry the ranks' states. Under ``SYNC`` all
-ranks reply at the same step, a single rank at its next. Reports after a rank's reply are not part
-of the cut: sums that they would change are copied when the reply arrives.
+ranks reply between two plans, a single rank at its next step. Reports after a rank's reply are not
+part of the cut: sums that they would change are copied when the reply arrives.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class RunCheckpointer:
         return self._cut is None and (
             self._periods > self._periods_saved or bool(self._tickets) or self._due_within
         )
+
+    @property
+    def next_step(self) -> int | None:
+        """Batches after which the next cut is due; ``None``: not known."""
+        every = self._run.config.save_every_steps
+        return None if every is None else self._saved_step + every
 
     def begin(self, now: float) -> None:
         """Start counting time and batches to the next save: training begins."""
@@ -156,7 +162,7 @@ class RunCheckpointer:
         self._cut = None
 
     def request_states(self) -> None:
-        """Request the state of every rank, at the same step."""
+        """Request the state of every rank; under ``SYNC`` all are at the same step."""
         ranks = [rank.rank for rank in self._run.live]
         cut = self._begin(ranks)
         for rank in ranks:
@@ -171,7 +177,6 @@ class RunCheckpointer:
         cut.parts[event.rank] = event
         if len(cut.parts) < len(cut.ranks):
             return
-        cut.step = event.step
         assert len({part.step for part in cut.parts.values()}) == 1, "ranks captured other steps"
         self._freeze(cut)
         parts = [cut.parts[rank] for rank in cut.ranks]
@@ -234,7 +239,6 @@ class RunCheckpointer:
                 run.ledger.reopen_rank(rank.rank, run.elche.shares)
         for final in finals:
             self.add_rank(final.rank, final.extra)
-        cut.step = finals[0].step if run.lockstep else None
         self._freeze(cut)
 
     def emit_final(self, payload: Payload | None) -> None:
@@ -246,9 +250,7 @@ class RunCheckpointer:
 
     def _freeze(self, cut: ConsistentCut) -> None:
         run = self._run
-        cut.run = capture_run(
-            run, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts, cut.step
-        )
+        cut.run = capture_run(run, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts)
         cut.epoch = len(run.outcome.metrics)
         cut.global_step = cut.run["global_step"]
 
@@ -297,7 +299,6 @@ class ConsistentCut:
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     parts: dict[int, m.CapturedState] = field(default_factory=dict)
     lead_payload: Payload | None = None
-    step: int | None = None
     run: dict[str, Any] | None = None
     error: Exception | None = None
     final: bool = False

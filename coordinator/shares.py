@@ -152,16 +152,20 @@ class Shares:
         return self._sizes
 
     def short_sizes(self, total: int, sizes: Mapping[int, int]) -> tuple[int, ...]:
-        """Choose the pieces of a short global batch, in the proportions of a whole one.
+        """Choose the pieces of a short global batch.
 
         Args:
             sizes: The pieces of its ranks in a whole one.
 
         Returns:
-            The size of each rank's piece, within its limit if the sum of the limits allows. The
-            first ranks have pieces, as few of them as keep these about as large as in a whole one.
+            The size of each rank's piece. Fixed pieces are as large as in a whole one, from the
+            first rank on, until no sample is left. Others are in the proportions of a whole one,
+            within the limits of the ranks if their sum allows; the first ranks have pieces, as few
+            of them as keep these about as large as in a whole one.
         """
         ranks = list(sizes)
+        if self._is_fixed and total <= sum(sizes.values()):
+            return self._in_order(total, list(sizes.values()))
         num = -(-total * len(ranks) // max(1, sum(sizes.values())))
         busy, first = ([r for r in some if sizes[r]] for some in (ranks, ranks[:num]))
         splits = [
@@ -171,6 +175,18 @@ class Shares:
         ]
         found = min(splits, key=lambda found: (not self._is_within(found), self._num_small(found)))
         return tuple(found.get(rank, 0) for rank in ranks)
+
+    def _in_order(self, total: int, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Pieces of these sizes from the first on, the last of which is short."""
+        parts, least = [0] * len(sizes), self.min_piece
+        for i, size in enumerate(sizes):
+            parts[i] = min(size, total)
+            total -= parts[i]
+            if parts[i] and 0 < total < least:  # too few for a piece of their own
+                moved = least - total if parts[i] >= 2 * least - total else -total
+                parts[i] -= moved
+                total += moved
+        return tuple(parts)
 
     def _next(self, total: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         costs = {rank: cost for rank in ranks if (cost := self.cost(rank)) is not None}
@@ -227,12 +243,15 @@ class Shares:
         )
 
     def _split_like(self, total: int, ratios: Mapping[int, float]) -> dict[int, int]:
-        return self._split_within(
+        """Split by ratio, with none for ranks of ratio 0 beside others."""
+        some = {rank: ratio for rank, ratio in ratios.items() if ratio} or dict.fromkeys(ratios, 1)
+        found = self._split_within(
             total,
-            list(ratios),
-            lambda rank: -ratios[rank],
-            lambda n, free, least: split_like(n, [ratios[r] for r in free], least),
+            list(some),
+            lambda rank: -some[rank],
+            lambda n, free, least: split_like(n, [some[r] for r in free], least),
         )
+        return dict.fromkeys(ratios, 0) | found
 
     def _split_within(
         self,

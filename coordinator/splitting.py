@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -240,48 +239,6 @@ def split_within(
         fixed |= above
 
 
-def split_over_ranks(
-    spans: tuple[range, ...], ranks: Sequence[int], ratios: Sequence[float] | None
-) -> dict[int, tuple[range, ...]]:
-    """Parts of the ranks: interleaved, or contiguous where ``ratios`` has one for each rank of the
-    run; equal parts if the ratios of these ranks are all 0.
-    """
-    if ratios is None:
-        return {rank: every_nth(spans, i, len(ranks)) for i, rank in enumerate(ranks)}
-    rest, chosen = BatchSet(spans), [ratios[rank] for rank in ranks]
-    parts = split_by_ratio(len(rest), chosen if sum(chosen) > 0 else [1.0] * len(ranks))
-    return {rank: rest.take(count) for rank, count in zip(ranks, parts, strict=True)}
-
-
-def first_steps(
-    parts: Mapping[int, Sequence[range]], count: int
-) -> tuple[dict[int, tuple[range, ...]], dict[int, tuple[range, ...]]]:
-    """Divide the parts of ranks in lockstep, which train one batch each in a step.
-
-    Args:
-        parts: The batches of each rank, in order.
-        count: Batches in the first steps, over all ranks.
-
-    Returns:
-        The first steps of each rank, the last of which may be of some ranks only, and the rest.
-    """
-    lengths = {rank: sum(map(len, spans)) for rank, spans in parts.items()}
-    steps = bisect.bisect_right(
-        range(max(lengths.values())),
-        count,
-        key=lambda n: sum(min(length, n + 1) for length in lengths.values()),
-    )
-    left = count - sum(min(length, steps) for length in lengths.values())
-    first: dict[int, tuple[range, ...]] = {}
-    rest: dict[int, tuple[range, ...]] = {}
-    for rank, spans in parts.items():
-        num = min(lengths[rank], steps)
-        if left > 0 and lengths[rank] > steps:
-            num, left = num + 1, left - 1
-        first[rank], rest[rank] = cut(spans, 0, num), cut(spans, num)
-    return first, rest
-
-
 def cut(spans: Iterable[range], start: int, stop: int | None = None) -> tuple[range, ...]:
     """The batches at positions ``[start, stop)`` of the concatenated ranges."""
     parts: list[range] = []
@@ -293,45 +250,14 @@ def cut(spans: Iterable[range], start: int, stop: int | None = None) -> tuple[ra
 
 
 def union(spans: Iterable[range]) -> list[range]:
-    """Batches in ranges of any step, as ascending ranges of step 1.
-
-    An epoch may have millions of batches, so that ranges are not expanded; of those with steps,
-    such as the interleaved parts of the ranks, the stretch that they cover together is one range.
-    """
-    whole: list[range] = []
-    by_step: dict[int, list[range]] = {}
-    for span in spans:
-        if span:
-            (whole if span.step == 1 else by_step.setdefault(span.step, [])).append(span)
-    for step, group in by_step.items():
-        longest = {span.start % step: span for span in sorted(group, key=len)}
-        first = max(span.start for span in longest.values())
-        stop = min(span[-1] for span in longest.values()) + 1 if len(longest) == step else first
-        if first < stop:
-            whole.append(range(first, stop))
-        for span in group:
-            below = max(0, -((span.start - first) // step))
-            above = max(below, -((span.start - stop) // step))
-            whole += [range(b, b + 1) for part in (span[:below], span[above:]) for b in part]
+    """Batches in ranges, as ascending ranges. An epoch may have millions: none is expanded."""
     found: list[range] = []
-    for span in sorted(whole, key=lambda span: span.start):
+    for span in sorted((span for span in spans if span), key=lambda span: span.start):
         if found and span.start <= found[-1].stop:
             found[-1] = range(found[-1].start, max(found[-1].stop, span.stop))
         else:
             found.append(span)
     return found
-
-
-def every_nth(spans: tuple[range, ...], first: int, step: int) -> tuple[range, ...]:
-    """Every ``step``-th batch of the concatenated ranges, from ``first`` on."""
-    picked: list[range] = []
-    skip = first
-    for span in spans:
-        part = span[skip::step]
-        if part:
-            picked.append(part)
-        skip = (skip - len(span)) % step
-    return tuple(picked)
 
 
 def compress(positions: Iterable[int]) -> Iterable[range]:

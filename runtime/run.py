@@ -79,7 +79,7 @@ from runtime.settings import RunSettings
 from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
-from runtime.worker.lockstep import LockstepAgreement
+from runtime.worker.lockstep import EpochStarts
 from runtime.worker.message_handler import check_eval_values
 from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
@@ -163,7 +163,7 @@ class Run:
         self._order = BuildOrder(config.seed, shared=shared)
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
-        self._agreement = LockstepAgreement()
+        self._epoch_starts = EpochStarts()
         self._evaluations = SharedEvaluations()
         self._loop_peers = self._make_loop_peers(config)
         self._fallbacks = GraphFallbacks()
@@ -553,7 +553,7 @@ class Run:
             first_batch=self._data_path.first_batch,
             collective=self._collectives.get(rank),
             build_order=self._order,
-            agreement=self._agreement,
+            epoch_starts=self._epoch_starts,
             peers=self._peers if self._needs_collectives() else None,
             device=self._contexts[rank],
             fallbacks=self._fallbacks,

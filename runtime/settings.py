@@ -223,11 +223,6 @@ class RunSettings:
                 f"at least {world * num}, or fewer devices"
             )
         if c.policy is ApplyPolicy.SYNC:
-            if c.partition_ratios is not None:
-                raise ValueError(
-                    f"{way} and partition_ratios both fix what each rank trains under SYNC: leave "
-                    "one of them out, or pass the samples of each device to batch_size([...])"
-                )
             parts = split_by_ratio(-(-size // num), [1] * world)
             config = self.with_values(batch_size=size, accumulate=1, num_micro_batches=num)
             worker = replace(config.worker, batch_sizes=parts if world * num > 1 else None)
@@ -268,13 +263,14 @@ class RunSettings:
         _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
         if self.is_sharded:
             others = []  # shards would be missing in another group
-        sizes = None if len(set(c.batch_sizes or ())) < 2 else c.batch_sizes
+        sizes = self._own_sizes()
         averages = c.policy is not ApplyPolicy.SYNC and len(devices) > 1 and self.cluster is None
         auto_lr = averages and self.lr_scale_ratio is None
         coordinator = replace(
             c,
             balance=self.resolved_balance(devices),
             batch_sizes=sizes,
+            partition_ratios=None if c.policy is ApplyPolicy.SYNC else c.partition_ratios,
             devices=tuple(str(device) for device in devices),
             num_samples=num_samples,
             backend=backend,
@@ -283,6 +279,7 @@ class RunSettings:
             anchor=self.resolved_anchor(),
             min_anchor=self.resolved_min_anchor(),
             evaluate=self.functions.eval_fn is not None,
+            read_ahead=self.data.loader_workers,
             own_loop=self.functions.loop is not None,
             grace_s=grace_s,
             auto_lr=auto_lr,
@@ -293,7 +290,7 @@ class RunSettings:
             self.worker,
             **coordinator.shared,
             sharding=self.sharding if self.is_sharded else None,
-            batch_sizes=self.worker.batch_sizes if is_split else sizes,
+            batch_sizes=self.worker.batch_sizes if is_split and sizes is None else sizes,
             bucket_bytes=self.resolved_bucket_bytes(backend),
             world_size=len(devices),
             falls_back=bool(others),
@@ -308,6 +305,17 @@ class RunSettings:
             report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
         return replace(self, coordinator=coordinator, worker=worker)
+
+    def _own_sizes(self) -> tuple[int, ...] | None:
+        """The batch size of each rank, or its part of a global batch; ``None``: all equal."""
+        c = self.coordinator
+        sizes = c.batch_sizes
+        if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
+            whole = c.batch_size * len(c.partition_ratios)
+            if c.global_batch_size is not None:
+                whole = -(-c.global_batch_size // c.num_micro_batches)
+            sizes = split_by_ratio(whole, c.partition_ratios)
+        return None if len(set(sizes or ())) < 2 else sizes
 
     def facts(self) -> RunFacts:
         """The facts of a run; of settings completed by :meth:`for_run`."""
@@ -562,7 +570,6 @@ class RunSettings:
         Raises:
             ValueError: A setting is incompatible with a stream.
         """
-        c = self.coordinator
         way = "the data set is a stream, "
         if self.sampler is not None:
             raise ValueError(f"{way}which has an order of its own: leave sampler() out")
@@ -570,11 +577,6 @@ class RunSettings:
             raise ValueError(
                 f"{way}and each of loader_workers({self.data.loader_workers}) processes would read "
                 "all of it: leave loader_workers out, and let the stream use processes of its own"
-            )
-        if c.partition_ratios is not None and c.policy is ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way}and under SYNC partition_ratios deals parts of the whole epoch, which would "
-                "have to be held in memory: use balance(True) or batch_size([...])"
             )
 
     def _check_batch_sizes(self, world: int) -> None:
@@ -651,12 +653,6 @@ class RunSettings:
             return
         if self.functions.eval_fn is None:
             raise ValueError(f"eval_every({c.eval_every}) needs eval_fn(f)")
-        if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
-            raise ValueError(
-                f"eval_every({c.eval_every}) cannot stop within an epoch, which partition_ratios "
-                "under SYNC assigns in one piece: leave one of them out, or pass sizes to "
-                "batch_size([...])"
-            )
 
     def _check_metrics(self) -> None:
         """Check that evaluations exist whose metrics the scheduler and the callbacks follow."""
@@ -675,18 +671,10 @@ class RunSettings:
                 raise ValueError(f"{way} needs val_dataset(ds), which gives {name[4:]!r}")
 
     def _check_val_dataset(self) -> None:
-        c = self.coordinator
         if self.val_dataset is not None and self.functions.loop and not self.functions.val_fn:
             raise ValueError(
                 "val_dataset(ds) needs fn with Trainer.loop, which has no train_fn: pass fn=f, "
                 "where f(model, batch) returns a dict of means such as {'loss': loss}"
-            )
-        ratios = c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None
-        if c.val_every_steps is not None and ratios:
-            raise ValueError(
-                f"val_dataset(every_steps={c.val_every_steps}) cannot stop within an epoch, which "
-                "partition_ratios under SYNC assigns in one piece: leave one of them out, or pass "
-                "sizes to batch_size([...])"
             )
 
     def _check_optimizers(self) -> None:

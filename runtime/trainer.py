@@ -782,7 +782,11 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(divergence_threshold=None)
 
     def partition_ratios(self, ratios: Sequence[float]) -> Self:
-        """Fixed share of each rank (default: by measured throughput; equal under SYNC)."""
+        """Fixed share of each rank (default: by measured throughput; equal under SYNC).
+
+        Under ``SYNC`` these are the proportions of each step: with ``[3, 1]`` a global batch of 64
+        samples is 48 on the first device and 16 on the second.
+        """
         if not isinstance(ratios, Iterable):
             raise TypeError(f"partition_ratios({ratios!r}): pass a list, one number a device")
         numbers = tuple(check_float("partition_ratios", r, 0.0) for r in ratios)

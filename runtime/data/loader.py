@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -229,7 +230,7 @@ class ThreadLoader(Loader):
                 raise RuntimeError("the loader is closed")
             self._positions.put(plan)
             self._changed.notify_all()
-        self._stage.submitted(plan.num_loads)
+        self._stage.submitted(plan.num_loads, more=plan.more)
         if self._thread is None:
             thread = threading.Thread(
                 target=in_own_context(self._run), name=f"prefetch-{self.rank}", daemon=True
@@ -387,9 +388,9 @@ class Stage:
         """Worker: True unless each batch is read on request, for longer than the first steps."""
         return self.depth > 0
 
-    def submitted(self, num_batches: int) -> None:
-        """Worker: a plan was queued."""
-        self._sizing.submitted(num_batches)
+    def submitted(self, num_batches: int, *, more: bool = False) -> None:
+        """Worker: a plan was queued; ``more``: others follow it."""
+        self._sizing.submitted(num_batches, more=more)
 
     def advance(self) -> None:
         """Worker: the last batch is released and the next one requested."""
@@ -484,14 +485,14 @@ class SizingSchedule:
     def __init__(self, calibration_batches: int, spacing: int = 0) -> None:
         self._num_left = calibration_batches
         self._spacing = spacing
-        self._plans: deque[list[int]] = deque()  # size, and batches not taken yet
+        self._plans: deque[list[int]] = deque()  # batches to read ahead, and those not taken yet
         self._is_due = False
         self._num_since = spacing  # batches since the last sizing
 
-    def submitted(self, num_batches: int) -> None:
-        """A plan was queued."""
+    def submitted(self, num_batches: int, *, more: bool = False) -> None:
+        """A plan was queued; ``more``: others follow it."""
         if num_batches:
-            self._plans.append([num_batches, num_batches])
+            self._plans.append([sys.maxsize if more else num_batches, num_batches])
 
     def taken(self) -> None:
         """A batch was taken."""
@@ -511,7 +512,9 @@ class SizingSchedule:
         self._is_due = self._num_left == 0
 
     def due(self) -> int | None:
-        """Batches of the current plan if the depth is to be set now, else ``None``."""
+        """Batches of the current plan, or without a limit if others follow it, if the depth is to
+        be set now; else ``None``.
+        """
         if not self._is_due or not self._plans or self._num_since < self._spacing:
             return None
         self._is_due, self._num_since = False, 0

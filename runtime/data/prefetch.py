@@ -158,9 +158,9 @@ class SlotStage(Stage):
         """True unless each batch is read on request, for longer than the first steps."""
         return self.depth > 0 or not self._is_calibrated
 
-    def submitted(self, num_batches: int) -> None:
+    def submitted(self, num_batches: int, *, more: bool = False) -> None:
         """Count the plan's batches; on the first plan, reset the peak statistics."""
-        super().submitted(num_batches)
+        super().submitted(num_batches, more=more)
         if self._budget.begin():
             self._context.reset_peak()
 

@@ -17,7 +17,7 @@ from runtime.core.rng import thread_generator
 from runtime.device.base import PendingCopy
 from runtime.evaluation.pending_means import evaluating, keeping_modes
 from runtime.replica.averager import ReducedState
-from runtime.worker.protocol import WorkerProtocol, WorkerState
+from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
@@ -89,9 +89,9 @@ class MessageHandler:
             case m.Halt():
                 raise CollectiveAborted("another rank died; this one halts")
             case m.TakeCheckpoint():
-                self._capture_or_propose(work.id)
+                self._capture(work.id)
             case m.ApplyDelta():
-                self._apply_delta_or_propose(work)
+                self._averager.apply_delta(work.delta)
             case m.Regroup():
                 raise AssertionError("handled by the worker")
             case _:
@@ -263,52 +263,9 @@ class MessageHandler:
                     return self._evaluation.answer(task, round)
         return ()
 
-    def _capture_or_propose(self, capture: int) -> None:
-        """Send the state; in lockstep, propose the step before which all ranks capture theirs.
-
-        A rank with a plan has not joined the reduction of its next step, so all others receive the
-        proposal in time. Without a plan, it is at the step at which the others will be.
-        """
-        if not self._replica.is_lockstep:
-            self._capture_now(capture)
-        elif capture > self._lockstep.num_captured:  # else a peer has proposed a step
-            if self._protocol.plan is not None or self._protocol.plans:
-                self._lockstep.propose_capture(capture)
-            else:
-                self._capture_now(capture)
-
-    def _apply_delta_or_propose(self, message: m.ApplyDelta) -> None:
-        """Apply the training of other machines; in lockstep before the agreed step."""
-        lockstep = self._lockstep
-        if not self._replica.is_lockstep:
-            self._averager.apply_delta(message.delta)
-        elif message.id > lockstep.num_deltas:
-            is_idle = self._protocol.plan is None and not self._protocol.plans
-            if is_idle and not self._halted and message.id == lockstep.num_deltas + 1:
-                self._apply_delta(message)
-            else:
-                lockstep.propose_delta(message)
-
-    @property
-    def _halted(self) -> bool:
-        return self._protocol.state is WorkerState.HALTED
-
-    def _apply_delta(self, message: m.ApplyDelta) -> None:
-        self._averager.apply_delta(message.delta)
-        self._lockstep.delta_applied(message)
-
-    def apply_agreed(self) -> None:
-        """In lockstep, apply deltas and capture the state before the agreed steps."""
-        while self._replica.is_lockstep and (delta := self._lockstep.delta_reached) is not None:
-            self._apply_delta(delta)
-        if self._replica.is_lockstep and (capture := self._lockstep.capture_reached) is not None:
-            self._capture_now(capture)
-
-    def _capture_now(self, capture: int) -> None:
+    def _capture(self, capture: int) -> None:
         """Send the complete current state."""
-        self._confirm_steps()
         is_lockstep, lockstep = self._replica.is_lockstep, self._lockstep
-        lockstep.num_captured = capture
         with self._recorder.capture(), self._replica.at_eval_point():
             self._finite_check.require_finite()
             report = self._reporter.take_report(wait=True)

@@ -699,7 +699,7 @@ class OwnLoop:
             is_inside = self.is_open or number > 0
             if is_inside and self._held is None:
                 self._timer.pause()
-            batch = self._steps.next_batch(answer=not (is_inside or self._protocol.leaving))
+            batch = self._steps.next_batch(answer=not is_inside)
             if batch is None:
                 return False
             if not is_inside:

@@ -21,23 +21,23 @@ class PlanSteps:
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
         self._plan = plan
         self._num_global = config.accumulate
-        self._accumulate = accumulate = config.accumulate * plan.num_slices
-        num_batches = plan.num_batches
         self.num_empty: dict[int, int] = {}
-        # A plan may have millions of steps: full ones share one list.
-        full = [config.batch_size] * accumulate
-        self.steps: list[Sequence[int]] = [full] * (num_batches // accumulate)
-        if rest := num_batches % accumulate:
-            self.steps.append(full[:rest])
-        longest = max(plan.shares, default=num_batches)
-        self.steps += [()] * (-(-longest // accumulate) - len(self.steps))
-        if plan.pieces:
-            for step, start in enumerate(range(0, num_batches, accumulate)):
-                pieces = plan.pieces[start : start + accumulate]
-                self.steps[step] = sizes = [end - begin for begin, end in pieces if end > begin]
+        num = config.accumulate * plan.num_slices
+        if plan.pieces or plan.shares:
+            longest = max(plan.shares, default=len(plan.pieces))
+            self.steps: list[Sequence[int]] = []
+            for step, first in enumerate(range(0, longest, num)):
+                pieces = plan.pieces[first : first + num]
+                sizes = [end - begin for begin, end in pieces if end > begin]
+                self.steps.append(sizes)
                 if len(sizes) < len(pieces):
                     self.num_empty[step] = len(pieces) - len(sizes)
             return
+        # A plan may have millions of steps: full ones share one list.
+        full = [config.batch_size] * num
+        self.steps = [full] * (plan.num_batches // num)
+        if rest := plan.num_batches % num:
+            self.steps.append(full[:rest])
         # Only the last batch of an epoch can be short, at the end of some span: spans ascend within
         # a plan, except for batches that a dead rank gave back.
         end = 0
@@ -47,21 +47,15 @@ class PlanSteps:
             end += len(span)
             start, stop = batch_bounds(span[-1], config.num_samples, config.batch_size)
             if stop - start < config.batch_size:
-                step, place = divmod(end - 1, accumulate)
+                step, place = divmod(end - 1, num)
                 shorter = list(self.steps[step])
                 shorter[place] = stop - start
                 self.steps[step] = shorter
 
     def ranks(self, index: int) -> Sequence[int]:
         """The ranks with samples in the lockstep step ``index``; empty without lockstep."""
-        if self._plan.trained_by:
-            return self._plan.trained_by[index]
-        done = index * self._accumulate
-        return [rank for rank, share in enumerate(self._plan.shares) if share > done]
+        return self._plan.trained_by[index] if self._plan.trained_by else ()
 
     def position(self, index: int) -> int:
         """Batches of all ranks before the lockstep step ``index``."""
-        if self._plan.per_global:  # also of a rank without pieces
-            return self._plan.first_step + index * self._num_global * self._plan.per_global
-        done = index * self._accumulate
-        return self._plan.first_step + sum([min(done, share) for share in self._plan.shares])
+        return self._plan.first_step + index * self._num_global * self._plan.per_global

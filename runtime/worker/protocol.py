@@ -204,16 +204,11 @@ class WorkerProtocol:
         """True if no plan follows in which a step over several batches may continue."""
         return isinstance(message, m.Shutdown | m.Halt)
 
-    def begin_plan(self, *, leaving_too: bool = False) -> m.EpochPlan | None:
-        """Begin the next plan, if there is one, and return the plan in progress.
-
-        Args:
-            leaving_too: Begin a plan even while leaving, as lockstep ranks must if their peers may
-                have begun it.
-        """
+    def begin_plan(self) -> m.EpochPlan | None:
+        """Begin the next plan, if there is one, and return the plan in progress."""
         if self.state is _S.HALTED:
             return None
-        if self.plan is None and self.plans and (leaving_too or not self.leaving):
+        if self.plan is None and self.plans and not self.leaving:
             self.plan = self.plans.popleft()
             self._update_state()
         return self.plan
@@ -238,10 +233,6 @@ class WorkerProtocol:
     def returned(self, plan: m.EpochPlan) -> m.EpochReport:
         """The report of a plan that was not begun, of an epoch that the worker has left."""
         return m.EpochReport(rank=self.rank, epoch=plan.epoch, stats=ReportStats(), left=True)
-
-    def drop_plans(self) -> None:
-        """Drop the plans not begun, after all ranks in lockstep have agreed to stop."""
-        self.plans.clear()
 
     def on_trained(self, batches: int, samples: int, weight: float | None = None) -> None:
         """Count a step.

@@ -205,7 +205,7 @@ class WorkerSteps:
         if self._launched:
             self._confirm(MAX_STEPS_AHEAD - 1)
         if sizes:
-            first = self.next_batch(answer=not self._protocol.leaving)
+            first = self.next_batch(answer=True)
             if first is None:
                 return False
         elif lane is not None:

@@ -47,7 +47,7 @@ from runtime.replica.graphs import GraphFallbacks
 from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
-from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
+from runtime.worker.lockstep import EpochStarts, LockstepProgress
 from runtime.worker.message_handler import MessageHandler
 from runtime.worker.own_loop import Loop, LoopPeers, OwnLoop
 from runtime.worker.plan_steps import PlanSteps
@@ -87,7 +87,7 @@ class GpuWorker:
             ``None``: for tools that only call :meth:`train_step`.
         collective: Under ``SYNC`` reduces gradients, otherwise serves ``SyncNow``.
         build_order: Shared by all workers of a run; ``None``: a standalone worker.
-        agreement: Shared by all workers of a lockstep run.
+        epoch_starts: Shared by all workers of a lockstep run.
         peers: Shared by all workers of a run with collectives; required to join a new group
             after a death.
         device: The worker's device; ``None``: made from the settings.
@@ -129,7 +129,7 @@ class GpuWorker:
         first_batch: Callable[[GpuWorker], Any] | None = None,
         collective: Collective | None = None,
         build_order: BuildOrder | None = None,
-        agreement: LockstepAgreement | None = None,
+        epoch_starts: EpochStarts | None = None,
         peers: RunPeers | None = None,
         device: Device | None = None,
         fallbacks: GraphFallbacks | None = None,
@@ -154,7 +154,7 @@ class GpuWorker:
         self._lane = self._recorder.lane
         self._functions = self._recorder.wrap(functions)
         self._context = device or open_device(config.device, config.num_cpu_workers)
-        self._lockstep = LockstepProgress(agreement)
+        self._lockstep, self._epoch_starts = LockstepProgress(), epoch_starts or EpochStarts()
         self._peers = peers
         timer = self._context.new_timer(launch_load)
         meter = StepMeter(self._context.new_log(), timer)
@@ -194,7 +194,7 @@ class GpuWorker:
         self._holds = functions.epoch_fn is not None
         self._is_starved = False  # the last plan had no batch for the step in progress
         if self._holds and self._is_lockstep:
-            self._lockstep.epoch_starts.join(self.rank, lambda: self._inbox.put(WAKE))
+            self._epoch_starts.join(self.rank, lambda: self._inbox.put(WAKE))
         self._loader = make_loader(self, lambda: self._inbox.put(WAKE)) if make_loader else None
         self.protocol.on_built()
         if peers is not None:
@@ -440,10 +440,7 @@ class GpuWorker:
         with self._recorder.between_plans():
             while True:
                 leaving = not self._continues_step() and self.handle_control()
-                # In lockstep a peer may have begun a plan that was sent before an orderly end:
-                # every rank then begins it, and all stop at the agreed step.
-                all_begin = self._stops_together
-                plan = self.protocol.begin_plan(leaving_too=all_begin)
+                plan = self.protocol.begin_plan()
                 if plan is not None:
                     return plan
                 if leaving:
@@ -581,7 +578,6 @@ class GpuWorker:
             if plan.is_partial:
                 self.replica.checkpoint.keep_buffers()
             self.replica.sync_buffers()
-        self._handler.apply_agreed()
         return None
 
     def _leave_epoch(self, loop: OwnLoop) -> None:
@@ -627,7 +623,7 @@ class GpuWorker:
             self.replica.check_structure()
             checkpoint.after_epoch_fn(epoch)
             if self._holds and self._is_lockstep:
-                self._lockstep.epoch_starts.begin(self.rank, epoch)
+                self._epoch_starts.begin(self.rank, epoch)
 
     def _resume_epochs(self) -> None:
         """Call ``epoch_fn`` for the epochs that the checkpoint had begun, for its effect outside of
@@ -644,33 +640,14 @@ class GpuWorker:
                 call(epoch, self)
                 self.flat_state.params.adopt_groups()
         if self._holds and self._is_lockstep:
-            self._lockstep.epoch_starts.begin(self.rank, self._progress.begun_epoch)
+            self._epoch_starts.begin(self.rank, self._progress.begun_epoch)
 
     def _may_step(self) -> bool:
         """Handle messages; returns True if the next step may begin."""
-        trains = not self._is_lockstep and self.protocol.state is WorkerState.TRAINING
+        trains = self.protocol.state is WorkerState.TRAINING
         if trains and self._inbox.empty() and not (self._deferred or self._reporter.held):
             return True  # the usual case
-        if self.handle_control() and not self._propose_stop():
-            return False
-        if not self._is_lockstep:
-            return True
-        self._handler.apply_agreed()
-        return not self._lockstep.stop_reached
-
-    def _propose_stop(self) -> bool:
-        """In lockstep, propose a stop after the next step, if an orderly stop was requested."""
-        if self._stops_together:
-            self._lockstep.propose_stop()
-            return True
-        return False
-
-    @property
-    def _stops_together(self) -> bool:
-        """True if ranks in lockstep leave at an agreed step."""
-        shutdown = self.protocol.shutdown
-        requested = shutdown is not None and shutdown.snapshot and not shutdown.failed
-        return self._is_lockstep and requested
+        return not self.handle_control()
 
     def _snapshot_requested(self) -> bool:
         shutdown = self.protocol.shutdown
@@ -706,9 +683,7 @@ class GpuWorker:
             else:
                 self._receive(message)
                 if answer and self.handle_control():
-                    if not self._propose_stop():
-                        return None
-                    answer = False
+                    return None
             loaded = self._loader.try_next()
         if lane is not None:
             lane.enter(COMPUTE)
@@ -729,7 +704,7 @@ class GpuWorker:
         """True if ``epoch_fn`` was called for an epoch, under lockstep on every rank."""
         if epoch > self._progress.begun_epoch:
             return False
-        return not self._is_lockstep or self._lockstep.epoch_starts.all_begun(epoch)
+        return not self._is_lockstep or self._epoch_starts.all_begun(epoch)
 
     def _submit_held(self) -> None:
         while self._held and self._may_load(self._held[0].epoch):
@@ -754,11 +729,6 @@ class GpuWorker:
     def _abandon(self, plan: m.EpochPlan) -> None:
         self.steps.confirm_steps()
         self._forget_loads()
-        if self._lockstep.stop_reached:
-            self._check_drift(frozen=True)
-            self.replica.checkpoint.keep_buffers()
-            self.replica.sync_buffers()
-            self.protocol.drop_plans()
         self._end_plan(plan)
 
     def _end_plan(self, plan: m.EpochPlan) -> None:
@@ -888,7 +858,7 @@ class GpuWorker:
             raise
         finally:
             self._recorder.ended()
-            self._lockstep.epoch_starts.leave(self.rank)
+            self._epoch_starts.leave(self.rank)
             self.steps.forget_graphs()  # before another worker may use their stream
 
     def _run(self) -> Generator[Any, None, None]:

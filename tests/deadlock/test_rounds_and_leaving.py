@@ -30,7 +30,7 @@ from tests.support.running import (
     task,
     until,
 )
-from tests.unit.worker.test_worker import Alone, plan, start
+from tests.unit.worker.test_worker import Alone, plan_of_pieces, start
 
 # -- leaving ---------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
         checkpoint_fn=lambda version, model: saved.append(version),
     )
     with running(alone):
-        alone.send(m.StartEpoch(plan=plan(range(3), shares=(3, 3))))
+        alone.send(m.StartEpoch(plan=plan_of_pieces(3)))
         trace.wait_for(lambda: trace.steps[0] == 1)
         alone.send(*STALE)
         assert not alone.control.empty()
@@ -116,7 +116,7 @@ def test_a_wake_among_other_messages_starts_the_loading_of_held_plans(ends):
     )
     worker = alone.worker
     starts, next_message, waits = (
-        worker._lockstep.epoch_starts,
+        worker._epoch_starts,
         worker._next_message,
         threading.Event(),
     )
@@ -132,7 +132,7 @@ def test_a_wake_among_other_messages_starts_the_loading_of_held_plans(ends):
 
     worker._next_message = begins_behind_a_message
     with running(alone):
-        alone.send(m.StartEpoch(plan=plan(range(3), shares=(3, 3))))
+        alone.send(m.StartEpoch(plan=plan_of_pieces(3)))
         assert waits.wait(BOUND_S)
         alone.send(m.SetGlobalStep(step=0))
         trace.wait_for(lambda: trace.steps[0] == 1)
@@ -345,7 +345,6 @@ def test_a_rank_that_leaves_from_a_broken_step_reports_its_training(tap, tmp_pat
     handle = b.run()
     until(lambda: trained[0] == 2)  # rank 0 goes to the second reduction, rank 1 has no batch
     handle.stop()
-    until(lambda: handle._run._workers[1].protocol.shutdown is not None)
     tap.await_came(m.Halted, 0)
     data.may_be_read.set()
     assert handle.join(BOUND_S).stopped

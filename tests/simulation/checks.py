@@ -71,7 +71,6 @@ class Checks:
             if c.batch_sizes is None:
                 self._evaluated_at = self._validated_at = len(self._resumed)
             self._closed = list(range(sim.origin.num_closed))
-            # With ratios each rank had its own part of the epoch.
             consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]
             num = c.accumulate * sim.per_global
             self._is_cut_anyhow |= any(start or stop % num for start, stop in consumed)
@@ -137,7 +136,8 @@ class Checks:
                 sizes = [stop - start for start, stop in each]
                 if 1 in sizes and sum(sizes) > 1:
                     raise Violation(f"a piece of 1 sample with batch statistics: {sizes}")
-        if rank == live[-1] and sum(self._sizes.values()) == self._slice_samples(live):
+        whole = sum(self._sizes.values()) == self._slice_samples(live)
+        if rank == live[-1] and whole and self._config.balance:
             for idle in [r for r, n in self._sizes.items() if n == 0]:
                 self._must_rest(idle)
 
@@ -145,8 +145,9 @@ class Checks:
     def _least(self) -> int:
         """Minimum samples of a rank, if there are as many: two for batch statistics."""
         c, world = self._config, self._config.world_size
-        own = min(c.batch_sizes or (c.batch_size,))
-        if c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None:
+        own = min(size for size in c.batch_sizes or (c.batch_size,) if size)
+        is_global = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
+        if is_global and c.batch_sizes is None:
             own = -(-c.global_batch_size // c.num_micro_batches // world)
         return 2 if self._sim.schedule.batch_statistics and own > 1 else 1
 
@@ -161,7 +162,6 @@ class Checks:
         if memory and memory[rank] < self._least:
             return
         shares = self._sim.machine.run_state.shares
-        assert shares is not None
         sizes = {r: n for r, n in self._sizes.items() if n}
         costs = {r: cost for r in (*sizes, rank) if (cost := shares.cost(r)) is not None}
         gains, total = True, sum(sizes.values())
@@ -305,8 +305,7 @@ class Checks:
                 f"rank {rank} holds {num_held} batches, the plan begins at {plan.first_step}"
             )
         batches = [(plan.epoch, b) for span in plan.batches for b in span]
-        pieces = plan.pieces or [self._bounds(batch) for batch in batches]
-        self._pieces[rank].update(zip(batches, pieces, strict=True))
+        self._pieces[rank].update(zip(batches, plan.pieces, strict=True))
 
     def _bounds(self, batch: Batch) -> tuple[int, int]:
         return batch_bounds(batch[1], self._config.num_samples, self._config.batch_size)
@@ -336,8 +335,7 @@ class Checks:
         wanted = Counter((b[0], i) for b in batches for i in range(*self._bounds(b)))
         if trained != wanted:
             raise Violation(f"a step of {sum(wanted.values())} samples trained others: {loads}")
-        if self._config.partition_ratios is None:
-            self._must_be_global(batches, num_steps)
+        self._must_be_global(batches, num_steps)
         for batch in batches:
             first = (batch[0], self._bounds(batch)[0])
             self._note_trained(found[first], batch, self._sim.samples_of(batch))

@@ -32,7 +32,6 @@ from coordinator.messages import (
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
 from runtime.evaluation.shared_evaluation import SharedEvaluations
-from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.worker_config import WAKE
 from tests.simulation.checks import Checks
 from tests.simulation.effects import Batch, SamplesOf, Traced, Violation, WeightOf, average, replica
@@ -134,7 +133,6 @@ class Simulation:
         self.samples_of = SamplesOf(c.num_samples, c.batch_size)
         lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
-        self.agreement = LockstepAgreement()
         self.evaluations = SharedEvaluations()
         self.machine = Coordinator(c, None if origin is None else origin.run)
         is_whole = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
@@ -219,10 +217,10 @@ class Simulation:
 
     @property
     def spans_epochs(self) -> bool:
-        """True if a step may be over batches of two epochs, after a death or as a rank has left an
-        epoch: it counts in the last one.
-        """
-        return bool(self.schedule.window_chance and (self.dead or self.schedule.leave_chance))
+        """True if a step may be over batches of two epochs: it counts in the last one."""
+        s = self.schedule
+        ahead = s.config.policy is not ApplyPolicy.SYNC
+        return bool(s.window_chance and (self.dead or s.leave_chance or ahead))
 
     @property
     def num_live(self) -> int:

@@ -226,10 +226,20 @@ class Draw:
 
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
-    drawn = with_sizes(with_shares(with_saves(Draw(seed).schedule())))
+    drawn = with_sizes(with_shares(with_saves(with_ratios(Draw(seed).schedule()))))
     drawn = with_transports(with_global_batches(drawn))
     drawn = with_calls(with_validations(with_evaluations(drawn)))
     return with_windows(with_leaves(with_statistics(drawn)))
+
+
+def with_ratios(schedule: Schedule) -> Schedule:
+    """The schedule with ratios as batch sizes under ``SYNC``."""
+    c = schedule.config
+    if c.policy is not ApplyPolicy.SYNC or c.partition_ratios is None:
+        return schedule
+    sizes = split_by_ratio(c.batch_size * c.world_size, c.partition_ratios)
+    sizes = sizes if len(set(sizes)) > 1 else None
+    return replace(schedule, config=replace(c, partition_ratios=None, batch_sizes=sizes))
 
 
 def with_windows(schedule: Schedule) -> Schedule:
@@ -268,8 +278,7 @@ def with_validations(schedule: Schedule) -> Schedule:
     c, rng = schedule.config, random.Random(f"validations of {schedule.seed}")
     if rng.random() < 0.67:
         return schedule
-    stops = not (c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None)
-    within = stops and rng.random() < 0.5
+    within = rng.random() < 0.5
     return replace(
         schedule,
         config=replace(
@@ -284,8 +293,7 @@ def with_validations(schedule: Schedule) -> Schedule:
 def with_evaluations(schedule: Schedule) -> Schedule:
     """The schedule with evaluations within epochs in half of the runs with evaluation."""
     c, rng = schedule.config, random.Random(f"evaluations of {schedule.seed}")
-    fits = c.evaluate and not (c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None)
-    if not fits or rng.random() < 0.5:
+    if not c.evaluate or rng.random() < 0.5:
         return schedule
     return replace(schedule, config=replace(c, eval_every=rng.randint(1, 40)))
 
@@ -355,7 +363,7 @@ def with_shares(schedule: Schedule) -> Schedule:
     Some of them have longer epochs, of many plans.
     """
     c = schedule.config
-    if c.policy is not ApplyPolicy.SYNC or c.world_size == 1 or c.partition_ratios is not None:
+    if c.policy is not ApplyPolicy.SYNC or c.world_size == 1 or c.batch_sizes is not None:
         return schedule
     rng = random.Random(f"shares of {schedule.seed}")
     if rng.random() >= 0.5:

@@ -139,7 +139,7 @@ class SimWorker:
         self._call_draws = random.Random(f"calls of {schedule.seed} on {rank}")
         self._window_draws = random.Random(f"windows of {schedule.seed} on {rank}")
         self._begun_epoch = self._left_epoch = -1
-        self._lockstep = LockstepProgress(sim.agreement)
+        self._lockstep = LockstepProgress()
         self._snapshot: tuple[Batch, ...] = ()
         self._before: Traced | None = None
         self.replica = sim.new_replica()
@@ -292,8 +292,7 @@ class SimWorker:
             leaving = False
             if not (yield from self._continues_step()):
                 leaving = yield from self._handle_control()
-            all_begin = self._stops_together
-            plan = self.protocol.begin_plan(leaving_too=all_begin)
+            plan = self.protocol.begin_plan()
             if plan is not None:
                 return plan
             if leaving:
@@ -334,7 +333,7 @@ class SimWorker:
         batches = deque((plan.epoch, b) for span in plan.batches for b in span)
         for index, sizes in enumerate(windows.steps):
             if not (self._open.num_steps or (yield from self._may_step())):
-                yield from self._abandon(plan)
+                self._abandon(plan)
                 return self.protocol.leaving
             empty = windows.num_empty.get(index, 0)
             if sizes and self._call_draws.random() < self._sim.schedule.leave_chance:
@@ -343,7 +342,7 @@ class SimWorker:
             closes = not (plan.more or plan.pauses) and index + 1 == len(windows.steps)
             stays_open = self._stays_open(plan.epoch, windows.position(index), closes=closes)
             if not (yield from self._run_window(sizes, batches, empty, stays_open)):
-                yield from self._abandon(plan)
+                self._abandon(plan)
                 return True
             if index + 1 < len(windows.steps) and not self._open.num_steps:
                 self._reporter.report_if_due()
@@ -352,7 +351,6 @@ class SimWorker:
             return False
         if not plan.more:
             yield from self._sync_buffers()
-        self._capture_if_reached()
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
         return False
@@ -365,27 +363,9 @@ class SimWorker:
         self._reporter.report_epoch(plan.epoch, open_epoch=self._begun_epoch)
 
     def _may_step(self) -> Steps:
-        if (yield from self._handle_control()) and not self._finish_together():
-            return False
-        self._capture_if_reached()
-        return not (self._is_lockstep and self._lockstep.stop_reached)
+        return not (yield from self._handle_control())
 
-    def _finish_together(self) -> bool:
-        if self._stops_together:
-            self._lockstep.propose_stop()
-            return True
-        return False
-
-    @property
-    def _stops_together(self) -> bool:
-        shutdown = self.protocol.shutdown
-        wanted = shutdown is not None and shutdown.snapshot and not shutdown.failed
-        return self._is_lockstep and wanted
-
-    def _abandon(self, plan: m.EpochPlan) -> Steps:
-        if self._lockstep.stop_reached:
-            yield from self._sync_buffers()
-            self.protocol.drop_plans()
+    def _abandon(self, plan: m.EpochPlan) -> None:
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
@@ -430,7 +410,7 @@ class SimWorker:
         num_empty: int,
         stays_open: Callable[[], bool],
     ) -> Steps:
-        answer = not (self.protocol.leaving or self._open.num_steps)
+        answer = not self._open.num_steps
         if sizes and not (yield from self._await_batch(sizes[0], answer=answer)):
             return False
         self._sim.hooks.before_step(self)
@@ -520,9 +500,7 @@ class SimWorker:
                     continue
                 yield from self._receive(message)
                 if (yield from self._handle_control()):
-                    if not self._finish_together():
-                        return False
-                    answer = False
+                    return False
         self._taken_at = self._sim.now
         return True
 
@@ -532,20 +510,6 @@ class SimWorker:
         return {"rank": self.rank, "step": self._lockstep.step}
 
     def _capture(self, capture: int) -> None:
-        if not self._is_lockstep:
-            self._capture_now(capture)
-        elif capture > self._lockstep.num_captured:
-            if self.protocol.plan is not None or self.protocol.plans:
-                self._lockstep.propose_capture(capture)
-            else:
-                self._capture_now(capture)
-
-    def _capture_if_reached(self) -> None:
-        if self._is_lockstep and (capture := self._lockstep.capture_reached) is not None:
-            self._capture_now(capture)
-
-    def _capture_now(self, capture: int) -> None:
-        self._lockstep.num_captured = capture
         report = self._reporter.take_report(wait=True)
         payload: m.Payload = self._copied()
         if self._is_lockstep:  # one rank sends the parameters, each of them its buffers

@@ -10,6 +10,7 @@ from coordinator import epochs
 from coordinator import messages as m
 from coordinator.cadence import RoundSchedule
 from coordinator.config import ApplyPolicy
+from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery
 from coordinator.ledger import BatchLedger, LockstepPlan
 from coordinator.lr_factor import LrFactor
@@ -218,15 +219,16 @@ def test_a_worker_that_joins_a_round_while_it_leaves_is_found(monkeypatch):
     assert_is_found(STUCK, first=10)
 
 
-def test_a_lockstep_rank_that_leaves_alone_is_found(monkeypatch):
-    """Its peer has begun the plan that came before the stop, and waits in the reduction."""
-    begin_plan = WorkerProtocol.begin_plan
+def test_a_lockstep_rank_that_is_stopped_within_a_plan_is_found(monkeypatch):
+    """Its peer waits in the reduction."""
+    monkeypatch.setattr(EpochScheduler, "is_between_plans", True)
+    assert_is_found(STUCK, drawn(stops))
 
-    def alone(self, *, leaving_too=False):
-        return begin_plan(self)
 
-    monkeypatch.setattr(WorkerProtocol, "begin_plan", alone)
-    assert_is_found(STUCK, first=29)
+def stops(schedule):
+    c = schedule.config
+    lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
+    return lockstep and schedule.stop_at_s is not None and not c.save_every
 
 
 def shares(schedule):
@@ -354,7 +356,8 @@ def test_a_weight_other_than_that_of_the_share_is_found(monkeypatch):
     init = PlanSteps.__init__
 
     def of_whole_batches(self, plan, config):
-        init(self, replace(plan, pieces=()), config)
+        init(self, plan, config)
+        self.steps = [[config.batch_size] * len(sizes) for sizes in self.steps]
 
     monkeypatch.setattr(PlanSteps, "__init__", of_whole_batches)
     assert_is_found("weighs", drawn(shares))
@@ -393,23 +396,11 @@ def test_a_repeated_step_without_its_first_batches_is_found(monkeypatch):
     assert_is_found("recorded, not trained: [(", steady, first=26)
 
 
-def late_stops(monkeypatch):
-    """Runs that are stopped while short plans are queued."""
+def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
     monkeypatch.setattr(epochs, "PLAN_STEPS", 2)
     draw = drawn(shares)
-    return lambda seed: stopped_late(draw(seed))
-
-
-def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
-    draw = late_stops(monkeypatch)
     for seed in range(60 if SCALE == 1 else 150):
-        simulate(seed, draw=draw)
-
-
-def test_a_rank_that_begins_a_plan_after_the_stop_is_found(monkeypatch):
-    """It left the plan in which all stop, and starts the next one in its queue."""
-    monkeypatch.setattr(WorkerProtocol, "drop_plans", lambda self: None)
-    assert_is_found("the plan begins at", late_stops(monkeypatch), first=596)
+        simulate(seed, draw=lambda seed: stopped_late(draw(seed)))
 
 
 def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
@@ -421,9 +412,9 @@ def test_dropped_steps_that_are_counted_again_are_found(monkeypatch):
     """A death can only undo steps after the dropped ones."""
     forget = LockstepPlan.drop_reported
 
-    def again(self, accumulate):
+    def again(self):
         first = self.first_step
-        forget(self, accumulate)
+        forget(self)
         self.first_step = first
 
     monkeypatch.setattr(LockstepPlan, "drop_reported", again)

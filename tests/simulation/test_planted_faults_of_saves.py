@@ -12,10 +12,10 @@ from coordinator import messages as m
 from coordinator.average_tasks import AverageTasks
 from coordinator.config import ApplyPolicy
 from coordinator.coordinator_checkpoint import RankCut, capture_run
+from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
 from coordinator.run_state import Phase, RunState
 from coordinator.saving import RunCheckpointer
-from runtime.worker.lockstep import LockstepProgress
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Hooks, Simulation, SimulationFailed
 from tests.simulation.saves import Origin
@@ -24,20 +24,17 @@ from tests.support.pairs import SCALE
 
 
 def test_sums_with_reports_after_the_cut_are_found(monkeypatch):
-    def late(run, closing, elapsed_s, cuts, step):
+    def late(run, closing, elapsed_s, cuts):
         epochs = [*(epoch for epoch, _ in closing), *run.ledger.epochs]
-        now = {
-            rank: replace(RankCut.of(run, epochs, rank), num_reported=cut.num_reported)
-            for rank, cut in cuts.items()
-        }
-        return capture_run(run, closing, elapsed_s, now, step)
+        now = {rank: RankCut.of(run, epochs, rank) for rank in cuts}
+        return capture_run(run, closing, elapsed_s, now)
 
     monkeypatch.setattr(saving, "capture_run", late)
     assert_is_found("samples of an epoch are in the checkpoint")
 
 
 class LateParts(Hooks):
-    """The reply of one rank arrives after the others have continued."""
+    """The reply of one rank arrives late."""
 
     def extra_delay_s(self, sim, rank, message):
         late = isinstance(message, m.CapturedState) and rank == 1
@@ -57,12 +54,12 @@ def run_all(schedules, hooks):
         Simulation(schedule, hooks).run()
 
 
-def test_batches_that_others_trained_after_a_cut_under_sync_are_found(monkeypatch):
+def test_plans_that_are_sent_before_the_last_reply_of_a_cut_are_found(monkeypatch):
     seen = 0
     for schedule in itertools.islice(lockstep_schedules(), 60):
         seen += len(Simulation(schedule, LateParts()).run().saved)
     assert seen > 60
-    monkeypatch.setattr(coordinator_checkpoint, "_reported_later", lambda run, cuts: {})
+    monkeypatch.setattr(RunCheckpointer, "is_collecting", False)
     with pytest.raises(SimulationFailed, match=r"recorded, not trained: \[\("):
         run_all(lockstep_schedules(), LateParts())
 
@@ -83,12 +80,9 @@ def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
     assert_is_found("recorded, not trained: [(")
 
 
-def test_ranks_that_capture_without_agreeing_on_a_step_are_found(monkeypatch):
-    def at_once(self, capture):
-        self._agreement.propose_capture(capture, self.step)
-
-    monkeypatch.setattr(LockstepProgress, "propose_capture", at_once)
-    assert_is_found("ranks captured other steps", first=229)
+def test_ranks_that_capture_within_a_plan_are_found(monkeypatch):
+    monkeypatch.setattr(EpochScheduler, "is_between_plans", True)
+    assert_is_found("ranks captured other steps")
 
 
 def test_a_cut_that_outlives_its_round_is_found(monkeypatch):
@@ -143,7 +137,7 @@ def test_consumed_batches_assigned_again_are_found(monkeypatch):
     epoch_of = coordinator_checkpoint._epoch_of
 
     def whole(run, saved):
-        return epoch_of(run, {**saved, "consumed": [], "parts": None})
+        return epoch_of(run, {**saved, "consumed": []})
 
     monkeypatch.setattr(coordinator_checkpoint, "_epoch_of", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):

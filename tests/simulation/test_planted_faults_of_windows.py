@@ -110,7 +110,14 @@ def test_a_step_without_an_end_at_the_end_of_the_epoch_is_found(monkeypatch):
 
 
 def test_a_pause_within_a_step_is_found(monkeypatch):
-    monkeypatch.setattr(EpochScheduler, "is_within_step", False)
+    assign = EpochScheduler._assign_next
+
+    def blind(self, pause_at):
+        for rank in self._run.ranks:
+            rank.open_epoch = None
+        return assign(self, pause_at)
+
+    monkeypatch.setattr(EpochScheduler, "_assign_next", blind)
     assert_is_found(STUCK, drawn(pauses))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -121,6 +122,52 @@ def test_lockstep_with_shares_approaches_the_sum_of_the_ranks_speeds(slowness):
     assert run.now <= 1.25 * possible_s
     equal_s = num_steps * FAST_S * max(slowness)
     assert run.now <= 0.85 * equal_s
+
+
+class Plans(Hooks):
+    """The number of steps of each plan of rank 0."""
+
+    def __init__(self):
+        self.steps = []
+        self._plan = None
+
+    def before_step(self, worker):
+        if worker.rank == 0 and worker.protocol.plan is not self._plan:
+            self._plan = worker.protocol.plan
+            self.steps.append(len(self._plan.pieces))
+
+
+@pytest.mark.parametrize(("slowness", "num_steps"), [(1.0, 125), (25.0, 5), (1000.0, 1)])
+def test_plans_of_lockstep_last_half_a_second(slowness, num_steps):
+    """Each is at most about twice as long as the one before."""
+    schedule = schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=(slowness, slowness),
+        jitter=0.0,
+        num_samples=40 * num_steps * 20,
+        num_epochs=1,
+    )
+    plans = Plans()
+    Simulation(schedule, plans).run()
+    assert plans.steps[0] == 1
+    assert all(after <= 2 * num + 1 for num, after in itertools.pairwise(plans.steps))
+    assert all(abs(num - num_steps) <= max(1, 0.05 * num_steps) for num in plans.steps[12:-1])
+
+
+def test_plans_hold_the_batches_that_loader_processes_read_ahead():
+    schedule = schedule_of(
+        ApplyPolicy.SYNC,
+        AverageBackend.THREAD,
+        slowness=(1000.0, 1000.0),
+        num_samples=20 * 20,
+        num_epochs=1,
+        accumulate=2,
+        read_ahead=8,
+    )
+    plans = Plans()
+    Simulation(schedule, plans).run()
+    assert plans.steps == [8, 8, 4]
 
 
 class Sizes(Hooks):

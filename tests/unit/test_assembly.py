@@ -130,8 +130,10 @@ def test_shares_are_measured_by_default_where_devices_are_of_different_kinds(
     assert balance(policy=ApplyPolicy.SYNC) == (differ, not differ)
     for asked in (True, False):
         assert balance(policy=ApplyPolicy.SYNC, requested_balance=asked) == (asked, False)
-    ratios = {"partition_ratios": (1.0, 2.0)}
-    assert balance(policy=ApplyPolicy.SYNC, **ratios) == (False, False)
+    ratios = {"partition_ratios": (1.0, 2.0), "batch_size": 4, "policy": ApplyPolicy.SYNC}
+    assert balance(**ratios) == (False, False)
+    made = config_of(**ratios).for_run(devices, 10, AverageBackend.THREAD, grace_s=1.0).coordinator
+    assert (made.batch_sizes, made.partition_ratios) == ((3, 5), None)
     assert not balance(policy=ApplyPolicy.CADENCE)[0]
 
 

@@ -561,7 +561,6 @@ class Stream(IterableDataset):
         (lambda b: b.val_dataset(Stream()).run(), "cannot be divided"),
         (lambda b: b.val_dataset(DataLoader(Stream(), 2)).run(), "cannot be divided"),
         (lambda b: b.val_dataset((X[:0], Y[:0])).run(), "empty"),
-        (lambda b: b.val_dataset((X, Y), every_steps=4).partition_ratios([1, 2]).run(), "ratios"),
         (
             lambda b: b.scheduler(
                 torch.optim.lr_scheduler.ReduceLROnPlateau, metric="val/loss"

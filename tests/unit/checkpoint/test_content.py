@@ -130,14 +130,6 @@ FAULTS = {
         put(1, "run", "metrics", 0, "epoch"),
         r"\['metrics'\]\[0\]\['epoch'\] is 1",
     ),
-    "a part with a step of 0": (
-        put({0: [[28, 30, 0]]}, "run", "epochs", 0, "parts"),
-        r"\['parts'\]\[0\] is .*, expected ranges with steps of 1 or more",
-    ),
-    "a batch in two parts": (
-        put({0: [[28, 30, 1]], 1: [[29, 30, 1]]}, "run", "epochs", 0, "parts"),
-        r"\['parts'\] holds a batch a second time, or one of .*\['consumed'\]",
-    ),
     "a buffer of text": (put({"b": "x"}, "ranks", 1, "buffers"), r"\['buffers'\]\['b'\] is 'x'"),
 }
 

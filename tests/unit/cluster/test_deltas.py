@@ -1,4 +1,4 @@
-"""Changes of other machines reach every rank once, in lockstep at one step."""
+"""Changes of other machines reach every rank once, in lockstep between two plans."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, Send
-from runtime.worker.lockstep import LockstepAgreement, LockstepProgress
+from coordinator.metrics import ReportStats
 
 
 def delta(value):
     return Payload(params=(torch.tensor([value]),))
-
-
-def apply_delta(number):
-    return m.ApplyDelta(id=number, delta=delta(float(number)))
 
 
 def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
@@ -44,22 +40,33 @@ def test_the_deltas_of_two_rounds_during_an_averaging_are_sent_after_it():
     sent = machine.handle(m.Tick(), 0.4)
     messages = [c.message for c in sent if isinstance(c, Send)]
     deltas = [message for message in messages if isinstance(message, m.ApplyDelta)]
-    values = [(s.id, float(s.delta.params[0])) for s in deltas]
-    assert values == [(1, 1.0), (1, 1.0), (2, 2.0), (2, 2.0)]
+    assert [float(s.delta.params[0]) for s in deltas] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_lockstep_ranks_apply_deltas_in_order_at_one_step():
-    agreement = LockstepAgreement()
-    first, second = LockstepProgress(agreement), LockstepProgress(agreement)
-    first.propose_delta(apply_delta(1))
-    first.propose_delta(apply_delta(2))
-    second.propose_delta(apply_delta(1))
-    taken = {}
-    for rank in (first, second):
-        assert rank.delta_reached is None
-        rank.stepped(4)
-        while (due := rank.delta_reached) is not None:
-            rank.delta_applied(due)
-            taken.setdefault(rank, []).append((due.id, rank.step))
-    assert list(taken.values()) == [[(1, 1), (2, 1)]] * 2
-    assert first.position == second.position
+def test_deltas_of_lockstep_are_sent_between_two_plans():
+    machine = Coordinator(
+        CoordinatorConfig(
+            devices=("cpu", "cpu"),
+            num_samples=40,
+            batch_size=2,
+            num_epochs=1,
+            policy=ApplyPolicy.SYNC,
+            granted=True,
+        )
+    )
+    for rank in (0, 1):
+        machine.handle(m.Ready(rank=rank), 0.0)
+    machine.handle(m.ClusterRoundDone(epochs=(m.EpochGrant(epoch=0, batches=(range(20),)),)), 0.1)
+    sent = machine.handle(m.ClusterRoundDone(delta=delta(1.0)), 0.2)
+    assert sent == []
+    kinds, num_queued = [], [2, 2]
+    for rank in (0, 1, 0, 1):
+        stats = ReportStats(num_batches=1, num_samples=2)
+        report = m.EpochReport(rank=rank, epoch=0, stats=stats)
+        commands = machine.handle(report, 0.3)
+        num_queued[rank] -= 1
+        kinds.append([type(c.message) for c in commands if isinstance(c, Send)])
+    assert num_queued == [0, 0]
+    assert kinds[:3] == [[], [], []]
+    assert kinds[3][:2] == [m.ApplyDelta] * 2
+    assert set(kinds[3][2:]) == {m.StartEpoch}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator import messages as m
@@ -37,39 +39,51 @@ def test_the_state_of_an_epoch_of_many_batches_is_made_checked_and_restored_in_r
     num = 10**9
     run = Run(world=2, policy=ApplyPolicy.SYNC, backend=AverageBackend.THREAD, num_samples=num)
     for rank in (0, 1, 0, 1):
-        run.report(rank)
+        run.end_plan(rank)
     found = run.machine.run_state
     cuts = {rank: RankCut.of(found, found.ledger.epochs, rank) for rank in (0, 1)}
-    run.report(0), run.report(1)  # after the cuts: not in the checkpoint
-    state = capture_run(found, (), 0.0, cuts, 2)
+    state = capture_run(found, (), 0.0, cuts)
     (epoch,) = state["epochs"]
     assert (epoch["consumed"], epoch["num_samples"]) == ([[0, 4]], 4)
-    assert epoch["parts"] == {0: [[4, num - 1, 2]], 1: [[5, num, 2]]}
     check_run(state, num_samples=num, batch_size=1, drop_last=False, num_rank_states=2)
     again = RunState(found.config)
     restore_run(again, state)
     assert again.ledger.oldest.open.spans == (range(4, num),)
     assert again.ledger.oldest.num_settled == 4
-    parts = again.ledger.oldest.take_parts((0, 1), [range(4, num)])
-    assert parts == {0: (range(4, num - 1, 2),), 1: (range(5, num, 2),)}
-    epoch["parts"][1][0][0] = 3  # consumed already
-    with pytest.raises(ValueError, match=r"\['parts'\] holds a batch a second time, or one of"):
-        check_run(state, num_samples=num, batch_size=1, drop_last=False, num_rank_states=2)
+
+
+def test_parts_of_the_ranks_in_a_checkpoint_of_before_are_dealt_anew():
+    _, state = resumed(None, 2)
+    epoch = {**resumed_epoch(), "consumed": [[0, 2], [8, 9]]}
+    state = {**state, "next_epoch": 1, "epochs": [{**epoch, "parts": {0: [[2, 8, 1]]}}]}
+    del state["saved_ranks"]
+    check_run(state, num_samples=80, batch_size=4, drop_last=False, num_rank_states=2)
+    run, _ = resumed(state, 2)
+    assert run.ledger.oldest.open.spans == (range(2, 8), range(9, 20))
+
+
+def resumed_epoch():
+    """The state of an epoch that has begun."""
+    run = RunState(CONFIG)
+    run.ledger.open_epoch(run.elche.shares)
+    (epoch,) = capture_run(run, (), 0.0, {})["epochs"]
+    return epoch
+
+
+CONFIG = CoordinatorConfig(
+    devices=("cpu", "cpu"),
+    num_samples=80,
+    batch_size=4,
+    num_epochs=2,
+    policy=ApplyPolicy.SYNC,
+)
 
 
 def resumed(state, world):
-    run = RunState(
-        CoordinatorConfig(
-            devices=("cpu",) * world,
-            num_samples=80,
-            batch_size=4,
-            num_epochs=2,
-            policy=ApplyPolicy.SYNC,
-        )
-    )
+    run = RunState(replace(CONFIG, devices=("cpu",) * world))
     if state is not None:
         restore_run(run, state)
-    return run, capture_run(run, (), 0.0, {}, None)
+    return run, capture_run(run, (), 0.0, {})
 
 
 def test_the_global_batch_of_the_first_run_survives_every_resume():
@@ -83,7 +97,7 @@ def test_waits_for_data_are_in_the_checkpoint_and_may_be_missing():
     run, _ = resumed(None, 2)
     for wait_s in (0.0, 3.0, 3.0):
         run.data_waits.add(1, ReportStats(num_batches=1, num_samples=4, data_wait_s=wait_s))
-    state = capture_run(run, (), 0.0, {}, None)
+    state = capture_run(run, (), 0.0, {})
     del state["saved_ranks"]
     check = {"num_samples": 80, "batch_size": 4, "drop_last": False, "num_rank_states": 2}
     check_run(state, **check)

@@ -73,6 +73,14 @@ class Run:
         return [c for c in self.others if isinstance(c, Average)]
 
 
+def end_plans(run, world=2):
+    """Each rank under ``SYNC`` completes the plans that it has, one after another."""
+    while run.machine.run_state.ranks[0].num_queued:
+        for rank in range(world):
+            queued = run.machine.run_state.ranks[rank].num_queued
+            run.end_plan(rank, len(run.to(m.StartEpoch, rank)[-queued].plan.pieces))
+
+
 def at_a_round(backend=CPU, **settings):
     """Two ranks with an outstanding request of round 1."""
     run = Run(backend=backend, **settings)
@@ -531,6 +539,7 @@ def test_the_result_of_sync_is_averaged_over_the_ranks_with_the_most_steps(ahead
     """After a death in a reduction ranks may differ by one step."""
     run = Run(world=3, policy=ApplyPolicy.SYNC, backend=THREAD, continue_on_failure=True)
     run.handle(m.StopRequested())
+    end_plans(run, 3)
     assert len(run.to(m.Shutdown)) == 3
     payloads = [m.Payload(params=(torch.tensor([float(rank)]),)) for rank in range(3)]
     for rank, payload in enumerate(payloads):
@@ -605,11 +614,9 @@ def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death()
 
 def test_under_sync_no_round_and_no_limit_is_sent():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, num_samples=10, max_batch_diff=0)
-    plans = run.to(m.StartEpoch)
-    assert [p.plan.shares for p in plans] == [(5, 5), (5, 5)]
-    run.end_plan(0, 5)
-    assert run.to(m.Shutdown) == []
-    run.end_plan(1, 5)
+    end_plans(run)
+    assert sum(p.plan.shares[0] for p in run.to(m.StartEpoch, 0)) == 5
+    assert all(p.plan.shares[0] == p.plan.shares[1] for p in run.to(m.StartEpoch))
     assert run.machine.statistics().num_averagings == 5
     assert run.to(m.SyncNow) + run.to(m.Throttle) + run.to(m.Resume) == []
     assert len(run.to(m.Shutdown)) == 2
@@ -623,6 +630,9 @@ def test_every_requested_checkpoint_is_made(world, policy, buffers):
     held = (torch.zeros(1),) if buffers else ()
     for ticket in range(3):
         run.handle(m.SaveRequested(ticket=ticket))
+        if policy == "sync":
+            assert len(run.to(m.TakeCheckpoint)) == 2 * ticket
+            end_plans(run)
         for rank in range(world):
             asked = run.to(m.TakeCheckpoint, rank)
             assert len(asked) == ticket + 1
@@ -642,11 +652,13 @@ def test_every_requested_checkpoint_is_made(world, policy, buffers):
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_a_request_of_a_checkpoint_that_is_withdrawn_makes_none(policy):
     run = Run(policy=ApplyPolicy(policy), backend=THREAD, anchor=50)
-    run.handle(m.SaveRequested(ticket=0))  # in progress: its checkpoint is made
+    run.handle(m.SaveRequested(ticket=0))
     run.handle(m.SaveRequested(ticket=1))
     run.handle(m.SaveRequested(ticket=1, withdrawn=True))
     if policy == "cadence":
         run.end_plan(0), run.end_plan(1)
+    else:
+        end_plans(run)
     first = run.to(m.TakeCheckpoint, 0) + run.to(m.SyncNow, 0)
     part = m.Payload(params=(), buffers=())
     for rank, average in enumerate((EMPTY, None)):
@@ -666,6 +678,7 @@ def test_a_request_of_a_checkpoint_that_is_withdrawn_makes_none(policy):
 def test_buffers_of_a_sync_checkpoint_are_averaged_without_samples_on_one_rank():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD)
     run.handle(m.SaveRequested(ticket=0))
+    end_plans(run)
     part = m.Payload(params=(), buffers=(torch.zeros(1),))
     for rank, num_samples in enumerate((0, 3)):
         number = run.to(m.TakeCheckpoint, rank)[-1].id

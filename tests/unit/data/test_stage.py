@@ -40,6 +40,18 @@ def test_later_sizing_is_due_only_when_a_plan_ends():
     assert sizing.due() is None
 
 
+def test_a_plan_that_others_follow_does_not_limit_the_depth():
+    sizing = SizingSchedule(1)
+    sizing.submitted(2, more=True)
+    sizing.submitted(2)
+    dues = []
+    for _ in range(3):
+        sizing.taken()
+        dues.append(sizing.due())
+    assert dues[0] > 10**9
+    assert dues[1:] == [2, None]
+
+
 def test_no_sizing_is_due_when_a_plan_ends_within_the_first_steps():
     sizing = SizingSchedule(3)
     for _ in range(2):

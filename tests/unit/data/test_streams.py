@@ -428,7 +428,6 @@ class Once:
     [
         (lambda b: b.sampler(range(N)), "leave sampler"),
         (lambda b: b.loader_workers(2), "leave loader_workers out"),
-        (lambda b: b.policy("sync").partition_ratios([1, 2]), "balance"),
         (lambda b: b.resident(True), "resident"),
         (lambda b: b.dataset(Stream(0)), "is empty"),
     ],

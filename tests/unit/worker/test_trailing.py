@@ -185,7 +185,7 @@ def test_the_host_waits_for_an_optimizer_whose_kernels_cannot_skip_a_step(fake, 
 
 
 def test_a_message_is_handled_once_all_earlier_steps_have_succeeded(fake, lone):
-    """The capture is proposed before step 2, for step 3; both steps are late."""
+    """The capture is requested before step 2, when step 1 is late."""
 
     def capture():
         lone.alone.send(m.TakeCheckpoint(id=1))
@@ -194,9 +194,9 @@ def test_a_message_is_handled_once_all_earlier_steps_have_succeeded(fake, lone):
     lone.at_step = {1: capture}
     lone.worker.run_epoch_plan(plan(range(5)))
     (captured,) = [r for r in lone.alone.take() if isinstance(r, m.CapturedState)]
-    assert captured.step == 3
-    assert captured.report.stats.num_batches == 3
-    assert captured.payload.params[0][0].item() == 3.0
+    assert captured.step == 2
+    assert captured.report.stats.num_batches == 2
+    assert captured.payload.params[0][0].item() == 2.0
 
 
 # -- whole runs ----------------------------------------------------------------------------

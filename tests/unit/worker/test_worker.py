@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import PendingCopy
-from runtime.replica.build import BuildOrder
 from runtime.worker import worker as worker_module
-from runtime.worker.lockstep import LockstepAgreement
 from runtime.worker.protocol import WorkerState
 from tests.support.running import (
     CADENCE,
@@ -116,6 +113,16 @@ def start(*batches, epoch=0):
 
 def plan(*batches, epoch=0, **kwargs):
     return m.EpochPlan(epoch=epoch, batches=batches, **kwargs)
+
+
+def plan_of_pieces(num_steps, world_size=2):
+    """A plan under ``SYNC`` for each of the ranks, which have pieces of one size."""
+    return plan(
+        range(num_steps),
+        shares=(num_steps,) * world_size,
+        pieces=tuple((i, i + SIZE) for i in range(0, SIZE * num_steps, SIZE)),
+        per_global=world_size,
+    )
 
 
 def payload(value, buffers=()):
@@ -516,42 +523,6 @@ def test_no_final_snapshot_is_sent_unless_requested():
     alone.send(m.Shutdown(snapshot=False))
     alone.worker.run()
     assert [type(r) for r in alone.take()] == [m.Ready, m.Exiting]
-
-
-def test_lockstep_ranks_stop_together_where_one_reads_plan_and_end_at_once():
-    """Rank 1 is inside a plan that rank 0 receives together with Shutdown."""
-    trace = Trace()
-    order, agreement = BuildOrder(0), LockstepAgreement()
-    collectives = create_collectives(2, "thread", None, 5.0)
-    workers = [
-        Alone(
-            train=trace,
-            rank=rank,
-            world_size=2,
-            policy=ApplyPolicy.SYNC,
-            collective=collectives[rank],
-            build_order=order,
-            agreement=agreement,
-        )
-        for rank in (0, 1)
-    ]
-    zero, one = workers
-    both = m.StartEpoch(plan=plan(range(4), shares=(4, 4)))
-    with ExitStack() as stack:
-        stack.callback(lambda: [c.close() for c in collectives])
-        threads = [threading.Thread(target=alone.worker.run) for alone in workers]
-        one.send(both)
-        threads[1].start()
-        trace.wait_for(lambda: trace.steps[1] == 1)  # it waits for rank 0 in the reduction
-        zero.send(both, m.Shutdown())
-        one.send(m.Shutdown())
-        threads[0].start()
-        for thread in threads:
-            thread.join(WAIT_S)
-    assert trace.steps == {0: 1, 1: 1}
-    assert zero.w == one.w == 1.0
-    for alone in workers:
-        assert [type(r) for r in alone.take()][-2:] == [m.FinalSnapshot, m.Exiting]
 
 
 def test_a_worker_raises_if_no_rank_reports_the_cause_of_an_aborted_collective(monkeypatch):
