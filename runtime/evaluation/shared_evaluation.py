@@ -329,8 +329,9 @@ class EvaluationPart(BatchSource):
         with self._condition:
             if self._rank != found.ender:
                 found.claims.pop(self._rank, None)
-                found.num_ended += 1
-                found.is_complete |= found.num_ended == found.num_ranks
+                if shared._may_continue(found):  # else batches may be left
+                    found.num_ended += 1
+                    found.is_complete = found.num_ended == found.num_ranks
                 self._condition.notify_all()
             self._condition.wait_for(lambda: self.may_end)
             if self._rank == found.ender:

@@ -289,3 +289,18 @@ def test_in_lockstep_the_end_of_the_group_wakes_the_ranks():
         with pytest.raises(CollectiveAborted, match="another rank has left its group"):
             each.results()
     assert meeting(shared, 1, key=(1, 0)).may_continue()
+
+
+@pytest.mark.parametrize("generation", [0, None], ids=["of the group", "of the run"])
+def test_in_lockstep_an_end_while_batches_are_left_gives_no_rank_results(generation):
+    """Both ranks end their parts, as each has left its loop."""
+    shared = SharedEvaluations()
+    parts = [meeting(shared, rank) for rank in range(2)]
+    evaluate(parts[0], parts[0].take())
+    shared.abort(generation)
+    assert not any(part.may_continue() for part in parts)
+    for part in parts:
+        assert part.end()
+    for part in parts:
+        with pytest.raises(CollectiveAborted, match="the run has failed, or another rank"):
+            part.results()
