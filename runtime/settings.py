@@ -808,7 +808,7 @@ def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) 
     num = c.accumulate * c.num_micro_batches
     notes = [f"accumulated {num} times"] if num > 1 else []
     if c.partition_ratios is not None:
-        notes.insert(0, f"epochs cut {' : '.join(f'{ratio:g}' for ratio in c.partition_ratios)}")
+        notes.insert(0, f"shares {' : '.join(f'{ratio:g}' for ratio in c.partition_ratios)}")
     if not global_batch:
         listed = str(sizes[0]) if alike else " + ".join(map(str, sizes))
         return ", ".join([f"batches of {listed}{' on each worker' if alike else ''}", *notes])

@@ -719,11 +719,11 @@ class TrainerBuilder(Generic[ModelT_co]):
         and ``ASYNC`` the coordinator then tries those that fit the devices, a collective and
         averaging on the CPU, and keeps the cheaper one. The cost is the time that ranks lose in a
         round, the coordinator's own time, and staleness. It measures again when ranks have died,
-        when the anchor has changed by a factor of two, and from time to time. If a transport
-        cannot connect, or fails :meth:`max_failed_rounds` times in a row, the run changes to the
-        other with a warning. ``SYNC`` tries none, and changes only from NCCL to the reduction in
-        memory. An explicit transport is kept, and its failure ends the run. ``handle.backend`` is
-        the one in use, ``handle.backend_reason`` the reason.
+        and when the anchor has doubled. If a transport cannot connect, or fails
+        :meth:`max_failed_rounds` times in a row, the run changes to the other with a warning.
+        ``SYNC`` tries none, and changes only from NCCL to the reduction in memory. An explicit
+        transport is kept, and its failure ends the run. ``handle.backend`` is the one in use,
+        ``handle.backend_reason`` the reason.
         """
         return self._set(requested_backend=check_choice("backend", b, AverageBackend))
 
@@ -798,8 +798,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         """Under ``SYNC``, cut each global batch by measured speed, so that all ranks finish
         their pieces together; a rank that would delay the others with a single sample gets
         none. The default is on for devices of different kinds (other names, capabilities or
-        memory, or a CPU beside GPUs) and off otherwise. A warning is logged if ranks on devices
-        of one kind differ in speed.
+        memory, or a CPU beside GPUs) and off otherwise. If ranks on devices of one kind differ in
+        speed, the run's summary states the gain.
 
         A global step trains the same samples with or without balancing, and its gradient is
         their mean. The rank that trains a sample depends on measured time, so results agree up to
@@ -867,8 +867,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         return self._set(sharding=RunSharding(strategy, intra_node_size))
 
     def progressive_dispatch(self, flag: bool) -> Self:
-        """Assign data in small chunks as ranks request them: ``True``, the only value, and always
-        so, except under ``SYNC``, which refuses it.
+        """Accept ``True``, which has no effect: without ``SYNC`` data is always assigned in small
+        chunks on demand. ``SYNC`` refuses it.
         """
         if not check_flag("progressive_dispatch", flag):
             raise ValueError(
@@ -970,8 +970,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         ``sqrt(K) * K_eff / K``, where ``K`` ranks train ``n`` batches each between two averagings
         and ``K_eff = sum(n)**2 / sum(n**2)``: ``sqrt(K)`` for equal speeds. It multiplies the rate
         during steps, whatever set it; rates that are read, set, reported or saved are without it.
-        It is fixed once speeds are stable, until a rank dies, and 1 while ranks train more than 200
-        batches between two averagings. Between machines there is none.
+        It follows the measured speeds if it changes by more than 5 %, and is 1 while ranks train
+        more than 200 batches between two averagings. Between machines there is none.
         """
         automatic = isinstance(f, str) and f == "auto"
         number = None if automatic else check_float("lr_scale_ratio", f, 0.0)
@@ -1185,9 +1185,10 @@ class TrainerBuilder(Generic[ModelT_co]):
 
         ``every_s`` and ``every_steps`` also write within an epoch, after that many seconds or
         batches over all ranks since the last checkpoint, whichever is first. Such a checkpoint
-        is written after an early averaging, or between two steps under ``SYNC``. Batches are
-        counted from the ranks' reports, at most half a second late. The last ``keep`` of these
-        are kept, too, counted separately. :meth:`resume` loads the newest of both kinds.
+        is written after an early averaging; under ``SYNC`` with ``every_s`` within about a second,
+        or two steps that take longer. Batches are counted from the ranks' reports, at most half a
+        second late. The last ``keep`` of these are kept, too, counted separately. :meth:`resume`
+        loads the newest of both kinds.
 
         Training waits only while the state is copied in memory. A thread writes the files, and
         skips a checkpoint when a newer one is ready. A failed write is logged and counted, and
