@@ -973,8 +973,10 @@ class OwnLoop:
         if self._windows:
             raise RuntimeError(
                 "the epoch has ended, and worker.backward() has left gradients without a "
-                "worker.step(): step before its last batch ends, for instance by "
-                "drop_last(True) and a number of batches that worker.step() divides"
+                "worker.step(): step before its last batch ends. Under SYNC choose a number of "
+                "batches that worker.step() divides, with drop_last(True); under CADENCE and "
+                "ASYNC, where a worker's number of batches depends on the speeds, use "
+                "accumulate(n) on the builder, and worker.step(loss) for each batch"
             )
 
     def halted(self) -> None:

@@ -586,6 +586,24 @@ def test_gradients_without_a_step_of_the_worker_are_an_error(policy, ranks, trai
         loop_builder(loop, policy=policy, ranks=ranks).run().join(WAIT_S)
 
 
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_a_step_that_the_end_of_an_epoch_cuts_names_a_remedy_that_works(policy):
+    """Of three batches one rank gets an odd number."""
+
+    def loop(worker):
+        held = False
+        for batch in worker.batches():
+            loss = worker.model.loss(worker.epoch, batch)
+            worker.step(loss) if held else worker.backward(loss)
+            held = not held
+
+    data = (torch.arange(6),)
+    with pytest.raises(WorkerFailed, match=r"accumulate\(n\) on the builder, and worker"):
+        loop_builder(loop, policy=policy, ranks=2, dataset=data).run().join(WAIT_S)
+    builder = loop_builder(plain, policy=policy, ranks=2, dataset=data)
+    assert marked(builder.accumulate(2).run().join(WAIT_S)) == [6] * 2
+
+
 def test_an_error_that_the_body_hides_ends_the_run():
     def loop(worker):
         for batch in worker.batches():
