@@ -141,18 +141,11 @@ class FailureRecovery:
             self.num_halts = self.num_halts + 1 if step == self._last_step else 1
             self._last_step = step
 
-    def agree(self, *, regroup: bool) -> None:
-        """Determine the steps that count, and regroup the halted ranks at them.
-
-        Args:
-            regroup: False if the run is about to end.
-        """
+    def agree(self) -> None:
+        """Determine the steps that count, and regroup the halted ranks at them."""
         halted = [self._halted[r.rank] for r in self.survivors]
         donor = max(halted, key=lambda h: (h.step, h.num_syncs, -h.rank))
         self._agreed_step = donor.step
-        if not regroup:
-            self._resume()
-            return
         self.phase = RecoveryPhase.REGROUPING
         self._run.start_generation()
         best = (donor.step, donor.num_syncs)

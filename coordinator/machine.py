@@ -365,8 +365,7 @@ class Coordinator:
             if run.exclude_backend(run.backend_choice.chosen, why):
                 recovery.num_halts = 0
         if not self._fail_if_halted_too_often(now):
-            # A stopping run ends with the present state of each rank.
-            recovery.agree(regroup=run.phase is not Phase.STOPPING)
+            recovery.agree()
 
     def _on_unconnected(self, event: m.ConnectFailed, now: float) -> None:
         """Handle a group that could not be connected: use another backend, or end the run."""
