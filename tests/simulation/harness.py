@@ -141,6 +141,8 @@ class Simulation:
             self.per_global = origin.run["per_global"]
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
         self.dead: set[int] = set()
+        # A step was over batches of two epochs, and its samples count in the last one.
+        self.spans_epochs = origin is not None and schedule.window_chance > 0
         self.average_pending = False
         self.checks = Checks(self)
         self.inbox: deque[m.Event] = deque()
@@ -214,13 +216,6 @@ class Simulation:
     def _held_by_all(self) -> frozenset[tuple[int, int]]:
         alive = [w for w in self.workers if w.rank not in self.dead] or self.workers
         return frozenset.intersection(*(w.base for w in alive))
-
-    @property
-    def spans_epochs(self) -> bool:
-        """True if a step may be over batches of two epochs: it counts in the last one."""
-        s = self.schedule
-        ahead = s.config.policy is not ApplyPolicy.SYNC
-        return bool(s.window_chance and (self.dead or s.leave_chance or ahead))
 
     @property
     def num_live(self) -> int:

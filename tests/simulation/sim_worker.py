@@ -435,6 +435,8 @@ class SimWorker:
     def _make_step(self, made: OpenStep) -> Steps:
         """Make the step of all batches since the last one."""
         num_samples, trained = sum(size for _, size in made.batches), []
+        if len({epoch for (epoch, _), _ in made.batches}) > 1:
+            self._sim.spans_epochs = True
         for batch, size in made.batches:
             if self._in_steps:  # counted once the gradients are averaged
                 trained.append(batch)
