@@ -485,8 +485,8 @@ class RunSettings:
         self._check_sharding(world)
         if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
             raise ValueError(
-                "progressive_dispatch(True) cannot be combined with SYNC, which divides each epoch "
-                "among the ranks in advance; leave it out"
+                "progressive_dispatch(True) cannot be combined with SYNC, where each rank trains "
+                "its piece of every global batch; leave it out"
             )
 
     def _check_anchor(self) -> None:
@@ -508,7 +508,7 @@ class RunSettings:
         Raises:
             ValueError: A setting is incompatible with ``cluster()``.
         """
-        way = "cluster(): batches are dealt to machines by their numbers, "
+        way = "cluster(): batches are assigned to machines by their numbers, "
         if self.sampler is not None:
             raise ValueError(
                 f"{way}and a sampler's order may differ from machine to machine: leave sampler() "

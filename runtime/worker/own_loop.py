@@ -1085,8 +1085,9 @@ class LoopWorker:
                 worker.step(loss)
 
     Averaging rounds, checkpoints, epochs and deaths of other ranks are handled between two batches,
-    when the iterator yields the next one; nothing changes the replica while the body runs. A batch
-    is valid until then: clone tensors to keep them longer. After a death under ``SYNC`` a step may
+    when the iterator yields the next one, and not within a step over several batches; nothing
+    changes the replica while the body runs. A batch is valid until then: clone tensors to keep them
+    longer. After a death under ``SYNC`` a step may
     not be made; ``step`` then returns without an effect, and the iterator yields the batch again.
     Local variables of the loop are kept.
 
@@ -1148,7 +1149,8 @@ class LoopWorker:
         retain_graph: bool = False,
     ) -> None:
         """Run the backward pass of a loss. As after ``loss.backward()``, gradients add up until
-        :meth:`step`, also over several batches; divide each loss as on one device.
+        :meth:`step`, also over several batches; divide each loss as on one device. The batches
+        count as trained with the step; an epoch that ends before it is an error.
 
         Args:
             loss: A scalar: the mean over the batch.
