@@ -42,6 +42,7 @@ class AverageTasks:
         self._passed: dict[TaskKind, int] = {}  # multiples of the steps between two tasks
         self._at_end: dict[int, frozenset[TaskKind]] = {}  # of trained epochs
         self._results: dict[int, dict[TaskKind, dict[str, float]]] = {}
+        self._within: list[TaskDone] = []  # results of the present round
         self.callers: set[int] = set()
 
     @property
@@ -105,6 +106,12 @@ class AverageTasks:
         self._at_end.pop(epoch, None)
         return self._results.pop(epoch, {})
 
+    def take_within(self) -> list[TaskDone]:
+        """Count the tasks within epochs that have results as done, and return their results."""
+        found, self._within = self._within, []
+        self.mark({event.task.kind for event in found})
+        return found
+
     @property
     def is_busy(self) -> bool:
         """True while ranks do tasks within an epoch, or on an average that was given up."""
@@ -145,7 +152,7 @@ class AverageTasks:
         if not has_results or each.is_void:
             return False
         if task.at is not None:
-            self.mark({task.kind})
+            self._within.append(event)
         elif task.epoch in self._results:
             self._results[task.epoch][task.kind] = dict(event.values or ())
         return True
@@ -167,6 +174,7 @@ class AverageTasks:
         Args:
             averaged: Ranks that have the average, and do the tasks nevertheless.
         """
+        self._within = [event for event in self._within if event.task not in tasks]
         for task in tasks:
             if task.at is None and task.epoch in self._results:
                 self._results[task.epoch].pop(task.kind, None)

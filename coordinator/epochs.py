@@ -114,30 +114,30 @@ class EpochScheduler:
         in_step = c.accumulate * (run.per_global if run.lockstep else 1)
         return max(0, -(-(min(stops) - assigned) // in_step) * in_step)
 
-    def _publish_within(self, epoch: int, step: int, scalars: dict[str, float]) -> None:
-        metrics = StepMetrics(
-            step=step,
-            epoch=epoch,
-            num_batches=0,
-            avg_loss=math.nan,
-            scalars=scalars,
-            learning_rate=math.nan,
-            throughput=math.nan,
-        )
-        self._run.publish_steps([metrics])
+    def publish_within(self) -> None:
+        """Publish results within epochs, whose averages can no longer be given up."""
+        for event in self.tasks.take_within():
+            task = event.task
+            if task.kind is m.TaskKind.REQUESTED:
+                continue
+            assert task.at is not None, "it is within an epoch"
+            metrics = StepMetrics(
+                step=task.at,
+                epoch=task.epoch,
+                num_batches=0,
+                avg_loss=math.nan,
+                scalars=_scalars({task.kind: dict(event.values or ())}),
+                learning_rate=math.nan,
+                throughput=math.nan,
+            )
+            self._run.publish_steps([metrics])
 
     def on_task_done(self, event: m.TaskDone) -> None:
         """Handle the end of a rank's part of a task."""
-        task = event.task
-        if not self.tasks.done(event) or task.kind is m.TaskKind.REQUESTED:
-            return
-        if task.kind is m.TaskKind.VALIDATE:
+        if self.tasks.done(event) and event.task.kind is m.TaskKind.VALIDATE:
             self._last_close += event.seconds  # no training time
             if self._run.steps is not None:
                 self._run.steps.exclude(event.seconds)
-        if task.at is not None:
-            scalars = _scalars({task.kind: dict(event.values or ())})
-            self._publish_within(task.epoch, task.at, scalars)
 
     def assign_batches(self) -> None:
         """Keep two plans queued on every rank: one in progress and the next.

@@ -492,6 +492,8 @@ class Coordinator:
             self._finalizer.fail(m.WorkerFailure(error=stalled), now)
 
     def _advance(self, now: float) -> None:
+        if self._rounds.round.state is not RoundState.SYNCING:
+            self._epochs.publish_within()
         if self._recovery.all_halted:
             self._on_all_halted(now)
         if self._recovery.phase is not RecoveryPhase.NONE:

@@ -468,6 +468,23 @@ def test_results_of_an_average_that_is_given_up_do_not_count():
     assert published.metrics.scalars == {"eval/x": 2.0, "val/x": 2.0}
 
 
+def test_results_within_an_epoch_of_an_average_that_is_given_up_are_not_published():
+    settings = {"evaluate": True, "eval_every": 4, "val_batches": 4, "val_every_steps": 4}
+    run = Run(backend=THREAD, anchor=50, **settings)
+    for _ in range(2):
+        run.end_plan(0), run.end_plan(1)
+    for number, ok in ((1, False), (2, True)):
+        (sent,) = (msg for msg in run.to(m.SyncNow, 0) if msg.round == number)
+        assert [task.kind for task in sent.tasks] == [m.TaskKind.EVALUATE, m.TaskKind.VALIDATE]
+        run.handle(m.SyncAck(rank=0, round=number))
+        for task in sent.tasks:
+            run.handle(m.TaskDone(rank=0, task=task, values=(("x", float(number)),)))
+        assert not any(isinstance(c, PublishSteps) for c in run.others)
+        run.handle(m.SyncAck(rank=1, round=number, ok=ok))
+    published = [c.metrics for c in run.others if isinstance(c, PublishSteps)]
+    assert [(p.step, p.scalars) for p in published] == [(4, {"eval/x": 2.0}), (4, {"val/x": 2.0})]
+
+
 def test_an_evaluation_of_a_dead_rank_is_not_waited_for():
     run = at_an_evaluation(world=3, continue_on_failure=True)
     answer_round(run, (0, 1, 2))
