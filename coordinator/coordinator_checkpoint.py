@@ -14,6 +14,7 @@ from coordinator.metrics import (
     EpochMetrics,
     MachineMetrics,
     RankMetrics,
+    Sums,
     metrics_from_state,
     metrics_state,
 )
@@ -41,10 +42,10 @@ class RankCut:
     """A rank's reported totals at its cut of a checkpoint.
 
     Attributes:
-        sums: Its partial sums of each open epoch.
+        sums: Its sums of each open epoch.
     """
 
-    sums: dict[int, dict[str, Any]]
+    sums: dict[int, Sums]
     totals: dict[str, Any]
 
     @classmethod
@@ -52,7 +53,7 @@ class RankCut:
         """The cut of a rank at present."""
         info = run.ranks[rank]
         return cls(
-            {epoch.epoch: epoch.stats.rank_state(rank) for epoch in epochs},
+            {epoch.epoch: epoch.stats.ranks[rank] for epoch in epochs},
             {name: getattr(info, name) for name in _TOTALS},
         )
 
@@ -113,10 +114,9 @@ def _epoch_state(
     available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
     consumed = BatchSet(available)
     consumed.remove(span for spans in (epoch.open.spans, *unsettled) for span in spans)
-    nothing = EpochAccumulator(1).rank_state(0)
     sums = [
-        cuts[rank].sums.get(epoch.epoch, nothing) if rank in cuts else epoch.stats.rank_state(rank)
-        for rank in range(len(run.ranks))
+        cuts[rank].sums.get(epoch.epoch, Sums()) if rank in cuts else now
+        for rank, now in enumerate(epoch.stats.ranks)
     ]
     quotas = epoch.quotas
     if quotas is not None:
@@ -131,20 +131,17 @@ def _epoch_state(
         "num_averagings": epoch.num_averagings,
         "divergence": epoch.divergence,
         "norm": epoch.norm,
-        "tally": {"ranks": sums},
+        "tally": {"ranks": [each.state_dict() for each in sums]},
         "quotas": quotas,
     }
 
 
 def _lost_since(
-    run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], sums: Sequence[Mapping[str, Any]]
+    run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], sums: Sequence[Sums]
 ) -> int:
     """Samples trained after the cut by ranks that died since."""
     died = [rank for rank in cuts if run.ranks[rank].state is RankState.DEAD]
-    return sum(
-        int(epoch.stats.rank_state(rank)["num_samples"]) - int(sums[rank]["num_samples"])
-        for rank in died
-    )
+    return sum(epoch.stats.ranks[rank].num_samples - sums[rank].num_samples for rank in died)
 
 
 _MOST_RANKS = 2**16

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -168,41 +168,178 @@ def metrics_from_state(state: Mapping[str, Any]) -> EpochMetrics:
     return EpochMetrics(**values)
 
 
+Exact = Fraction | float
+"""A number without rounding error: a sum of floats, or a float, which may be NaN or infinite."""
+
+
+def exact_sum(values: Iterable[Exact]) -> Exact:
+    """The sum without rounding, the same in any order; a float if it is NaN or infinite."""
+    numerator, num_bits, special = 0, 0, 0.0
+    for value in values:
+        try:
+            number, denominator = value.as_integer_ratio()
+        except (OverflowError, ValueError):  # infinite or NaN
+            special += float(value)
+            continue
+        bits = denominator.bit_length() - 1  # a power of 2
+        if bits > num_bits:
+            numerator, num_bits = numerator << (bits - num_bits), bits
+        numerator += number << (num_bits - bits)
+    return special or Fraction(numerator, 1 << num_bits)
+
+
+def rounded(number: Exact) -> float:
+    """The nearest float; infinite beyond the range of floats."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportStats:
-    """Counts and sums of a rank since its last report.
+class Sums:
+    """Counts and exact sums of a rank: of a report, or of all its reports of an epoch.
+
+    Reports are sent by time, so the losses of an epoch are summed in pieces that differ from run
+    to run. Sums are rounded where a mean is computed, so that no bit depends on the pieces.
 
     Attributes:
         num_skipped: Samples whose effect was dropped because a value was not finite.
         compute_s: Time spent in training steps, waits for data and peers excluded.
-        num_timed: Micro-batches covered by ``compute_s``; ``None``: all. Fewer while the times of
-            the last ones have not been read from the device.
-        data_wait_s: Time that reading the data adds to the steps: all of it where batches are read
-            between steps, and what exceeds the compute time where they are read ahead. Independent
-            of other waits, which hide a part of it. ``None``: not measured.
-        loss_sum: Sum over batches of mean loss times weight, in step order.
+        loss_sum: Sum over batches of mean loss times weight.
         loss_samples: Total weight in ``loss_sum``: samples, or the weights of ``train_fn``.
             Fewer than ``num_samples`` while losses have not been read from the device; these
             come with a later report.
-        scalars: ``(name, weighted sum, weight)`` for each recorded scalar.
-        losses: With ``metrics_every``, mean loss, weight and learning rate (``None``: not known)
-            of each batch whose loss has been read, in step order; weight 0 without a loss.
+        scalars: ``(weighted sum, weight)`` of each recorded scalar.
         learning_rate: Learning rate of the optimizer's first group; ``None``: not known.
-        most_samples: Most samples of a micro-batch that fit the device's measured memory;
-            ``None``: not known, or not bounded.
     """
 
     num_batches: int = 0
     num_samples: int = 0
     num_skipped: int = 0
     compute_s: float = 0.0
+    loss_sum: Exact = Fraction()
+    loss_samples: Exact = Fraction()
+    scalars: Mapping[str, tuple[Exact, Exact]] = field(default_factory=dict)
+    learning_rate: float | None = None
+
+    def __add__(self, later: Sums) -> Sums:
+        """Both together, with the learning rate of the last one that trained."""
+        scalars = dict(self.scalars)
+        for name, added in later.scalars.items():
+            total, weight = zip(scalars.get(name, (0.0, 0.0)), added, strict=True)
+            scalars[name] = exact_sum(total), exact_sum(weight)
+        trained = later.num_batches and later.learning_rate is not None
+        return Sums(
+            num_batches=self.num_batches + later.num_batches,
+            num_samples=self.num_samples + later.num_samples,
+            num_skipped=self.num_skipped + later.num_skipped,
+            compute_s=self.compute_s + later.compute_s,
+            loss_sum=exact_sum((self.loss_sum, later.loss_sum)),
+            loss_samples=exact_sum((self.loss_samples, later.loss_samples)),
+            scalars=scalars,
+            learning_rate=later.learning_rate if trained else self.learning_rate,
+        )
+
+    @classmethod
+    def of_ranks(cls, ranks: Iterable[Sums]) -> Sums:
+        """The sums of several ranks, with the learning rate of the lowest one that trained."""
+        ranks = tuple(ranks)
+        rates = (sums.learning_rate for sums in ranks if sums.learning_rate is not None)
+        return replace(sum(ranks, cls()), learning_rate=next(rates, None))
+
+    @property
+    def avg_loss(self) -> float:
+        """Weighted mean of the losses; NaN without a loss."""
+        return _mean(self.loss_sum, self.loss_samples)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of ``compute_s``; 0.0 if that is 0."""
+        return self.num_samples / self.compute_s if self.compute_s > 0 else 0.0
+
+    def means(self) -> dict[str, float]:
+        """Weighted mean of each scalar."""
+        return {name: _mean(*pair) for name, pair in self.scalars.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums as plain numbers, lists and dictionaries."""
+        known = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        return known | {
+            "num_batches": self.num_batches,
+            "num_samples": self.num_samples,
+            "num_skipped": self.num_skipped,
+            "compute_s": self.compute_s,
+            "loss_sum": _parts(self.loss_sum),
+            "loss_samples": _stored_weight(self.loss_samples),
+            "scalars": {
+                name: [_parts(total), _stored_weight(weight)]
+                for name, (total, weight) in self.scalars.items()
+            },
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Sums:
+        """Restore the sums from :meth:`state_dict`."""
+        rate = state.get("learning_rate")
+        return cls(
+            num_batches=int(state["num_batches"]),
+            num_samples=int(state["num_samples"]),
+            num_skipped=int(state["num_skipped"]),
+            compute_s=float(state["compute_s"]),
+            loss_sum=exact_sum(state["loss_sum"]),
+            loss_samples=_weight(state["loss_samples"]),
+            scalars={
+                name: (exact_sum(parts), _weight(weight))
+                for name, (parts, weight) in state["scalars"].items()
+            },
+            learning_rate=None if rate is None else float(rate),
+        )
+
+
+def _parts(number: Exact) -> list[float]:
+    """Floats that add up to the number, in ascending magnitude."""
+    parts: list[float] = []
+    while number:
+        parts.append(rounded(number))
+        if not math.isfinite(parts[-1]):
+            return parts
+        number -= Fraction(parts[-1])
+    return parts[::-1]
+
+
+def _stored_weight(weight: Exact) -> int | list[float]:
+    """An integer, or the parts of another number."""
+    return int(weight) if weight % 1 == 0 else _parts(weight)
+
+
+def _weight(stored: Any) -> Exact:
+    return exact_sum(stored if isinstance(stored, list) else (stored,))
+
+
+def _mean(total: Exact, weight: Exact) -> float:
+    return rounded(total) / rounded(weight) if weight else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStats(Sums):
+    """Counts and sums of a rank since its last report.
+
+    Attributes:
+        num_timed: Micro-batches covered by ``compute_s``; ``None``: all. Fewer while the times of
+            the last ones have not been read from the device.
+        data_wait_s: Time that reading the data adds to the steps: all of it where batches are read
+            between steps, and what exceeds the compute time where they are read ahead. Independent
+            of other waits, which hide a part of it. ``None``: not measured.
+        losses: With ``metrics_every``, mean loss, weight and learning rate (``None``: not known)
+            of each batch whose loss has been read, in step order; weight 0 without a loss.
+        most_samples: Most samples of a micro-batch that fit the device's measured memory;
+            ``None``: not known, or not bounded.
+    """
+
     num_timed: int | None = None
     data_wait_s: float | None = None
-    loss_sum: float = 0.0
-    loss_samples: float = 0
-    scalars: tuple[tuple[str, float, float], ...] = ()
     losses: tuple[tuple[float, float, float | None], ...] = ()
-    learning_rate: float | None = None
     most_samples: int | None = None
 
 
@@ -211,28 +348,28 @@ class MachineStats:
     """Another machine's report of an epoch.
 
     Attributes:
-        ranks: Partial sums of each of its ranks; see :meth:`EpochAccumulator.rank_state`.
+        ranks: The sums of each of its ranks.
         num_retrained: Samples trained again after the death of a rank.
     """
 
     machine: str
-    ranks: tuple[Mapping[str, Any], ...]
+    ranks: tuple[Sums, ...]
     num_retrained: int = 0
 
 
 class EpochAccumulator:
     """Accumulates the ranks' reports of one epoch.
 
-    Sums are exact and rounded once at the end, so that no bit depends on the order or the
-    boundaries of reports.
+    Attributes:
+        ranks: The sums of each rank.
     """
 
     def __init__(self, world_size: int) -> None:
-        self._ranks = [_RankSums() for _ in range(world_size)]
+        self.ranks = [Sums()] * world_size
 
-    def add(self, rank: int, stats: ReportStats) -> None:
+    def add(self, rank: int, stats: Sums) -> None:
         """Add a report."""
-        self._ranks[rank].add(stats)
+        self.ranks[rank] += stats
 
     def close(
         self,
@@ -268,19 +405,24 @@ class EpochAccumulator:
         Returns:
             The metrics, losses that are not finite included.
         """
-        own = MachineStats(machine=machine, ranks=tuple(r.state_dict() for r in self._ranks))
-        every = (own, *others)
-        whole = _RankSums()
-        for stats in every:
-            for state in stats.ranks:
-                whole.add_state(state)
-        means = whole.means() | dict(extra_scalars or {})
-        per_rank = tuple(sums.metrics(rank) for rank, sums in enumerate(self._ranks))
+        every = (MachineStats(machine=machine, ranks=tuple(self.ranks)), *others)
+        whole = Sums.of_ranks(sums for stats in every for sums in stats.ranks)
+        per_rank = tuple(
+            RankMetrics(
+                rank=rank,
+                num_batches=sums.num_batches,
+                num_samples=sums.num_samples,
+                compute_s=sums.compute_s,
+                avg_loss=sums.avg_loss,
+                throughput=sums.throughput,
+            )
+            for rank, sums in enumerate(self.ranks)
+        )
         num_batches = sum(r.num_batches for r in per_rank)
         return EpochMetrics(
             epoch=epoch,
-            avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
-            scalars=means,
+            avg_loss=whole.avg_loss,
+            scalars=whole.means() | dict(extra_scalars or {}),
             per_rank=per_rank,
             epoch_s=epoch_s,
             num_samples=num_samples,
@@ -303,15 +445,11 @@ class EpochAccumulator:
     @property
     def num_samples(self) -> int:
         """Samples trained by this machine's ranks, including repeats."""
-        return sum(sums.num_samples for sums in self._ranks)
-
-    def rank_state(self, rank: int) -> dict[str, Any]:
-        """The present partial sums of one rank, as plain numbers and lists."""
-        return self._ranks[rank].state_dict()
+        return sum(sums.num_samples for sums in self.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The partial sums as plain numbers, lists and dictionaries."""
-        return {"ranks": [sums.state_dict() for sums in self._ranks]}
+        return {"ranks": [sums.state_dict() for sums in self.ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the sums from :meth:`state_dict`.
@@ -319,9 +457,8 @@ class EpochAccumulator:
         At another world size the sums of saved rank ``r`` are added to rank ``r % world_size``, so
         that the totals of the epoch are preserved.
         """
-        self._ranks = [_RankSums() for _ in self._ranks]
-        for rank, saved in enumerate(state["ranks"]):
-            self._ranks[rank % len(self._ranks)].add_state(saved)
+        saved, world = [Sums.from_state(sums) for sums in state["ranks"]], len(self.ranks)
+        self.ranks = [Sums.of_ranks(saved[rank::world]) for rank in range(world)]
 
 
 class StepAccumulator:
@@ -344,7 +481,7 @@ class StepAccumulator:
         self._taken: list[list[_Loss]] = [[] for _ in range(world_size)]
         self._num_taken: Fraction | int = 0
         self._live = [True] * world_size
-        self._sums = _RankSums()
+        self._sums = Sums()
         self._throughput = math.nan
         self._since = self._now = 0.0
         self._epoch = 0
@@ -363,7 +500,7 @@ class StepAccumulator:
             part: Size of each of its micro-batches, in batches.
         """
         self._now, self._epoch = now, max(epoch, self._epoch)
-        self._sums.add(stats)
+        self._sums += stats
         self._waiting[rank].extend((*loss, part) for loss in stats.losses)
         return self._complete(aligned=self._equal)
 
@@ -393,7 +530,7 @@ class StepAccumulator:
                 self._num_taken -= num_batches
         if not windows:
             return []
-        sums, self._sums = self._sums, _RankSums()
+        sums, self._sums = self._sums, Sums()
         elapsed_s, self._since = self._now - self._since, self._now
         if elapsed_s > 0 and sums.num_samples:
             self._throughput = sums.num_samples / elapsed_s
@@ -401,14 +538,14 @@ class StepAccumulator:
         for by_rank, num_batches in windows:
             self.step += num_batches
             losses = [loss for own in by_rank for loss in own]
-            total = math.fsum(x * n for x, n, *_ in losses if n)
+            total = exact_sum(x * n for x, n, *_ in losses if n)
             rates = [loss[2] for own in by_rank for loss in reversed(own) if loss[2] is not None]
             found.append(
                 StepMetrics(
                     step=self.step,
                     epoch=self._epoch,
                     num_batches=num_batches,
-                    avg_loss=_mean(total, math.fsum(n for _, n, *_ in losses)),
+                    avg_loss=_mean(total, exact_sum(n for _, n, *_ in losses)),
                     scalars=means.copy(),
                     learning_rate=rates[0] if rates else math.nan,
                     throughput=self._throughput,
@@ -425,211 +562,26 @@ _Loss = tuple[float, float, float | None, Fraction | int]
 """Loss of a micro-batch, its weight, the learning rate of its step, and its size in batches."""
 
 
-# Reports are sent by time, so the losses of an epoch are summed in pieces that differ from run to
-# run. Each piece carries its rounding errors, and the sum of all pieces is the exact sum of the
-# values, rounded once (:func:`math.fsum`).
-
-
-class RoundedSum(float):
-    """A rounded sum with the exact one attached.
-
-    Attributes:
-        parts: Numbers that add up to the exact sum; empty: this number is exact.
-    """
-
-    __slots__ = ("parts",)
-    parts: tuple[float, ...]
-
-    def __new__(cls, value: float, parts: Iterable[float] = ()) -> RoundedSum:
-        """A sum from its rounded value and its parts."""
-        made = super().__new__(cls, value)
-        made.parts = tuple(parts)
-        return made
-
-    def __reduce__(self) -> tuple[type[RoundedSum], tuple[float, tuple[float, ...]]]:
-        return type(self), (float(self), self.parts)
-
-
-class WeightSum:
-    """Exact sum of weights; integers stay integers."""
-
-    __slots__ = ("_rest", "_whole")
-
-    def __init__(self) -> None:
-        self._whole = 0
-        self._rest: ExactSum | None = None
-
-    def add(self, weight: float) -> None:
-        """Add a weight, or a :meth:`value` or item of :attr:`parts` of another sum."""
-        if isinstance(weight, int):
-            self._whole += weight
-        elif weight.is_integer() and not getattr(weight, "parts", ()):
-            self._whole += int(weight)
-        else:
-            self._rest = self._rest or ExactSum()
-            self._rest.add(weight)
-
-    def add_all(self, weights: Sequence[float]) -> None:
-        """Add many weights."""
-        if set(map(type, weights)) <= {int}:
-            self._whole += int(sum(weights))
-            return
-        for weight in weights:
-            self.add(weight)
-
-    def value(self) -> float:
-        """The sum: an ``int``, or a :class:`RoundedSum` if a weight was not an integer."""
-        return self._whole if self._rest is None else self._sum(self._rest).value()
-
-    @property
-    def parts(self) -> int | list[float]:
-        """Number or list of numbers that restore the sum by :meth:`add`."""
-        return self._whole if self._rest is None else list(self._sum(self._rest).parts)
-
-    def _sum(self, rest: ExactSum) -> ExactSum:
-        rounded = float(self._whole)
-        return ExactSum((*rest.parts, rounded, float(self._whole - int(rounded))))
-
-
-class ExactSum:
-    """Exact sum of floats; NaN and infinities are preserved."""
-
-    __slots__ = ("_parts", "_special")
-
-    def __init__(self, parts: Iterable[float] = ()) -> None:
-        self._parts: list[float] = []  # non-overlapping, in ascending magnitude
-        self._special = 0.0
-        self.add_all(parts)
-
-    def add(self, value: float) -> None:
-        """Add a number, or a :class:`RoundedSum` with its parts."""
-        self.add_all(getattr(value, "parts", ()) or (float(value),))
-
-    def add_all(self, values: Iterable[float]) -> None:
-        """Add many numbers; no :class:`RoundedSum` with parts among them."""
-        left = [*self._parts, *values]
-        parts: list[float] = []
-        try:
-            # Each sum is rounded once, and its rounding error is summed next.
-            while (rounded := math.fsum(left)) and rounded - rounded == 0.0:
-                parts.append(rounded)
-                left.append(-rounded)
-        except OverflowError:
-            rounded = math.copysign(math.inf, sum(left))
-        except ValueError:  # opposite infinities
-            rounded = math.nan
-        self._special += rounded
-        self._parts = parts[::-1] if rounded == 0.0 else []
-
-    @property
-    def parts(self) -> tuple[float, ...]:
-        """Numbers from which :class:`ExactSum` can be restored."""
-        if self._special or math.isnan(self._special):
-            return (self._special,)
-        return tuple(self._parts)
-
-    def value(self) -> RoundedSum:
-        if self._special or math.isnan(self._special):
-            return RoundedSum(self._special)
-        return RoundedSum(math.fsum(self._parts), self._parts if len(self._parts) > 1 else ())
-
-
 OPTIONAL_METRICS = ("divergence", "param_norm", "learning_rate")
 """Fields of :class:`EpochMetrics` that are NaN if not measured."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _RankSums:
-    num_batches: int = 0
-    num_samples: int = 0
-    num_skipped: int = 0
-    compute_s: float = 0.0
-    loss_sum: ExactSum = field(default_factory=ExactSum)
-    loss_weight: WeightSum = field(default_factory=WeightSum)
-    scalars: dict[str, tuple[ExactSum, WeightSum]] = field(default_factory=dict)
-    learning_rate: float | None = None
-
-    def add(self, stats: ReportStats) -> None:
-        self.num_batches += stats.num_batches
-        self.num_samples += stats.num_samples
-        self.num_skipped += stats.num_skipped
-        self.compute_s += stats.compute_s
-        self.loss_sum.add(stats.loss_sum)
-        self.loss_weight.add(stats.loss_samples)
-        for name, total, weight in stats.scalars:
-            self._add_scalar(name, (total,), (weight,))
-        if stats.num_batches and stats.learning_rate is not None:
-            self.learning_rate = stats.learning_rate
-
-    def _add_scalar(self, name: str, parts: Iterable[float], weights: Sequence[float]) -> None:
-        total, weight = self.scalars.setdefault(name, (ExactSum(), WeightSum()))
-        for part in parts:
-            total.add(part)
-        weight.add_all(weights)
-
-    def means(self) -> dict[str, float]:
-        """Mean of each scalar."""
-        pairs = ((name, sum_.value(), n.value()) for name, (sum_, n) in self.scalars.items())
-        return {name: _mean(total, weight) for name, total, weight in pairs}
-
-    def state_dict(self) -> dict[str, Any]:
-        known = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
-        return known | {
-            "num_batches": self.num_batches,
-            "num_samples": self.num_samples,
-            "num_skipped": self.num_skipped,
-            "compute_s": self.compute_s,
-            "loss_sum": list(self.loss_sum.parts),
-            "loss_samples": self.loss_weight.parts,
-            "scalars": {
-                name: [list(total.parts), weight.parts]
-                for name, (total, weight) in self.scalars.items()
-            },
-        }
-
-    def add_state(self, state: Mapping[str, Any]) -> None:
-        self.num_batches += int(state["num_batches"])
-        self.num_samples += int(state["num_samples"])
-        self.num_skipped += int(state["num_skipped"])
-        self.compute_s += float(state["compute_s"])
-        self.loss_weight.add_all(_weights(state["loss_samples"]))
-        self.loss_sum.add_all(map(float, state["loss_sum"]))
-        for name, (parts, weight) in state["scalars"].items():
-            self._add_scalar(name, map(float, parts), _weights(weight))
-        if self.learning_rate is None and "learning_rate" in state:
-            self.learning_rate = float(state["learning_rate"])
-
-    def metrics(self, rank: int) -> RankMetrics:
-        return RankMetrics(
-            rank=rank,
-            num_batches=self.num_batches,
-            num_samples=self.num_samples,
-            compute_s=self.compute_s,
-            avg_loss=_mean(self.loss_sum.value(), self.loss_weight.value()),
-            throughput=self.num_samples / self.compute_s if self.compute_s > 0 else 0.0,
-        )
-
-
 def _machines(tallies: Iterable[MachineStats]) -> tuple[MachineMetrics, ...]:
-    ranks: dict[str, list[Mapping[str, Any]]] = {}
+    ranks: dict[str, list[Sums]] = {}
     for stats in sorted(tallies, key=lambda stats: stats.machine):
         ranks.setdefault(stats.machine, []).extend(stats.ranks)
     found = []
-    for machine, states in ranks.items():
-        whole, throughput = _RankSums(), 0.0
-        for state in states:
-            whole.add_state(state)
-            seconds = float(state["compute_s"])
-            throughput += int(state["num_samples"]) / seconds if seconds > 0 else 0.0
+    for machine, each in ranks.items():
+        whole = Sums.of_ranks(each)
         found.append(
             MachineMetrics(
                 machine=machine,
-                num_ranks=len(states),
+                num_ranks=len(each),
                 num_batches=whole.num_batches,
                 num_samples=whole.num_samples,
                 compute_s=whole.compute_s,
-                avg_loss=_mean(whole.loss_sum.value(), whole.loss_weight.value()),
-                throughput=throughput,
+                avg_loss=whole.avg_loss,
+                throughput=sum((sums.throughput for sums in each), 0.0),
             )
         )
     return tuple(found)
@@ -637,11 +589,3 @@ def _machines(tallies: Iterable[MachineStats]) -> tuple[MachineMetrics, ...]:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _mean(total: float, weight: float) -> float:
-    return float(total) / weight if weight else math.nan
-
-
-def _weights(saved: Any) -> Sequence[float]:
-    return [float(part) for part in saved] if isinstance(saved, list) else [int(saved)]

@@ -28,7 +28,7 @@ from coordinator.messages import (
     ToWorker,
     WorkerFailure,
 )
-from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics
+from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics, rounded
 from coordinator.run_errors import RunStalled
 from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 
@@ -359,9 +359,9 @@ class RunState:
 
     def note_losses(self, stats: ReportStats) -> None:
         """Add the losses of a report, unless one is not finite."""
-        if math.isfinite(stats.loss_sum):
-            self.loss_sum += float(stats.loss_sum)
-            self.loss_weight += float(stats.loss_samples)
+        if math.isfinite(loss_sum := rounded(stats.loss_sum)):
+            self.loss_sum += loss_sum
+            self.loss_weight += rounded(stats.loss_samples)
 
     def announce_backend(self, *, failed: bool = False) -> None:
         """Announce the backend of the following rounds."""

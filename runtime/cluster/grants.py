@@ -13,7 +13,7 @@ from coordinator.cluster.machine_report import EpochRanges, normalize
 from coordinator.cluster.member_protocol import CaptureDone
 from coordinator.data_waits import common_wait_s
 from coordinator.messages import EpochGrant, SaveCheckpoint
-from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, metrics_state
+from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, Sums, metrics_state
 from coordinator.splitting import BatchSet
 
 EMPTY_CAPTURE = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
@@ -143,7 +143,7 @@ def machine_tallies(closed: ClosedEpoch, *, without: str = "") -> tuple[MachineS
     return tuple(
         MachineStats(
             machine=key.rpartition("/")[0],
-            ranks=tuple(stats["ranks"]),
+            ranks=tuple(map(Sums.from_state, stats["ranks"])),
             num_retrained=int(stats["num_retrained"]),
         )
         for key, stats in sorted(closed.tallies.items())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coordinator.metrics import ExactSum, ReportStats, WeightSum
+from coordinator.metrics import Exact, ReportStats, exact_sum
 from runtime.core.loss_weights import Weight, check_read_weight
 from runtime.device.cuda_api import Event
 from runtime.device.timing import EventPool, StepTimer
@@ -133,15 +133,12 @@ class PendingStep(NamedTuple):
     scalars: list[tuple[str, float | torch.Tensor, Weight]]
 
 
-Harvest = tuple[float, float, tuple[tuple[str, float, float], ...]]
-"""Loss sum, the sum of its weights, and ``(name, weighted sum, weight)`` of each scalar.
-
-Sums are :class:`~coordinator.metrics.RoundedSum`.
-"""
+Harvest = tuple[Exact, Exact, dict[str, tuple[Exact, Exact]]]
+"""Loss sum, the sum of its weights, and ``(weighted sum, weight)`` of each scalar."""
 
 
-class Sums:
-    """Adds up losses and scalars, exactly.
+class ReadValues:
+    """Losses and scalars that were read, and their exact sums.
 
     Args:
         on_bad_loss: See :class:`ValueLog`.
@@ -158,8 +155,9 @@ class Sums:
         self._on_bad_loss = on_bad_loss
         self._each = each
         self._rates = {} if rates is None else rates
-        self._loss_sum, self._loss_weight = ExactSum(), WeightSum()
-        self._scalars: dict[str, tuple[ExactSum, WeightSum]] = {}
+        self._losses: list[float] = []
+        self._weights: list[float] = []
+        self._scalars: dict[str, tuple[list[float], list[float]]] = {}
 
     def add_losses(
         self, losses: Sequence[float], weights: Sequence[float], steps: Sequence[int]
@@ -176,23 +174,23 @@ class Sums:
             for loss, step in zip(losses, steps, strict=True):
                 if not math.isfinite(loss):
                     self._on_bad_loss(step)
-        self._loss_sum.add_all([x * n if n else 0.0 for x, n in zip(losses, weights, strict=True)])
-        self._loss_weight.add_all(weights)
+        self._losses += [x * n for x, n in zip(losses, weights, strict=True) if n]
+        self._weights += weights
         if self._each is not None:
             rates = [self._rates.pop(step, None) for step in steps]
             self._each += zip(losses, weights, rates, strict=True)
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
         """Add a scalar of a batch; with weight 0 it adds nothing, NaN included."""
-        total, weights = self._scalars.setdefault(name, (ExactSum(), WeightSum()))
+        values, weights = self._scalars.setdefault(name, ([], []))
         if weight:
-            total.add(value * weight)
-            weights.add(weight)
+            values.append(value * weight)
+            weights.append(weight)
 
     def harvest(self) -> Harvest:
         """Everything that was added."""
-        scalars = tuple((k, s.value(), w.value()) for k, (s, w) in self._scalars.items())
-        return self._loss_sum.value(), self._loss_weight.value(), scalars
+        scalars = {k: (exact_sum(x), exact_sum(n)) for k, (x, n) in self._scalars.items()}
+        return exact_sum(self._losses), exact_sum(self._weights), scalars
 
 
 BatchLoss = tuple[float, float, float | None]
@@ -317,14 +315,14 @@ class ValueLog:
         """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
-        sums = Sums(self.on_bad_loss, self.each, self._rates)
+        found = ReadValues(self.on_bad_loss, self.each, self._rates)
         if losses:
             tensors, sizes, steps = zip(*losses, strict=True)
-            sums.add_losses(_read(tensors), _read_weights(sizes), steps)
+            found.add_losses(_read(tensors), _read_weights(sizes), steps)
         values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
         for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
-            sums.add_scalar(name, value, n)
-        return sums.harvest()
+            found.add_scalar(name, value, n)
+        return found.harvest()
 
 
 def _read(values: Sequence[float | torch.Tensor]) -> list[float]:
@@ -398,17 +396,17 @@ class CudaLog(ValueLog):
         entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
         entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
         self._losses, self._scalars = [], []
-        sums = Sums(self.on_bad_loss, self.each, self._rates)
+        found = ReadValues(self.on_bad_loss, self.each, self._rates)
         size = CAPACITY // 2 if any(isinstance(e.weight, Tensor) for e in entries) else CAPACITY
         for start in range(0, len(entries), size):
             if not self._free:
-                self._land(sums)
+                self._land(found)
             self._launch(entries[start : start + size])
         if wait and self._flights:
             self._api.wait_host(self._flights[-1].event)
         while self._flights and (wait or self._api.is_complete(self._flights[0].event)):
-            self._land(sums)
-        return sums.harvest()
+            self._land(found)
+        return found.harvest()
 
     def _launch(self, entries: Sequence[_Entry]) -> None:
         tensors = [t for e in entries for t in (e.value, e.weight) if isinstance(t, Tensor)]
@@ -419,7 +417,7 @@ class CudaLog(ValueLog):
         entries = [_without_tensors(e) for e in entries]
         self._flights.append(_Flight(self._events.record(), buffer, entries))
 
-    def _land(self, sums: Sums) -> None:
+    def _land(self, found: ReadValues) -> None:
         """Add up the oldest copy; blocks for it."""
         flight = self._flights.popleft()
         if not self._api.is_complete(flight.event):
@@ -438,8 +436,8 @@ class CudaLog(ValueLog):
                 weights.append(n)
                 steps.append(step)
             else:
-                sums.add_scalar(name, number, n)
-        sums.add_losses(losses, weights, steps)
+                found.add_scalar(name, number, n)
+        found.add_losses(losses, weights, steps)
 
     def _known(self, value: float | Tensor) -> float | Tensor:
         """A value, read if it is on the CPU."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-import pickle
 import random
 from fractions import Fraction
 
@@ -11,54 +12,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.metrics import EpochAccumulator, ExactSum, ReportStats, RoundedSum
+from coordinator.metrics import EpochAccumulator, ReportStats, Sums, exact_sum, rounded
 from tests.support.pairs import few_examples
 
 numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), max_size=30)
 
 
-def summed_at_once(values):
-    total = ExactSum()
-    total.add_all(values[:3])
-    total.add_all(values[3:])
-    return total
-
-
-def summed(values):
-    total = ExactSum()
-    for value in values:
-        total.add(value)
-    return total
-
-
-@few_examples
-@given(numbers)
-def test_many_numbers_at_once_are_added_as_exactly_as_one_by_one(values):
-    exact = sum(map(Fraction, values), Fraction(0))
-    assert summed(values).value() == float(exact)
-    total = summed_at_once(values)
-    assert sum(map(Fraction, total.parts), Fraction(0)) == exact
-    assert total.value() == float(exact)
-    assert list(total.parts) == sorted(total.parts, key=abs)
+def stored(total):
+    """The parts that a checkpoint has of a sum, and the sums that it restores."""
+    saved = json.loads(
+        json.dumps((Sums() + Sums(loss_sum=total, scalars={"x": (0, total)})).state_dict())
+    )
+    return saved["loss_sum"], Sums.from_state(saved)
 
 
 @few_examples
 @given(numbers, st.integers(1, 7), st.randoms())
 def test_a_sum_is_independent_of_order_and_partition(values, size, rng):
-    cut = [summed(values[i : i + size]).value() for i in range(0, len(values), size)]
-    rng.shuffle(cut)
-    assert summed(cut).value() == summed(values).value()
+    exact = sum(map(Fraction, values), Fraction(0))
+    pieces = [exact_sum(values[i : i + size]) for i in range(0, len(values), size)]
+    rng.shuffle(pieces)
+    assert exact_sum(values) == exact_sum(pieces) == exact
+    assert sum((Sums(loss_sum=piece) for piece in pieces), Sums()).loss_sum == exact
 
 
 @few_examples
 @given(numbers)
-def test_the_parts_restore_the_sum(values):
-    total = summed(values)
-    again = ExactSum(total.parts)
-    assert again.value() == total.value()
-    again.add(0.1)
-    total.add(0.1)
-    assert again.value() == total.value()
+def test_a_stored_sum_is_restored_without_rounding(values):
+    parts, again = stored(exact_sum(values))
+    assert again.loss_sum == again.scalars["x"][1] == sum(map(Fraction, values), Fraction(0))
+    assert parts == sorted(parts, key=abs)
+    assert all(type(part) is float for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("weight", "kept"), [(0, 0), (3, 3), (2.0, 2), (0.5, [0.5]), (2**60 + 1, 2**60 + 1)]
+)
+def test_a_weight_is_stored_as_an_integer_where_it_is_one(weight, kept):
+    assert Sums(loss_samples=weight).state_dict()["loss_samples"] == kept
+    assert Sums.from_state(Sums(loss_samples=weight).state_dict()).loss_samples == weight
 
 
 @pytest.mark.parametrize(
@@ -69,22 +61,29 @@ def test_the_parts_restore_the_sum(values):
         ([math.inf, -math.inf], math.nan),
         ([1.0, math.nan], math.nan),
         ([1e308, 1e308], math.inf),
+        ([-1e308, -1e308], -math.inf),
     ],
 )
 def test_non_finite_values_are_preserved(values, expected):
-    again = (summed([summed(values).value()]), ExactSum(summed(values).parts))
-    for total in (summed(values), summed_at_once(values), *again):
-        assert repr(float(total.value())) == repr(expected)
+    total = exact_sum(values)
+    one_by_one = sum((Sums(loss_sum=value) for value in values), Sums())
+    again = stored(total)[1]
+    sums = (one_by_one.loss_sum, again.loss_sum, again.scalars["x"][1])
+    for found in (total, exact_sum([0.5, total]), *sums):
+        assert repr(rounded(found)) == repr(expected)
+        assert repr(Sums(loss_sum=found, loss_samples=1).avg_loss) == repr(expected)
 
 
-def test_a_rounded_sum_keeps_its_rounding_error():
-    total = summed([1e16, 1.0, 1.0, 1e-9]).value()
-    assert isinstance(total, float)
-    assert total == 1e16 + 2
-    copied = pickle.loads(pickle.dumps(total))
-    assert (copied, copied.parts) == (total, total.parts)
-    assert summed([copied, -1e16]).value() == 2.000000001
-    assert RoundedSum(2.5).parts == ()
+def test_a_sum_within_the_range_of_floats_passes_beyond_it():
+    for order in itertools.permutations([1e308, 1e308, -1e308]):
+        assert exact_sum(order) == 1e308
+        assert sum((Sums(loss_sum=value) for value in order), Sums()).loss_sum == 1e308
+
+
+def test_a_sum_keeps_what_a_float_rounds_off():
+    total = exact_sum([1e16, 1.0, 1.0, 1e-9])
+    assert rounded(total) == 1e16 + 2
+    assert rounded(exact_sum([total, -1e16])) == 2.000000001
 
 
 def test_the_losses_of_an_epoch_do_not_depend_on_when_reports_were_sent():
@@ -95,8 +94,8 @@ def test_the_losses_of_an_epoch_do_not_depend_on_when_reports_were_sent():
         stats = EpochAccumulator(2)
         for i in range(0, len(losses), size):
             piece = losses[i : i + size]
-            total = summed(piece).value()
-            scalars = (("a", total, len(piece)),)
+            total = exact_sum(piece)
+            scalars = {"a": (total, len(piece))}
             stats.add(0, ReportStats(loss_sum=total, loss_samples=len(piece), scalars=scalars))
         metrics = stats.close(epoch=0, epoch_s=1.0, num_samples=0, devices=())
         means.add((metrics.avg_loss, metrics.scalars["a"], metrics.per_rank[0].avg_loss))

@@ -31,7 +31,7 @@ def report(num_samples, loss, compute_s=1.0, num_batches=1, **scalars):
         compute_s=compute_s,
         loss_sum=loss * num_samples,
         loss_samples=num_samples,
-        scalars=tuple((name, mean * n, n) for name, (mean, n) in scalars.items()),
+        scalars={name: (mean * n, n) for name, (mean, n) in scalars.items()},
     )
 
 
@@ -43,9 +43,9 @@ reports = st.builds(
     compute_s=st.floats(0, 10),
     loss_sum=st.floats(-1e3, 1e3),
     loss_samples=st.integers(0, 50),
-    scalars=st.lists(
-        st.tuples(st.sampled_from("abc"), st.floats(-1e3, 1e3), st.integers(1, 50)), max_size=3
-    ).map(tuple),
+    scalars=st.dictionaries(
+        st.sampled_from("abc"), st.tuples(st.floats(-1e3, 1e3), st.integers(1, 50)), max_size=3
+    ),
 )
 reports_by_rank = st.lists(st.lists(reports, max_size=6), min_size=1, max_size=4)
 
@@ -195,7 +195,7 @@ def report_of(*losses, rate=0.1, samples=2, **scalars):
         num_samples=samples * len(losses),
         losses=tuple((loss, 2.0, rate) for loss in losses),
         learning_rate=rate,
-        scalars=tuple((name, mean * 3, 3) for name, mean in scalars.items()),
+        scalars={name: (mean * 3, 3) for name, mean in scalars.items()},
     )
 
 
@@ -254,6 +254,19 @@ def test_batches_without_a_loss_are_counted_with_weight_zero():
     assert math.isnan(found.learning_rate)
     (found,) = stats.add(0, 2, ReportStats(num_batches=3, losses=((0.0, 0.0, None),) * 3), 1.0)
     assert math.isnan(found.avg_loss)
+
+
+@pytest.mark.parametrize(
+    ("losses", "mean"),
+    [
+        ((math.inf, 1.0), math.inf),
+        ((math.inf, -math.inf), math.nan),
+        ((1.5e308, 1.5e308), math.inf),
+    ],
+)
+def test_step_metrics_have_a_mean_of_losses_that_are_not_finite(losses, mean):
+    (found,) = steps(2, 1, equal=True).add(0, 0, report_of(*losses), 1.0)
+    assert found.avg_loss == pytest.approx(mean, nan_ok=True)
 
 
 def test_the_learning_rate_is_that_of_the_lowest_rank_and_is_restored():

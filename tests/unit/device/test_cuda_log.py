@@ -9,7 +9,7 @@ from runtime.device.cuda import CudaDevice
 from runtime.device.metering import CAPACITY, NUM_BUFFERS, StepMeter, ValueLog
 from tests.support.fake_cuda import GPU, FakeCuda
 
-NOTHING = (0.0, 0, ())
+NOTHING = (0.0, 0, {})
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_a_harvest_returns_complete_values_and_a_later_one_the_rest(fake, log):
     assert log.harvest(wait=False) == NOTHING
     fake.run_all()
     log.push_loss(tensor(7.0), 1)
-    assert log.harvest(wait=False) == (11.0, 4, ())
-    assert log.harvest() == (7.0, 1, ())
+    assert log.harvest(wait=False) == (11.0, 4, {})
+    assert log.harvest() == (7.0, 1, {})
     assert log.harvest() == NOTHING
 
 
@@ -50,7 +50,7 @@ def test_waiting_is_one_wait(fake, log):
         log.push_loss(tensor(1.0), 1)
         log.harvest(wait=False)
     fake.log.clear()
-    assert log.harvest() == (3.0, 3, ())
+    assert log.harvest() == (3.0, 3, {})
     assert len(fake.calls("wait_host")) == 1
 
 
@@ -61,7 +61,7 @@ def test_a_harvest_of_many_is_one_copy(fake, log):
     fake.log.clear()
     log.harvest(wait=False)
     assert len(fake.calls("copy")) == len(fake.calls("record")) == 1
-    assert log.harvest() == (200.0, 200, (("norm", 600.0, 200),))
+    assert log.harvest() == (200.0, 200, {"norm": (600.0, 200)})
 
 
 def test_the_log_of_a_gpu_returns_the_values_of_a_cpu_log(log):
@@ -90,7 +90,7 @@ def test_weights_on_the_device_are_copied_with_their_losses(log, late):
         log.harvest(wait=False)
     given = log.harvest()
     assert given == logs[1].harvest()
-    assert isinstance(given[1], int)
+    assert given[1] == sum(step % 7 if step % 2 else 3 for step in range(1500))
 
 
 def test_a_bad_loss_is_named_by_its_batch_however_late(fake, log):
@@ -112,14 +112,14 @@ def test_retracted_values_are_not_copied(log):
     log.push_scalar("norm", tensor(9.0), 1)
     assert [float(loss) for loss, _, _ in log.since(mark)] == [9.0]
     log.rewind(mark)
-    assert log.harvest() == (1.0, 1, ())
+    assert log.harvest() == (1.0, 1, {})
 
 
 def test_more_than_a_buffer_holds_travels_in_several(log):
     for value in range(2 * CAPACITY + 5):
         log.push_loss(tensor(float(value)), 1)
     total = sum(range(2 * CAPACITY + 5))
-    assert log.harvest() == (total, 2 * CAPACITY + 5, ())
+    assert log.harvest() == (total, 2 * CAPACITY + 5, {})
 
 
 def test_buffers_and_events_are_used_again_and_no_more_are_made(fake, log):

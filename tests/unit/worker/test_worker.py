@@ -194,7 +194,7 @@ def test_recorded_scalars_are_weighted_by_samples():
     for size in (2, 6):
         alone.worker.train_step((torch.zeros(size),))
     alone.worker.report_timing()
-    scalars = {name: (total, n) for name, total, n in alone.take(m.BatchReport).stats.scalars}
+    scalars = alone.take(m.BatchReport).stats.scalars
     assert scalars == {"size": (2 * 2 + 6 * 6, 8), "w": (0.0 * 2 + 1.0 * 6, 8)}
 
 
