@@ -146,9 +146,9 @@ class Checks:
         """Minimum samples of a rank, if there are as many: two for batch statistics."""
         c, world = self._config, self._config.world_size
         own = min(size for size in c.batch_sizes or (c.batch_size,) if size)
-        is_global = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
-        if is_global and c.batch_sizes is None:
-            own = -(-c.global_batch_size // c.num_micro_batches // world)
+        total = c.global_batch_size if c.policy is ApplyPolicy.SYNC else None
+        if total is not None and c.batch_sizes is None:
+            own = -(-total // c.num_micro_batches // world)
         return 2 if self._sim.schedule.batch_statistics and own > 1 else 1
 
     def _slice_samples(self, live: Sequence[int]) -> int | None:

@@ -238,8 +238,8 @@ def with_ratios(schedule: Schedule) -> Schedule:
     if c.policy is not ApplyPolicy.SYNC or c.partition_ratios is None:
         return schedule
     sizes = split_by_ratio(c.batch_size * c.world_size, c.partition_ratios)
-    sizes = sizes if len(set(sizes)) > 1 else None
-    return replace(schedule, config=replace(c, partition_ratios=None, batch_sizes=sizes))
+    unequal = sizes if len(set(sizes)) > 1 else None
+    return replace(schedule, config=replace(c, partition_ratios=None, batch_sizes=unequal))
 
 
 def with_windows(schedule: Schedule) -> Schedule:
