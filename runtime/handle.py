@@ -448,7 +448,6 @@ def _make_adapter(config: RunSettings) -> DatasetAdapter:
         return adapt_dataset(
             config.dataset, collate_fn=config.collate_fn, lock=config.worker.dataset_lock
         )
-    config.check_stream()
     return StreamAdapter(
         config.dataset,
         config.dataset_length,
@@ -463,7 +462,6 @@ def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
     """The run, or in a cluster this machine's part of it."""
     if config.cluster is None:
         return Run(config, adapter)
-    config.check_cluster()
     data = config.cluster_facts(adapter.num_samples)
 
     c = config.coordinator
@@ -491,6 +489,7 @@ def start_run(config: RunSettings) -> TrainerHandle[Any]:
     refuse_import_of_main()
     if config.cluster is None:
         refuse_launcher("run()")
+    config.check_combination()
     config = config.with_steps().with_ledger_batch_size()
     run = _make_run(config.with_callbacks(), _make_adapter(config))
     handle = TrainerHandle(run, config.checkpoint_dir)

@@ -147,25 +147,10 @@ class RunSettings:
         return replace(self, **changed)
 
     def with_steps(self) -> RunSettings:
-        """Return a copy whose data set counts steps, if ``steps_per_epoch`` takes its place.
-
-        Raises:
-            ValueError: Both are set, or neither; or a setting is for data sets.
-        """
-        n = self.steps_per_epoch
-        if n is None:
-            if self.dataset is None:
-                raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+        """Return a copy whose data set counts steps, if ``steps_per_epoch`` takes its place."""
+        if self.steps_per_epoch is None:
             return self
-        way = f"steps_per_epoch({n})"
-        if self.functions.loop is None:
-            raise ValueError(f"{way} is for Trainer.loop, whose body makes its own data")
-        c = self.coordinator
-        if self.dataset is not None or c.batch_size or c.global_batch_size:
-            raise ValueError(
-                f"{way} takes the place of dataset(ds) and batch_size(n): leave it out"
-            )
-        steps = torch.arange(n * len(self.resolved_devices()))
+        steps = torch.arange(self.steps_per_epoch * len(self.resolved_devices()))
         return self.with_values(dataset=(steps,), batch_size=1)
 
     def with_callbacks(self) -> RunSettings:
@@ -235,12 +220,6 @@ class RunSettings:
                 'call policy("sync")'
             )
         parts = split_by_ratio(size // num, [1] * world)
-        if c.drop_last and parts[0] != parts[-1]:
-            raise ValueError(
-                f"{way} is no multiple of the {world} devices, and cannot be combined with "
-                f"drop_last(True) under {c.policy.name}, where the short batch of an epoch depends "
-                'on the ranks\' speed: leave drop_last out, pass a multiple, or call policy("sync")'
-            )
         config = self.with_values(batch_size=math.gcd(*parts), batch_sizes=parts)
         return replace(config, data=replace(config.data, batch_size=parts[0]))
 
@@ -416,23 +395,39 @@ class RunSettings:
         floor = DEFAULT_MIN_ANCHOR_ASYNC if is_async else DEFAULT_MIN_ANCHOR
         return self.anchor or min(floor, self.coordinator.max_anchor)
 
-    def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
-        """Check that the settings are complete and fit together.
+    def check_combination(self) -> None:
+        """Check that the settings are complete and that none excludes another, before data is read.
 
         Raises:
-            ValueError: A required value is missing, or values are incompatible.
+            ValueError: A required value is missing, or a row of the table of exclusions applies.
         """
         c = self.coordinator
-        if not c.batch_size:
-            raise ValueError(
-                "batch_size is not set: call .batch_size(n), the samples of one device, or "
-                ".global_batch_size(n), those of one optimizer step over all devices, before "
-                ".run(), or fit(..., batch_size=n)"
-            )
+        if self.steps_per_epoch is None:
+            if self.dataset is None:
+                raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+            if not (c.batch_size or c.global_batch_size):
+                raise ValueError(
+                    "batch_size is not set: call .batch_size(n), the samples of one device, or "
+                    ".global_batch_size(n), those of one optimizer step over all devices, before "
+                    ".run(), or fit(..., batch_size=n)"
+                )
         if not c.num_epochs:
             raise ValueError("num_epochs is not set: call .num_epochs(n) before .run()")
+        facts = {"policy": c.policy.name, "world": len(self.resolved_devices())}
+        states = _states(self)
+        for (name, other), text in _EXCLUSIONS.items():
+            (is_set, first), (is_other_set, second) = states[name], states[other]
+            if is_set and is_other_set:
+                raise ValueError(text.format(first, second, **facts))
+
+    def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
+        """Check that the settings fit the data and the devices.
+
+        Raises:
+            ValueError: A value does not fit.
+        """
+        c = self.coordinator
         world = len(devices)
-        self._check_accelerators(devices)
         name = "batch_size" if c.global_batch_size is None else "global_batch_size"
         size = c.global_batch_size or c.batch_size
         if c.drop_last and num_samples < size:
@@ -450,11 +445,6 @@ class RunSettings:
             if rank is not None and rank >= world:
                 raise ValueError(f"{name}: there is no rank {rank} of {world}")
         self._check_anchor()
-        if self.data.prefetch == 0 and self.data.loader_workers:
-            raise ValueError(
-                f"prefetch(0) turns loading ahead off, and loader_workers"
-                f"({self.data.loader_workers}) always loads ahead: leave one of them out"
-            )
         for name in ("checkpoint_dir", "resume"):
             path = getattr(self, name)
             if path is not None:
@@ -463,31 +453,9 @@ class RunSettings:
             fault = locks_fault(f"checkpoint_dir({str(self.checkpoint_dir)!r})")
             if fault is not None:
                 raise ValueError(fault)
-        if c.checkpoint_every is not None and self.functions.checkpoint_fn is None:
-            raise ValueError("checkpoint_every(n) needs checkpoint_fn(f)")
-        self._check_eval_every()
-        self._check_val_dataset()
-        if self.requested_balance and c.partition_ratios is not None:
-            raise ValueError(
-                "balance(True) measures shares, partition_ratios fixes them: leave one of them out"
-            )
-        if self.requested_balance and c.policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                "balance(True) cuts the global batches of SYNC; the other policies follow the "
-                "ranks' speed anyway: leave it out"
-            )
         self._check_metrics()
-        if len(devices) > 1:
-            self._check_forward_collectives()
-        self._check_buckets()
-        self._check_optimizers()
-        self._check_loop()
-        self._check_sharding(world)
-        if c.policy is ApplyPolicy.SYNC and self.progressive_dispatch:
-            raise ValueError(
-                "progressive_dispatch(True) cannot be combined with SYNC, where each rank trains "
-                "its piece of every global batch; leave it out"
-            )
+        if self.sharding is not None:
+            check_strategy(self.sharding.strategy, world, self.sharding.intra_node_size)
 
     def _check_anchor(self) -> None:
         c = self.coordinator
@@ -500,49 +468,6 @@ class RunSettings:
             raise ValueError(
                 f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
                 f"raise anchor and max_anchor({c.max_anchor})"
-            )
-
-    def check_cluster(self) -> None:
-        """Refuse settings that a cluster does not support.
-
-        Raises:
-            ValueError: A setting is incompatible with ``cluster()``.
-        """
-        way = "cluster(): batches are assigned to machines by their numbers, "
-        if self.sampler is not None:
-            raise ValueError(
-                f"{way}and a sampler's order may differ from machine to machine: leave sampler() "
-                "out, or give each sample its number of copies in the data set"
-            )
-        if is_stream(self.dataset):
-            raise ValueError(f"{way}and a stream has none: use a data set that is read by index")
-        sizes, size = self.coordinator.batch_sizes, self.coordinator.global_batch_size
-        if sizes is not None and len(set(sizes)) > 1:
-            if size is not None:
-                raise ValueError(
-                    f"{way}which must be of one size on all of them, and global_batch_size({size}) "
-                    f"is no multiple of the {len(sizes)} devices of this machine: pass a multiple, "
-                    'or call policy("sync")'
-                )
-            raise ValueError(
-                f"{way}which must be of one size on all of them, and batch_size({list(sizes)}) "
-                "names several: pass one number; devices of a machine get batches by their speed, "
-                "and under SYNC balance(True) cuts each step by it"
-            )
-        if self.coordinator.eval_every is not None:
-            raise ValueError(
-                "cluster(): eval_every(n) counts batches of one machine: leave it out, eval_fn is "
-                "called when an epoch closes"
-            )
-        if self.worker.ema is not None:
-            raise ValueError(
-                "cluster(): ema(decay) follows the averages of one machine, not those of all: "
-                "leave it out"
-            )
-        if self.coordinator.val_every_steps is not None:
-            raise ValueError(
-                "cluster(): val_dataset(every_steps=n) counts batches of one machine: leave it "
-                "out, the validation takes place when an epoch closes"
             )
 
     def cluster_facts(self, num_samples: int) -> DataFacts:
@@ -564,21 +489,6 @@ class RunSettings:
             max_batches=None if c.max_steps is None else c.count_batches(c.max_steps),
         )
 
-    def check_stream(self) -> None:
-        """Refuse settings that a stream, read in order by one reader, does not support.
-
-        Raises:
-            ValueError: A setting is incompatible with a stream.
-        """
-        way = "the data set is a stream, "
-        if self.sampler is not None:
-            raise ValueError(f"{way}which has an order of its own: leave sampler() out")
-        if self.data.loader_workers:
-            raise ValueError(
-                f"{way}and each of loader_workers({self.data.loader_workers}) processes would read "
-                "all of it: leave loader_workers out, and let the stream use processes of its own"
-            )
-
     def _check_batch_sizes(self, world: int) -> None:
         c = self.coordinator
         if c.batch_sizes is None or c.global_batch_size is not None:
@@ -589,28 +499,7 @@ class RunSettings:
                 f"batch_size({sizes}) has {len(sizes)} entries for {world} devices: pass one "
                 "number for each device, or one for all"
             )
-        if len(set(sizes)) == 1:
-            return
-        if c.policy is not ApplyPolicy.SYNC:
-            if c.drop_last:
-                raise ValueError(
-                    f"batch_size({sizes}) cannot be combined with drop_last(True) under "
-                    f"{c.policy.name}, where the short batch of an epoch depends on the ranks' "
-                    'speed; leave drop_last out, pass one number, or call policy("sync")'
-                )
-            if self.scheduler_interval == "epoch":
-                raise ValueError(
-                    f"batch_size({sizes}) cannot be combined with a scheduler stepped once an "
-                    f"epoch under {c.policy.name}: an epoch is no whole number of batches of the "
-                    'mean size; step it once a batch, pass one number, or call policy("sync")'
-                )
-            return
-        if c.partition_ratios is not None:
-            raise ValueError(
-                f"batch_size({sizes}) and partition_ratios both fix what each rank trains: leave "
-                "one of them out"
-            )
-        if sum(sizes) % world:
+        if c.policy is ApplyPolicy.SYNC and sum(sizes) % world:
             least = sum(sizes) // world * world
             raise ValueError(
                 f"batch_size({sizes}): the sum of the sizes, {sum(sizes)}, is no multiple of the "
@@ -635,25 +524,6 @@ class RunSettings:
             raise ValueError(text)
         logger.warning("%s", text)
 
-    def _check_accelerators(self, devices: Sequence[torch.device]) -> None:
-        for device in devices:
-            if device.type in ("cpu", "cuda"):
-                continue
-            if self.worker.cuda_graphs:
-                raise ValueError(f"cuda_graphs(True): {missing_in(device, GRAPHS)}: leave it out")
-            if self.data.loader_workers:
-                raise ValueError(
-                    f"loader_workers({self.data.loader_workers}): batches for {device} are copied "
-                    "in the worker's thread, since only CUDA streams are supported: leave it out"
-                )
-
-    def _check_eval_every(self) -> None:
-        c = self.coordinator
-        if c.eval_every is None:
-            return
-        if self.functions.eval_fn is None:
-            raise ValueError(f"eval_every({c.eval_every}) needs eval_fn(f)")
-
     def _check_metrics(self) -> None:
         """Check that evaluations exist whose metrics the scheduler and the callbacks follow."""
         metric = self.coordinator.scheduler_metric
@@ -670,130 +540,211 @@ class RunSettings:
             if name.startswith("val/") and self.val_dataset is None:
                 raise ValueError(f"{way} needs val_dataset(ds), which gives {name[4:]!r}")
 
-    def _check_val_dataset(self) -> None:
-        if self.val_dataset is not None and self.functions.loop and not self.functions.val_fn:
-            raise ValueError(
-                "val_dataset(ds) needs fn with Trainer.loop, which has no train_fn: pass fn=f, "
-                "where f(model, batch) returns a dict of means such as {'loss': loss}"
-            )
-
-    def _check_optimizers(self) -> None:
-        if not isinstance(self.functions.optim_factory, Mapping):
-            # The optimizers of a loop are known once its optim_factory has a model.
-            if self.functions.loop is None and isinstance(self.functions.scheduler, Mapping):
-                raise ValueError("scheduler({...}) is for several optimizers: pass one function")
-            return
-        num = self.worker.accumulate * self.worker.num_micro_batches
-        obstacles = {
-            f"accumulate({num})": num > 1,
-            "cuda_graphs(True)": self.worker.cuda_graphs,
-            "sync_batchnorm(True)": self.worker.sync_batchnorm,
-            "all_gather(True)": self.worker.all_gather,
-            "param_groups(f)": self.functions.param_groups is not None,
-        }
-        for name, is_set in obstacles.items():
-            if is_set:
-                raise ValueError(
-                    f"{name} cannot be combined with several optimizers, each of which steps on "
-                    "every batch: leave it out"
-                )
-
-    def _check_loop(self) -> None:
-        """Refuse settings that a loop of the user does not support."""
-        if self.functions.loop is None:
-            return
-        obstacles = {
-            "cuda_graphs(True)": (self.worker.cuda_graphs, "captures train_fn"),
-            "sync_batchnorm(True)": (self.worker.sync_batchnorm, "exchanges within train_fn"),
-            "all_gather(True)": (self.worker.all_gather, "exchanges within train_fn"),
-            'loss_reduction("sum")': (
-                self.worker.loss_reduction != "mean",
-                "is for train_fn, and worker.step(loss) takes a mean",
-            ),
-            "bucket_cap_mb(n)": (bool(self.requested_bucket_mb), "overlaps train_fn's last pass"),
-            "param_groups(f)": (
-                self.functions.param_groups is not None,
-                "is for an optim_factory of parameters, and that of a loop receives the model",
-            ),
-        }
-        for name, (is_set, reason) in obstacles.items():
-            if is_set:
-                raise ValueError(
-                    f"{name} {reason}: leave it out with Trainer.loop, or use Trainer.builder"
-                )
-
-    def _check_sharding(self, world: int) -> None:
-        """Refuse settings that shards over the ranks do not support."""
-        if self.sharding is None:
-            return
-        strategy = self.sharding.strategy
-        check_strategy(strategy, world, self.sharding.intra_node_size)
-        way = f"sharded(ShardingStrategy.{strategy.name})"
-        w = self.worker
-        self._require_sync(way, "which reduces gradients", "averages whole replicas")
-        if not self.is_sharded:
-            return
-        group = "needs another group of ranks, in which shards would be missing"
-        obstacles = {
-            'on_worker_failure("continue")': (
-                w.survives,
-                "loses the shard of a rank that dies: set checkpoint_dir(path), and resume with "
-                "fewer devices",
-            ),
-            "balance(True)": (self.requested_balance, f"{group} after an out-of-memory error"),
-            'precision("fp16")': (
-                w.precision == "fp16",
-                'scales by the overflow of each rank\'s own shard: use "bf16"',
-            ),
-            f"ema({w.ema})": (w.ema is not None, "keeps a whole copy of the parameters"),
-            "cuda_graphs(True)": (w.cuda_graphs, "captures steps without their exchanges"),
-            "bucket_cap_mb(n)": (self.requested_bucket_mb, "is for gradients that are not sharded"),
-            "cluster(...)": (self.cluster is not None, "applies training to whole optimizers"),
-            "several optimizers": (
-                isinstance(self.functions.optim_factory, Mapping),
-                "reduce their gradients separately",
-            ),
-        }
-        for name, (is_set, reason) in obstacles.items():
-            if is_set:
-                raise ValueError(f"{way} cannot be combined with {name}, which {reason}")
-
-    def _require_sync(self, way: str, reason: str, other: str) -> None:
-        policy = self.coordinator.policy
-        if policy is not ApplyPolicy.SYNC:
-            raise ValueError(
-                f"{way} is for SYNC, {reason}; {policy.name} {other}: leave it out or call "
-                'policy("sync")'
-            )
-
-    def _check_buckets(self) -> None:
-        if not self.requested_bucket_mb:
-            return
-        way = f"bucket_cap_mb({self.requested_bucket_mb:g})"
-        self._require_sync(way, "which exchanges gradients", "averages parameters")
-        for name in _EXCLUDE_BUCKETS:
-            if getattr(self.worker, name):
-                raise ValueError(
-                    f"{way} cannot be combined with {name}(True): gradients cannot be exchanged "
-                    "within its backward pass; leave one of them out"
-                )
-
-    def _check_forward_collectives(self) -> None:
-        """Check the settings that need collectives within forward and backward passes."""
-        given = [name for name in ("sync_batchnorm", "all_gather") if getattr(self.worker, name)]
-        if not given:
-            return
-        way = f"{given[0]}(True)"
-        self._require_sync(way, "where all ranks train one batch", "trains each rank's own")
-        if self.worker.cuda_graphs:
-            raise ValueError(
-                f"{way} cannot be combined with cuda_graphs(True): a graph cannot hold the "
-                "collectives of the forward pass; leave one of them out"
-            )
-
 
 _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 """Settings under which gradients cannot be exchanged within the backward pass."""
+
+
+def _states(s: RunSettings) -> dict[str, tuple[object, str]]:
+    """The settings and states in rows of exclusions: true if set, and their text in a message."""
+    c, w, f, devices = s.coordinator, s.worker, s.functions, s.resolved_devices()
+    whole, lockstep = c.global_batch_size, c.policy is ApplyPolicy.SYNC
+    sizes = list(c.batch_sizes or ()) if whole is None else []
+    differ, fixed = len(set(sizes)) > 1, c.partition_ratios is not None
+    part, rest = divmod(whole or 0, c.accumulate)
+    foreign = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
+    exchange = next((name for name in ("sync_batchnorm", "all_gather") if getattr(w, name)), "")
+    sharded = "" if s.sharding is None else f"sharded(ShardingStrategy.{s.sharding.strategy.name})"
+    several = isinstance(f.optim_factory, Mapping)
+    keeps = f.checkpoint_fn is not None or any(callback.takes_weights for callback in s.callbacks)
+    return {
+        **{name: (getattr(w, name), f"{name}(True)") for name in _EXCLUDE_BUCKETS},
+        "accumulate": (c.accumulate > 1, f"accumulate({c.accumulate})"),
+        "averages": (not lockstep, c.policy.name),
+        "balance": (s.requested_balance, "balance(True)"),
+        "batch_sizes": (differ, f"batch_size({sizes})"),
+        "batch_sizes of averages": (differ and not lockstep, f"batch_size({sizes})"),
+        "bucket_cap_mb": (s.requested_bucket_mb, f"bucket_cap_mb({s.requested_bucket_mb or 0:g})"),
+        "checkpoint_every": (c.checkpoint_every is not None, "checkpoint_every(n)"),
+        "cluster": (s.cluster is not None, "batches are assigned to machines by their numbers"),
+        "continue": (w.survives, 'on_worker_failure("continue")'),
+        "drop_last": (c.drop_last, "drop_last(True)"),
+        "ema": (w.ema is not None, f"ema({w.ema})"),
+        "eval_every": (c.eval_every is not None, f"eval_every({c.eval_every})"),
+        "exchange in forward": (exchange and len(devices) > 1, f"{exchange}(True)"),
+        "foreign device": (foreign, str(foreign)),
+        "fp16": (w.precision == "fp16", 'precision("fp16")'),
+        "loader_workers": (s.data.loader_workers, f"loader_workers({s.data.loader_workers})"),
+        "loop": (f.loop is not None, "leave it out with Trainer.loop, or use Trainer.builder"),
+        "loss_reduction": (w.loss_reduction != "mean", 'loss_reduction("sum")'),
+        "no checkpoint_fn": (not keeps, ""),
+        "no eval_fn": (f.eval_fn is None, ""),
+        "no graphs": (foreign, "" if foreign is None else missing_in(foreign, GRAPHS)),
+        "no loop": (f.loop is None, ""),
+        "no val_fn": (f.loop is not None and not f.val_fn, ""),
+        "one optimizer": (f.loop is None and not several, ""),
+        "own data": (s.dataset is not None or c.batch_size or whole, ""),
+        "param_groups": (f.param_groups is not None, "param_groups(f)"),
+        "partition_ratios": (fixed, "partition_ratios"),
+        "prefetch(0)": (s.data.prefetch == 0, "prefetch(0)"),
+        "progressive_dispatch": (s.progressive_dispatch, "progressive_dispatch(True)"),
+        "sampler": (s.sampler is not None, "sampler()"),
+        "scheduler of epochs": (s.scheduler_interval == "epoch", ""),
+        "schedulers": (isinstance(f.scheduler, Mapping), "scheduler({...})"),
+        "several optimizers": (several, "several optimizers"),
+        "sharded": (sharded, sharded),
+        "shards": (s.is_sharded, f"{sharded} cannot be combined with"),
+        "shares under SYNC": (fixed and lockstep, "partition_ratios"),
+        "steps_per_epoch": (s.steps_per_epoch, f"steps_per_epoch({s.steps_per_epoch})"),
+        "stream": (is_stream(s.dataset), "the data set is a stream"),
+        "sync": (lockstep, c.policy.name),
+        "uneven parts": (
+            not (lockstep or rest) and part % len(devices),
+            f"global_batch_size({whole})",
+        ),
+        "val_dataset": (s.val_dataset is not None, "val_dataset(ds)"),
+        "val_every_steps": (c.val_every_steps, f"val_dataset(every_steps={c.val_every_steps})"),
+    }
+
+
+_STEPS_EACH = "{1} cannot be combined with {0}, each of which steps on every batch: leave it out"
+
+_EXCLUSIONS = {
+    ("steps_per_epoch", "no loop"): "{0} is for Trainer.loop, whose body makes its own data",
+    ("steps_per_epoch", "own data"): (
+        "{0} takes the place of dataset(ds) and batch_size(n): leave it out"
+    ),
+    ("uneven parts", "drop_last"): (
+        "{0} is no multiple of the {world} devices, and cannot be combined with {1} under "
+        "{policy}, where the short batch of an epoch depends on the ranks' speed: leave drop_last "
+        'out, pass a multiple, or call policy("sync")'
+    ),
+    ("stream", "sampler"): "{0}, which has an order of its own: leave {1} out",
+    ("stream", "loader_workers"): (
+        "{0}, and each of {1} processes would read all of it: leave loader_workers out, and let "
+        "the stream use processes of its own"
+    ),
+    ("cluster", "sampler"): (
+        "cluster(): {0}, and a sampler's order may differ from machine to machine: leave {1} out, "
+        "or give each sample its number of copies in the data set"
+    ),
+    ("cluster", "stream"): (
+        "cluster(): {0}, and a stream has none: use a data set that is read by index"
+    ),
+    ("cluster", "uneven parts"): (
+        "cluster(): {0}, which must be of one size on all of them, and {1} is no multiple of the "
+        '{world} devices of this machine: pass a multiple, or call policy("sync")'
+    ),
+    ("cluster", "batch_sizes"): (
+        "cluster(): {0}, which must be of one size on all of them, and {1} names several: pass one "
+        "number; devices of a machine get batches by their speed, and under SYNC balance(True) "
+        "cuts each step by it"
+    ),
+    ("cluster", "eval_every"): (
+        "cluster(): eval_every(n) counts batches of one machine: leave it out, eval_fn is called "
+        "when an epoch closes"
+    ),
+    ("cluster", "ema"): (
+        "cluster(): ema(decay) follows the averages of one machine, not those of all: leave it out"
+    ),
+    ("cluster", "val_every_steps"): (
+        "cluster(): val_dataset(every_steps=n) counts batches of one machine: leave it out, the "
+        "validation takes place when an epoch closes"
+    ),
+    ("no graphs", "cuda_graphs"): "{1}: {0}: leave it out",
+    ("foreign device", "loader_workers"): (
+        "{1}: batches for {0} are copied in the worker's thread, since only CUDA streams are "
+        "supported: leave it out"
+    ),
+    ("batch_sizes of averages", "drop_last"): (
+        "{0} cannot be combined with {1} under {policy}, where the short batch of an epoch depends "
+        'on the ranks\' speed; leave drop_last out, pass one number, or call policy("sync")'
+    ),
+    ("batch_sizes of averages", "scheduler of epochs"): (
+        "{0} cannot be combined with a scheduler stepped once an epoch under {policy}: an epoch is "
+        "no whole number of batches of the mean size; step it once a batch, pass one number, or "
+        'call policy("sync")'
+    ),
+    ("batch_sizes", "shares under SYNC"): (
+        "{0} and {1} both fix what each rank trains: leave one of them out"
+    ),
+    ("prefetch(0)", "loader_workers"): (
+        "{0} turns loading ahead off, and {1} always loads ahead: leave one of them out"
+    ),
+    ("checkpoint_every", "no checkpoint_fn"): "{0} needs checkpoint_fn(f)",
+    ("eval_every", "no eval_fn"): "{0} needs eval_fn(f)",
+    ("val_dataset", "no val_fn"): (
+        "{0} needs fn with Trainer.loop, which has no train_fn: pass fn=f, where f(model, batch) "
+        "returns a dict of means such as {{'loss': loss}}"
+    ),
+    ("balance", "partition_ratios"): "{0} measures shares, {1} fixes them: leave one of them out",
+    ("balance", "averages"): (
+        "{0} cuts the global batches of SYNC; the other policies follow the ranks' speed anyway: "
+        "leave it out"
+    ),
+    ("exchange in forward", "averages"): (
+        "{0} is for SYNC, where all ranks train one batch; {1} trains each rank's own: leave it "
+        'out or call policy("sync")'
+    ),
+    ("exchange in forward", "cuda_graphs"): (
+        "{0} cannot be combined with {1}: a graph cannot hold the collectives of the forward "
+        "pass; leave one of them out"
+    ),
+    ("bucket_cap_mb", "averages"): (
+        "{0} is for SYNC, which exchanges gradients; {1} averages parameters: leave it out or "
+        'call policy("sync")'
+    ),
+    **dict.fromkeys(
+        (("bucket_cap_mb", name) for name in _EXCLUDE_BUCKETS),
+        "{0} cannot be combined with {1}: gradients cannot be exchanged within its backward pass; "
+        "leave one of them out",
+    ),
+    ("one optimizer", "schedulers"): "{1} is for several optimizers: pass one function",
+    ("several optimizers", "accumulate"): _STEPS_EACH,
+    ("several optimizers", "cuda_graphs"): _STEPS_EACH,
+    ("several optimizers", "sync_batchnorm"): _STEPS_EACH,
+    ("several optimizers", "all_gather"): _STEPS_EACH,
+    ("several optimizers", "param_groups"): _STEPS_EACH,
+    ("loop", "cuda_graphs"): "{1} captures train_fn: {0}",
+    ("loop", "sync_batchnorm"): "{1} exchanges within train_fn: {0}",
+    ("loop", "all_gather"): "{1} exchanges within train_fn: {0}",
+    ("loop", "loss_reduction"): "{1} is for train_fn, and worker.step(loss) takes a mean: {0}",
+    ("loop", "bucket_cap_mb"): "bucket_cap_mb(n) overlaps train_fn's last pass: {0}",
+    ("loop", "param_groups"): (
+        "{1} is for an optim_factory of parameters, and that of a loop receives the model: {0}"
+    ),
+    ("sharded", "averages"): (
+        "{0} is for SYNC, which reduces gradients; {1} averages whole replicas: leave it out or "
+        'call policy("sync")'
+    ),
+    ("shards", "continue"): (
+        "{0} {1}, which loses the shard of a rank that dies: set checkpoint_dir(path), and resume "
+        "with fewer devices"
+    ),
+    ("shards", "balance"): (
+        "{0} {1}, which needs another group of ranks, in which shards would be missing after an "
+        "out-of-memory error"
+    ),
+    ("shards", "fp16"): (
+        '{0} {1}, which scales by the overflow of each rank\'s own shard: use "bf16"'
+    ),
+    ("shards", "ema"): "{0} {1}, which keeps a whole copy of the parameters",
+    ("shards", "cuda_graphs"): "{0} {1}, which captures steps without their exchanges",
+    (
+        "shards",
+        "bucket_cap_mb",
+    ): "{0} bucket_cap_mb(n), which is for gradients that are not sharded",
+    ("shards", "cluster"): "{0} cluster(...), which applies training to whole optimizers",
+    ("shards", "several optimizers"): "{0} {1}, which reduce their gradients separately",
+    ("sync", "progressive_dispatch"): (
+        "{1} cannot be combined with {0}, where each rank trains its piece of every global "
+        "batch; leave it out"
+    ),
+}
+"""Texts of refusals, one for two states; ``{0}`` and ``{1}`` are the texts of these states.
+
+The first row whose states are both true is raised.
+"""
 
 
 def _share_a_gpu(devices: Sequence[torch.device]) -> bool:

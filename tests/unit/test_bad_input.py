@@ -315,9 +315,12 @@ def test_a_factory_that_is_no_function_is_refused(position):
 # -- run() ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("missing", ["dataset", "batch_size", "num_epochs"])
-def test_run_names_the_missing_setting(missing):
+def test_run_names_the_missing_setting(missing, clustered):
     b = Trainer.builder(counter, plain_sgd, count_up)
+    if clustered:
+        b.cluster("host:1")
     for name, value in (("dataset", numbers(4)), ("batch_size", 2), ("num_epochs", 1)):
         if name != missing:
             getattr(b, name)(value)

@@ -251,6 +251,7 @@ REFUSED = [
     ({"size": 5}, {"accumulate": 2}, r"each of accumulate\(2\) micro-batches: pass at least 6"),
     ({"way": WAYS[1]}, {"accumulate": 3}, "no multiple of accumulate.*pass 9 or 12"),
     ({"way": WAYS[2]}, {"drop_last": True}, "no multiple of the 3 devices"),
+    ({"way": WAYS[2]}, {"cluster": "host:1"}, "no multiple of the 3 devices of this machine"),
     ({"size": 200}, {"drop_last": True}, r"fewer than global_batch_size\(200\)"),
 ]
 

@@ -550,6 +550,7 @@ def test_settings_that_a_cluster_does_not_support_raise_before_the_start():
     with pytest.raises(ValueError, match=r"batch_size\(\[6, 2\]\) names several: pass one number"):
         Machine(cluster, "b", batch_size=[6, 2])
     for configure, words in (
+        (lambda b: b.dataset({1, 2}), "a stream has none"),
         (lambda b: b.ema(0.9), r"ema\(decay\) follows the averages of one machine"),
         (lambda b: b.eval_every(3).eval_fn(lambda model, epoch: {}), r"eval_every\(n\) counts"),
         (lambda b: b.val_dataset(torch.ones(4), every_steps=3), "every_steps=n"),

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import runtime.data.stream
-from runtime import CheckpointError, WorkerFailed, current_worker
+from runtime import CheckpointError, Trainer, WorkerFailed, current_worker
 from runtime.checkpoint.resume import check_content
 from runtime.checkpoint.store import load_newest
 from runtime.core.context import LoaderView, worker_context
@@ -26,6 +26,7 @@ from tests.support.running import (
     Trace,
     builder,
     count_up,
+    counter,
     local_ways,
     numbers,
     plain_sgd,
@@ -436,6 +437,16 @@ def test_settings_that_streams_do_not_support_are_refused(change, remedy):
     b = builder().dataset(Sized())
     with pytest.raises(ValueError, match=remedy):
         change(b).run()
+
+
+def test_settings_are_refused_before_a_stream_is_read_to_count_it():
+    stream = Stream()
+    without_size = Trainer.builder(counter, plain_sgd, count_up).dataset(stream).num_epochs(1)
+    with pytest.raises(ValueError, match=r"batch_size is not set: call \.batch_size\(n\)"):
+        without_size.run()
+    with pytest.raises(ValueError, match="partition_ratios fixes them: leave one of them out"):
+        builder(dataset=stream).balance(True).partition_ratios([1, 2]).run()
+    assert not stream.read
 
 
 def test_an_iterator_is_refused():

@@ -265,6 +265,7 @@ def test_only_the_parameters_of_the_stepping_optimizer_get_gradients():
         (lambda b: b.accumulate(2), "accumulate"),
         (lambda b: b.cuda_graphs(True), "cuda_graphs"),
         (lambda b: b.sync_batchnorm(True), "sync_batchnorm"),
+        (lambda b: b.all_gather(True), r"all_gather\(True\) cannot be combined with several"),
         (lambda b: b.param_groups(lambda model: []), "param_groups"),
     ],
 )
