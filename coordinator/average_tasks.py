@@ -1,4 +1,4 @@
-"""AverageTasks: what ranks do on an average, from its being due to its results."""
+"""AverageTasks: tasks of the ranks on an average, from the time they are due to their results."""
 
 from __future__ import annotations
 
