@@ -194,7 +194,6 @@ def resume_state(
             "norm": None,
             "tally": nothing,
             "quotas": None,
-            "parts": None,
         }
         for number in range(len(closed), max(open_epochs, default=-1) + 1)
     ]

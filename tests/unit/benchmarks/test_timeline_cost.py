@@ -35,7 +35,7 @@ def test_every_part_has_a_cost(capsys):
 
 @pytest.mark.parametrize("section", ["timeline", "metrics"])
 def test_runs_with_and_without_a_feature_are_compared(section, capsys):
-    overhead.main([section, "--ways", "one", "--pairs", "1", "--seconds", "0.1"])
+    overhead.main([section, "--ways", "one", "--pairs", "1", "--seconds", "0.3"])
     assert "| one | " in capsys.readouterr().out
 
 

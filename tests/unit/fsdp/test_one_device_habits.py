@@ -414,8 +414,10 @@ def test_attributes_set_on_the_wrapper_are_those_of_the_module(strategy):
     one.temperature, one.shift = 4.0, torch.ones((), dtype=torch.float64)
     train(one, x, y, adamw(one.parameters()))
 
+    models = [seeded(Tempered) for _ in range(2)]  # threads share the seed
+
     def work(end):
-        fsdp = FSDP(seeded(Tempered), end, strategy, node_size(strategy, 2))
+        fsdp = FSDP(models[end.rank], end, strategy, node_size(strategy, 2))
         fsdp.temperature = 4.0
         fsdp.shift = torch.ones((), dtype=torch.float64)
         assert fsdp.module.temperature == fsdp.temperature == 4.0
