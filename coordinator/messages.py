@@ -126,7 +126,7 @@ class BatchBudget:
 
 
 class TaskKind(Enum):
-    """What ranks do on an average, in this order."""
+    """Kinds of work on an average, in the order in which ranks do it."""
 
     EVALUATE = "eval_fn"
     HAND_OVER = "checkpoint_fn"

@@ -94,6 +94,7 @@ EngineFactory = Callable[[EngineOptions, Callable[[], ClusterState]], ClusterEng
 
 
 def connect_torchft(options: EngineOptions, offer: Callable[[], ClusterState]) -> ClusterEngine:
+    """The default engine; imports torchft."""
     from runtime.cluster.torchft_engine import TorchftEngine
 
     return TorchftEngine(options, offer)

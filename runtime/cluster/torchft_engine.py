@@ -526,6 +526,7 @@ def wait_for_lighthouse(address: str, timeout_s: float) -> None:
 
 
 def accepts_connections(address: str) -> bool:
+    """True if a TCP server accepts connections at an address; blocks for its timeout at most."""
     try:
         socket.create_connection(split_host_port("address", address), RECONNECT_TIMEOUT_S).close()
     except OSError:

@@ -80,7 +80,7 @@ class ProcessState:
 
     @classmethod
     def _capture(cls, before: Any, of_call: bool) -> Any:
-        """What earlier holders captured, and what this one adds to it."""
+        """Values captured by earlier holders, and those that this one adds."""
         values = before or []
         return values + [read() for read in (_CONTEXTS if of_call else _READERS)[len(values) :]]
 

@@ -75,6 +75,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def row_bytes(column: Column) -> int:
+    """Bytes of one sample of a column; 0 if it is empty."""
     return column.nbytes // max(1, len(column))
 
 

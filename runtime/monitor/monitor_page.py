@@ -34,6 +34,7 @@ def style() -> str:
 
 
 def script() -> str:
+    """The scripts of the page, in the order in which they depend on each other."""
     return joined(*(asset("monitor", name) for name in _SCRIPT_PARTS))
 
 
