@@ -258,18 +258,3 @@ def union(spans: Iterable[range]) -> list[range]:
         else:
             found.append(span)
     return found
-
-
-def compress(positions: Iterable[int]) -> Iterable[range]:
-    """Ascending positions as maximal ranges of step 1."""
-    start = stop = None
-    for b in positions:
-        if start is None or stop is None:
-            start, stop = b, b + 1
-        elif b == stop:
-            stop += 1
-        else:
-            yield range(start, stop)
-            start, stop = b, b + 1
-    if start is not None and stop is not None:
-        yield range(start, stop)

@@ -38,7 +38,7 @@ from coordinator.cluster.member_protocol import (
     Stop,
 )
 from coordinator.messages import Tick
-from coordinator.splitting import compress
+from coordinator.splitting import union
 from tests.simulation.cluster_schedule import Fault, Host
 from tests.simulation.effects import Batch, Violation
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def to_ranges(batches: list[Batch]) -> EpochRanges:
     """Batches as ranges by epoch."""
     epochs = sorted({epoch for epoch, _ in batches})
-    return tuple((e, tuple(compress(sorted(b for x, b in batches if x == e)))) for e in epochs)
+    return tuple((e, tuple(union(range(b, b + 1) for x, b in batches if x == e))) for e in epochs)
 
 
 def to_list(batches: EpochRanges) -> list[Batch]:
