@@ -33,6 +33,15 @@ Task = Callable[[], Any]
 Inbox: TypeAlias = "queue.SimpleQueue[RankWork | None]"
 
 
+class _Current(threading.local):
+    """The inbox of the rank that the thread is; not its ident, which another thread may get."""
+
+    inbox: Inbox | None = None
+
+
+_CURRENT = _Current()
+
+
 class RankThreads:
     """Daemon threads, one per rank, that run jobs sequentially until they are closed.
 
@@ -142,9 +151,7 @@ class RankThreads:
 
     def is_current_thread(self) -> bool:
         """True if the caller is one of the threads."""
-        # Not current_thread(), which keeps an object per autograd thread; is_alive, because the
-        # ident of a thread that has ended may be reused.
-        return any(t.ident == threading.get_ident() and t.is_alive() for t in self._threads)
+        return _CURRENT.inbox in self._inboxes
 
     def exited(self) -> dict[int, str]:
         """Rank and name of each thread that has ended."""
@@ -198,6 +205,7 @@ def _thread_main(
     inbox: Inbox,
     last_exit: _LastExit,
 ) -> None:
+    _CURRENT.inbox = inbox
     context_error: BaseException | None = None
     try:
         with ExitStack() as stack:
