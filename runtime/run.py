@@ -52,6 +52,7 @@ from runtime.core.errors import (
     error_of_run,
     text_of,
 )
+from runtime.core.group_gate import GroupGate
 from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.rng import install_thread_generators
 from runtime.core.shared_objects import SharedObjects
@@ -80,6 +81,7 @@ from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
 from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import EpochStarts
+from runtime.worker.meetings import Meetings
 from runtime.worker.message_handler import check_eval_values
 from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
@@ -164,7 +166,8 @@ class Run:
         if config.seed is None:
             logger.info(UNSEEDED, torch.initial_seed())
         self._epoch_starts = EpochStarts()
-        self._evaluations = SharedEvaluations()
+        self._gate = GroupGate()
+        self._evaluations = SharedEvaluations(self._gate)
         self._loop_peers = self._make_loop_peers(config)
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
@@ -203,7 +206,7 @@ class Run:
             return None
         return LoopPeers(
             len(self.devices),
-            config.coordinator.collective_timeout_s,
+            Meetings(config.coordinator.collective_timeout_s, self._gate),
             None if config.checkpoint_dir is None else self._request_save,
             is_member=self._cluster_hooks is not None,
         )
@@ -728,9 +731,7 @@ class Run:
 
     def _abort(self, generation: int | None) -> None:
         self._peers.groups.abort(generation)
-        self._evaluations.abort(generation)
-        if self._loop_peers is not None:
-            self._loop_peers.meetings.abort(generation)
+        self._gate.abort(generation)
 
     def _request_save(self) -> None:
         """Request a checkpoint into ``checkpoint_dir``; returns immediately."""

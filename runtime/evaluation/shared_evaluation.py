@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.messages import Task, TaskKind
 from runtime.core.errors import CollectiveAborted
+from runtime.core.group_gate import GroupGate
 from runtime.evaluation.batch_means import BatchMeans
 from runtime.evaluation.batch_source import BatchSource, SampleRange
 from runtime.evaluation.pending_means import EvaluationFn, EvaluationView, read_means
@@ -22,16 +23,18 @@ class SharedEvaluations:
     rank of a task is the last to end its part: it waits for the batches of the others, and
     evaluates those of ranks that have died meanwhile, since it still has the average. In lockstep
     all ranks wait for each other, and all have the results.
+
+    Args:
+        gate: Of the run.
     """
 
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
+    def __init__(self, gate: GroupGate | None = None) -> None:
+        self._gate = gate or GroupGate()
+        self._condition = self._gate.condition
         self._open: dict[int | tuple[int, int], _Evaluation] = {}
         self._calls: dict[int, EvaluationCall] = {}  # by caller
         self._last_ended = 0  # task
         self._dead: set[int] = set()
-        self._aborted = -1  # generation
-        self._is_over = False
 
     def call(
         self,
@@ -119,9 +122,9 @@ class SharedEvaluations:
         with self._condition:
             found = self._open.get(key)
             if found is None:
-                found = _Evaluation(key, num_ranks=num_ranks)
-                if key[0] > self._aborted:
-                    self._open[key] = found
+                for old in [each for each in self._open if self._is_aborted(each)]:
+                    del self._open[old]
+                found = self._open[key] = _Evaluation(key, num_ranks=num_ranks)
             found.read = found.read or read
             found.claims[rank] = {}
             return EvaluationPart(self, found, rank)
@@ -144,17 +147,6 @@ class SharedEvaluations:
                     self._end(key)
             self._condition.notify_all()
 
-    def abort(self, generation: int | None) -> None:
-        """Wake all ranks that wait in a group; ``None``: the run has failed, and all wake up."""
-        with self._condition:
-            if generation is None:
-                self._is_over = True
-            else:
-                self._aborted = max(self._aborted, generation)
-                for key in [k for k in self._open if isinstance(k, tuple) and k[0] <= generation]:
-                    del self._open[key]
-            self._condition.notify_all()
-
     # Called by parts.
 
     def _end(self, key: int | tuple[int, int]) -> None:
@@ -163,8 +155,11 @@ class SharedEvaluations:
             self._last_ended = max(self._last_ended, key)
 
     def _may_continue(self, found: _Evaluation) -> bool:
-        is_open = self._open.get(found.key) is found
-        return is_open and not self._is_over and found.error is None
+        is_open = self._open.get(found.key) is found and not self._is_aborted(found.key)
+        return is_open and found.error is None
+
+    def _is_aborted(self, key: int | tuple[int, int]) -> bool:
+        return self._gate.is_aborted(key[0] if isinstance(key, tuple) else None)
 
 
 @dataclass(eq=False, slots=True)

@@ -8,13 +8,13 @@ are agreed upon in the same way.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import combinations
 
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
+from runtime.core.group_gate import GroupGate
 
 _NUM_KEPT = 4
 """Meetings and batches from which on those that all ranks have passed are freed."""
@@ -25,14 +25,14 @@ class Meetings:
 
     Args:
         timeout_s: Longest wait for the acts of other ranks, in seconds.
+        gate: Of the run.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, gate: GroupGate | None = None) -> None:
         self._timeout_s = timeout_s
-        self._condition = threading.Condition(threading.Lock())
+        self._gate = gate or GroupGate()
+        self._condition = self._gate.condition
         self._groups: dict[int, _Group] = {}
-        self._aborted = -1  # the last generation that was aborted
-        self._is_over = False
 
     def post(
         self, generation: int, ranks: Sequence[int], rank: int, number: int, post: Post
@@ -46,6 +46,9 @@ class Meetings:
             ReplicaMismatch: Another rank makes other steps.
         """
         with self._condition:
+            if number == 0:
+                for old in [each for each in self._groups if self._gate.is_aborted(each)]:
+                    del self._groups[old]
             group = self._group(generation)
             group.places[rank] = number
             # A rank that follows may be meetings ahead of one that has not read the posts yet.
@@ -177,31 +180,17 @@ class Meetings:
             group.num_waiting += 1
             try:
                 in_time = self._condition.wait_for(
-                    lambda: self._is_aborted(generation) or is_met(), self._timeout_s
+                    lambda: self._gate.is_aborted(generation) or is_met(), self._timeout_s
                 )
             finally:
                 group.num_waiting -= 1
-            if self._is_aborted(generation):
+            if self._gate.is_aborted(generation):
                 raise CollectiveAborted("another rank failed or left its group")
             if not in_time:
                 raise CollectiveTimeout(
                     f"the other ranks made no step within {self._timeout_s:g} s: raise "
                     "collective_timeout if the body of the loop takes longer"
                 )
-
-    def _is_aborted(self, generation: int) -> bool:
-        return self._is_over or generation <= self._aborted
-
-    def abort(self, generation: int | None) -> None:
-        """Wake all ranks that wait in a group; ``None``: in all, permanently."""
-        with self._condition:
-            if generation is None:
-                self._is_over = True
-            else:
-                self._aborted = max(self._aborted, generation)
-                for old in [each for each in self._groups if each < self._aborted]:
-                    del self._groups[old]
-            self._condition.notify_all()
 
 
 class Act(Enum):

@@ -996,23 +996,20 @@ class LoopPeers:
     """Shared by the workers of a run with an own loop. Thread-safe.
 
     Args:
-        timeout_s: Longest wait for a rank at a step, in seconds.
+        meetings: Agreement of ranks in lockstep on the steps of their bodies.
         save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
         is_member: True if the run is one machine's part of a cluster.
-
-    Attributes:
-        meetings: Agreement of ranks in lockstep on the steps of their bodies.
     """
 
     def __init__(
         self,
         num_ranks: int,
-        timeout_s: float,
+        meetings: Meetings,
         save: Callable[[], None] | None = None,
         *,
         is_member: bool = False,
     ) -> None:
-        self.meetings = Meetings(timeout_s)
+        self.meetings = meetings
         self.is_member = is_member
         self._save = save
         self._saved_at: int | None = None

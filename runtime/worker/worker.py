@@ -48,6 +48,7 @@ from runtime.replica.schedule import SchedulerFactories
 from runtime.replica.stepper import TrainFns
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.worker.lockstep import EpochStarts, LockstepProgress
+from runtime.worker.meetings import Meetings
 from runtime.worker.message_handler import MessageHandler
 from runtime.worker.own_loop import Loop, LoopPeers, OwnLoop
 from runtime.worker.plan_steps import PlanSteps
@@ -276,7 +277,7 @@ class GpuWorker:
             timer,
             meter,
             self._evaluation,
-            peers or LoopPeers(1, self.config.collective_timeout_s),
+            peers or LoopPeers(1, Meetings(self.config.collective_timeout_s)),
             self._lane,
             self._receive_next,
         )

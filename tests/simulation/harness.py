@@ -31,6 +31,7 @@ from coordinator.messages import (
     Send,
 )
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
+from runtime.core.group_gate import GroupGate
 from runtime.evaluation.shared_evaluation import SharedEvaluations
 from runtime.worker.worker_config import WAKE
 from tests.simulation.checks import Checks
@@ -133,7 +134,8 @@ class Simulation:
         self.samples_of = SamplesOf(c.num_samples, c.batch_size)
         lockstep = c.policy is ApplyPolicy.SYNC and c.world_size > 1
         self.weight_of = WeightOf(self.samples_of, schedule.seed % 2 == 1 and not lockstep)
-        self.evaluations = SharedEvaluations()
+        self.gate = GroupGate()
+        self.evaluations = SharedEvaluations(self.gate)
         self.machine = Coordinator(c, None if origin is None else origin.run)
         is_whole = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
         self.per_global = 1 if is_whole else c.world_size
@@ -549,7 +551,7 @@ class Simulation:
         self._resume(worker, error=CollectiveTimeout("too long"))
 
     def _abort(self, generation: int | None) -> None:
-        self.evaluations.abort(generation)
+        self.gate.abort(generation)
         self.wake_enders()
         if generation is None:
             self._over = True

@@ -9,6 +9,7 @@ import torch
 
 from coordinator.messages import TaskKind
 from runtime.core.errors import CollectiveAborted
+from runtime.core.group_gate import GroupGate
 from runtime.evaluation.batch_source import SampleRange, open_source
 from runtime.evaluation.pending_means import EvaluationView
 from runtime.evaluation.predict import means_in_order
@@ -18,9 +19,9 @@ from tests.support.running import WAIT_S, task
 CALLER, HELPER = 0, 1
 
 
-def opened(dataset=None):
+def opened(dataset=None, gate=None):
     """Shared evaluations with a call of rank 0, over ten samples in batches of four."""
-    shared = SharedEvaluations()
+    shared = SharedEvaluations(gate)
     data = (torch.arange(10.0),) if dataset is None else dataset
     call = shared.call(
         CALLER,
@@ -136,12 +137,12 @@ def test_an_average_without_the_last_steps_of_the_caller_does_not_answer():
 
 
 def test_the_end_of_the_run_wakes_the_caller():
-    shared, call = opened()
+    shared, call = opened(gate=(gate := GroupGate()))
     caller, helper = join(shared, CALLER, 1), join(shared, HELPER, 1)
     assert helper.take() is not None
     evaluate_rest(caller)
     thread, found = ended(caller)
-    shared.abort(None)
+    gate.abort(None)
     thread.join(WAIT_S)
     assert found == [True]
     assert not helper.may_continue()
@@ -275,11 +276,11 @@ def test_in_lockstep_all_ranks_wait_for_each_other_and_have_the_results(reads):
 
 
 def test_in_lockstep_the_end_of_the_group_wakes_the_ranks():
-    shared = SharedEvaluations()
+    shared = SharedEvaluations(gate := GroupGate())
     part = meeting(shared, 0)
     evaluate_rest(part)
     thread, found = ended(part)
-    shared.abort(0)
+    gate.abort(0)
     thread.join(WAIT_S)
     assert found == [True]
     late = meeting(shared, 1)
@@ -294,10 +295,10 @@ def test_in_lockstep_the_end_of_the_group_wakes_the_ranks():
 @pytest.mark.parametrize("generation", [0, None], ids=["of the group", "of the run"])
 def test_in_lockstep_an_end_while_batches_are_left_gives_no_rank_results(generation):
     """Both ranks end their parts, as each has left its loop."""
-    shared = SharedEvaluations()
+    shared = SharedEvaluations(gate := GroupGate())
     parts = [meeting(shared, rank) for rank in range(2)]
     evaluate(parts[0], parts[0].take())
-    shared.abort(generation)
+    gate.abort(generation)
     assert not any(part.may_continue() for part in parts)
     for part in parts:
         assert part.end()
