@@ -17,6 +17,7 @@ from runtime.fsdp.sharded_norm import clip_by_, sharded_norm
 from runtime.fsdp.sharded_params import ShardedParams
 from runtime.fsdp.strategy import ShardingStrategy
 from runtime.replica.flat import FlatParams, FlatState
+from runtime.replica.max_norm import MaxNorm
 from runtime.replica.non_finite import StepFiniteCheck, all_finite
 from runtime.replica.reducer import NOTHING, GradientReducer, PackedGradients
 
@@ -104,11 +105,12 @@ class ShardReducer(GradientReducer):
         """Replace the full parameters by the shards."""
         self._sharded.release()
 
-    def clip_grad_norm_(self, max_norm: float) -> None:
+    def clip(self, max_norm: MaxNorm) -> None:
         """Clip the gradients of the shards by the norm over all ranks. Collective."""
-        shards = self._sharded.trained
-        total = sharded_norm(shards, self._sharded.group, 2.0)
-        clip_by_(shards, total, max_norm, error_if_nonfinite=False)
+        if max_norm.limit is not None:
+            shards = self._sharded.trained
+            total = sharded_norm(shards, self._sharded.group, 2.0)
+            clip_by_(shards, total, max_norm.limit, error_if_nonfinite=False)
 
     def after_step(self) -> None:
         """Gather the updated parameters. Collective."""

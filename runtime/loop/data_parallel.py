@@ -55,6 +55,7 @@ from runtime.replica.gradients import (
     has_non_finite,
     refuse_sparse,
 )
+from runtime.replica.max_norm import MaxNorm
 from runtime.replica.non_finite import first_bad
 
 _REMEDY = (
@@ -138,9 +139,9 @@ class DataParallelCoordinator(Closeable):
                 "devices is empty: name one device for each replica, as ['cpu', 'cpu']"
             )
         self._devices = check_devices(devices)
-        self._max_grad_norm = max_grad_norm
         if max_grad_norm is not None:
-            self._max_grad_norm = check_float("max_grad_norm", max_grad_norm, 0, above=True)
+            max_grad_norm = check_float("max_grad_norm", max_grad_norm, 0, above=True)
+        self._max_norm = MaxNorm(max_grad_norm)
         if not isinstance(backend, AverageBackend):
             raise TypeError(f"backend={backend!r}; pass an AverageBackend")
         self.backend, self.backend_reason = resolve_backend(backend, self._devices)
@@ -351,8 +352,7 @@ class DataParallelCoordinator(Closeable):
             rank = next((rank for rank, bad in enumerate(bad_of, 1) if bad is not None), 0)
             bad = bad_of[rank - 1] if rank else first_bad(names, found)
             raise NonFiniteError(rank, self._num_batches, "gradient", bad, remedy=_REMEDY)
-        if self._max_grad_norm is not None:
-            multiply_(summed, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        self._max_norm.clip_grads(summed, norm)
         for p, grad in zip(params, found, strict=True):
             p.grad = grad
         return float(norm)

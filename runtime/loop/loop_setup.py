@@ -37,6 +37,7 @@ from runtime.replica.build import (
     build_optimizer,
     check_model,
 )
+from runtime.replica.max_norm import MaxNorm
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def _on_one_device(
         model = source.first(device)
         train_mode(model)
         optimizer = new_optimizer(model)
-        single = SingleDeviceEngine(model, device, optimizer, config.max_grad_norm, recorder)
+        max_norm = MaxNorm(config.max_grad_norm)
+        single = SingleDeviceEngine(model, device, optimizer, max_norm, recorder)
         recorder.built(model)
         return source.attach(ReplicatedModule(single, source.head))
     except BaseException as error:
@@ -138,7 +140,7 @@ def _on_threads(
             Balancer(len(devices), config.speed_hint, fixed=not config.balance),
             accumulation,
             recorder,
-            config.max_grad_norm,
+            MaxNorm(config.max_grad_norm),
             InputRules(config.batch_dim, config.whole, config.loss_weight),
         )
         recorder.built(engine.model)

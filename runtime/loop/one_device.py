@@ -31,13 +31,11 @@ from runtime.loop.rank_replica import (
     train_batch,
 )
 from runtime.loop.scatter import nested_to_device
+from runtime.replica.max_norm import MaxNorm
 
 
 class SingleDeviceEngine:
     """One model on one device, in the caller's thread and on its streams.
-
-    Args:
-        max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
 
     Attributes:
         devices, model, models, optimizer, rate: See :class:`LoopEngine`.
@@ -48,7 +46,7 @@ class SingleDeviceEngine:
         model: nn.Module,
         device: torch.device,
         optimizer: torch.optim.Optimizer,
-        max_grad_norm: float | None,
+        max_norm: MaxNorm,
         recorder: LoopRecorder,
     ) -> None:
         self.model = model
@@ -56,7 +54,7 @@ class SingleDeviceEngine:
         self._params = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self._steps = DirectSteps(model, optimizer, self._before_direct_step, self._after_step)
-        self._max_grad_norm = max_grad_norm
+        self._max_norm = max_norm
         self._recorder = recorder
         self._weights: list[Weight | None] = []  # of accumulated batches
         self._guards: list[RemovableHandle] = []
@@ -133,10 +131,10 @@ class SingleDeviceEngine:
             empty = isinstance(weight, float) and weight == 0
         if self._weights:
             grads = [p.grad for p in self._params if p.grad is not None]
-            clip_and_scale_(grads, self._max_grad_norm, 1.0, 1.0 / len(self._weights))
+            clip_and_scale_(grads, self._max_norm, 1.0, 1.0 / len(self._weights))
             self._weights = []
-        elif self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        else:
+            self._max_norm.clip(self._params)
         self._remove_guards()
         if not empty:
             with self._steps.expected():
@@ -151,8 +149,7 @@ class SingleDeviceEngine:
         if self._weights:
             raise RuntimeError(STEPPED_OUTSIDE)
         self.rate.check()
-        if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._params, self._max_grad_norm)
+        self._max_norm.clip(self._params)
 
     def _after_step(self, start_s: float | None = None) -> None:
         self.rate.advance()

@@ -34,6 +34,7 @@ from runtime.loop.runner import Runner
 from runtime.loop.scatter import ShardInput, nested_to_device, to_device
 from runtime.replica.error_notes import MemoryUse, explain_error, explain_size
 from runtime.replica.gradients import FlatGradients, refuse_sparse
+from runtime.replica.max_norm import MaxNorm
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 Addition = tuple[list[Tensor], list[Tensor]]
@@ -355,16 +356,14 @@ def _add(additions: Sequence[Addition]) -> None:
 
 
 def clip_and_scale_(
-    grads: Sequence[Tensor], max_norm: float | None, before: Weight, after: Weight
+    grads: Sequence[Tensor], max_norm: MaxNorm, before: Weight, after: Weight
 ) -> None:
-    """Multiply gradients by ``before``, clip them to an L2 norm, and multiply by ``after``."""
-    if max_norm is None:
+    """Multiply gradients by ``before``, clip them, and multiply by ``after``."""
+    if max_norm.limit is None:
         multiply_(grads, before * after)
         return
     multiply_(grads, before)
-    if grads:
-        norm = nn.utils.get_total_norm(list(grads))
-        torch._foreach_mul_(list(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    max_norm.clip_grads(grads)
     multiply_(grads, after)
 
 

@@ -52,6 +52,7 @@ from runtime.loop.scatter import InputRules, Scatter
 from runtime.loop.split_check import can_check, check_split, fails_in_pieces, needs_check
 from runtime.replica.error_notes import add_note_once
 from runtime.replica.gradients import refuse_sparse
+from runtime.replica.max_norm import MaxNorm
 from runtime.replica.rank_statistics import attributes_of
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,6 @@ class ThreadedEngine:
 
     Args:
         accumulation: Number of batches of each rank between two reductions.
-        max_grad_norm: Clip gradients to this L2 norm; ``None``: do not clip.
 
     Attributes:
         devices, models, optimizer, rate: See :class:`LoopEngine`.
@@ -111,7 +111,7 @@ class ThreadedEngine:
         balancer: Balancer,
         accumulation: AccumulationSchedule,
         recorder: LoopRecorder,
-        max_grad_norm: float | None,
+        max_norm: MaxNorm,
         rules: InputRules | None = None,
     ) -> None:
         replicas, optimizer = ranks.replicas, ranks.optimizer
@@ -123,7 +123,7 @@ class ThreadedEngine:
         self._accumulation = accumulation
         self._recorder = recorder
         self._reduction = ranks.reduction
-        self._max_grad_norm = max_grad_norm
+        self._max_norm = max_norm
         self._rules = rules or InputRules()
         self._exclusive = ReentrancyGuard(ranks.runner.check_not_replica_thread)
         self._pending = PendingGradients(len(replicas))
@@ -450,8 +450,8 @@ class ThreadedEngine:
         self._mirror.mark_stepped()
         if empty:
             return
-        if self._max_grad_norm is not None and not self._pending.is_accumulated:
-            nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
+        if not self._pending.is_accumulated:
+            self._max_norm.clip(self._mirror.params)
         with self._steps.expected():
             self.optimizer.step()
 
@@ -492,7 +492,7 @@ class ThreadedEngine:
         for row, (before, after) in zip(rows, factors, strict=True):
             own = [g for g in row if g is not None]
             tasks.append(
-                partial(clip_and_scale_, own, self._max_grad_norm, before, after) if own else None
+                partial(clip_and_scale_, own, self._max_norm, before, after) if own else None
             )
         self._runner.run(tasks, "average")
         self._reduction.sum_into(params, rows)
@@ -522,8 +522,7 @@ class ThreadedEngine:
         if self._has_deferred:
             raise RuntimeError(STEPPED_DEFERRED)
         self.rate.check()
-        if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._mirror.params, self._max_grad_norm)
+        self._max_norm.clip(self._mirror.params)
 
     def _after_step(
         self, num_stashed: int = 0, *, reduces: bool = True, start_s: float | None = None

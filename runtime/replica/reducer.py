@@ -26,6 +26,7 @@ from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatParams, FlatState, NamedParams
 from runtime.replica.gradients import FlatGradients, copy_gradients
+from runtime.replica.max_norm import MaxNorm
 from runtime.replica.non_finite import StepFiniteCheck
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -441,9 +442,9 @@ class GradientReducer:
             p.grad = view if used is None or used[i] else None
         self.packed = PackedGradients([], complete=self.packed.complete)  # frees the own gradients
 
-    def clip_grad_norm_(self, max_norm: float) -> None:
+    def clip(self, max_norm: MaxNorm) -> None:
         """Clip the reduced gradients of all parameters by their norm."""
-        nn.utils.clip_grad_norm_(self._params, max_norm)
+        max_norm.clip(self._params)
 
     def after_step(self) -> None:
         """Called after the optimizer's step."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -33,9 +32,8 @@ from runtime.device.metering import ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.error_notes import explain_error
-from runtime.replica.flat import NamedParams
 from runtime.replica.global_batch_comm import GlobalBatchComm
-from runtime.replica.non_finite import StepFiniteCheck
+from runtime.replica.optimizer_update import OptimizerPart, OptimizerUpdate
 from runtime.replica.optimizers import (
     load_optimizer_state,
     members_of,
@@ -45,9 +43,7 @@ from runtime.replica.optimizers import (
     state_in_order,
     state_of,
 )
-from runtime.replica.param_ema import ParamEma
-from runtime.replica.reducer import GradientReducer, PackedGradients
-from runtime.replica.train_fn_checks import TrainFnChecks
+from runtime.replica.reducer import PackedGradients
 
 TrainFn = Callable[[Any, Any], Any]
 """Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
@@ -55,27 +51,20 @@ units, such as the tokens that are not ignored, or the sum of the samples' class
 output of a model, with a field ``loss``."""
 TrainFns = TrainFn | Mapping[str, TrainFn]
 """One function, or one for each of several optimizers by name, in the order of their steps."""
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepper:
     """Makes the optimizer steps of a replica: ``with stepper.window(num_samples) as window``.
 
     Args:
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        max_grad_norm: Maximum norm, to which gradients are clipped after the reduction.
-        reducer: Averages gradients over the ranks; ``None``: each rank uses its own.
-        finite_check: Checks each step before it is made; ``None``: no check.
+        whole: The optimizer, or the one that stands for several.
+        update: Updates the parameters from complete gradients.
         timer: Timer of the steps; the reduction is excluded.
-        rates: Context of the optimizer's step, which sets its learning rates.
         is_prompt: True if values on the device can be read at no cost.
         log: Receives losses; ``None``: a new log.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
-        parts: The optimizers, if there are several.
-        warns: True on the rank that logs warnings about ``train_fn``.
         sum_scale: The losses are sums over the samples, and without a reducer their gradients are
             multiplied by this factor; ``None``: the losses are means.
-        ema: Moving average of the parameters, updated after each step; ``None``: there is none.
 
     Attributes:
         log: See above.
@@ -86,65 +75,38 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        params: NamedParams,
-        optimizer: torch.optim.Optimizer,
+        whole: OptimizerPart,
+        update: OptimizerUpdate | None = None,
         *,
-        device: torch.device,
-        precision: str = "fp32",
-        max_grad_norm: float | None = None,
-        reducer: GradientReducer | None = None,
-        finite_check: StepFiniteCheck | None = None,
         timer: StepTimer | None = None,
-        rates: Callable[[], AbstractContextManager[None]] | None = None,
         is_prompt: bool = True,
         log: BatchLog | None = None,
         global_batch: GlobalBatchComm | None = None,
-        parts: Sequence[OptimizerPart] = (),
-        warns: bool = True,
         sum_scale: float | None = None,
-        ema: ParamEma | None = None,
     ) -> None:
-        self._sum_scale = sum_scale
-        self._ema = ema
-        self.log = log or BatchLog(ValueLog())
-        self.part_names = tuple(part.name for part in parts)
-        self._parts = {part.name: part for part in parts}
-        self._whole = OptimizerPart("", params, optimizer, reducer, finite_check)
-        self._built_numbers = own_numbers(optimizer)
         self._model = model
-        self._device_type = device.type
-        self._dtype = _AUTOCAST.get(precision)
-        self._max_grad_norm = max_grad_norm
+        self._whole = whole
+        self._update = update or OptimizerUpdate()
+        self._precision = self._update.precision
         self._timer = timer or HostTimer()
-        self._rates = rates or nullcontext
         self._is_prompt = is_prompt
+        self.log = log or BatchLog(ValueLog())
         self._global_batch = global_batch
-        # The step is the optimizer's alone: with steps of 1 ms each call counts.
-        self._is_bare = (
-            rates is None and max_grad_norm is None and precision != "fp16" and ema is None
-        )
+        self._sum_scale = sum_scale
+        self._parts = {part.name: part for part in whole.parts}
+        self.part_names = tuple(self._parts)
+        self._built_numbers = own_numbers(whole.optimizer)
         self._frozen: set[int] = set()  # parameters of parts that the user has frozen, by id
-        self._checks = {
-            part.name: TrainFnChecks(
-                model, part.params, is_reduced=part.reducer is not None, warns=warns
-            )
-            for part in parts or (self._whole,)
-        }
         self._mask: GradientMask | None = None
         self._weights_on_device = False
         self._has_stepped = False
         self._is_open = False
         self.num_begun = 0
-        self._scaler: torch.amp.GradScaler | None = None
-        if precision == "fp16":
-            self._scaler = torch.amp.GradScaler(device.type)
-            # Creates the scale now: a rank without a batch unscales before it ever scales.
-            self._scaler.scale(torch.zeros((), device=device))
 
     def compare_shared(self, shared: SharedObjects | None) -> None:
         """Set the objects whose changes explain gradients that ``train_fn`` seems to change."""
-        for checks in self._checks.values():
-            checks.shared = shared
+        for part in self._whole.parts or (self._whole,):
+            part.checks.shared = shared
 
     def window(
         self,
@@ -199,23 +161,10 @@ class Stepper:
         window.keep_gradients()
         return window
 
-    def without_autocast(self) -> AbstractContextManager[Any]:
-        """The context of backward passes and steps within :meth:`autocast`.
-
-        Casts of parameters are not kept, since the step changes these.
-        """
-        return nullcontext() if self._dtype is None else self._paused_autocast()
-
-    @contextmanager
-    def _paused_autocast(self) -> Iterator[None]:
-        with torch.autocast(self._device_type, enabled=False):
-            yield
-        torch.clear_autocast_cache()
-
     def check_rows(self, part: str, batch: Any, num_samples: int) -> None:
         """See :meth:`TrainFnChecks.check_rows`; for a loss that the caller has computed."""
         if self._sum_scale is None:
-            self._checks[part].check_rows(batch, num_samples)
+            (self._parts[part] if part else self._whole).checks.check_rows(batch, num_samples)
 
     def params_of(self, part: str) -> Sequence[nn.Parameter]:
         """The parameters of an optimizer; ``""``: of the only one."""
@@ -224,11 +173,6 @@ class Stepper:
     def inputs_of(self, part: str) -> list[nn.Parameter]:
         """The parameters of an optimizer that are not frozen."""
         return [p for p in self.params_of(part) if p.requires_grad]
-
-    @property
-    def scales_losses(self) -> bool:
-        """True if losses are scaled before their backward pass (fp16)."""
-        return self._scaler is not None
 
     def _choose(self, name: str) -> OptimizerPart:
         """One of several optimizers: parameters of the others get no gradients."""
@@ -268,8 +212,8 @@ class Stepper:
             )
             for part in list(self._parts.values())[:-1]
         ]
-        scale = None if self._scaler is None else self._scaler.state_dict()
-        return states, scale, None if self._ema is None else self._ema.copy()
+        ema = self._update.ema
+        return states, self._precision.state_dict(), None if ema is None else ema.copy()
 
     def _restore_parts(
         self,
@@ -283,16 +227,9 @@ class Stepper:
                 for p, value in zip(part.params.params, values, strict=True):
                     p.copy_(value)
                 load_optimizer_state(part.optimizer, state)
-        if self._scaler is not None and scale:
-            self._scaler.load_state_dict(scale)
-        if self._ema is not None and ema is not None:
-            self._ema.load(ema)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context of the run's precision, for a forward pass outside a step."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
+        self._precision.load_state_dict(scale)
+        if self._update.ema is not None and ema is not None:
+            self._update.ema.load(ema)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of the last step."""
@@ -314,19 +251,16 @@ class Stepper:
         state = copy.deepcopy(state)
         load_optimizer_state(self._whole.optimizer, state)
         self._load_numbers(other._changed_numbers())
-        if self._scaler is not None and other._scaler is not None:
-            self._scaler.load_state_dict(other._scaler.state_dict())
+        self._precision.load_state_dict(other._precision.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimizer and, if there is one, of the scaler; not copied."""
         optimizer = self._whole.optimizer
-        scaler = None if self._scaler is None else self._scaler.state_dict()
-        kind = optimizer_kind(optimizer)
         return {
             "optimizer": state_of(optimizer),
             "numbers": self._changed_numbers(),
-            "kind": kind,
-            "scaler": scaler,
+            "kind": optimizer_kind(optimizer),
+            "scaler": self._precision.state_dict(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -366,8 +300,7 @@ class Stepper:
         # A copy: ranks may share it, and torch keeps its containers.
         load_optimizer_state(optimizer, restore_subclasses(state["optimizer"]))
         self._load_numbers(state.get("numbers", ()))  # older checkpoints have none
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
+        self._precision.load_state_dict(state["scaler"])
 
 
 class _Stage(Enum):
@@ -454,7 +387,7 @@ class AccumulationWindow:
             return self._add(train_fn, batch, num_samples)
         except (RuntimeError, ValueError) as error:
             model = self._stepper._model
-            owns_backward = not self._stepper._checks[self._part.name].shares_changes()
+            owns_backward = not self._part.checks.shares_changes()
             explain_error(error, "train_fn", model, batch, owns_backward=owns_backward)
             raise
 
@@ -468,15 +401,15 @@ class AccumulationWindow:
         num_scalars = log.values.num_scalars
         if global_batch is not None:
             global_batch.next_batch()
-        part = self._part
-        checks = stepper._checks[part.name]
-        scaled = num_samples != self.num_samples or stepper._scaler is not None
+        part, precision = self._part, stepper._precision
+        checks = part.checks
+        scaled = num_samples != self.num_samples or precision.scales
         scaled = scaled or not (stepper._sum_scale is None or part.reducer is None)
         probes = checks.probe() if scaled or checks.is_first else ()
-        if stepper._dtype is None:
+        if precision.dtype is None:
             result = train_fn(stepper._model, batch)
         else:
-            with torch.autocast(stepper._device_type, dtype=stepper._dtype):
+            with precision.autocast():
                 result = train_fn(stepper._model, batch)
         if probes:
             if scaled:
@@ -526,7 +459,7 @@ class AccumulationWindow:
         log = self._stepper.log
         log.num_samples = num_samples
         self._inputs, self._retain_graph = inputs, retain_graph
-        self._stepper._checks[self._part.name].check_graph(loss)
+        self._part.checks.check_graph(loss)
         return self._run_backward(loss, weight, num_samples, fraction, log.values.num_scalars)[0]
 
     def _run_backward(
@@ -540,7 +473,7 @@ class AccumulationWindow:
         """Scale a loss, run its backward pass and log it; see :meth:`add` for the result."""
         stepper, part = self._stepper, self._part
         log, global_batch = stepper.log, stepper._global_batch
-        checks = stepper._checks[part.name]
+        checks = part.checks
         live: Tensor | bool = True
         if stepper._sum_scale is not None:
             self._plain_units += fraction
@@ -559,8 +492,8 @@ class AccumulationWindow:
             weight = weights.last
             stepper._weights_on_device |= isinstance(weight, Tensor)
             target = loss if fraction == 1.0 and is_first else loss * scale
-        if stepper._scaler is not None:
-            target = stepper._scaler.scale(target)
+        if stepper._precision.scales:
+            target = stepper._precision.scale(target)
         counts = live
         if global_batch is not None:
             unit = num_samples / fraction if self.weight is None else self.weight.unit
@@ -681,7 +614,7 @@ class AccumulationWindow:
                 end = MADE
                 if part.finite_check is not None and not part.finite_check.accept():
                     end = DROPPED
-                elif self._stepper._is_bare:
+                elif self._stepper._update.is_bare:
                     self._stepper.num_begun += 1
                     part.optimizer.step()
                 else:
@@ -753,43 +686,18 @@ class AccumulationWindow:
 
     def _step(self) -> None:
         # Dropped steps do not get here: the scaler neither unscales nor counts them.
-        stepper, part = self._stepper, self._part
+        stepper, skip_flag = self._stepper, self._units_flag()
+        if self._is_gated and self._part.reducer is not None:
+            skip_flag = self._part.reducer.skip_flag
         stepper.num_begun += 1
-        scaler = stepper._scaler
-        if scaler is not None:
-            scaler.unscale_(part.optimizer)
-        if stepper._max_grad_norm is not None:
-            if part.reducer is None:
-                nn.utils.clip_grad_norm_(part.params.params, stepper._max_grad_norm)
-            else:
-                part.reducer.clip_grad_norm_(stepper._max_grad_norm)
-        skip_flag: Tensor | None = None
-        with stepper._rates():
-            if scaler is not None:
-                scaler.step(part.optimizer)
-                if stepper._ema is not None:
-                    skip_flag = _found_inf(scaler, part.optimizer)
-                scaler.update()
-            elif self._is_gated:
-                assert part.reducer is not None
-                skip_flag = part.reducer.skip_flag
-                self._step_unless(skip_flag)
-            elif (units := self._units_on_device()) is not None:
-                skip_flag = 1.0 - torch.as_tensor(units > 0).float()
-                self._step_unless(skip_flag)
-            else:
-                part.optimizer.step()
-        if part.reducer is not None:
-            part.reducer.after_step()
+        stepper._update.apply(self._part, skip_flag)
         stepper._has_stepped = True
-        if stepper._ema is not None:
-            stepper._ema.step(part.params.params if part.name else None, skip_flag)
 
     @property
     def _can_skip(self) -> bool:
         """True if the optimizer's kernels can skip a step by a flag on the device."""
         supports = getattr(self._part.optimizer, "_step_supports_amp_scaling", False)
-        return bool(supports) and self._stepper._scaler is None
+        return bool(supports) and not self._stepper._precision.scales
 
     @property
     def _is_gated(self) -> bool:
@@ -797,21 +705,12 @@ class AccumulationWindow:
         reducer = self._part.reducer
         return reducer is not None and reducer.collective.host_runs_ahead and self._can_skip
 
-    def _units_on_device(self) -> Tensor | None:
-        """The units of the weights, if only the device decides whether they are above 0."""
+    def _units_flag(self) -> Tensor | None:
+        """1 on the device if the units of the weights are 0; ``None``: the host has decided."""
         if self._part.reducer is not None or self.weight is None or not self._can_skip:
             return None
         units = self.weight.units
-        return units if isinstance(units, Tensor) else None
-
-    def _step_unless(self, skip_flag: Tensor) -> None:
-        """Step with kernels that do nothing if ``skip_flag`` is 1; nothing is read."""
-        optimizer: Any = self._part.optimizer
-        optimizer.found_inf = skip_flag
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf
+        return 1.0 - (units > 0).float() if isinstance(units, Tensor) else None
 
     def close(self) -> None:
         """Drop the gradients, of a step that was made or not; the window is over."""
@@ -849,12 +748,6 @@ class AccumulationWindow:
             self._stepper._timer.resume()
 
 
-def _found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """1 on the device if the scaler has skipped the optimizer's step."""
-    found = list(scaler._found_inf_per_device(optimizer).values())
-    return found[0] if found else None
-
-
 class StepEnd(NamedTuple):
     """The result of a step.
 
@@ -885,26 +778,3 @@ class CapturedWindow(NamedTuple):
     grads: Sequence[Tensor | None]
     packed: PackedGradients | None
     weights: WeightAccumulator | None
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerPart:
-    """An optimizer with the objects of its steps.
-
-    Attributes:
-        name: Name of the submodule that it trains; empty if there is one optimizer.
-        reducer: Averages their gradients over the ranks.
-    """
-
-    name: str
-    params: NamedParams
-    optimizer: torch.optim.Optimizer
-    reducer: GradientReducer | None
-    finite_check: StepFiniteCheck | None
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients and the reducer's state of a step."""
-        if self.reducer is not None:
-            self.reducer.reset()
-        for p in self.params.params:
-            p.grad = None

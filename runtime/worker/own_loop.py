@@ -100,7 +100,7 @@ class OwnLoop:
                 f"accumulate({config.accumulate}) cannot be combined with several optimizers: "
                 "leave it out, and accumulate by worker.backward(loss, optimizer=...)"
             )
-        self._casts = config.precision != "fp32"
+        self._precision = replica.precision
         # The iterator, and the group of ranks that it meets.
         self._source: Generator[Any, None, None] | None = None
         self._data: Any = None
@@ -367,7 +367,7 @@ class OwnLoop:
         after = protocol.pending_snapshot
         call = self._evaluation.request(dataset, fn, after)
         try:
-            with self._stepper.without_autocast():
+            with self._precision.without_autocast():
                 while not (call.is_answered or protocol.alone):
                     if protocol.leaving:
                         raise CollectiveAborted("the run ends before the evaluation")
@@ -453,7 +453,7 @@ class OwnLoop:
         add = partial(
             window.add_loss, loss, size, weight, fraction=fraction, retain_graph=retain_graph
         )
-        if not (self._names or self._casts):
+        if not (self._names or self._precision.dtype):
             add()
         else:
             with self._apart():
@@ -480,7 +480,7 @@ class OwnLoop:
             self._steps.confirm_steps()
             self._before = self._steps.state_before()
             self._mark = self._log.values.mark()
-        if self._stepper.scales_losses and self._has_gradients(name):
+        if self._precision.scales and self._has_gradients(name):
             raise ValueError(
                 "gradients of a plain loss.backward() are not scaled, as fp16 requires: call "
                 "worker.backward(loss)"
@@ -518,7 +518,7 @@ class OwnLoop:
         optimizers with a log of their own.
         """
         own = self._log.redirected(self._replica.part_log) if self._names else nullcontext()
-        with self._stepper.without_autocast(), own:
+        with self._precision.without_autocast(), own:
             yield
 
     def _make(self, name: str, window: AccumulationWindow) -> None:
@@ -526,7 +526,7 @@ class OwnLoop:
         number = self._meeting
         if self._is_lockstep:
             self._post(Act.STEP, name)
-        if self._names or self._casts:
+        if self._names or self._precision.dtype:
             with self._apart():
                 end = self._finish(window, number)
         else:
@@ -710,7 +710,7 @@ class OwnLoop:
                 self._begin_step(position, ranks, num_empty)
             start = 0.0 if lane is None else lane.since
             self._begin_batch(size, is_last=number + 1 == len(sizes))
-            with self._stepper.autocast():
+            with self._precision.autocast():
                 yield batch
             batch = self._data = None  # the loader may use its memory again
             if self._end_batch():

@@ -34,7 +34,9 @@ from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.drift import Drift, DriftCheck
 from runtime.replica.flat import NamedParams, ParamSubset
 from runtime.replica.global_batch_comm import GlobalBatchComm
+from runtime.replica.max_norm import MaxNorm
 from runtime.replica.non_finite import ReplicaFiniteCheck, StepFiniteCheck
+from runtime.replica.optimizer_update import OptimizerPart, OptimizerUpdate
 from runtime.replica.optimizers import (
     Optimizers,
     at_eval_point,
@@ -43,10 +45,12 @@ from runtime.replica.optimizers import (
     set_mode,
 )
 from runtime.replica.param_ema import ParamEma
+from runtime.replica.precision import Precision
 from runtime.replica.rank_statistics import first_difference, statistics_of, warn_of_frequencies
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.stepper import OptimizerPart, Stepper
+from runtime.replica.stepper import Stepper
 from runtime.replica.structure import StructureCheck
+from runtime.replica.train_fn_checks import TrainFnChecks
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
@@ -87,6 +91,7 @@ class WorkerReplica:
         rates: Scales learning rates during steps; ``None``: they are not scaled.
         capturable: The optimizer in capturable form; ``None``: steps are eager.
         ema: Moving average of the parameters; ``None``: there is none.
+        precision: The precision of its passes.
         global_batch: Exchanges within forward and backward passes; ``None``: there are none.
         finite_check: Checks the replica before it is used.
         averager: Averages the replica with its peers.
@@ -171,6 +176,7 @@ class WorkerReplica:
         self.part_log = ValueLog()
         self.global_batch = self._join_global_batch(config, collective, timer)
         self.ema = self._make_ema(config)
+        self.precision = Precision(config.precision, config.device)
         self.stepper = self._make_stepper(config, collective, timer, log)
         self.finite_check = ReplicaFiniteCheck(
             config.on_non_finite,
@@ -342,35 +348,18 @@ class WorkerReplica:
         log: BatchLog,
     ) -> Stepper:
         """Build the stepper, in lockstep with its reducers."""
-        parts: list[OptimizerPart] = []
-        finite_check: StepFiniteCheck | None = None
-        if isinstance(self.optimizer, Optimizers):
-            for name, optimizer in self.optimizer.members.items():
-                named = self._params_of(name, optimizer)
-                own = self._step_check(config, named, self.part_log)
-                reducer = self._make_reducer(config, named, collective, own, timer)
-                parts.append(OptimizerPart(name, named, optimizer, reducer, own))
-        else:
-            finite_check = self._step_check(config, self.state.params, log.values)
-            self._make_reducer(config, self.state.params, collective, finite_check, timer)
+        update = OptimizerUpdate(
+            self.precision, MaxNorm(config.max_grad_norm), self._step_rates(), self._ema_of_steps
+        )
         return Stepper(
             self.model,
-            self.state.params,
-            self.optimizer,
-            device=config.device,
-            precision=config.precision,
-            max_grad_norm=config.max_grad_norm,
-            reducer=None if parts or not self._reducers else self._reducers[0],
-            finite_check=finite_check,
+            self._make_part(config, collective, timer, log),
+            update,
             timer=timer,
-            rates=self._step_rates(),
             is_prompt=self.context.is_prompt,
             log=log,
             global_batch=self.global_batch,
-            parts=parts,
-            warns=config.rank == 0,
             sum_scale=config.sum_scale,
-            ema=self._ema_of_steps,
         )
 
     def _make_capturable(self, config: WorkerConfig) -> CapturableOptimizer | None:
@@ -393,6 +382,36 @@ class WorkerReplica:
         both = zip(self.state.params.params, self.state.params.names, strict=True)
         found = [(p, named) for p, named in both if id(p) in own]
         return ParamSubset([p for p, _ in found], [named for _, named in found])
+
+    def _make_part(
+        self,
+        config: WorkerConfig,
+        collective: Collective | None,
+        timer: StepTimer,
+        log: BatchLog,
+    ) -> OptimizerPart:
+        """The optimizer with the objects of its steps; one that stands for several has theirs."""
+        is_reduced = self.is_lockstep
+
+        def part(
+            params: NamedParams, optimizer: torch.optim.Optimizer, values: ValueLog, name: str = ""
+        ) -> OptimizerPart:
+            check = self._step_check(config, params, values)
+            reducer = self._make_reducer(config, params, collective, check, timer)
+            return OptimizerPart(params, optimizer, checks(params), reducer, check, name)
+
+        def checks(params: NamedParams) -> TrainFnChecks:
+            warns = config.rank == 0
+            return TrainFnChecks(self.model, params, is_reduced=is_reduced, warns=warns)
+
+        params, optimizer = self.state.params, self.optimizer
+        if not isinstance(optimizer, Optimizers):
+            return part(params, optimizer, log.values)
+        parts = tuple(
+            part(self._params_of(name, member), member, self.part_log, name)
+            for name, member in optimizer.members.items()
+        )
+        return OptimizerPart(params, optimizer, checks(params), parts=parts)
 
     def _make_reducer(
         self,
@@ -436,7 +455,7 @@ class WorkerReplica:
             self.state.buffers,
             log,
             config.device,
-            losses_only=config.precision == "fp16",
+            losses_only=self.precision.scales,
         )
 
     def capture_state(self) -> m.Extra:

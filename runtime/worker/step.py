@@ -130,7 +130,7 @@ class WorkerSteps:
         varies: bool,
     ) -> GraphedSteps:
         obstacle = None
-        if config.precision == "fp16":
+        if self.replica.precision.scales:
             obstacle = "fp16's gradient scaler reads the device in each step; use bf16"
         return GraphedSteps(
             config.rank,

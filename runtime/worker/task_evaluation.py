@@ -218,7 +218,7 @@ class TaskEvaluation:
         is_complete = False
         while not is_complete:
             try:
-                with self._replica.stepper.autocast():
+                with self._replica.precision.autocast():
                     run(part)
             except Exception as error:
                 if raises:

@@ -17,9 +17,9 @@ from runtime.collective import create_collectives
 from runtime.core.errors import CollectiveAborted
 from runtime.replica.flat import FlatParams
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.stepper import Stepper
 from tests.support.pairs import SCALE, diagonal, pairwise
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
+from tests.support.steppers import stepper_of
 
 TINY = 64
 """Bytes: one gradient in each bucket."""
@@ -67,13 +67,7 @@ class Ranks:
             reducer = GradientReducer(params, end, bucket_bytes=bucket_bytes)
             self.reducers.append(reducer)
             self.steppers.append(
-                Stepper(
-                    model,
-                    params,
-                    plain_sgd(model.parameters()),
-                    device=torch.device("cpu"),
-                    reducer=reducer,
-                )
+                stepper_of(model, plain_sgd(model.parameters()), params=params, reducer=reducer)
             )
 
     def step(self, rank, train_fn, batches):

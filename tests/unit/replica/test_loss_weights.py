@@ -27,8 +27,8 @@ from runtime import (
 )
 from runtime.core.loss_weights import _WARNED, WindowWeight, _warn_of_guess
 from runtime.replica.flat import FlatParams
+from runtime.replica.precision import Precision
 from runtime.replica.reducer import GradientReducer
-from runtime.replica.stepper import Stepper
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 from tests.support.graphing import (
     DATA,
@@ -56,6 +56,7 @@ from tests.support.running import (
     over,
     plain_sgd,
 )
+from tests.support.steppers import stepper_of
 from tests.support.tape import Tape
 from tests.unit.test_survival import Dies
 
@@ -166,10 +167,6 @@ def two_numbers():
     return model
 
 
-def make_stepper(model, optimizer, **kwargs):
-    return Stepper(model, FlatParams(model), optimizer, device=CPU, **kwargs)
-
-
 def weighted(value, weight):
     """A loss whose gradient is ``value``, with a weight."""
 
@@ -190,7 +187,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_step_of_weight_0_is_not_made(optim, is_prompt):
     model = two_numbers()
-    stepper = make_stepper(model, optim(model.parameters()), is_prompt=is_prompt)
+    stepper = stepper_of(model, optim(model.parameters()), is_prompt=is_prompt)
     states = []
     for weight in (1.0, 0.0):
         value = 1.0 if weight else torch.nan
@@ -209,7 +206,7 @@ def test_micro_batches_are_averaged_by_their_weights(weights, is_prompt):
     """The weight of those without one is their samples: 3 each."""
     model = two_numbers()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    stepper = make_stepper(model, optimizer, is_prompt=is_prompt)
+    stepper = stepper_of(model, optimizer, is_prompt=is_prompt)
     with stepper.window(6, 2) as window:
         for value, weight in zip((1.0, 5.0), weights, strict=True):
             if weight is None:
@@ -230,7 +227,7 @@ def test_micro_batches_are_averaged_by_their_weights(weights, is_prompt):
 def test_no_value_is_read_if_the_kernels_of_the_optimizer_can_skip_a_step(optim, num_batches):
     model = two_numbers()
     optimizer = OPTIMIZERS[optim](model.parameters())
-    stepper = make_stepper(model, optimizer, is_prompt=False)
+    stepper = stepper_of(model, optimizer, is_prompt=False)
     for weight in (torch.tensor(1.0), torch.tensor(0)):
         # From the second step on: the first one checks gradients and creates the state. An
         # operation that reads raises in a Tape.
@@ -246,15 +243,16 @@ def test_low_precision_scales_a_weighted_loss_like_a_plain_one(is_prompt):
     """Weights of thousands of tokens do not overflow if the plain mean does not."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    stepper = make_stepper(model, optimizer, precision="fp16", is_prompt=is_prompt)
-    before = stepper._scaler.get_scale()
+    precision = Precision("fp16", CPU)
+    stepper = stepper_of(model, optimizer, precision=precision, is_prompt=is_prompt)
+    before = precision.state_dict()["scale"]
     with stepper.window(2, 2) as window:
         for _ in range(2):
             window.add(
                 lambda m, b: (m(b).float().sum() / 2, torch.tensor(4096)), torch.ones(1, 2), 1
             )
         window.finish()
-    assert stepper._scaler.get_scale() == before
+    assert precision.state_dict()["scale"] == before
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -126,11 +126,11 @@ def test_a_dropped_step_is_counted_and_has_no_weight():
 
 def test_a_dropped_loss_keeps_fp16s_scale():
     alone = Alone("skip", model=lambda d: Single(), precision="fp16")
-    scaler = alone.worker.replica.stepper._scaler
-    scale = scaler.get_scale()
+    precision = alone.worker.replica.precision
+    scale = precision.state_dict()["scale"]
     for factor, after in ((1.0, scale), (float("nan"), scale), (1e38, scale / 2), (1.0, scale / 2)):
         alone.steps(1, lambda model, batch, f=factor: model.w.sum() * f)
-        assert scaler.get_scale() == after
+        assert precision.state_dict()["scale"] == after
     assert alone.worker.model.w.tolist() == [-2.0]
 
 

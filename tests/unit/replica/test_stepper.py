@@ -9,9 +9,8 @@ from torch import nn
 from runtime.core.errors import CollectiveAborted
 from runtime.device.metering import LogMark
 from runtime.replica.flat import FlatParams
-from runtime.replica.stepper import DROPPED, MADE, OptimizerPart, Stepper
-
-CPU = torch.device("cpu")
+from runtime.replica.stepper import DROPPED, MADE
+from tests.support.steppers import part_of, stepper_of
 
 
 def linear():
@@ -31,7 +30,7 @@ def model():
 
 @pytest.fixture
 def stepper(model):
-    return Stepper(model, FlatParams(model), torch.optim.SGD(model.parameters(), 1.0), device=CPU)
+    return stepper_of(model, torch.optim.SGD(model.parameters(), 1.0))
 
 
 def test_a_step_follows_the_mean_of_its_micro_batches(model, stepper):
@@ -153,7 +152,7 @@ class Refusing:
 
 def test_a_refused_step_is_dropped(model):
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    stepper = Stepper(model, FlatParams(model), optimizer, device=CPU, finite_check=Refusing())
+    stepper = stepper_of(model, optimizer, finite_check=Refusing())
     with stepper.window(1) as window:
         window.add(loss_of, 1.0, 1)
         assert window.finish() == DROPPED
@@ -172,12 +171,12 @@ def pair():
 def alternating(pair):
     optimizers = {name: torch.optim.SGD(part.parameters(), 1.0) for name, part in pair.items()}
     params = FlatParams(pair)
-    parts = [
-        OptimizerPart(name, FlatParams(part), optimizers[name], None, None)
+    parts = tuple(
+        part_of(pair, optimizers[name], params=FlatParams(part), name=name)
         for name, part in pair.items()
-    ]
+    )
     whole = torch.optim.SGD(params.params, 1.0)
-    return Stepper(pair, params, whole, device=CPU, parts=parts)
+    return stepper_of(pair, whole, params=params, parts=parts)
 
 
 def of_both(model, batch):

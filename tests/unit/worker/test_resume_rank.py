@@ -17,7 +17,7 @@ from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
 from runtime.replica.flat import FlatParams
 from runtime.replica.schedule import Schedule
-from runtime.replica.stepper import Stepper
+from tests.support.steppers import stepper_of
 from tests.unit.worker import test_worker
 
 OPTIMIZERS = {
@@ -69,7 +69,7 @@ def build(optim):
     model = nn.Linear(3, 2)
     params = FlatParams(model)
     optimizer = optim(params.params)
-    return model, Stepper(model, params, optimizer, device=torch.device("cpu")), optimizer
+    return model, stepper_of(model, optimizer, params=params), optimizer
 
 
 def train(model, stepper, steps):
