@@ -44,24 +44,14 @@ class AverageBackend(Enum):
         return "thread" if self is AverageBackend.CPU else self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedConfig:
-    """Settings that the coordinator and every worker share; the coordinator's are authoritative.
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings:
+    """Settings of the user that the coordinator and every worker share.
 
     Attributes:
-        num_samples: Length of the data set.
-        batch_size: Samples in a batch of the ledger: the batch of one rank, or under ``SYNC``
-            the global batch if ``global_batch_size`` is set.
+        policy: Averaging policy; ``SYNC`` averages gradients in every step.
         global_batch_size: Samples of one optimizer step over all ranks, which is the unit in
             which steps are counted; ``None``: batches of one rank are counted.
-        num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a global
-            batch; ``accumulate`` is then 1.
-        policy: Averaging policy; ``SYNC`` averages gradients in every step.
-        accumulate: Micro-batches in an optimizer step.
-        auto_lr: Under ``CADENCE`` and ``ASYNC``, the coordinator decides a factor of the learning
-            rate; see :class:`~coordinator.lr_factor.LrFactor`.
-        balance: Under ``SYNC``, split each global batch by measured speed; pieces shrink if a
-            device lacks memory for them.
         sync_batchnorm: Under ``SYNC``, batch norm layers use the statistics of the global batch,
             so that each rank trains its part of it in one pass.
         all_gather: The same, for losses that gather rows of the other ranks.
@@ -70,43 +60,44 @@ class SharedConfig:
             of an own loop.
     """
 
-    num_samples: int = 0
-    batch_size: int = 1
-    global_batch_size: int | None = None
-    num_micro_batches: int = 1
     policy: ApplyPolicy = ApplyPolicy.SYNC
-    accumulate: int = 1
-    auto_lr: bool = False
-    balance: bool = False
+    global_batch_size: int | None = None
     sync_batchnorm: bool = False
     all_gather: bool = False
     metrics_every: int | None = None
     collective_timeout_s: float = 60.0
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """These settings by name."""
-        return {each.name: getattr(self, each.name) for each in fields(SharedConfig)}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorConfig(SharedConfig):
-    """Settings of the coordinator, with the shared ones; the builder that fills them validates.
+@dataclass(frozen=True, kw_only=True)
+class SharedConfig(SharedSettings):
+    """These settings, and what follows for all ranks from devices and data.
 
     Attributes:
-        devices: Device of each rank, by name; their number is the world size.
-        batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
-            mean under ``SYNC``, where a size may be 0, and otherwise their greatest common divisor,
-            the ledger's unit.
-        num_epochs: Epochs in the run.
-        backend: The first transport, resolved, never ``AUTO``.
-        alternatives: Other transports that the run may switch to.
-        backend_reason: Reason for the first transport.
-        drop_last: Omit the short batch of an epoch.
-        anchor: Batches of the slowest rank between two averagings, at the start.
-        min_anchor: Lower limit to which the anchor shrinks while averaging is cheap; ``None``:
-            ``anchor``.
-        max_anchor: Upper limit of the anchor.
+        num_samples: Length of the data set.
+        batch_size: Samples in a batch of the ledger: the batch of one rank, or under ``SYNC``
+            the global batch if ``global_batch_size`` is set.
+        accumulate: Micro-batches in an optimizer step.
+        num_micro_batches: Under ``SYNC`` with ``global_batch_size``, the micro-batches of a global
+            batch; ``accumulate`` is then 1.
+        auto_lr: Under ``CADENCE`` and ``ASYNC``, the coordinator decides a factor of the learning
+            rate; see :class:`~coordinator.lr_factor.LrFactor`.
+        balance: Under ``SYNC``, split each global batch by measured speed; pieces shrink if a
+            device lacks memory for them.
+    """
+
+    num_samples: int = 0
+    batch_size: int = 1
+    accumulate: int = 1
+    num_micro_batches: int = 1
+    auto_lr: bool = False
+    balance: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorSettings(SharedSettings):
+    """Settings of the user that the coordinator receives as they are.
+
+    Attributes:
         overhead_target: Share of the ranks' time that averaging may cost. The coordinator's own
             CPU time has a separate limit, ``rounds.COORDINATOR_SHARE``.
         speed_hint: ``(slow rank, ratio)``, or ``None``.
@@ -114,19 +105,12 @@ class CoordinatorConfig(SharedConfig):
         max_overshoot: Batches beyond its count that a rank may train under ``ASYNC``;
             ``None``: a quarter of the count, at least 2.
         divergence_threshold: See :class:`~coordinator.cadence.ConvergenceGuard`; ``None``: off.
-        partition_ratios: Fixed share of each rank; under ``SYNC``, ``batch_sizes`` are fixed.
-        read_ahead: Batches that each rank reads at a time.
-        own_loop: Under ``SYNC``, each rank trains its part of a global batch in one pass, for loops
-            of the user, which may make several steps on a batch.
         machine: The name of this machine in a cluster.
         granted: In a cluster, train only the batches granted by each round between machines, and
             end when a round says so; otherwise train all batches.
-        max_steps: End after this many steps, as counted by :meth:`count_steps`.
-        evaluate: Evaluate at the end of each epoch.
+        max_steps: End after this many steps, as counted by ``CoordinatorConfig.count_steps``.
         eval_every: Steps between two evaluations within an epoch; ``None``: only at its end.
         eval_rank: Rank of the evaluation and checkpoint functions; ``None``: by measured cost.
-        val_batches: Batches of the validation set; 0: there is none.
-        val_every: Epochs between two validations.
         val_every_steps: Batches over all ranks between two validations within an epoch; ``None``:
             none.
         checkpoint_every: Epochs between two calls of the checkpoint function.
@@ -142,33 +126,18 @@ class CoordinatorConfig(SharedConfig):
         grace_s: Seconds that the workers have to leave after a failure.
     """
 
-    devices: tuple[str, ...]
-    num_samples: int
-    batch_size: int
-    num_epochs: int
-    batch_sizes: tuple[int, ...] | None = None
-    backend: AverageBackend = AverageBackend.CPU
-    alternatives: tuple[AverageBackend, ...] = ()
-    backend_reason: str = ""
     drop_last: bool = False
-    anchor: int = 10
-    min_anchor: int | None = None
     max_anchor: int = 200
     overhead_target: float = 0.10
     speed_hint: tuple[int, float] | None = None
     max_batch_diff: int | None = None
     max_overshoot: int | None = None
     divergence_threshold: float | None = 0.05
-    partition_ratios: tuple[float, ...] | None = None
-    read_ahead: int = 1
-    own_loop: bool = False
     machine: str = ""
     granted: bool = False
     max_steps: int | None = None
-    evaluate: bool = False
     eval_every: int | None = None
     eval_rank: int | None = None
-    val_batches: int = 0
     val_every: int = 1
     val_every_steps: int | None = None
     checkpoint_every: int | None = None
@@ -181,6 +150,42 @@ class CoordinatorConfig(SharedConfig):
     continue_on_failure: bool = False
     stall_timeout_s: float = 300.0
     grace_s: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig(CoordinatorSettings, SharedConfig):
+    """The coordinator's settings, and what follows for it from devices and data.
+
+    Attributes:
+        devices: Device of each rank, by name; their number is the world size.
+        batch_sizes: Batch size of each rank; ``None``: all equal. ``batch_size`` is then their
+            mean under ``SYNC``, where a size may be 0, and otherwise their greatest common divisor,
+            the ledger's unit.
+        backend: The first transport, resolved, never ``AUTO``.
+        alternatives: Other transports that the run may switch to.
+        anchor: Batches of the slowest rank between two averagings, at the start.
+        min_anchor: Lower limit to which the anchor shrinks while averaging is cheap; ``None``:
+            ``anchor``.
+        partition_ratios: Fixed share of each rank; under ``SYNC``, ``batch_sizes`` are fixed.
+        read_ahead: Batches that each rank reads at a time.
+        own_loop: Under ``SYNC``, each rank trains its part of a global batch in one pass, for loops
+            of the user, which may make several steps on a batch.
+        val_batches: Batches of the validation set; 0: there is none.
+    """
+
+    devices: tuple[str, ...]
+    num_epochs: int
+    batch_sizes: tuple[int, ...] | None = None
+    backend: AverageBackend = AverageBackend.CPU
+    alternatives: tuple[AverageBackend, ...] = ()
+    backend_reason: str = ""
+    anchor: int = 10
+    min_anchor: int | None = None
+    partition_ratios: tuple[float, ...] | None = None
+    read_ahead: int = 1
+    own_loop: bool = False
+    evaluate: bool = False
+    val_batches: int = 0
 
     @property
     def batch_parts(self) -> tuple[Fraction | int, ...]:
@@ -232,6 +237,11 @@ class CoordinatorConfig(SharedConfig):
     def total_steps(self) -> int:
         """Steps in all epochs, whatever :attr:`max_steps` is."""
         return math.ceil(self.num_epochs * self.steps_per_epoch)
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps in the run, unless it ends early."""
+        return self.total_steps if self.max_steps is None else min(self.total_steps, self.max_steps)
 
     @property
     def step_count(self) -> StepCount | None:
@@ -308,3 +318,8 @@ class StepCount:
         epochs, rest = divmod(num_steps, self.steps_per_epoch)
         part = rest * self.global_batch_size // self.batch_size
         return epochs * self.batches_per_epoch + min(part, self.batches_per_epoch)
+
+
+def part_of(settings: Any, kind: type[Any]) -> dict[str, Any]:
+    """The values of the fields that ``kind`` declares, by name."""
+    return {each.name: getattr(settings, each.name) for each in fields(kind)}

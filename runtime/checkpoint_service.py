@@ -53,7 +53,7 @@ class CheckpointService:
     """Checkpoints of one run. Thread-safe.
 
     Args:
-        config: The run's settings; without ``checkpoint_dir`` only ``save()`` writes checkpoints.
+        settings: The run's settings; without ``checkpoint_dir`` only ``save()`` writes checkpoints.
         compatible: Settings that must match when resuming.
         orders: See :meth:`EpochIndex.sampled_orders <runtime.data.epoch_index.EpochIndex.drawn>`.
         sampler: See :meth:`EpochIndex.generator_state
@@ -69,7 +69,7 @@ class CheckpointService:
 
     def __init__(
         self,
-        config: RunSettings,
+        settings: RunSettings,
         compatible: dict[str, Any],
         orders: SampledOrders,
         sampler: SamplerState,
@@ -77,13 +77,13 @@ class CheckpointService:
         on_refused: Callable[[CheckpointError], None],
     ) -> None:
         self._writer: CheckpointWriter | None = None
-        if config.worker.saves:
+        if settings.saves:
             _check_start(compatible, sampler(0))
-        if config.checkpoint_dir is not None:
-            _warn_of_other_checkpoints(config.checkpoint_dir, config.resume)
+        if settings.checkpoint_dir is not None:
+            _warn_of_other_checkpoints(settings.checkpoint_dir, settings.resume)
             self._writer = CheckpointWriter(
-                config.checkpoint_dir,
-                config.checkpoint_dir_keep,
+                settings.checkpoint_dir,
+                settings.checkpoint_dir_keep,
                 check=check_content,
                 on_refused=on_refused,
             )

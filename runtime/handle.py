@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
@@ -126,19 +127,18 @@ class TrainerHandle(Generic[ModelT_co]):
             load_given(final)
         return final
 
-    def list_run(self, config: RunSettings) -> None:
+    def list_run(self, settings: RunSettings) -> None:
         """Show the run to other processes of this user until it ends, and in a cluster at its
         lighthouse.
         """
-        saved, name = config.checkpoint_dir, program_name()
-        num_epochs = config.coordinator.num_epochs
+        saved, name, num_epochs = settings.checkpoint_dir, program_name(), settings.num_epochs
 
         def describe() -> dict[str, Any]:
             newest = self._run.newest_checkpoint
             return {
                 "name": name,
                 "devices": [str(device) for device in self.devices],
-                "policy": config.coordinator.policy.name,
+                "policy": settings.policy.name,
                 "checkpoint_dir": None if saved is None else str(saved.absolute()),
                 "last_checkpoint": None if newest is None else str(newest.absolute()),
             }
@@ -442,62 +442,61 @@ class TrainerHandle(Generic[ModelT_co]):
             self._describe(error)
 
 
-def _make_adapter(config: RunSettings) -> DatasetAdapter:
+def _make_adapter(settings: RunSettings) -> DatasetAdapter:
     """The adapter that reads the data set or stream."""
-    if not is_stream(config.dataset):
+    if not is_stream(settings.dataset):
         return adapt_dataset(
-            config.dataset, collate_fn=config.collate_fn, lock=config.worker.dataset_lock
+            settings.dataset, collate_fn=settings.collate_fn, lock=settings.dataset_lock
         )
     return StreamAdapter(
-        config.dataset,
-        config.dataset_length,
-        batch_size=config.coordinator.batch_size,
-        collate_fn=config.collate_fn,
-        seed=config.worker.seed,
-        lock=config.worker.dataset_lock,
+        settings.dataset,
+        settings.dataset_length,
+        batch_size=settings.batches(len(settings.resolved_devices())).unit,
+        collate_fn=settings.collate_fn,
+        seed=settings.seed or 0,
+        lock=settings.dataset_lock,
     )
 
 
-def _make_run(config: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
+def _make_run(settings: RunSettings, adapter: DatasetAdapter) -> Run | ClusterRun:
     """The run, or in a cluster this machine's part of it."""
-    if config.cluster is None:
-        return Run(config, adapter)
-    data = config.cluster_facts(adapter.num_samples)
-
-    c = config.coordinator
+    if settings.cluster is None:
+        return Run(settings, adapter)
+    data = settings.cluster_facts(adapter.num_samples)
     keep = ClusterCheckpointOptions(
-        directory=config.checkpoint_dir,
-        keep=config.checkpoint_dir_keep,
-        every=c.save_every,
-        every_s=c.save_every_s,
-        every_steps=c.save_every_steps,
+        directory=settings.checkpoint_dir,
+        keep=settings.checkpoint_dir_keep,
+        every=settings.save_every,
+        every_s=settings.save_every_s,
+        every_steps=settings.save_every_steps,
     )
-    part = config.with_values(
+    part = replace(
+        settings,
         granted=True,
-        machine=config.cluster.engine.machine,
+        machine=settings.cluster.engine.machine,
         max_steps=None,
         checkpoint_dir=None,
         save_every=None,
         save_every_s=None,
         save_every_steps=None,
     )
-    return ClusterRun(config.cluster, data, lambda hooks: Run(part, adapter, hooks), keep)
+    return ClusterRun(settings.cluster, data, lambda hooks: Run(part, adapter, hooks), keep)
 
 
-def start_run(config: RunSettings) -> TrainerHandle[Any]:
+def start_run(settings: RunSettings) -> TrainerHandle[Any]:
     """Check the settings, start all threads and return a handle."""
     refuse_import_of_main()
-    if config.cluster is None:
+    if settings.cluster is None:
         refuse_launcher("run()")
-    config.check_combination()
-    config = config.with_steps().with_ledger_batch_size()
-    run = _make_run(config.with_callbacks(), _make_adapter(config))
-    handle = TrainerHandle(run, config.checkpoint_dir)
+    settings.check_combination()
+    settings = settings.with_steps()
+    run = _make_run(settings.with_callbacks(), _make_adapter(settings))
+    handle = TrainerHandle(run, settings.checkpoint_dir)
     try:
-        for callback in config.callbacks:
+        for callback in settings.callbacks:
             callback.begin(handle)
             handle.callbacks.append(callback)
-        handle.list_run(config)
+        handle.list_run(settings)
         run.start(handle)
     except BaseException:
         handle.end_callbacks()

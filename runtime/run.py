@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from coordinator import messages as m
-from coordinator.config import ApplyPolicy, AverageBackend
+from coordinator.config import ApplyPolicy, AverageBackend, part_of
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
@@ -87,11 +87,10 @@ from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
 from runtime.worker.replica import RunPeers
 from runtime.worker.worker import GpuWorker
-from runtime.worker.worker_config import WAKE, EvalFn, WorkerEndpoints
+from runtime.worker.worker_config import WAKE, EvalFn, UserFunctions, WorkerEndpoints
 
 logger = logging.getLogger(__name__)
 
-WORKER_GRACE_S = 5.0
 _STOP_IN_GENERATOR = "generator raised StopIteration"
 """Python's message."""
 
@@ -106,7 +105,7 @@ class Run:
     """The parts of one run: queues, coordinator, collectives, workers.
 
     Args:
-        config: All settings.
+        settings: All settings.
         adapter: The data set.
         hooks: Callbacks of the cluster, if the run is one machine's part of it.
 
@@ -122,33 +121,33 @@ class Run:
     """
 
     def __init__(
-        self, config: RunSettings, adapter: DatasetAdapter, hooks: ClusterHooks | None = None
+        self, settings: RunSettings, adapter: DatasetAdapter, hooks: ClusterHooks | None = None
     ) -> None:
         self._cluster_hooks = hooks
         self.model_digest = ""
-        self.devices = config.resolved_devices()
-        c = config.worker
+        self._settings = settings
+        self.devices = settings.resolved_devices()
         self._stream = stream = adapter if isinstance(adapter, StreamAdapter) else None
         index = EpochIndex(
             adapter.num_samples,
-            c.batch_size,
-            c.seed,
-            config.sampler,
+            settings.batches(len(self.devices)).unit,
+            settings.seed or 0,
+            settings.sampler,
             of_stream=stream is not None,
             current_length=adapter.current_length,
         )
         num_samples = index.num_samples
-        config.check(num_samples, self.devices)
-        self._recording = RunRecorder(config.timeline, len(self.devices))
-        policy = config.coordinator.policy
-        backend, reason = resolve_backend(config.requested_backend, self.devices, policy)
-        config = config.for_run(self.devices, num_samples, backend, WORKER_GRACE_S, reason)
-        self._cpu_workers = config.worker.num_cpu_workers
+        settings.check(num_samples, self.devices)
+        self._recording = RunRecorder(settings.timeline, len(self.devices))
+        backend, reason = resolve_backend(settings.backend, self.devices, settings.policy)
+        config = settings.resolve(self.devices, num_samples, backend, reason)
         # Raises for an unsupported device, before any thread starts.
-        self._contexts = [open_device(d, self._cpu_workers) for d in self.devices]
-        self._validation = config.validation_data(self._contexts)
+        self._contexts = [open_device(d, config.worker.num_cpu_workers) for d in self.devices]
+        self._validation = settings.validation_data(self._contexts)
         if self._validation is not None:
-            config = config.with_values(val_batches=self._validation.num_batches)
+            num_batches = self._validation.num_batches
+            coordinator = replace(config.coordinator, val_batches=num_batches)
+            config = replace(config, coordinator=coordinator)
         self.config = config
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
@@ -158,17 +157,11 @@ class Run:
         self._workers_started = threading.Event()
         self._peers = RunPeers(CollectiveGroups(self._make_group))
         self._collectives: dict[int, Collective] = {}
-        shared: SharedObjects | None = None
-        if len(self.devices) > 1:
-            factory = config.functions.model_factory
-            shared = SharedObjects(factory.module if isinstance(factory, CopyingFactory) else None)
-        self._order = BuildOrder(config.seed, shared=shared)
-        if config.seed is None:
-            logger.info(UNSEEDED, torch.initial_seed())
+        self._order = self._make_build_order()
         self._epoch_starts = EpochStarts()
         self._gate = GroupGate()
         self._evaluations = SharedEvaluations(self._gate)
-        self._loop_peers = self._make_loop_peers(config)
+        self._loop_peers = self._make_loop_peers()
         self._fallbacks = GraphFallbacks()
         self._launch_load = LaunchLoad.of(self.devices)
         self._resume = self.resumed = self._read_resume()
@@ -179,17 +172,22 @@ class Run:
         state = None if stream is None else stream.state
         facts = self._compatible()
         self._saves = CheckpointService(
-            config, facts, index.sampled_orders, index.generator_state, state, on_refused=self.fail
+            settings,
+            facts,
+            index.sampled_orders,
+            index.generator_state,
+            state,
+            on_refused=self.fail,
         )
         self._machine, self._service = self._make_coordinator()
         self._num_resumed = self._machine.run_state.num_trained
         if stream is not None:
             self._follow(stream)
-        self.total_batches = config.total_batches(num_samples)
-        self._metrics = self._make_metrics_thread(config)
+        self.total_batches = config.coordinator.planned_steps
+        self._metrics = self._make_metrics_thread()
         self._built: list[int] = []
         self._error: BaseException | None = None  # raised by join(); the state is kept
-        metric = config.coordinator.scheduler_metric
+        metric = settings.scheduler_metric
         self._schedule_metric = (
             None if metric is None else MetricReader(f"scheduler(metric={metric!r})", metric)
         )
@@ -201,26 +199,33 @@ class Run:
         self._holds_threads = False
         self._keeps_memory = False
 
-    def _make_loop_peers(self, config: RunSettings) -> LoopPeers | None:
-        if config.functions.loop is None:
+    def _make_build_order(self) -> BuildOrder:
+        shared: SharedObjects | None = None
+        if len(self.devices) > 1:
+            factory = self._settings.model_factory
+            shared = SharedObjects(factory.module if isinstance(factory, CopyingFactory) else None)
+        if self._settings.seed is None:
+            logger.info(UNSEEDED, torch.initial_seed())
+        return BuildOrder(self._settings.seed, shared=shared)
+
+    def _make_loop_peers(self) -> LoopPeers | None:
+        if self._settings.loop is None:
             return None
         return LoopPeers(
             len(self.devices),
-            Meetings(config.coordinator.collective_timeout_s, self._gate),
-            None if config.checkpoint_dir is None else self._request_save,
+            Meetings(self._settings.collective_timeout_s, self._gate),
+            None if self._settings.checkpoint_dir is None else self._request_save,
             is_member=self._cluster_hooks is not None,
         )
 
-    def _make_metrics_thread(self, config: RunSettings) -> MetricsThread:
+    def _make_metrics_thread(self) -> MetricsThread:
+        settings = self._settings
         return MetricsThread(
-            metrics_fn=config.metrics_fn,
+            metrics_fn=settings.metrics_fn,
             on_stop=self.stop,
             on_error=self.fail,
             make_display=lambda: make_display(
-                config.progress,
-                self.statistics,
-                self.total_batches,
-                config.coordinator.num_epochs,
+                settings.progress, self.statistics, self.total_batches, settings.num_epochs
             ),
         )
 
@@ -272,7 +277,7 @@ class Run:
     def _compatible(self) -> dict[str, Any]:
         """Settings that a resumed run must share with the checkpoint, by their names in it."""
         c = self.config.coordinator
-        is_shuffled = self.config.sampler is None and self._stream is None
+        is_shuffled = self._settings.sampler is None and self._stream is None
         return {
             "global_batch_size": c.global_batch_size,
             "batch_size": c.batch_size,
@@ -281,7 +286,7 @@ class Run:
             "seed": self.config.worker.seed,
             "accumulate": c.accumulate,
             "sync": c.policy is ApplyPolicy.SYNC,
-            "sampler": self.config.sampler is not None,
+            "sampler": self._settings.sampler is not None,
             "stream": self._stream is not None,
             "shuffle": "by function" if is_shuffled and c.num_samples >= LONG else "as a whole",
         }
@@ -294,13 +299,13 @@ class Run:
         return tuple(map(metrics_from_state, saved))
 
     def _read_resume(self) -> ResumePoint | None:
-        c = self.config
+        s = self._settings
         if self._cluster_hooks is not None and self._cluster_hooks.resume is not None:
             return self._cluster_hooks.resume
-        if c.resume is None:
+        if s.resume is None:
             return None
         return ResumePoint.read(
-            c.resume, self._compatible(), c.coordinator.num_epochs, missing_ok=c.resume_missing_ok
+            s.resume, self._compatible(), s.num_epochs, missing_ok=s.resume_missing_ok
         )
 
     def start(self, listener: Listener) -> None:
@@ -313,30 +318,29 @@ class Run:
         CompileLimits.extend(len(self.devices))
         self._importer.start()
         self._listener = listener
-        c = self.config
-        batch_size = c.coordinator.batch_size
-        announce(logger, self._first_line(), silent=c.progress is False)
+        s, c = self._settings, self.config.coordinator
+        announce(logger, self._first_line(), silent=s.progress is False)
         fault = thread_end_fault()
         if fault is not None:
             announce(logger, fault, level=logging.WARNING)
         hooks = self._cluster_hooks
         if self.resumed is not None and (hooks is None or hooks.resume is None):
-            announce(logger, self.resumed.summary, silent=c.progress is False)
-        dropped = c.coordinator.num_samples % batch_size if c.coordinator.drop_last else 0
+            announce(logger, self.resumed.summary, silent=s.progress is False)
+        dropped = c.num_samples % c.batch_size if c.drop_last else 0
         if dropped:
             logger.info("drop_last omits %d samples of each epoch", dropped)
-        if c.worker.cuda_graphs and not all(context.has_graphs for context in self._contexts):
+        if s.cuda_graphs and not all(context.has_graphs for context in self._contexts):
             logger.warning("cuda_graphs(True) has no effect on cpu: its steps run eagerly")
-        if c.worker.metrics_every and c.metrics_fn is None:
+        if s.metrics_every and s.metrics_fn is None:
             logger.warning(
                 "metrics_every(n) has no effect without metrics_fn or callbacks: set one"
             )
-        if c.coordinator.val_every_steps and c.metrics_fn is None:
+        if s.val_every_steps and s.metrics_fn is None:
             logger.warning(
                 "val_dataset(every_steps=n): means within epochs go to metrics_fn and callbacks "
                 "alone: set one, or leave every_steps out"
             )
-        if c.tune_allocator and self._cpu_workers:
+        if s.tune_allocator and self.config.worker.num_cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
         self._recording.begin(self.facts, self.devices, self._machine, self._service)
@@ -392,7 +396,7 @@ class Run:
         if INTERRUPTS.interrupted:
             return
         summary = self.summary()
-        silent = self.config.progress is False
+        silent = self._settings.progress is False
         for text in filter(None, (self._early_end(), summary.headline, summary.advice)):
             announce(logger, text, silent=silent)
 
@@ -402,10 +406,10 @@ class Run:
         if not outcome.stopped:
             return ""
         by = "" if outcome.reason == "stopped" else f" ({outcome.reason})"
-        for callback in self.config.callbacks:
+        for callback in self._settings.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch is not None:
                 by = f" by EarlyStopping({callback.metric!r})"
-        num, total = len(outcome.metrics), self.config.coordinator.num_epochs
+        num, total = len(outcome.metrics), self._settings.num_epochs
         return f"the run was stopped{by} after {num} of {total} epochs"
 
     def _needs_collectives(self) -> bool:
@@ -467,7 +471,7 @@ class Run:
     def _worker_main(self, rank: int) -> None:
         worker: GpuWorker | None = None
         try:
-            pinned = near(self.devices[rank]) if self.config.pin_threads else nullcontext()
+            pinned = near(self.devices[rank]) if self._settings.pin_threads else nullcontext()
             with pinned, self._contexts[rank].activate():
                 self._importer.join()
                 worker = self._build_worker(rank)
@@ -537,19 +541,18 @@ class Run:
             error: Its exception.
             frames: The whole traceback.
         """
-        if self.config.worker.survives:
+        if self._settings.continue_on_failure:
             logger.warning("rank %d died; the others continue if possible", rank, exc_info=error)
             self._workers[rank] = None
             self._peers.replicas.pop(rank, None)
             traceback.clear_frames(frames)
 
     def _build_worker(self, rank: int) -> GpuWorker:
-        c = self.config
-        functions = c.functions
+        functions = UserFunctions(**part_of(self._settings, UserFunctions))
         if functions.eval_fn is not None:
             functions = replace(functions, eval_fn=partial(self._evaluate, functions.eval_fn))
         worker = GpuWorker(
-            replace(c.worker, rank=rank, device=self.devices[rank]),
+            replace(self.config.worker, rank=rank, device=self.devices[rank]),
             functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._data_path.make_loader,
@@ -599,7 +602,7 @@ class Run:
 
     def _evaluate(self, eval_fn: EvalFn, model: nn.Module, epoch: int) -> dict[str, float]:
         """Call the evaluation function; a result of a wrong type ends the run."""
-        with reading_alone(eval_fn, self.config.worker.dataset_lock):
+        with reading_alone(eval_fn, self._settings.dataset_lock):
             values = eval_fn(model, epoch)
         try:
             return dict(check_eval_values(values))
@@ -669,15 +672,14 @@ class Run:
         """Static facts of the run, for summaries and monitors."""
         now = self.statistics()  # in which the two belong together
         return replace(
-            self.config.facts(), backend=now.backend.name, backend_reason=now.backend_reason
+            self.config.facts, backend=now.backend.name, backend_reason=now.backend_reason
         )
 
     def summary(self) -> RunSummary:
         """The throughput of the run and its lost time by cause, so far or as a whole."""
         if self._last_summary is not None:
             return self._last_summary
-        c = self.config
-        requires_sync = c.worker.sync_batchnorm or c.worker.all_gather
+        s = self._settings
         return summarize(
             self.facts,
             state="running",
@@ -686,9 +688,9 @@ class Run:
             seconds=self._recording.seconds(),
             num_epochs=len(self._machine.outcome.metrics),
             alternatives=Alternatives(
-                balance=c.advises_balance(self.devices),
-                cadence=not requires_sync and c.cluster is None,
-                anchor=c.coordinator.anchor,
+                balance=s.advises_balance(self.devices),
+                cadence=not (s.sync_batchnorm or s.all_gather or s.cluster),
+                anchor=self.config.coordinator.anchor,
             ),
         )
 
@@ -705,7 +707,7 @@ class Run:
             devices=self.devices,
             total_batches=self.total_batches,
             started=started,
-            timeline=self.config.timeline,
+            timeline=self._settings.timeline,
             statistics=self.statistics,
             summary=self.summary,
             seconds=self._recording.seconds,
@@ -793,7 +795,7 @@ class Run:
         self._workers_started.wait()  # a run can end before its last worker has started
         self._order.fail()
         # The grace of ranks that did not exit in time after a failure is over.
-        grace_s = 0.1 if self._machine.outcome.missing else WORKER_GRACE_S
+        grace_s = 0.1 if self._machine.outcome.missing else self._settings.grace_s
         deadline = time.monotonic() + grace_s
         started = [thread for thread in self._threads if thread.ident is not None]
         for thread in started:
@@ -810,14 +812,15 @@ class Run:
             lead.flat_state,
             outcome,
             errors,
-            RunFactory(self.config.functions.model_factory, self._order.draws),
+            RunFactory(self._settings.model_factory, self._order.draws),
             None if outcome.payload is None else final_ema(workers, outcome.payload),
         )
 
     def _take_down(self) -> None:
         """Free the run's resources; a stuck thread keeps only what its frames hold."""
         self._order.forget()
-        self._metrics.close(None if self._machine.outcome.failure is None else WORKER_GRACE_S)
+        is_failed = self._machine.outcome.failure is not None
+        self._metrics.close(self._settings.grace_s if is_failed else None)
         self._peers.groups.close()
         for context in self._contexts:
             context.abandon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from coordinator.backend_choice import candidate_backends
-from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
+from coordinator.config import (
+    ApplyPolicy,
+    AverageBackend,
+    CoordinatorConfig,
+    CoordinatorSettings,
+    SharedConfig,
+    part_of,
+)
 from coordinator.messages import MAX_REPORT_INTERVAL_S
 from coordinator.splitting import split_by_ratio
 from runtime.callbacks import Callback, EarlyStopping, KeepBest
@@ -22,7 +29,7 @@ from runtime.cluster.cluster_run import DataFacts
 from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.core.capabilities import GRAPHS, missing_in
 from runtime.core.checks import check_directory, default_devices
-from runtime.data.data_path import DataOptions
+from runtime.data.data_path import DataOptions, DataSettings
 from runtime.data.stream import is_stream
 from runtime.device.base import Device
 from runtime.device.cuda import devices_differ
@@ -32,7 +39,7 @@ from runtime.fsdp.strategy import ShardingStrategy, check_strategy
 from runtime.loggers import CombinedLogger
 from runtime.timeline import Timeline
 from runtime.timeline.summary import RunFacts
-from runtime.worker.worker_config import UserFunctions, WorkerConfig
+from runtime.worker.worker_config import UserFunctions, WorkerConfig, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -67,48 +74,45 @@ REPORTS_PER_S = 20
 """Maximum rate of periodic reports of all ranks together; each rank sends at most half as many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(UserFunctions, CoordinatorSettings, WorkerSettings, DataSettings):
     """All settings of a run; :class:`~runtime.trainer.TrainerBuilder` fills them.
 
-    The configurations of coordinator, workers and data path are embedded. A value is set by name
-    in every part that has such a field (:meth:`with_values`); values that depend on devices and
-    data are filled in when the run starts (:meth:`for_run`). Fields are documented by their part
-    or by the builder's method of the same name.
+    A field is declared by the part that uses it, or here if its value is not passed on as it is.
+    :meth:`resolve` adds what follows from devices and data.
 
     Attributes:
-        coordinator: Settings of the coordinator; a size or length of 0 is not set.
-        requested_devices: ``None``: every visible CUDA device, else one CPU.
-        requested_balance: ``None``: if devices differ.
-        requested_bucket_mb: ``None``: default; 0: reduce gradients after the backward pass.
-        anchor: ``None``: default, within its limits.
-        min_anchor: ``None``: ``anchor`` if set, else default.
+        batch_size: Samples in a batch of one rank, or the mean of ``batch_sizes``; 0: not set.
+        batch_sizes: Samples in a batch of each rank.
+        num_epochs: 0: not set.
         dataset_length: Items in a stream's epoch; ``None``: the stream's length.
-        val_dataset: The validation set; ``None``: there is none.
         steps_per_epoch: Steps of each worker in an epoch without a data set.
+        val_dataset: The validation set; ``None``: there is none.
         sampler: Yields each epoch's order; ``None``: a random permutation.
+        devices: ``None``: every visible CUDA device, else one CPU.
+        balance: ``None``: if devices differ.
+        bucket_cap_mb: ``None``: default; 0: reduce gradients after the backward pass.
         sharding: ``None``: each rank has all gradients and optimizer state.
         seed: ``None``: 0, without seeding the process generator.
+        anchor: ``None``: default, within its limits.
+        min_anchor: ``None``: ``anchor`` if set, else default.
     """
 
-    functions: UserFunctions
-    coordinator: CoordinatorConfig = field(
-        default_factory=lambda: CoordinatorConfig(
-            devices=(), num_samples=0, batch_size=0, num_epochs=0
-        )
-    )
-    worker: WorkerConfig = field(default_factory=WorkerConfig)
-    data: DataOptions = field(default_factory=DataOptions)
+    batch_size: int = 0
+    batch_sizes: tuple[int, ...] | None = None
+    num_epochs: int = 0
+    accumulate: int = 1
     dataset: Any = None
     dataset_length: int | None = None
     steps_per_epoch: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     val_dataset: Any = None
     sampler: Any = None
-    requested_devices: tuple[torch.device, ...] | None = None
-    requested_backend: AverageBackend = AverageBackend.AUTO
-    requested_balance: bool | None = None
-    requested_bucket_mb: float | None = None
+    devices: tuple[torch.device, ...] | None = None
+    backend: AverageBackend = AverageBackend.AUTO
+    partition_ratios: tuple[float, ...] | None = None
+    balance: bool | None = None
+    bucket_cap_mb: float | None = None
     sharding: RunSharding | None = None
     seed: int | None = None
     anchor: int | None = None
@@ -128,47 +132,28 @@ class RunSettings:
     timeline: Timeline | None = None
     cluster: ClusterSettings | None = None
 
-    def with_values(self, **values: Any) -> RunSettings:
-        """Return a copy with values replaced, here and in every part that has such a field.
-
-        Raises:
-            TypeError: No part has such a field.
-        """
-        changed = {name: values[name] for name in values if name in _field_names(self)}
-        known = set(changed)
-        for part in ("functions", "coordinator", "worker", "data"):
-            settings = getattr(self, part)
-            own = {name: values[name] for name in values if name in _field_names(settings)}
-            if own:
-                changed[part] = replace(settings, **own)
-            known |= set(own)
-        if known != set(values):
-            raise TypeError(f"there is no setting {', '.join(sorted(set(values) - known))}")
-        return replace(self, **changed)
-
     def with_steps(self) -> RunSettings:
         """Return a copy whose data set counts steps, if ``steps_per_epoch`` takes its place."""
         if self.steps_per_epoch is None:
             return self
         steps = torch.arange(self.steps_per_epoch * len(self.resolved_devices()))
-        return self.with_values(dataset=(steps,), batch_size=1)
+        return replace(self, dataset=(steps,), batch_size=1)
 
     def with_callbacks(self) -> RunSettings:
         """Return a copy whose ``metrics_fn`` and ``checkpoint_fn`` also call the callbacks."""
-        config = self
-        if self.functions.checkpoint_fn and self.coordinator.checkpoint_every is None:
-            config = config.with_values(checkpoint_every=1)
+        settings, checkpoint_fn, every = self, self.checkpoint_fn, self.checkpoint_every
+        if checkpoint_fn is not None and every is None:
+            every = 1
+            settings = replace(settings, checkpoint_every=every)
         if not self.callbacks:
-            return config
+            return settings
         first = () if self.metrics_fn is None else (self.metrics_fn,)
-        config = config.with_values(
-            metrics_fn=CombinedLogger(*first, *(c.dispatch for c in self.callbacks))
+        settings = replace(
+            settings, metrics_fn=CombinedLogger(*first, *(c.dispatch for c in self.callbacks))
         )
         keepers = [callback for callback in self.callbacks if callback.takes_weights]
         if not keepers:
-            return config
-        checkpoint_fn = self.functions.checkpoint_fn
-        every = config.coordinator.checkpoint_every
+            return settings
 
         def hand_over(version: int, model: nn.Module) -> None:
             for keeper in keepers:
@@ -179,125 +164,354 @@ class RunSettings:
             if checkpoint_fn is not None and every is not None and version % every == 0:
                 checkpoint_fn(version, model)
 
-        return config.with_values(checkpoint_fn=hand_over, checkpoint_every=1)
+        return replace(settings, checkpoint_fn=hand_over, checkpoint_every=1)
 
-    def with_ledger_batch_size(self) -> RunSettings:
-        """Return a copy with the batch size of the coordinator's ledger.
-
-        With a batch size for each rank and a policy other than ``SYNC``, that is their greatest
-        common divisor. Under ``SYNC`` with ``global_batch_size`` it is the global batch.
+    def batches(self, world: int) -> BatchSizes:
+        """The sizes of batches on ``world`` ranks.
 
         Raises:
             ValueError: The global batch cannot be split.
         """
-        if self.coordinator.global_batch_size is not None:
-            return self._with_global_batch(self.coordinator.global_batch_size)
-        sizes = self.coordinator.batch_sizes
-        if sizes is None or len(set(sizes)) == 1 or self.coordinator.policy is ApplyPolicy.SYNC:
-            return self
-        config = self.with_values(batch_size=math.gcd(*sizes))
-        return replace(config, data=replace(config.data, batch_size=max(sizes)))
+        if self.global_batch_size is not None:
+            return self._parts_of(self.global_batch_size, world)
+        size, sizes, ratios = self.batch_size, self.batch_sizes, self.partition_ratios
+        if self.policy is ApplyPolicy.SYNC:
+            if ratios is not None:
+                sizes = split_by_ratio(size * len(ratios), ratios)
+            return BatchSizes(unit=size, loaded=size, of_ranks=_if_unequal(sizes))
+        sizes = _if_unequal(sizes)
+        each = sizes or (size,)
+        return BatchSizes(unit=math.gcd(*each), loaded=max(each), of_ranks=sizes)
 
-    def _with_global_batch(self, size: int) -> RunSettings:
-        c, world = self.coordinator, len(self.resolved_devices())
-        way, num = f"global_batch_size({size})", c.accumulate
+    def _parts_of(self, size: int, world: int) -> BatchSizes:
+        way, num = f"global_batch_size({size})", self.accumulate
         if size < world * num:
             micro = f" in each of accumulate({num}) micro-batches" if num > 1 else ""
             raise ValueError(
                 f"{way} is too small for {world} devices, which need a sample each{micro}: pass "
                 f"at least {world * num}, or fewer devices"
             )
-        if c.policy is ApplyPolicy.SYNC:
-            parts = split_by_ratio(-(-size // num), [1] * world)
-            config = self.with_values(batch_size=size, accumulate=1, num_micro_batches=num)
-            worker = replace(config.worker, batch_sizes=parts if world * num > 1 else None)
-            data = replace(config.data, batch_size=parts[0], accumulate=num)
-            return replace(config, worker=worker, data=data)
-        if size % num:
+        lockstep, micro_batch = self.policy is ApplyPolicy.SYNC, -(-size // num)
+        if not lockstep and size % num:
             raise ValueError(
                 f"{way} is no multiple of accumulate({num}), whose micro-batches have one size "
-                f"under {c.policy.name}: pass {size // num * num} or {(size // num + 1) * num}, or "
+                f"under {self.policy.name}: pass {size // num * num} or {micro_batch * num}, or "
                 'call policy("sync")'
             )
-        parts = split_by_ratio(size // num, [1] * world)
-        config = self.with_values(batch_size=math.gcd(*parts), batch_sizes=parts)
-        return replace(config, data=replace(config.data, batch_size=parts[0]))
+        parts = split_by_ratio(micro_batch, [1] * world)
+        if not lockstep:
+            return BatchSizes(unit=math.gcd(*parts), loaded=parts[0], of_ranks=_if_unequal(parts))
+        ratios = self.partition_ratios
+        own = None if ratios is None else _if_unequal(split_by_ratio(micro_batch, ratios))
+        return BatchSizes(
+            unit=size, loaded=parts[0], of_ranks=own, parts=parts if world * num > 1 else None
+        )
 
-    def for_run(
+    def resolve(
         self,
         devices: Sequence[torch.device],
         num_samples: int,
         backend: AverageBackend,
-        grace_s: float,
         backend_reason: str = "",
-    ) -> RunSettings:
-        """Return a copy completed for these devices and this data, except for the workers' ranks.
+    ) -> RunConfig:
+        """Return the configurations for these devices and this data.
 
         Args:
             devices: The device of each rank.
             num_samples: Length of the data set.
-            grace_s: Seconds that workers have to exit after a failure.
+            backend: The first transport.
         """
-        c = self.coordinator
-        _, *others = candidate_backends(self.requested_backend, c.policy, backend, len(devices))
-        if self.is_sharded:
-            others = []  # shards would be missing in another group
-        sizes = self._own_sizes()
-        averages = c.policy is not ApplyPolicy.SYNC and len(devices) > 1 and self.cluster is None
-        auto_lr = averages and self.lr_scale_ratio is None
-        coordinator = replace(
-            c,
-            balance=self.resolved_balance(devices),
-            batch_sizes=sizes,
-            partition_ratios=None if c.policy is ApplyPolicy.SYNC else c.partition_ratios,
-            devices=tuple(str(device) for device in devices),
+        lockstep, world = self.policy is ApplyPolicy.SYNC, len(devices)
+        sizes, (anchor, min_anchor) = self.batches(world), self.anchors()
+        is_split = lockstep and self.global_batch_size is not None
+        averages = not lockstep and world > 1 and self.cluster is None
+        _, *others = candidate_backends(self.backend, self.policy, backend, world)
+        coordinator = CoordinatorConfig(
+            **part_of(self, CoordinatorSettings),
             num_samples=num_samples,
+            batch_size=sizes.unit,
+            accumulate=1 if is_split else self.accumulate,
+            num_micro_batches=self.accumulate if is_split else 1,
+            auto_lr=averages and self.lr_scale_ratio is None,
+            balance=self.resolved_balance(devices),
+            devices=tuple(str(device) for device in devices),
+            num_epochs=self.num_epochs,
+            batch_sizes=sizes.of_ranks,
+            partition_ratios=None if lockstep else self.partition_ratios,
             backend=backend,
-            alternatives=tuple(others),
+            # In another group shards would be missing.
+            alternatives=() if self.is_sharded else tuple(others),
             backend_reason=backend_reason,
-            anchor=self.resolved_anchor(),
-            min_anchor=self.resolved_min_anchor(),
-            evaluate=self.functions.eval_fn is not None,
-            read_ahead=self.data.loader_workers,
-            own_loop=self.functions.loop is not None,
-            grace_s=grace_s,
-            auto_lr=auto_lr,
+            anchor=anchor,
+            min_anchor=min_anchor,
+            evaluate=self.eval_fn is not None,
+            read_ahead=self.loader_workers,
+            own_loop=self.loop is not None,
         )
-        every = int(coordinator.steps_per_epoch) if self.scheduler_interval == "epoch" else 1
-        is_split = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
-        worker = replace(
-            self.worker,
-            **coordinator.shared,
+        data = DataOptions(
+            **part_of(self, DataSettings),
+            batch_size=sizes.loaded,
+            seed=self.seed or 0,
+            accumulate=self.accumulate,
+            cuda_graphs=self.cuda_graphs,
+        )
+        worker = self._worker_config(coordinator, sizes, devices)
+        return RunConfig(coordinator=coordinator, worker=worker, data=data)
+
+    def _worker_config(
+        self, c: CoordinatorConfig, sizes: BatchSizes, devices: Sequence[torch.device]
+    ) -> WorkerConfig:
+        every = int(c.steps_per_epoch) if self.scheduler_interval == "epoch" else 1
+        by_metric, world = self.scheduler_metric is not None, len(devices)
+        return WorkerConfig(
+            **part_of(self, WorkerSettings) | part_of(c, SharedConfig),
+            world_size=world,
+            batch_sizes=sizes.of_ranks or sizes.parts,
+            step_count=c.step_count,
+            seed=self.seed or 0,
             sharding=self.sharding if self.is_sharded else None,
-            batch_sizes=self.worker.batch_sizes if is_split and sizes is None else sizes,
-            bucket_bytes=self.resolved_bucket_bytes(backend),
-            world_size=len(devices),
-            falls_back=bool(others),
-            lr_scale=1.0 + (len(devices) - 1) * (self.lr_scale_ratio or 0.0),
-            total_steps=coordinator.total_steps,
-            step_count=coordinator.step_count,
-            schedule_every=0 if c.scheduler_metric is not None else every,
-            scheduler_steps=c.num_epochs
-            if c.scheduler_metric is not None
-            else -(-self.total_batches(num_samples) // every),
+            lr_scale=1.0 + (world - 1) * (self.lr_scale_ratio or 0.0),
+            total_steps=c.total_steps,
+            schedule_every=0 if by_metric else every,
+            scheduler_steps=self.num_epochs if by_metric else -(-c.planned_steps // every),
             num_cpu_workers=sum(device.type == "cpu" for device in devices),
-            report_interval_s=min(max(2, len(devices)) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
+            survives=self.continue_on_failure,
+            falls_back=bool(c.alternatives),
+            bucket_bytes=self.resolved_bucket_bytes(c.backend),
+            report_interval_s=min(max(2, world) / REPORTS_PER_S, MAX_REPORT_INTERVAL_S),
         )
-        return replace(self, coordinator=coordinator, worker=worker)
 
-    def _own_sizes(self) -> tuple[int, ...] | None:
-        """The batch size of each rank, or its part of a global batch; ``None``: all equal."""
-        c = self.coordinator
-        sizes = c.batch_sizes
-        if c.policy is ApplyPolicy.SYNC and c.partition_ratios is not None:
-            whole = c.batch_size * len(c.partition_ratios)
-            if c.global_batch_size is not None:
-                whole = -(-c.global_batch_size // c.num_micro_batches)
-            sizes = split_by_ratio(whole, c.partition_ratios)
-        return None if len(set(sizes or ())) < 2 else sizes
+    def validation_data(self, contexts: Sequence[Device]) -> ValidationData | None:
+        """The validation set, if there is one, for the device contexts of the ranks."""
+        if self.val_dataset is None:
+            return None
+        return ValidationData(
+            self.val_dataset,
+            contexts,
+            batch_size=self.batches(len(contexts)).loaded,
+            collate_fn=self.collate_fn,
+            loader_workers=self.loader_workers,
+            lock=self.dataset_lock,
+            seed=self.seed or 0,
+        )
 
+    def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
+        """True if ``SYNC`` cuts batches by measured speed: as requested, else if devices differ."""
+        if self.balance is not None or self.is_sharded:
+            return bool(self.balance)
+        fits = self.policy is ApplyPolicy.SYNC and self.partition_ratios is None
+        return fits and devices_differ(devices)
+
+    def advises_balance(self, devices: Sequence[torch.device]) -> bool:
+        """True if a summary may recommend ``balance(True)``: possible, and not decided.
+
+        Of ranks that share a GPU, the steps of one take longer beside those of another.
+        """
+        gpus = [device for device in devices if device.type != "cpu"]
+        is_fixed = self.batches(len(devices)).of_ranks or self.partition_ratios is not None
+        is_decided = self.balance is not None or self.resolved_balance(devices)
+        shares_gpu = len(set(gpus)) < len(gpus)
+        return not (is_fixed or is_decided or self.is_sharded or shares_gpu)
+
+    def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
+        """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""
+        asked_mb = self.bucket_cap_mb
+        if asked_mb is None and self.loop is None and not self.is_sharded:
+            fits = self.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
+            beside = any(getattr(self, name) for name in _EXCLUDE_BUCKETS)
+            asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
+        return max(1, int(asked_mb * 2**20)) if asked_mb else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if ranks hold shards."""
+        sharding = self.sharding
+        return sharding is not None and sharding.strategy is not ShardingStrategy.NO_SHARD
+
+    def resolved_devices(self) -> tuple[torch.device, ...]:
+        """The requested devices, else every visible CUDA device, else one CPU."""
+        return self.devices or default_devices()
+
+    def anchors(self) -> tuple[int, int]:
+        """The anchor at the start and its lower limit; one that is set alone is its own limit."""
+        is_async, most = self.policy is ApplyPolicy.ASYNC, self.max_anchor
+        floor = DEFAULT_MIN_ANCHOR_ASYNC if is_async else DEFAULT_MIN_ANCHOR
+        first = self.anchor or min(max(DEFAULT_ANCHOR, self.min_anchor or 1), most)
+        return first, self.min_anchor or self.anchor or min(floor, most)
+
+    def check_combination(self) -> None:
+        """Check that the settings are complete and that none excludes another, before data is read.
+
+        Raises:
+            ValueError: A required value is missing, a row of the table of exclusions applies, or
+                the global batch cannot be split.
+        """
+        if self.steps_per_epoch is None:
+            if self.dataset is None:
+                raise ValueError("dataset is not set: call .dataset(ds) before .run()")
+            if not (self.batch_size or self.global_batch_size):
+                raise ValueError(
+                    "batch_size is not set: call .batch_size(n), the samples of one device, or "
+                    ".global_batch_size(n), those of one optimizer step over all devices, before "
+                    ".run(), or fit(..., batch_size=n)"
+                )
+        if not self.num_epochs:
+            raise ValueError("num_epochs is not set: call .num_epochs(n) before .run()")
+        world = len(self.resolved_devices())
+        facts = {"policy": self.policy.name, "world": world}
+        states = _states(self)
+        for (name, other), text in _EXCLUSIONS.items():
+            (is_set, first), (is_other_set, second) = states[name], states[other]
+            if is_set and is_other_set:
+                raise ValueError(text.format(first, second, **facts))
+        self.batches(world)
+
+    def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
+        """Check that the settings fit the data and the devices.
+
+        Raises:
+            ValueError: A value does not fit.
+        """
+        world = len(devices)
+        name = "batch_size" if self.global_batch_size is None else "global_batch_size"
+        size = self.global_batch_size or self.batch_size
+        if self.drop_last and num_samples < size:
+            raise ValueError(
+                f"drop_last(True) would leave no batch: the data set has {num_samples} samples, "
+                f"fewer than {name}({size}); lower {name} or call drop_last(False)"
+            )
+        self._check_batch_sizes(world)
+        self._check_batch_fits(num_samples, world)
+        ratios = self.partition_ratios
+        if ratios is not None and len(ratios) != world:
+            raise ValueError(f"partition_ratios has {len(ratios)} entries for {world} devices")
+        hinted = None if self.speed_hint is None else self.speed_hint[0]
+        for name, rank in (("speed_hint", hinted), ("eval_rank", self.eval_rank)):
+            if rank is not None and rank >= world:
+                raise ValueError(f"{name}: there is no rank {rank} of {world}")
+        self._check_anchor()
+        for name in ("checkpoint_dir", "resume"):
+            path = getattr(self, name)
+            if path is not None:
+                check_directory(name, path)
+        if self.checkpoint_dir is not None:
+            fault = locks_fault(f"checkpoint_dir({str(self.checkpoint_dir)!r})")
+            if fault is not None:
+                raise ValueError(fault)
+        self._check_metrics()
+        if self.sharding is not None:
+            check_strategy(self.sharding.strategy, world, self.sharding.intra_node_size)
+
+    def _check_anchor(self) -> None:
+        anchor, least = self.anchors()
+        if anchor > self.max_anchor:
+            raise ValueError(
+                f"anchor({anchor}) is above max_anchor({self.max_anchor}); raise max_anchor"
+            )
+        if least > anchor:
+            raise ValueError(
+                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
+                f"raise anchor and max_anchor({self.max_anchor})"
+            )
+
+    def cluster_facts(self, num_samples: int) -> DataFacts:
+        """The settings that all machines of a cluster must share, for ``num_samples`` samples."""
+        c = self.resolve(self.resolved_devices(), num_samples, AverageBackend.CPU).coordinator
+        settings = {
+            "num_samples": num_samples,
+            "batch_size": c.batch_size,
+            "seed": self.seed or 0,
+            "drop_last": c.drop_last,
+        }
+        if c.global_batch_size is not None:
+            settings["global_batch_size"] = c.global_batch_size
+        return DataFacts(
+            settings=settings,
+            num_epochs=c.num_epochs,
+            num_batches=c.batches_per_epoch,
+            num_samples=min(num_samples, c.batches_per_epoch * c.batch_size),
+            max_batches=None if c.max_steps is None else c.count_batches(c.max_steps),
+        )
+
+    def _check_batch_sizes(self, world: int) -> None:
+        if self.batch_sizes is None or self.global_batch_size is not None:
+            return
+        sizes = list(self.batch_sizes)
+        if len(sizes) != world:
+            raise ValueError(
+                f"batch_size({sizes}) has {len(sizes)} entries for {world} devices: pass one "
+                "number for each device, or one for all"
+            )
+        if self.policy is ApplyPolicy.SYNC and sum(sizes) % world:
+            least = sum(sizes) // world * world
+            raise ValueError(
+                f"batch_size({sizes}): the sum of the sizes, {sum(sizes)}, is no multiple of the "
+                f"{world} devices, as {least} and {least + world} are; change one of them"
+            )
+
+    def _check_batch_fits(self, num_samples: int, world: int) -> None:
+        """Refuse a batch larger than the data set, or warn if that is a trial of a few samples."""
+        if self.global_batch_size is not None:
+            name, largest, fitting = "global_batch_size", self.global_batch_size, num_samples
+        else:
+            name, largest = "batch_size", max(self.batch_sizes or (self.batch_size,))
+            fitting = max(1, num_samples // world)
+        if largest <= num_samples:
+            return
+        text = (
+            f"{name}({largest}) is larger than the data set, which has {num_samples} samples: call "
+            f".{name}({fitting}), with which each of the {world} workers has a part of it"
+        )
+        if num_samples > MAX_TRIAL_SAMPLES:
+            raise ValueError(text)
+        logger.warning("%s", text)
+
+    def _check_metrics(self) -> None:
+        """Check that evaluations exist whose metrics the scheduler and the callbacks follow."""
+        metric = self.scheduler_metric
+        followed = [] if metric is None else [("scheduler", metric)]
+        followed += [
+            (type(each).__name__, each.metric)
+            for each in self.callbacks
+            if isinstance(each, EarlyStopping | KeepBest)
+        ]
+        for owner, name in followed:
+            way = f"{owner}(metric={name!r})"
+            if name.startswith("eval/") and self.eval_fn is None:
+                raise ValueError(f"{way} needs eval_fn(f), which gives {name[5:]!r}")
+            if name.startswith("val/") and self.val_dataset is None:
+                raise ValueError(f"{way} needs val_dataset(ds), which gives {name[4:]!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """Sizes of batches, in samples.
+
+    Attributes:
+        unit: A batch of the coordinator's ledger: under ``SYNC`` the global batch, if one was set;
+            under other policies the greatest common divisor of the ranks' sizes.
+        loaded: The batch for which loaders allocate.
+        of_ranks: A batch of each rank; ``None``: all are equal.
+        parts: Under ``SYNC``, the parts of a global batch that the ranks train at first.
+    """
+
+    unit: int
+    loaded: int
+    of_ranks: tuple[int, ...] | None
+    parts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The configurations of a run's parts; the worker's is without its rank and device."""
+
+    coordinator: CoordinatorConfig
+    worker: WorkerConfig
+    data: DataOptions
+
+    @property
     def facts(self) -> RunFacts:
-        """The facts of a run; of settings completed by :meth:`for_run`."""
+        """The facts of the run, for its lines in the log and its summary."""
         c = self.coordinator
         num_samples, world = c.num_samples, c.world_size
         sizes = c.batch_sizes or (c.batch_size,) * world
@@ -317,228 +531,10 @@ class RunSettings:
             batch_sizes=sizes if len(set(sizes)) > 1 else (),
             num_samples=num_samples,
             global_batch=global_batch,
-            batch_text=_batch_text(self, sizes, global_batch),
+            batch_text=_batch_text(c, sizes, global_batch),
             steps_per_epoch=-(-min(num_samples, kept) // per_step),
             lr_factor=self.worker.lr_scale,
         )
-
-    def total_batches(self, num_samples: int) -> int:
-        """Steps in the whole run, for a data set of ``num_samples``: batches over all ranks, or
-        global batches.
-        """
-        c = replace(self.coordinator, num_samples=num_samples)
-        return c.total_steps if c.max_steps is None else min(c.total_steps, c.max_steps)
-
-    def validation_data(self, contexts: Sequence[Device]) -> ValidationData | None:
-        """The validation set, if there is one.
-
-        Args:
-            contexts: The device context of each rank.
-        """
-        if self.val_dataset is None:
-            return None
-        return ValidationData(
-            self.val_dataset,
-            contexts,
-            batch_size=self.data.batch_size,
-            collate_fn=self.collate_fn,
-            loader_workers=self.data.loader_workers,
-            lock=self.worker.dataset_lock,
-            seed=self.worker.seed,
-        )
-
-    def resolved_balance(self, devices: Sequence[torch.device]) -> bool:
-        """True if ``SYNC`` cuts batches by measured speed: as requested, else if devices differ."""
-        if self.requested_balance is not None or self.is_sharded:
-            return bool(self.requested_balance)
-        c = self.coordinator
-        fits = c.policy is ApplyPolicy.SYNC and c.partition_ratios is None
-        return fits and devices_differ(devices)
-
-    def advises_balance(self, devices: Sequence[torch.device]) -> bool:
-        """True if a summary may recommend ``balance(True)``: possible, and not decided."""
-        c = self.coordinator
-        is_fixed = c.partition_ratios is not None or len(set(c.batch_sizes or ())) > 1
-        is_decided = self.requested_balance is not None or self.resolved_balance(devices)
-        return not (is_fixed or is_decided or self.is_sharded or _share_a_gpu(devices))
-
-    def resolved_bucket_bytes(self, backend: AverageBackend) -> int | None:
-        """Approximate size of a gradient bucket under ``SYNC``; ``None``: no buckets."""
-        asked_mb = self.requested_bucket_mb
-        if asked_mb is None and self.functions.loop is None and not self.is_sharded:
-            fits = self.coordinator.policy is ApplyPolicy.SYNC and backend is AverageBackend.NCCL
-            beside = any(getattr(self.worker, name) for name in _EXCLUDE_BUCKETS)
-            asked_mb = DEFAULT_BUCKET_MB if fits and not beside else 0.0
-        return max(1, int(asked_mb * 2**20)) if asked_mb else None
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if ranks hold shards."""
-        sharding = self.sharding
-        return sharding is not None and sharding.strategy is not ShardingStrategy.NO_SHARD
-
-    def resolved_devices(self) -> tuple[torch.device, ...]:
-        """The requested devices, else every visible CUDA device, else one CPU."""
-        return self.requested_devices or default_devices()
-
-    def resolved_anchor(self) -> int:
-        """The anchor at the start of the run."""
-        if self.anchor is not None:
-            return self.anchor
-        return min(max(DEFAULT_ANCHOR, self.min_anchor or 1), self.coordinator.max_anchor)
-
-    def resolved_min_anchor(self) -> int:
-        """Lower limit of the anchor; an explicit anchor without a limit is its own."""
-        if self.min_anchor is not None:
-            return self.min_anchor
-        is_async = self.coordinator.policy is ApplyPolicy.ASYNC
-        floor = DEFAULT_MIN_ANCHOR_ASYNC if is_async else DEFAULT_MIN_ANCHOR
-        return self.anchor or min(floor, self.coordinator.max_anchor)
-
-    def check_combination(self) -> None:
-        """Check that the settings are complete and that none excludes another, before data is read.
-
-        Raises:
-            ValueError: A required value is missing, or a row of the table of exclusions applies.
-        """
-        c = self.coordinator
-        if self.steps_per_epoch is None:
-            if self.dataset is None:
-                raise ValueError("dataset is not set: call .dataset(ds) before .run()")
-            if not (c.batch_size or c.global_batch_size):
-                raise ValueError(
-                    "batch_size is not set: call .batch_size(n), the samples of one device, or "
-                    ".global_batch_size(n), those of one optimizer step over all devices, before "
-                    ".run(), or fit(..., batch_size=n)"
-                )
-        if not c.num_epochs:
-            raise ValueError("num_epochs is not set: call .num_epochs(n) before .run()")
-        facts = {"policy": c.policy.name, "world": len(self.resolved_devices())}
-        states = _states(self)
-        for (name, other), text in _EXCLUSIONS.items():
-            (is_set, first), (is_other_set, second) = states[name], states[other]
-            if is_set and is_other_set:
-                raise ValueError(text.format(first, second, **facts))
-
-    def check(self, num_samples: int, devices: Sequence[torch.device]) -> None:
-        """Check that the settings fit the data and the devices.
-
-        Raises:
-            ValueError: A value does not fit.
-        """
-        c = self.coordinator
-        world = len(devices)
-        name = "batch_size" if c.global_batch_size is None else "global_batch_size"
-        size = c.global_batch_size or c.batch_size
-        if c.drop_last and num_samples < size:
-            raise ValueError(
-                f"drop_last(True) would leave no batch: the data set has {num_samples} samples, "
-                f"fewer than {name}({size}); lower {name} or call drop_last(False)"
-            )
-        self._check_batch_sizes(world)
-        self._check_batch_fits(num_samples, world)
-        if c.partition_ratios is not None and len(c.partition_ratios) != world:
-            raise ValueError(
-                f"partition_ratios has {len(c.partition_ratios)} entries for {world} devices"
-            )
-        for name, rank in (("speed_hint", (c.speed_hint or (0,))[0]), ("eval_rank", c.eval_rank)):
-            if rank is not None and rank >= world:
-                raise ValueError(f"{name}: there is no rank {rank} of {world}")
-        self._check_anchor()
-        for name in ("checkpoint_dir", "resume"):
-            path = getattr(self, name)
-            if path is not None:
-                check_directory(name, path)
-        if self.checkpoint_dir is not None:
-            fault = locks_fault(f"checkpoint_dir({str(self.checkpoint_dir)!r})")
-            if fault is not None:
-                raise ValueError(fault)
-        self._check_metrics()
-        if self.sharding is not None:
-            check_strategy(self.sharding.strategy, world, self.sharding.intra_node_size)
-
-    def _check_anchor(self) -> None:
-        c = self.coordinator
-        anchor, least = self.resolved_anchor(), self.resolved_min_anchor()
-        if anchor > c.max_anchor:
-            raise ValueError(
-                f"anchor({anchor}) is above max_anchor({c.max_anchor}); raise max_anchor"
-            )
-        if least > anchor:
-            raise ValueError(
-                f"min_anchor({least}) is above the anchor at the start, {anchor}; lower it or "
-                f"raise anchor and max_anchor({c.max_anchor})"
-            )
-
-    def cluster_facts(self, num_samples: int) -> DataFacts:
-        """The settings that all machines of a cluster must share, for ``num_samples`` samples."""
-        c = replace(self.coordinator, num_samples=num_samples)
-        settings = {
-            "num_samples": num_samples,
-            "batch_size": c.batch_size,
-            "seed": self.worker.seed,
-            "drop_last": c.drop_last,
-        }
-        if c.global_batch_size is not None:
-            settings["global_batch_size"] = c.global_batch_size
-        return DataFacts(
-            settings=settings,
-            num_epochs=c.num_epochs,
-            num_batches=c.batches_per_epoch,
-            num_samples=min(num_samples, c.batches_per_epoch * c.batch_size),
-            max_batches=None if c.max_steps is None else c.count_batches(c.max_steps),
-        )
-
-    def _check_batch_sizes(self, world: int) -> None:
-        c = self.coordinator
-        if c.batch_sizes is None or c.global_batch_size is not None:
-            return
-        sizes = list(c.batch_sizes)
-        if len(sizes) != world:
-            raise ValueError(
-                f"batch_size({sizes}) has {len(sizes)} entries for {world} devices: pass one "
-                "number for each device, or one for all"
-            )
-        if c.policy is ApplyPolicy.SYNC and sum(sizes) % world:
-            least = sum(sizes) // world * world
-            raise ValueError(
-                f"batch_size({sizes}): the sum of the sizes, {sum(sizes)}, is no multiple of the "
-                f"{world} devices, as {least} and {least + world} are; change one of them"
-            )
-
-    def _check_batch_fits(self, num_samples: int, world: int) -> None:
-        """Refuse a batch larger than the data set, or warn if that is a trial of a few samples."""
-        c = self.coordinator
-        if c.global_batch_size is not None:
-            name, largest, fitting = "global_batch_size", c.global_batch_size, num_samples
-        else:
-            name, largest = "batch_size", max(c.batch_sizes or (c.batch_size,))
-            fitting = max(1, num_samples // world)
-        if largest <= num_samples:
-            return
-        text = (
-            f"{name}({largest}) is larger than the data set, which has {num_samples} samples: call "
-            f".{name}({fitting}), with which each of the {world} workers has a part of it"
-        )
-        if num_samples > MAX_TRIAL_SAMPLES:
-            raise ValueError(text)
-        logger.warning("%s", text)
-
-    def _check_metrics(self) -> None:
-        """Check that evaluations exist whose metrics the scheduler and the callbacks follow."""
-        metric = self.coordinator.scheduler_metric
-        followed = [] if metric is None else [("scheduler", metric)]
-        followed += [
-            (type(each).__name__, each.metric)
-            for each in self.callbacks
-            if isinstance(each, EarlyStopping | KeepBest)
-        ]
-        for owner, name in followed:
-            way = f"{owner}(metric={name!r})"
-            if name.startswith("eval/") and self.functions.eval_fn is None:
-                raise ValueError(f"{way} needs eval_fn(f), which gives {name[5:]!r}")
-            if name.startswith("val/") and self.val_dataset is None:
-                raise ValueError(f"{way} needs val_dataset(ds), which gives {name[4:]!r}")
 
 
 _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
@@ -547,63 +543,63 @@ _EXCLUDE_BUCKETS = ("cuda_graphs", "sync_batchnorm", "all_gather")
 
 def _states(s: RunSettings) -> dict[str, tuple[object, str]]:
     """The settings and states in rows of exclusions: true if set, and their text in a message."""
-    c, w, f, devices = s.coordinator, s.worker, s.functions, s.resolved_devices()
-    whole, lockstep = c.global_batch_size, c.policy is ApplyPolicy.SYNC
-    sizes = list(c.batch_sizes or ()) if whole is None else []
-    differ, fixed = len(set(sizes)) > 1, c.partition_ratios is not None
-    part, rest = divmod(whole or 0, c.accumulate)
+    devices, whole = s.resolved_devices(), s.global_batch_size
+    lockstep = s.policy is ApplyPolicy.SYNC
+    sizes = list(s.batch_sizes or ()) if whole is None else []
+    differ, fixed = len(set(sizes)) > 1, s.partition_ratios is not None
+    part, rest = divmod(whole or 0, s.accumulate)
     foreign = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
-    exchange = next((name for name in ("sync_batchnorm", "all_gather") if getattr(w, name)), "")
+    exchange = next((name for name in ("sync_batchnorm", "all_gather") if getattr(s, name)), "")
     sharded = "" if s.sharding is None else f"sharded(ShardingStrategy.{s.sharding.strategy.name})"
-    several = isinstance(f.optim_factory, Mapping)
-    keeps = f.checkpoint_fn is not None or any(callback.takes_weights for callback in s.callbacks)
+    several = isinstance(s.optim_factory, Mapping)
+    keeps = s.checkpoint_fn is not None or any(callback.takes_weights for callback in s.callbacks)
     return {
-        **{name: (getattr(w, name), f"{name}(True)") for name in _EXCLUDE_BUCKETS},
-        "accumulate": (c.accumulate > 1, f"accumulate({c.accumulate})"),
-        "averages": (not lockstep, c.policy.name),
-        "balance": (s.requested_balance, "balance(True)"),
+        **{name: (getattr(s, name), f"{name}(True)") for name in _EXCLUDE_BUCKETS},
+        "accumulate": (s.accumulate > 1, f"accumulate({s.accumulate})"),
+        "averages": (not lockstep, s.policy.name),
+        "balance": (s.balance, "balance(True)"),
         "batch_sizes": (differ, f"batch_size({sizes})"),
         "batch_sizes of averages": (differ and not lockstep, f"batch_size({sizes})"),
-        "bucket_cap_mb": (s.requested_bucket_mb, f"bucket_cap_mb({s.requested_bucket_mb or 0:g})"),
-        "checkpoint_every": (c.checkpoint_every is not None, "checkpoint_every(n)"),
+        "bucket_cap_mb": (s.bucket_cap_mb, f"bucket_cap_mb({s.bucket_cap_mb or 0:g})"),
+        "checkpoint_every": (s.checkpoint_every is not None, "checkpoint_every(n)"),
         "cluster": (s.cluster is not None, "batches are assigned to machines by their numbers"),
-        "continue": (w.survives, 'on_worker_failure("continue")'),
-        "drop_last": (c.drop_last, "drop_last(True)"),
-        "ema": (w.ema is not None, f"ema({w.ema})"),
-        "eval_every": (c.eval_every is not None, f"eval_every({c.eval_every})"),
+        "continue": (s.continue_on_failure, 'on_worker_failure("continue")'),
+        "drop_last": (s.drop_last, "drop_last(True)"),
+        "ema": (s.ema is not None, f"ema({s.ema})"),
+        "eval_every": (s.eval_every is not None, f"eval_every({s.eval_every})"),
         "exchange in forward": (exchange and len(devices) > 1, f"{exchange}(True)"),
         "foreign device": (foreign, str(foreign)),
-        "fp16": (w.precision == "fp16", 'precision("fp16")'),
-        "loader_workers": (s.data.loader_workers, f"loader_workers({s.data.loader_workers})"),
-        "loop": (f.loop is not None, "leave it out with Trainer.loop, or use Trainer.builder"),
-        "loss_reduction": (w.loss_reduction != "mean", 'loss_reduction("sum")'),
+        "fp16": (s.precision == "fp16", 'precision("fp16")'),
+        "loader_workers": (s.loader_workers, f"loader_workers({s.loader_workers})"),
+        "loop": (s.loop is not None, "leave it out with Trainer.loop, or use Trainer.builder"),
+        "loss_reduction": (s.loss_reduction != "mean", 'loss_reduction("sum")'),
         "no checkpoint_fn": (not keeps, ""),
-        "no eval_fn": (f.eval_fn is None, ""),
+        "no eval_fn": (s.eval_fn is None, ""),
         "no graphs": (foreign, "" if foreign is None else missing_in(foreign, GRAPHS)),
-        "no loop": (f.loop is None, ""),
-        "no val_fn": (f.loop is not None and not f.val_fn, ""),
-        "one optimizer": (f.loop is None and not several, ""),
-        "own data": (s.dataset is not None or c.batch_size or whole, ""),
-        "param_groups": (f.param_groups is not None, "param_groups(f)"),
+        "no loop": (s.loop is None, ""),
+        "no val_fn": (s.loop is not None and not s.val_fn, ""),
+        "one optimizer": (s.loop is None and not several, ""),
+        "own data": (s.dataset is not None or s.batch_size or whole, ""),
+        "param_groups": (s.param_groups is not None, "param_groups(f)"),
         "partition_ratios": (fixed, "partition_ratios"),
-        "prefetch(0)": (s.data.prefetch == 0, "prefetch(0)"),
+        "prefetch(0)": (s.prefetch == 0, "prefetch(0)"),
         "progressive_dispatch": (s.progressive_dispatch, "progressive_dispatch(True)"),
         "sampler": (s.sampler is not None, "sampler()"),
         "scheduler of epochs": (s.scheduler_interval == "epoch", ""),
-        "schedulers": (isinstance(f.scheduler, Mapping), "scheduler({...})"),
+        "schedulers": (isinstance(s.scheduler, Mapping), "scheduler({...})"),
         "several optimizers": (several, "several optimizers"),
         "sharded": (sharded, sharded),
         "shards": (s.is_sharded, f"{sharded} cannot be combined with"),
         "shares under SYNC": (fixed and lockstep, "partition_ratios"),
         "steps_per_epoch": (s.steps_per_epoch, f"steps_per_epoch({s.steps_per_epoch})"),
         "stream": (is_stream(s.dataset), "the data set is a stream"),
-        "sync": (lockstep, c.policy.name),
+        "sync": (lockstep, s.policy.name),
         "uneven parts": (
             not (lockstep or rest) and part % len(devices),
             f"global_batch_size({whole})",
         ),
         "val_dataset": (s.val_dataset is not None, "val_dataset(ds)"),
-        "val_every_steps": (c.val_every_steps, f"val_dataset(every_steps={c.val_every_steps})"),
+        "val_every_steps": (s.val_every_steps, f"val_dataset(every_steps={s.val_every_steps})"),
     }
 
 
@@ -747,14 +743,11 @@ The first row whose states are both true is raised.
 """
 
 
-def _share_a_gpu(devices: Sequence[torch.device]) -> bool:
-    """True if ranks share a GPU, where the steps of one take longer beside those of another."""
-    gpus = [device for device in devices if device.type != "cpu"]
-    return len(set(gpus)) < len(gpus)
+def _if_unequal(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if len(set(sizes or ())) < 2 else sizes
 
 
-def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) -> str:
-    c = settings.coordinator
+def _batch_text(c: CoordinatorConfig, sizes: Sequence[int], global_batch: int) -> str:
     alike = len(set(sizes)) == 1
     num = c.accumulate * c.num_micro_batches
     notes = [f"accumulated {num} times"] if num > 1 else []
@@ -771,7 +764,3 @@ def _batch_text(settings: RunSettings, sizes: Sequence[int], global_batch: int) 
     else:
         listed = f" = {len(sizes)} x {sizes[0]}" if alike else f" = {' + '.join(map(str, sizes))}"
     return ", ".join([whole + listed, *notes])
-
-
-def _field_names(settings: Any) -> set[str]:
-    return {each.name for each in fields(settings)}

@@ -6,6 +6,7 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -69,7 +70,6 @@ from runtime.settings import (
 )
 from runtime.timeline import Timeline
 from runtime.worker.own_loop import LoopWorker
-from runtime.worker.worker_config import UserFunctions
 
 if TYPE_CHECKING:
     from coordinator.metrics import EpochMetrics
@@ -500,10 +500,8 @@ class TrainerBuilder(Generic[ModelT_co]):
             check_callable("train_fn", train_fn, "(model, batch) -> loss or (loss, weight)")
         self._explicit: set[str] = set()
         self._loader_settings: dict[str, Any] = {}
-        self._config = RunSettings(
-            functions=UserFunctions(
-                model_factory=factory, optim_factory=optim_factory, train_fn=train_fn
-            )
+        self._settings = RunSettings(
+            model_factory=factory, optim_factory=optim_factory, train_fn=train_fn
         )
 
     if not TYPE_CHECKING:  # hidden from type checkers, which see the methods
@@ -520,7 +518,7 @@ class TrainerBuilder(Generic[ModelT_co]):
             raise AttributeError(f"the builder has no setting {name!r}: {hint}")
 
     def _set(self, **values: Any) -> Self:
-        self._config = self._config.with_values(**values)
+        self._settings = replace(self._settings, **values)
         self._explicit |= set(values)
         return self
 
@@ -706,7 +704,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         devices, or ``n`` workers on the CPU without CUDA; -1 and ``"auto"`` mean the default,
         ``"gpu"`` every visible CUDA device.
         """
-        return self._set(requested_devices=check_devices(devices))
+        return self._set(devices=check_devices(devices))
 
     def policy(self, p: ApplyPolicy | str) -> Self:
         """Policy of averaging (default ``SYNC``); ``"cadence"`` is ``ApplyPolicy.CADENCE``."""
@@ -725,7 +723,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         transport is kept, and its failure ends the run. ``handle.backend`` is the one in use,
         ``handle.backend_reason`` the reason.
         """
-        return self._set(requested_backend=check_choice("backend", b, AverageBackend))
+        return self._set(backend=check_choice("backend", b, AverageBackend))
 
     def anchor(self, n: int) -> Self:
         """Batches of the slowest rank between two averagings at the start (default 10).
@@ -808,7 +806,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         samples or more, unless :meth:`sync_batchnorm` is on. If a device has no memory for it,
         pieces become smaller and the step is repeated.
         """
-        return self._set(requested_balance=check_flag("balance", flag))
+        return self._set(balance=check_flag("balance", flag))
 
     def bucket_cap_mb(self, mb: float | None) -> Self:
         """Under ``SYNC``, reduce gradients in buckets of about ``mb`` MiB while the backward pass
@@ -823,7 +821,7 @@ class TrainerBuilder(Generic[ModelT_co]):
         reduced together at the end. Gradients are the same up to rounding.
         """
         size = 0.0 if mb is None else check_float("bucket_cap_mb", mb, 0.0, above=True)
-        return self._set(requested_bucket_mb=size)
+        return self._set(bucket_cap_mb=size)
 
     def sync_batchnorm(self, flag: bool) -> Self:
         """Under ``SYNC``, let batch normalisation use the statistics of the global batch in forward
@@ -1265,8 +1263,8 @@ class TrainerBuilder(Generic[ModelT_co]):
         ``TrainedState.failures`` lists the dead workers. Replicas that differ, non-finite values
         and a failure to build rank 0 always end the run.
         """
-        goes_on = check_word("on_worker_failure", mode, ON_WORKER_FAILURE) == "continue"
-        return self._set(continue_on_failure=goes_on, survives=goes_on)
+        check_word("on_worker_failure", mode, ON_WORKER_FAILURE)
+        return self._set(continue_on_failure=mode == "continue")
 
     def vram_fraction(self, f: float) -> Self:
         """Fraction of each CUDA device's memory that the run may reserve, above 0 and at most 1
@@ -1311,7 +1309,7 @@ class TrainerBuilder(Generic[ModelT_co]):
             ValueError, TypeError: A setting is missing or invalid; no thread was started.
         """
         from_loader = {k: v for k, v in self._loader_settings.items() if k not in self._explicit}
-        return start_run(self._config.with_values(**from_loader))
+        return start_run(replace(self._settings, **from_loader))
 
 
 _STRATEGIES = {

@@ -268,10 +268,13 @@ class House:
     def openings(self):
         """Files whose first public class or function is not the class that they are named after.
 
-        Enumerations, exceptions and protocols may come first: others may need them.
+        Enumerations, exceptions, protocols and bases of the others may come first, which need them.
         """
         for file, tree in sorted(self.files.items()):
-            public = [n for n in tree.body if _opens(n)]
+            classes = [n for n in tree.body if isinstance(n, ast.ClassDef)]
+            bases = {ast.unparse(base) for each in classes for base in each.bases}
+            opening = [n for n in tree.body if _opens(n)]
+            public = [n for n in opening if n.name not in bases or _is_named(n, file)]
             named = [n.name for n in public if isinstance(n, ast.ClassDef) and _is_named(n, file)]
             if named and not _is_named(public[0], file) and file not in OPENINGS:
                 yield f"{file} opens with {public[0].name} and not with {named[0]}"

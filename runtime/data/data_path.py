@@ -251,9 +251,9 @@ class DataPath:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
-    """Settings of the data path; documented by :class:`~gpuworker.TrainerBuilder`.
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Settings of the user for the data path; documented by :class:`~gpuworker.TrainerBuilder`.
 
     Attributes:
         vram_fraction: Fraction of a CUDA device's memory that the run may use.
@@ -262,15 +262,21 @@ class DataOptions:
         loader_workers: Loader processes of each worker.
     """
 
-    batch_size: int = 1
-    seed: int = 0
-    accumulate: int = 1
-    cuda_graphs: bool = False
     vram_fraction: float = 0.90
     prefetch: int | None = None
     resident: bool | None = None
     loader_workers: int = 0
     loader_processes: LoaderProcesses = field(default_factory=LoaderProcesses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(DataSettings):
+    """These settings, and those of the run that concern its loaders."""
+
+    batch_size: int = 1
+    seed: int = 0
+    accumulate: int = 1
+    cuda_graphs: bool = False
 
 
 class LoadingWorker(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from coordinator.config import ApplyPolicy, SharedConfig, StepCount
+from coordinator.config import ApplyPolicy, SharedConfig, SharedSettings, StepCount
 from runtime.device.timing import StepTime
 from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
 from runtime.replica.reducer import Sharding
@@ -20,9 +20,34 @@ from runtime.replica.stepper import TrainFns
 EvalFn = Callable[[Any, int], Mapping[str, SupportsFloat]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig(SharedConfig):
-    """Settings of one worker, with those of :class:`~coordinator.config.SharedConfig`.
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(SharedSettings):
+    """Settings of the user that every worker receives as they are.
+
+    Attributes:
+        loss_reduction: ``"mean"`` or ``"sum"``, of a loss over the samples of its batch.
+        max_grad_norm: Maximum norm, to which gradients are clipped.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        ema: Decay of the moving average of the parameters; ``None``: there is none.
+        cuda_graphs: True if steps are captured and replayed.
+        saves: True if the run writes checkpoints.
+        dataset_lock: True: one thread at a time reads; False: all at once; ``None``: as observed.
+    """
+
+    loss_reduction: str = "mean"
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    on_non_finite: str = "raise"
+    ema: float | None = None
+    cuda_graphs: bool = False
+    saves: bool = False
+    dataset_lock: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(WorkerSettings, SharedConfig):
+    """The settings of one worker, and what follows for it from devices and data.
 
     Attributes:
         rank: The worker's rank.
@@ -32,12 +57,7 @@ class WorkerConfig(SharedConfig):
         step_count: Counts global batches, as positions of the schedule; ``None``: each batch is
             one position.
         seed: Seed of the worker's generators.
-        loss_reduction: ``"mean"`` or ``"sum"``, of a loss over the samples of its batch.
-        max_grad_norm: Maximum norm, to which gradients are clipped.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        on_non_finite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         sharding: Shards gradients and optimizer state over the ranks; ``None``: each rank has all.
-        ema: Decay of the moving average of the parameters; ``None``: there is none.
         lr_scale: Multiplies the learning rate.
         total_steps: The last position of the schedule.
         schedule_every: Positions between two steps of the scheduler; 0: it is stepped by a metric.
@@ -47,9 +67,6 @@ class WorkerConfig(SharedConfig):
         falls_back: True if the run continues over another transport after one fails.
         bucket_bytes: Under ``SYNC``, approximate size of the gradient buckets that are sent during
             the backward pass; ``None``: a single exchange after it.
-        cuda_graphs: True if steps are captured and replayed.
-        saves: True if the run writes checkpoints.
-        dataset_lock: True: one thread at a time reads; False: all at once; ``None``: as observed.
         report_interval_s: Longest time between two reports.
     """
 
@@ -59,12 +76,7 @@ class WorkerConfig(SharedConfig):
     batch_sizes: tuple[int, ...] | None = None
     step_count: StepCount | None = None
     seed: int = 0
-    loss_reduction: str = "mean"
-    max_grad_norm: float | None = None
-    precision: str = "fp32"
-    on_non_finite: str = "raise"
     sharding: Sharding | None = None
-    ema: float | None = None
     lr_scale: float = 1.0
     total_steps: int | None = None
     schedule_every: int = 1
@@ -73,9 +85,6 @@ class WorkerConfig(SharedConfig):
     survives: bool = False
     falls_back: bool = False
     bucket_bytes: int | None = None
-    cuda_graphs: bool = False
-    saves: bool = False
-    dataset_lock: bool | None = None
     report_interval_s: float = 0.05
 
     @property
@@ -115,7 +124,7 @@ class WorkerConfig(SharedConfig):
         return self.survives or self.balance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UserFunctions:
     """The user's functions; see ``TrainerBuilder`` for each.
 

@@ -183,7 +183,7 @@ def test_a_run_resumed_in_mid_epoch_trains_as_a_plain_loop(tmp_path, ranks, accu
 
 def test_a_run_of_one_device_is_resumed_on_several(tmp_path):
     b = builder(1)
-    b._config = b._config.with_values(global_batch_size=None, batch_size=SIZE)
+    b._set(global_batch_size=None, batch_size=SIZE)
     b.scheduler(cosine).max_steps(7).checkpoint_dir(tmp_path).run().join(WAIT_S)
     again = builder(3).scheduler(cosine).resume(tmp_path).run()
     check(again.join(WAIT_S), plain(schedule=cosine))

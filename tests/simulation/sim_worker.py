@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from coordinator import messages as m
-from coordinator.config import ApplyPolicy
+from coordinator.config import ApplyPolicy, SharedConfig, part_of
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, PieceTooLarge
 from runtime.evaluation.batch_means import BatchMeans
 from runtime.evaluation.batch_source import BatchSource, SampleRange
@@ -124,7 +124,10 @@ class SimWorker:
         self._in_steps = c.policy is ApplyPolicy.SYNC
         self._is_lockstep = c.world_size > 1 and self._in_steps
         self._config = WorkerConfig(
-            **c.shared, rank=rank, world_size=c.world_size, survives=c.continue_on_failure
+            **part_of(c, SharedConfig),
+            rank=rank,
+            world_size=c.world_size,
+            survives=c.continue_on_failure,
         )
         self._reporter = Reporter(
             self.protocol,

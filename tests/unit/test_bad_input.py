@@ -299,7 +299,7 @@ def test_every_method_returns_the_builder_and_the_defaults_run(tmp_path):
 
 def test_whole_numbers_and_floats_of_numpy_are_taken():
     b = builder(dataset=8).batch_size(np.int64(4)).overhead_target(np.float32(0.25))
-    assert b._config.coordinator.overhead_target == 0.25
+    assert b._settings.overhead_target == 0.25
     (metrics,) = b.run().join(WAIT_S).metrics
     assert sum(rank.num_batches for rank in metrics.per_rank) == 2
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_global_batch_is_refused(size, tmp_path):
 def test_a_checkpoint_of_a_batch_size_for_each_device_is_refused(size, tmp_path):
     """Its steps are counted differently, even if they have the same samples."""
     b = builder(2, max_steps=4, checkpoint_dir=tmp_path)
-    b._config = b._config.with_values(global_batch_size=None, batch_size=size)
+    b._set(global_batch_size=None, batch_size=size)
     b.run().join(WAIT_S)
     with pytest.raises(CheckpointError, match=rf"batch_size\({size}\) on 2 devices"):
         builder(2, resume=tmp_path).run()

@@ -223,7 +223,7 @@ def test_a_function_of_c_is_accepted_with_and_without_a_signature(train_fn):
 @pytest.mark.parametrize("devices", ["auto", -1, "cpu", ["cpu"]], ids=str)
 def test_names_and_numbers_of_other_libraries_mean_devices(monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert builder().devices(devices)._config.resolved_devices() == (CPU,)
+    assert builder().devices(devices)._settings.resolved_devices() == (CPU,)
     with Trainer.setup(linear(), sgd, devices) as model:
         assert model.devices == (CPU,)
 
@@ -273,7 +273,7 @@ def test_trainer_as_lightnings_leads_to_the_builder_with_the_settings_given():
 
 def test_callbacks_are_taken_in_a_list():
     callbacks = [runtime.EarlyStopping(), runtime.TimeLimit(60)]
-    assert builder().callbacks(callbacks)._config.callbacks == tuple(callbacks)
+    assert builder().callbacks(callbacks)._settings.callbacks == tuple(callbacks)
     state = builder().callbacks(callbacks).run().join(WAIT_S)
     assert len(state.metrics) == 1
     with pytest.raises(TypeError, match="metrics_fn"):

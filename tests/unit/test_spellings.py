@@ -15,7 +15,7 @@ from tests.support.running import WAIT_S, Counter, builder
 
 @pytest.mark.parametrize(("word", "policy"), [("sync", "SYNC"), ("ASYNC", "ASYNC")])
 def test_a_policy_is_selected_by_name(word, policy):
-    assert builder().policy(word)._config.coordinator.policy is ApplyPolicy[policy]
+    assert builder().policy(word)._settings.policy is ApplyPolicy[policy]
 
 
 def test_the_default_policy_is_sync_with_equal_shares_on_devices_of_one_kind():
@@ -27,7 +27,7 @@ def test_the_default_policy_is_sync_with_equal_shares_on_devices_of_one_kind():
 
 @pytest.mark.parametrize("backend", list(AverageBackend))
 def test_a_backend_is_selected_by_name(backend):
-    assert builder().backend(backend.value)._config.requested_backend is backend
+    assert builder().backend(backend.value)._settings.backend is backend
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_backend_is_selected_by_name(backend):
     [("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), (32, "fp32"), ("no", "fp32")],
 )
 def test_names_of_precisions_in_lightning_and_accelerate_are_accepted(word, name):
-    assert builder().precision(word)._config.worker.precision == name
+    assert builder().precision(word)._settings.precision == name
 
 
 @pytest.mark.parametrize("name", _OTHER_LIBRARIES_NAMES)
@@ -63,12 +63,12 @@ def test_a_misspelt_setting_is_answered_with_the_nearest_name(name, hint):
 def test_devices_accepts_one_device_and_a_number_of_devices(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert builder().devices("cpu")._config.requested_devices == (cpu,)
-    assert builder().devices(3)._config.requested_devices == (cpu,) * 3
+    assert builder().devices("cpu")._settings.devices == (cpu,)
+    assert builder().devices(3)._settings.devices == (cpu,) * 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     two = tuple(torch.device("cuda", i) for i in range(2))
-    assert builder().devices(2)._config.requested_devices == two
+    assert builder().devices(2)._settings.devices == two
     with pytest.raises(ValueError, match="there is no cuda:2; 2 CUDA devices are visible"):
         builder().devices(3)
 

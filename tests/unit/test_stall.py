@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from coordinator.metrics import ReportStats
 from coordinator.run_errors import GpuWorkerError
 from coordinator.stall import NUM_KEPT, MessageLog, StallDetector, thread_stacks
 from runtime import RunStalled
+from runtime.settings import RunSettings
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -47,7 +49,7 @@ def _warm():
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch):
-    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
+    monkeypatch.setattr("runtime.trainer.RunSettings", partial(RunSettings, grace_s=0.1))
 
 
 class Stuck:

@@ -206,7 +206,6 @@ def test_any_value_of_a_field_is_refused_or_restored(written):
     """Deletes each field of the coordinator's state, and replaces it by values of every type."""
     way, run, data = written
     _, b = cut_run(way)
-    config = b._config  # the settings of a run
     assert check_content(data) is None
     num_refused = num_taken = 0
     for place in places(data.run):
@@ -222,15 +221,15 @@ def test_any_value_of_a_field_is_refused_or_restored(written):
             except ValueError:
                 num_refused += 1
             else:
-                restore(config, run, tried)
+                restore(b._settings, run, tried)
                 num_taken += 1
     assert num_refused > 5 * num_taken > 0
 
 
-def restore(config, run, data):
+def restore(settings, run, data):
     """Check that valid content can be restored by the coordinator."""
     cpu = torch.device("cpu")
-    made = config.for_run([cpu, cpu], run.n, AverageBackend.THREAD, 1.0)
+    made = settings.resolve([cpu, cpu], run.n, AverageBackend.THREAD)
     Coordinator(made.coordinator, data.run)
 
 

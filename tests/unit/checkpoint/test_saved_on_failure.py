@@ -29,6 +29,7 @@ from runtime import run as run_module
 from runtime.checkpoint import files
 from runtime.checkpoint import store as store_module
 from runtime.checkpoint.store import entries, load_newest, remove_old_checkpoints, write_checkpoint
+from runtime.settings import RunSettings
 from tests.support.checkpointing import make, names
 from tests.support.running import (
     ASYNC,
@@ -285,7 +286,7 @@ def released():
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 1.0)
+    monkeypatch.setattr("runtime.trainer.RunSettings", partial(RunSettings, grace_s=1.0))
 
 
 @pytest.mark.usefixtures("short_grace")

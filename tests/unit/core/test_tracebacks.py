@@ -193,7 +193,7 @@ def interrupted(b, wait=lambda handle: handle.join(WAIT_S)):
         steps.release()
         return -model.w.sum()
 
-    b._config = b._config.with_values(train_fn=train)
+    b._set(train_fn=train)
     handle = b.run()
     for _ in range(3):
         assert steps.acquire(timeout=WAIT_S)
