@@ -11,7 +11,6 @@ from coordinator import messages as m
 from coordinator.averaging import Averager
 from coordinator.machine import Coordinator
 from runtime import CollectiveAborted, WorkerFailed, current_worker
-from runtime import run as run_module
 from runtime.collective import AbortableBarrier, process_group
 from tests.deadlock.faults import BOUND_S, Planted
 from tests.deadlock.tap import within
@@ -194,14 +193,14 @@ def test_a_group_that_does_not_connect_is_an_error_of_run(monkeypatch):
 
 
 @pytest.mark.leaks_thread
-def test_stuck_workers_are_waited_for_once_and_named(faults, monkeypatch):
+def test_stuck_workers_are_waited_for_once_and_named(faults):
     """D22, S25: four ranks are stuck in user code; the bound is for all, not for each."""
-    monkeypatch.setattr(run_module, "WORKER_GRACE_S", 1.0)
     held, planted = threading.Event(), faults().meet_at(ranks=range(5), step=0)
     planted.fail_at(rank=4, step=0)
     for rank in range(4):
         planted.stall_at(rank=rank, step=0, until=held)
-    handle = planted.builder(dataset=400, ranks=5, way=(CADENCE, OVER_CPU)).run()
+    b = planted.builder(dataset=400, ranks=5, way=(CADENCE, OVER_CPU))
+    handle = b._set(grace_s=1.0).run()
     planted.await_all()
     with within(2.5), pytest.raises(WorkerFailed) as failed:
         handle.join(BOUND_S)

@@ -37,10 +37,10 @@ def raising(signum):
     return lambda: signal.raise_signal(signum)
 
 
-def held_run(**kwargs):
+def held_run(grace_s=5.0, **kwargs):
     """An endless run blocked in a step, and the gate that releases it."""
     gate = Gate()
-    handle = builder(train=gate, dataset=FOREVER, **kwargs).run()
+    handle = builder(train=gate, dataset=FOREVER, **kwargs)._set(grace_s=grace_s).run()
     gate.await_entry()
     return gate, handle
 

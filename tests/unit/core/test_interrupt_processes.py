@@ -18,14 +18,12 @@ GRACE_S = 0.2
 # The first step waits until join() has installed its handlers, then for a byte from the parent.
 SCRIPT = f"""
 import os, signal, time
-import runtime.run
 from runtime.core import signals
 from runtime.core.signals import INTERRUPTS
 from tests.support import programs
 from tests.support.running import builder, count_up
 
 signals.REPETITION_S = 0.0
-runtime.run.WORKER_GRACE_S = {GRACE_S}
 default = signal.getsignal(signal.SIGTERM)
 
 def tell(text):
@@ -49,7 +47,7 @@ def caught(error):
 
 listener = Listener()
 INTERRUPTS.add(listener)
-handle = builder(train=train, dataset=100_000, ranks=1).run()
+handle = builder(train=train, dataset=100_000, ranks=1)._set(grace_s={GRACE_S}).run()
 try:
     handle.join()
 except KeyboardInterrupt as error:

@@ -112,9 +112,8 @@ def test_a_signal_from_another_process_interrupts_a_wait_without_timeout(way, wa
 
 
 @ways_to_wait
-def test_the_second_signal_aborts_a_run_stuck_in_user_code(wait, waits, monkeypatch):
-    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
-    gate, handle = held_run()
+def test_the_second_signal_aborts_a_run_stuck_in_user_code(wait, waits):
+    gate, handle = held_run(grace_s=0.1)
     waits.actions = [[raising(SIGINT), raising(SIGINT)]]
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -266,9 +265,8 @@ def test_signals_count_while_a_failed_block_waits_for_its_run(waits):
     assert handle.state.stopped
 
 
-def test_after_ctrl_c_in_a_block_the_next_signal_is_the_second(waits, monkeypatch):
-    monkeypatch.setattr("runtime.run.WORKER_GRACE_S", 0.1)
-    gate, handle = held_run()
+def test_after_ctrl_c_in_a_block_the_next_signal_is_the_second(waits):
+    gate, handle = held_run(grace_s=0.1)
     waits.actions = [[raising(SIGINT)]]
 
     def block():
