@@ -11,6 +11,10 @@ class AveragingFailed(RuntimeError):
     """More averaging rounds failed in a row than ``max_failed_rounds`` allows."""
 
 
+class ClusterError(GpuWorkerError):
+    """This machine cannot join the cluster or remain in it; the message has the reason."""
+
+
 class RunAborted(GpuWorkerError):
     """A second Ctrl-C or SIGTERM ended the run before the steps in progress completed."""
 

@@ -6,8 +6,8 @@ Machines average in *rounds*. In each round every machine gathers the same
 and the grants until the next commit. No machine assigns work to the others, so any of them may
 die. The ledger changes only when a round is committed. A machine that missed a commit receives
 another machine's state, and the batches it trained since its own last commit are open again.
-:class:`~coordinator.cluster.member_protocol.MemberProtocol` is one machine's state machine, without
-clock, thread, socket or tensor: events and times go in, commands come out.
+:class:`~coordinator.cluster.member.Member` is one machine's part in the rounds, without clock,
+thread, socket or tensor: a generator of actions, which is sent their results.
 
 A grant ends with the next commit: its trained batches are consumed, those that the machine keeps
 move into its next grant, and the rest is open again.

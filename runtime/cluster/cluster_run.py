@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,24 @@ from typing import Any, Protocol, assert_never
 import torch
 
 from coordinator import messages as m
-from coordinator.cluster import member_protocol
 from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.machine_report import MachineReport
+from coordinator.cluster.member import (
+    AdoptState,
+    ApplyRound,
+    Capture,
+    Captured,
+    Commit,
+    FormQuorum,
+    Gather,
+    Member,
+    MemberAction,
+    Reduce,
+    ResetEngine,
+    ResumeGrant,
+    RoundFailed,
+    Wait,
+)
 from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
@@ -36,12 +50,11 @@ from runtime.cluster.cluster_settings import ClusterSettings
 from runtime.cluster.engine import (
     ClusterState,
     EngineClosed,
-    EngineError,
     PeerRefused,
     Quorum,
     StatusReader,
 )
-from runtime.cluster.grants import EMPTY_CAPTURE, GrantTracker, machine_tallies, resume_state
+from runtime.cluster.grants import GrantTracker, machine_tallies, resume_state
 from runtime.cluster.tensors import (
     contribution,
     difference,
@@ -104,11 +117,8 @@ class ClusterRun:
         self._listener: Any = None  # the handle; see runtime.run.Listener
         self.read_status: StatusReader | None = None
         self._engine: Any = None
-        self._member: member_protocol.MemberProtocol | None = None
-        self._commands: deque[member_protocol.MemberCommand] = deque()
+        self._member: Member | None = None
         self._grants = GrantTracker()
-        self._capturing = False
-        self._leaving = False  # after the round in progress
         self._delta_pending = False  # sent to the inner run, and in no capture since
         self._last_capture: SaveCheckpoint | None = None  # made by the inner run
         # The replicas' state without their training since: the last capture, or the global state
@@ -126,12 +136,11 @@ class ClusterRun:
         self._num_published = len(self._closed)
         self._num_elsewhere = 0
         self._checked_rounds = False
-        self._deferred_stops: deque[member_protocol.Stop] = deque()
+        self._early_stops: list[_StopRequest] = []  # before there was a member
         self._reason = ""  # of the first stop()
         self._result: Payload | None = None
         self._result_given = False  # to the inner run, before it assembled its own
         self._ended: _RunEnded | None = None
-        self._over = False
         self._aborted = False
         self._num_runs = 0
         self._num_grants = 0  # sent to the inner run
@@ -206,7 +215,7 @@ class ClusterRun:
         until then must be in the state that it hands over.
         """
         self._reason = self._reason or reason
-        self._inbox.put(member_protocol.Stop(everywhere=everywhere))
+        self._inbox.put(_StopRequest(everywhere))
         self._limit_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
 
     def _limit_leaving(self, *, nothing_to_report: bool = False) -> None:
@@ -277,8 +286,7 @@ class ClusterRun:
         try:
             self._await(_RunStarted)
             self._join()
-            while not self._over:
-                self._step()
+            self._take_part()
         except EngineClosed as closed:
             error = self._closed_reason(closed)
         except BaseException as caught:
@@ -328,8 +336,59 @@ class ClusterRun:
                 raise CheckpointError(f"resume(path): {error}") from error
         self._checkpointer.start_from(ledger)
         leave_s = self._settings.period_s + LEAVE_TIMEOUT_S
-        self._member = member_protocol.MemberProtocol(self._machine, ledger, leave_s=leave_s)
-        self._handle(member_protocol.RunReady())
+        self._member = Member(self._machine, ledger, time.monotonic, leave_s=leave_s)
+        for request in self._early_stops:
+            self._member.stop(everywhere=request.everywhere)
+
+    def _take_part(self) -> None:
+        """Execute the member's actions until its part is over."""
+        assert self._member is not None
+        actions = self._member.run()
+        result: Any = None
+        failure: RoundFailed | None = None
+        while True:
+            try:
+                action = actions.send(result) if failure is None else actions.throw(failure)
+            except StopIteration:
+                return
+            logger.debug("machine %s: %s", self._machine, action)
+            result = failure = None
+            try:
+                result = self._execute(action)
+            except RoundFailed as error:
+                failure = error
+            if self._ended is not None and self._result is None:  # it has stopped by itself
+                self._limit_leaving()
+                self._member.stop()
+
+    def _execute(self, action: MemberAction) -> Any:
+        match action:
+            case FormQuorum():
+                return self._form_quorum()
+            case AdoptState():
+                self._adopt()
+            case ResetEngine():
+                self._engine.reset(action.step)
+            case Capture():
+                return self._capture(action.reserve_s)
+            case Gather():
+                return self._gather(action.report)
+            case Reduce():
+                self._reduce(action)
+            case Commit():
+                return self._engine.commit(action.ok)
+            case ApplyRound():
+                self._apply(action)
+            case ResumeGrant():
+                logger.info("machine %s: no round: %s", self._machine, action.reason)
+                self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
+            case Wait():
+                message = self._receive(action.until)
+                # An idle report from before the last grant is void.
+                return isinstance(message, _RunIdle) and message.num_grants == self._num_grants
+            case _:
+                assert_never(action)
+        return None
 
     def _await(self, kind: type[Any]) -> Any:
         """Wait for a message of this type; the end of the inner run ends this one.
@@ -338,134 +397,73 @@ class ClusterRun:
             ClusterError: No message within :data:`BUILD_TIMEOUT_S`.
         """
         while True:
-            try:
-                message = self._inbox.get(timeout=BUILD_TIMEOUT_S)
-            except queue.Empty:
+            message = self._receive(time.monotonic() + BUILD_TIMEOUT_S)
+            if message is None:
                 raise ClusterError(
                     f"the run of this machine did not start in {BUILD_TIMEOUT_S:g} s"
-                ) from None
+                )
             if isinstance(message, kind):
                 return message
             if isinstance(message, _RunEnded):
-                self._ended = message
-                raise message.error or EngineClosed("the run was stopped before it started")
+                raise EngineClosed("the run was stopped before it started")
             if isinstance(message, SaveFailed):
                 raise message.error
-            if isinstance(message, member_protocol.Stop):
-                self._deferred_stops.append(message)
-                if self._member is None:
-                    self._inner.stop(self._reason or "stopped")
 
-    def _handle(self, event: member_protocol.MemberEvent) -> None:
-        assert self._member is not None
-        logger.debug("machine %s: %s", self._machine, event)
-        self._commands.extend(self._member.handle(event, time.monotonic()))
+    def _receive(self, until: float | None = None) -> _Message | None:
+        """Wait for a message until this time, and record it; ``None``: there was none.
 
-    def _step(self) -> None:
-        """Execute the next command, or wait for the next message."""
-        assert self._member is not None
-        if self._commands:
-            self._execute(self._commands.popleft())
-            return
-        deadline = self._member.deadline
-        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        Raises:
+            BaseException: The inner run has failed.
+        """
+        wait_s = None if until is None else max(0.0, until - time.monotonic())
         try:
-            deferred = self._deferred_stops
-            message = deferred.popleft() if deferred else self._inbox.get(timeout=wait_s)
+            message = self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            self._handle(m.Tick())
-            return
+            return None
         match message:
+            case _StopRequest():
+                self._on_stop(message)
+            case SaveCheckpoint():
+                self._last_capture = message
             case _RunEnded():
-                self._on_ended(message)
-            case SaveCheckpoint() | SaveFailed():
-                self._on_capture(message)
-            case _RunIdle():
-                if message.num_grants == self._num_grants:  # else another grant is on its way
-                    self._handle(member_protocol.Idle())
-            case member_protocol.Stop():
-                self._handle(message)
-            case _RunStarted():
-                pass
-            case _:
-                assert_never(message)
+                self._ended = message
+                if message.error is not None:
+                    raise message.error
+        return message
 
-    def _on_ended(self, message: _RunEnded) -> None:
-        self._ended = message
-        if message.error is not None:
-            raise message.error
-        if self._capturing:  # it ended before the capture, and has left its final state
-            self._answer_capture()
-        if self._result is None:
-            self._limit_leaving()
-            self._handle(member_protocol.Stop())
+    def _on_stop(self, request: _StopRequest) -> None:
+        if self._member is not None:
+            self._member.stop(everywhere=request.everywhere)
+        else:
+            self._early_stops.append(request)
+            self._inner.stop(self._reason or "stopped")
 
-    def _on_capture(self, message: SaveCheckpoint | SaveFailed) -> None:
-        if isinstance(message, SaveCheckpoint):
-            self._last_capture = message
-            if self._capturing:
-                self._answer_capture()
-        elif self._capturing:
-            self._capturing = False
-            self._handle(member_protocol.CaptureFailed(error=str(message.error)))
-
-    def _answer_capture(self) -> None:
+    def _capture(self, reserve_s: float) -> Captured:
+        """Have the inner run average; one that ends before has left its final state."""
         assert self._member is not None
+        if self._ended is None:
+            self._inner.post(m.ClusterCheckpointRequested(reserve_s=reserve_s))
+        message: _Message | None = None
+        while self._ended is None and not isinstance(message, SaveCheckpoint):
+            message = self._receive()
+            if isinstance(message, SaveFailed):
+                raise RoundFailed(str(message.error)) from message.error
         assert self._last_capture is not None
-        self._capturing = False
         if self._last_capture.final and self._delta_pending:
             # It ended before all ranks applied the others' changes, which its state would revert.
-            self._handle(EMPTY_CAPTURE)
-            return
+            return Captured()
         self._local, self._delta_pending = self._last_capture.payload, False
-        captured = self._grants.capture(self._last_capture, self._member.ledger)
-        self._handle(replace(captured, kept=()) if self._leaving else captured)
+        return self._grants.capture(self._last_capture, self._member.ledger)
 
-    def _execute(self, command: member_protocol.MemberCommand) -> None:
-        logger.debug("machine %s: %s", self._machine, command)
-        match command:
-            case member_protocol.FormQuorum():
-                self._form_quorum()
-            case member_protocol.AdoptState():
-                self._adopt()
-            case member_protocol.ResetEngine():
-                self._engine.reset(command.step)
-            case member_protocol.RequestCapture():
-                self._request_capture(command.reserve_s)
-            case member_protocol.GatherReports():
-                self._gather(command)
-            case member_protocol.ReduceChanges():
-                self._reduce(command)
-            case member_protocol.Commit():
-                self._commit(command.ok)
-            case member_protocol.ApplyRound():
-                self._apply(command)
-            case member_protocol.ResumeGrant():
-                logger.info("machine %s: no round: %s", self._machine, command.reason)
-                self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
-            case member_protocol.Reject():
-                raise ClusterError(command.reason)
-            case member_protocol.Finish():
-                self._over = True
-            case _:
-                assert_never(command)
-
-    def _form_quorum(self) -> None:
+    def _form_quorum(self) -> tuple[tuple[str, ...], Any]:
         try:
-            self._quorum = self._engine.quorum()
-            self._round_started = time.monotonic()
-        except EngineError as error:
-            if isinstance(error, PeerRefused) and self._machine in error.machines:
+            self._quorum = quorum = self._engine.quorum()
+        except PeerRefused as error:
+            if self._machine in error.machines:
                 raise ClusterError(f"the cluster refuses this machine: {error}") from error
-            self._handle(member_protocol.QuorumFailed(error=str(error)))
-            return
-        healed = self._quorum.healed
-        self._handle(
-            member_protocol.QuorumFormed(
-                members=self._quorum.members,
-                healed=None if healed is None else healed.meta["ledger"],
-            )
-        )
+            raise
+        self._round_started = time.monotonic()
+        return quorum.members, None if quorum.healed is None else quorum.healed.meta["ledger"]
 
     def _offer(self) -> ClusterState:
         """The state to heal a peer."""
@@ -489,65 +487,34 @@ class ClusterRun:
         self._global = state
         self._closed = [metrics_from_state(saved) for saved in self._quorum.healed.meta["metrics"]]
 
-    def _request_capture(self, reserve_s: float) -> None:
-        self._capturing, self._leaving = True, reserve_s == 0
-        if self._ended is not None:
-            self._answer_capture()
-        else:
-            self._inner.post(m.ClusterCheckpointRequested(reserve_s=reserve_s))
-
-    def _gather(self, command: member_protocol.GatherReports) -> None:
-        self._leaving = command.report.leaving
-        try:
-            messages = self._engine.gather(command.report.to_json())
-        except EngineError as error:
-            self._handle(member_protocol.GatherFailed(error=str(error)))
-            return
+    def _gather(self, report: MachineReport) -> tuple[MachineReport, ...]:
         assert self._quorum is not None
+        messages = self._engine.gather(report.to_json())
         reports = []
         for machine, data in zip(self._quorum.members, messages, strict=True):
             try:
                 reports.append(MachineReport.from_json(data))
             except ValueError as error:
-                self._handle(
-                    member_protocol.GatherFailed(
-                        error=f"machine {machine} sent a malformed report: {error}"
-                    )
-                )
-                return
+                raise RoundFailed(f"machine {machine} sent a malformed report: {error}") from error
         self._reports = tuple(reports)
-        self._handle(member_protocol.Gathered(reports=self._reports))
+        return self._reports
 
-    def _reduce(self, command: member_protocol.ReduceChanges) -> None:
+    def _reduce(self, action: Reduce) -> None:
         assert self._quorum is not None
         assert self._global is not None
-        rank, weights = self._quorum.rank, command.weights
+        rank, weights = self._quorum.rank, action.weights
         own = self._local if weights[rank] else None
-        heaviest = command.samples.index(max(command.samples)) == rank
+        heaviest = action.samples.index(max(action.samples)) == rank
         scale = weights[rank] / sum(weights)
         self._sums = contribution(self._global, own, scale, heaviest=heaviest)
-        try:
-            self._engine.all_reduce(self._sums)
-        except EngineError as error:
-            logger.info("machine %s: %s", self._machine, error)
-            self._handle(member_protocol.ReduceDone(ok=False))
-            return
-        self._handle(member_protocol.ReduceDone(ok=True))
+        self._engine.all_reduce(self._sums)
 
-    def _commit(self, ok: bool) -> None:
-        try:
-            committed = self._engine.commit(ok)
-        except EngineError as error:
-            logger.info("machine %s: %s", self._machine, error)
-            committed = False
-        self._handle(member_protocol.Committed(ok=committed))
-
-    def _apply(self, command: member_protocol.ApplyRound) -> None:
+    def _apply(self, action: ApplyRound) -> None:
         """Apply a committed round: the new global state, and the new grant."""
         assert self._member is not None
         assert self._global is not None
         old = self._global
-        if command.reduced:
+        if action.reduced:
             params, buffers, others = split(self._sums, old)
             self._global = Payload(
                 params=tuple(self._settings.outer.step(old.params, params)),
@@ -563,21 +530,21 @@ class ClusterRun:
         ledger = self._member.ledger
         self._check_num_rounds(ledger)
         has_trained = self._grants.was_granted or bool(self._closed)
-        grants = self._grants.commit(command.grant, ledger)
-        closed = [self._close(e) for e in command.closed if e.epoch >= len(self._closed)]
-        if command.restart:
+        grants = self._grants.commit(action.grant, ledger)
+        closed = [self._close(e) for e in action.closed if e.epoch >= len(self._closed)]
+        if action.restart:
             self._num_runs += 1
             if has_trained or self._closed:
                 self._restart_inner()
-                closed, grants = [], self._grants.commit(command.grant, ledger)
-        if ledger.ended or self._leaving:
+                closed, grants = [], self._grants.commit(action.grant, ledger)
+        if ledger.ended or self._member.leaving:
             self._result = self._global
         delta = None
         if self._local is not self._global:
             assert self._local is not None
             delta = difference(self._global, self._local)
         elsewhere = self._grants.num_elsewhere(ledger)
-        if self._leaving or (ledger.stopped and not ledger.complete):
+        if self._member.leaving or (ledger.stopped and not ledger.complete):
             self._inner.stop(self._reason or "stopped")  # with the global state as its result
         elif self._ended is None:
             self._delta_pending = self._delta_pending or delta is not None
@@ -731,8 +698,8 @@ class ClusterRun:
             message = self._inbox.get()
             if isinstance(message, _RunEnded):
                 self._ended = message
-            elif isinstance(message, member_protocol.Stop):
-                self._deferred_stops.append(message)
+            elif isinstance(message, _StopRequest):
+                self._on_stop(message)
         return self._ended
 
 
@@ -825,4 +792,11 @@ class _RunEnded:
     error: BaseException | None
 
 
-_Message = _RunStarted | _RunIdle | _RunEnded | member_protocol.Stop | SaveCheckpoint | SaveFailed
+@dataclass(frozen=True, slots=True)
+class _StopRequest:
+    """``stop()`` was called."""
+
+    everywhere: bool
+
+
+_Message = _RunStarted | _RunIdle | _RunEnded | _StopRequest | SaveCheckpoint | SaveFailed

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from coordinator.cluster.member import RoundFailed
 from runtime.core.errors import GpuWorkerError
 
 MAX_REPORT_BYTES = 16 << 20
@@ -135,7 +136,7 @@ StatusReader = Callable[[Callable[[float], object]], Mapping[str, Any]]
 """Returns the record of a run; called with a function that waits."""
 
 
-class EngineError(GpuWorkerError):
+class EngineError(RoundFailed):
     """A call between machines failed; the round is void, and the next quorum may be tried.
 
     The contents of the failed call's outputs, such as the tensors of an all-reduce, are undefined.

@@ -10,13 +10,11 @@ from typing import Any
 from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.grant import Grant
 from coordinator.cluster.machine_report import EpochRanges, normalize
-from coordinator.cluster.member_protocol import CaptureDone
+from coordinator.cluster.member import Captured
 from coordinator.data_waits import common_wait_s
 from coordinator.messages import EpochGrant, SaveCheckpoint
 from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, Sums, metrics_state
 from coordinator.splitting import BatchSet
-
-EMPTY_CAPTURE = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
 
 
 class GrantTracker:
@@ -32,14 +30,14 @@ class GrantTracker:
         self._granted: defaultdict[int, BatchSet] = defaultdict(BatchSet)
         self._committed: defaultdict[int, BatchSet] = defaultdict(BatchSet)
         self._returned: EpochRanges = ()
-        self._last = EMPTY_CAPTURE
+        self._last = Captured()
         # (samples, weight) of each open epoch.
         self._captured: dict[int, tuple[int, float]] = {}
         self._contributed: dict[int, tuple[int, float]] = {}
         self._num_committed = 0
         self.was_granted = False
 
-    def capture(self, checkpoint: SaveCheckpoint, ledger: ClusterLedger) -> CaptureDone:
+    def capture(self, checkpoint: SaveCheckpoint, ledger: ClusterLedger) -> Captured:
         """The run's progress since the last committed round, in open epochs."""
         done, kept, tallies = [], [], []
         self._returned = checkpoint.returned
@@ -71,7 +69,7 @@ class GrantTracker:
             for epoch, (samples, weight) in self._captured.items()
             for before in (self._contributed.get(epoch, (0, 0.0)),)
         ]
-        self._last = CaptureDone(
+        self._last = Captured(
             done=normalize(done),
             kept=normalize(kept),
             weight=max(0.0, math.fsum(weight for _, weight in news)),
@@ -86,7 +84,7 @@ class GrantTracker:
         returned, self._returned = self._returned, ()
         for epoch, spans in returned:
             self._granted[epoch].put_back(spans)
-        self._last = EMPTY_CAPTURE
+        self._last = Captured()
         return tuple(EpochGrant(epoch=epoch, batches=spans) for epoch, spans in returned)
 
     def commit(self, grant: Grant, ledger: ClusterLedger) -> tuple[EpochGrant, ...]:
@@ -116,7 +114,7 @@ class GrantTracker:
                     EpochGrant(epoch=epoch, batches=more.spans, num_elsewhere=elsewhere)
                 )
         self._returned = ()
-        self._last = EMPTY_CAPTURE
+        self._last = Captured()
         return tuple(epoch_grants)
 
     def num_elsewhere(self, ledger: ClusterLedger) -> int:

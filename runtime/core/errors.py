@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from coordinator.messages import WorkerFailure
-from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted, RunStalled
+from coordinator.run_errors import (
+    AveragingFailed,
+    ClusterError,
+    GpuWorkerError,
+    RunAborted,
+    RunStalled,
+)
 
 __all__ = [
     "AveragingFailed",
@@ -122,10 +128,6 @@ class UnknownMetric(GpuWorkerError, ValueError):
 
     def __reduce__(self) -> tuple[type[UnknownMetric], tuple[object, ...]]:
         return type(self), self._arguments
-
-
-class ClusterError(GpuWorkerError):
-    """This machine cannot join the cluster or remain in it; the message has the reason."""
 
 
 class ReplicaMismatch(ValueError):

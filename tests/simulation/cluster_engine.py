@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.cluster.member_protocol import GatherFailed, QuorumFailed, QuorumFormed, ReduceDone
+from coordinator.cluster.member import RoundFailed
 
 if TYPE_CHECKING:
     from tests.simulation.cluster_harness import ClusterSimulation
@@ -98,7 +98,7 @@ class SimEngine:
 
     def _no_quorum(self, machine: SimMachine, call: int) -> None:
         if machine.call == call and self._requests.pop(machine.name, None) is not None:
-            machine.answer(call, QuorumFailed(error="no quorum in time"), 0.0)
+            machine.answer(call, RoundFailed("no quorum in time"), 0.0)
 
     def form_quorums(self) -> None:
         """Form all quorums that are possible now."""
@@ -157,7 +157,7 @@ class SimEngine:
             if machine.call != call:
                 return
             if donor.gone or donor.stalled or self.apart(donor.name, machine.name):
-                failed = QuorumFailed(error=f"machine {donor.name} sent no state")
+                failed = RoundFailed(f"machine {donor.name} sent no state")
                 machine.answer(call, failed, sim.draw(sim.schedule.timeout_s))
             else:
                 self._answer_formed(machine, members, offer, step)
@@ -168,7 +168,7 @@ class SimEngine:
         self, machine: SimMachine, members: tuple[str, ...], offer: Any, step: int
     ) -> None:
         sim = self._sim
-        formed = QuorumFormed(members=members, healed=None if offer is None else offer[0])
+        formed = (members, None if offer is None else offer[0])
 
         def healed() -> None:
             if offer is not None:
@@ -193,11 +193,9 @@ class SimEngine:
         contributed = group.contributions.setdefault(exchange_name, {})
         contributed[machine.name] = value
         if group.left:
-            self.fail_exchange(machine, exchange_name)
+            self.fail_exchange(machine)
             return
-        sim.at(
-            sim.now + sim.schedule.timeout_s, lambda: self._time_out(machine, exchange_name, call)
-        )
+        sim.at(sim.now + sim.schedule.timeout_s, lambda: self._time_out(machine, call))
         if len(contributed) < len(group.members):
             return
         first = group.members[0]
@@ -209,23 +207,22 @@ class SimEngine:
             peer = sim.machines[name]
             fails = sim.now < sim.schedule.faultless_after_s and sim.rng.random() < chance
             if fails:
-                self.fail_exchange(peer, exchange_name)
+                self.fail_exchange(peer)
             else:
                 peer.answer(peer.call, outcome, sim.draw(sim.schedule.delay_s))
 
-    def _time_out(self, machine: SimMachine, exchange_name: str, call: int) -> None:
+    def _time_out(self, machine: SimMachine, call: int) -> None:
         if machine.call == call and not machine.answered:
-            self.fail_exchange(machine, exchange_name)
+            self.fail_exchange(machine)
 
-    def fail_exchange(self, machine: SimMachine, exchange_name: str) -> None:
+    def fail_exchange(self, machine: SimMachine) -> None:
         """Fail a machine's exchange, and those of all machines waiting for it."""
-        self._fail(machine, exchange_name)
+        self._fail(machine)
         self.leave(machine)
 
-    def _fail(self, machine: SimMachine, exchange_name: str) -> None:
-        failed = GatherFailed(error="a peer is gone")
-        event = failed if exchange_name == "gather" else ReduceDone(ok=False)
-        machine.answer(machine.call, event, self._sim.draw(self._sim.schedule.delay_s))
+    def _fail(self, machine: SimMachine) -> None:
+        failed = RoundFailed("a peer is gone")
+        machine.answer(machine.call, failed, self._sim.draw(self._sim.schedule.delay_s))
 
     def leave(self, machine: SimMachine) -> None:
         """Remove a machine from its round; the others' exchanges fail."""
@@ -234,10 +231,10 @@ class SimEngine:
         if group is None:
             return
         group.left.add(machine.name)
-        for exchange_name, contributed in group.contributions.items():
+        for contributed in group.contributions.values():
             for name in list(contributed):
                 peer = self._sim.machines[name]
                 if peer.group is group and not peer.answered:
-                    self._fail(peer, exchange_name)
+                    self._fail(peer)
                     peer.group = None
                     group.left.add(name)

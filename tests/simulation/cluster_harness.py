@@ -19,7 +19,7 @@ import numpy as np
 
 from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.machine_report import MachineReport
-from coordinator.cluster.member_protocol import MAX_PAUSE_S, ApplyRound, Finish, Gathered, Reject
+from coordinator.cluster.member import MAX_PAUSE_S, ApplyRound
 from tests.simulation.cluster_engine import SimEngine
 from tests.simulation.cluster_machine import SimMachine, to_list
 from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
@@ -100,20 +100,16 @@ class ClusterSimulation:
             raise Violation(f"{report} arrives as {arrived}")
         return arrived
 
-    def gathered(self, contributed: list[Any]) -> Gathered:
-        """The reports of all members."""
-        return Gathered(reports=tuple(contributed))
-
     # -- invariants -------------------------------------------------------------------------
 
-    def on_commit(self, machine: SimMachine, command: ApplyRound) -> None:
+    def on_commit(self, machine: SimMachine, action: ApplyRound) -> None:
         """Check the invariants after a machine has applied a round."""
         ledger = machine.member.ledger
-        if command.grant and machine.leaving:
-            raise Violation(f"machine {machine.name} leaves with {command.grant}")
+        if action.grant and machine.member.leaving:
+            raise Violation(f"machine {machine.name} leaves with {action.grant}")
         self.seen["commits"] += 1
-        self.seen["restarts"] += command.restart
-        for closed in command.closed:
+        self.seen["restarts"] += action.restart
+        for closed in action.closed:
             total = sum(stats["batches"] for stats in closed.tallies.values())
             if total != self.schedule.batches_per_epoch:
                 raise Violation(f"epoch {closed.epoch} is closed with tallies of {total} batches")
@@ -159,17 +155,14 @@ class ClusterSimulation:
 
     def on_end(self, machine: SimMachine) -> None:
         """Check the invariants at the end of a machine."""
-        outcome, ledger = machine.outcome, machine.member.ledger
-        if isinstance(outcome, Reject):
+        ledger = machine.member.ledger
+        if machine.outcome:
             self.seen["refused"] += 1
             if not any(host.other_settings for host in self.schedule.hosts):
-                raise Violation(f"machine {machine.name} is refused: {outcome.reason}")
+                raise Violation(f"machine {machine.name} is refused: {machine.outcome}")
             return
-        assert outcome is not None
-        if outcome.stopped == ledger.complete:
-            raise Violation(f"machine {machine.name} ends with {outcome}")
         self._check_vector(machine.global_vector, ledger)
-        self.seen["left" if outcome.stopped else "finished"] += 1
+        self.seen["finished" if ledger.complete else "left"] += 1
 
     # -- the run ----------------------------------------------------------------------------
 
@@ -243,9 +236,7 @@ class ClusterSimulation:
 
     def _at_end(self) -> None:
         finished = [
-            m
-            for m in self.machines.values()
-            if isinstance(m.outcome, Finish) and not m.outcome.stopped
+            m for m in self.machines.values() if m.outcome == "" and m.member.ledger.complete
         ]
         first_s = min((m.ended_s for m in finished), default=0.0)
         lineages = {m.member.ledger.lineage for m in finished if m.host.start_s < first_s}
@@ -266,7 +257,7 @@ class ClusterSimulation:
     def _report(self, error: BaseException) -> str:
         history = "\n".join(f"{t:10.6f}  {who:<8} {what}" for t, who, what in self.trace)
         states = "\n".join(
-            f"{m.name}: {m.member.state}, step {m.member.step}, engine {m.engine_step}, "
+            f"{m.name}: {m.action}, step {m.member.ledger.step}, engine {m.engine_step}, "
             f"{'gone' if m.gone else 'stalled' if m.stalled else 'runs'}, {m.outcome}"
             for m in self.machines.values()
         )

@@ -13,31 +13,24 @@ import numpy as np
 
 from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.machine_report import EpochRanges, MachineReport
-from coordinator.cluster.member_protocol import (
+from coordinator.cluster.member import (
     MAX_FAILED_CAPTURES,
     AdoptState,
     ApplyRound,
-    CaptureDone,
-    CaptureFailed,
+    Capture,
+    Captured,
     Commit,
-    Committed,
-    Finish,
     FormQuorum,
-    GatherReports,
-    Idle,
-    MemberCommand,
-    MemberEvent,
-    MemberProtocol,
-    ReduceChanges,
-    ReduceDone,
-    Reject,
-    RequestCapture,
+    Gather,
+    Member,
+    MemberAction,
+    Reduce,
     ResetEngine,
     ResumeGrant,
-    RunReady,
-    Stop,
+    RoundFailed,
+    Wait,
 )
-from coordinator.messages import Tick
+from coordinator.run_errors import ClusterError
 from coordinator.splitting import union
 from tests.simulation.cluster_schedule import Fault, Host
 from tests.simulation.effects import Batch, Violation
@@ -58,12 +51,18 @@ def to_list(batches: EpochRanges) -> list[Batch]:
     return [(epoch, b) for epoch, spans in batches for span in spans for b in span]
 
 
-class SharingMember(MemberProtocol):
+class SharingMember(Member):
     """A member that shares outcomes with members of the same history."""
 
-    def __init__(self, sim: ClusterSimulation, machine: str, ledger: ClusterLedger) -> None:
-        period_s = sim.schedule.period_s
-        super().__init__(machine, ledger, leave_s=5 * period_s, linger_s=5 * period_s)
+    def __init__(self, sim: ClusterSimulation, host: Host, ledger: ClusterLedger) -> None:
+        patience_s = 5 * sim.schedule.period_s
+        super().__init__(
+            host.name,
+            ledger,
+            lambda: sim.now + host.clock_s,
+            leave_s=patience_s,
+            linger_s=patience_s,
+        )
         self._sim = sim
 
     def evaluate(self, reports: tuple[MachineReport, ...]) -> RoundOutcome:
@@ -83,7 +82,8 @@ class SimMachine:
         global_vector: The global parameters.
         local_vector: The inner run's parameters.
         engine_step: Commits that the engine has counted.
-        leaving: True if it leaves after the round in progress.
+        action: The action in progress, for whose result the member waits; ``None``: none.
+        outcome: Once it is out, the reason why it cannot take part, else an empty text.
         call: Number of the request in progress; each is answered once.
         group: The round in progress.
         received: The state received with the last quorum.
@@ -93,9 +93,9 @@ class SimMachine:
         self._sim = sim
         self.host = host
         self.name = host.name
-        self.member = SharingMember(
-            sim, host.name, sim.new_ledger(other_settings=host.other_settings)
-        )
+        self.member = SharingMember(sim, host, sim.new_ledger(other_settings=host.other_settings))
+        self._actions = self.member.run()
+        self.action: MemberAction | None = None
         self.global_vector = np.zeros(sim.num_batches, dtype=np.int32)
         self.local_vector = self.global_vector.copy()
         self.engine_step = 0
@@ -105,15 +105,13 @@ class SimMachine:
         self.received: Any = None
         self.started = False
         self.dead = False
-        self.outcome: Finish | Reject | None = None
+        self.outcome: str | None = None
         self.ended_s = 0.0
-        self.leaving = False
         self.closed: list[int] = []
         self.last_commit: tuple[dict[str, Any], Any] | None = None
         self._silent_since: float | None = None
         self._deferred: list[Callable[[], None]] = []
         self._faults: list[Fault] = []
-        self._tick_at: float | None = None
         # the inner run
         self._queue: list[Batch] = []  # in reverse order of training
         self._returned: list[Batch] = []
@@ -150,13 +148,14 @@ class SimMachine:
         if origin is not None and sim.machines[origin].last_commit is not None:
             state, global_vector = sim.machines[origin].last_commit or ({}, None)
             self.member.ledger.load_state_dict(state)
-            self.member = SharingMember(sim, self.name, self.member.ledger)
+            self.member = SharingMember(sim, self.host, self.member.ledger)
+            self._actions = self.member.run()
             self.global_vector = global_vector.copy()
             self.local_vector = global_vector.copy()
-        self.handle(RunReady())
+        self.resume(None)
 
     def inject(self, fault: Fault) -> None:
-        """Inject a fault now, or at a later command."""
+        """Inject a fault now, or at a later action."""
         if self.gone or not self.started:
             return
         if fault.at is not None:
@@ -170,8 +169,8 @@ class SimMachine:
             case "stall":
                 self._stall(fault.for_s)
             case "stop" | "stop everywhere":
-                stop = Stop(everywhere=fault.kind != "stop")
-                self.deliver(lambda: self.handle(stop))
+                everywhere = fault.kind != "stop"
+                self.deliver(lambda: self._stop(everywhere=everywhere))
             case _:
                 raise AssertionError(fault.kind)
 
@@ -212,7 +211,7 @@ class SimMachine:
     def answer(
         self,
         call: int,
-        event: Any,
+        result: Any,
         delay_s: float,
         before: Callable[[], None] | None = None,
     ) -> None:
@@ -225,7 +224,7 @@ class SimMachine:
             if call == self.call:
                 if before is not None:
                     before()
-                self.handle(event)
+                self.resume(result)
 
         self._sim.at(self._sim.now + delay_s, lambda: self.deliver(arrive))
 
@@ -235,44 +234,82 @@ class SimMachine:
         self.call += 1
         self.answered = False
 
-    def handle(self, event: MemberEvent) -> None:
-        """Pass an event to the member, and execute its commands."""
+    def resume(self, result: Any) -> None:
+        """Resume the member with a result or a failure, and execute its actions up to one that
+        takes time.
+        """
         sim = self._sim
         self._advance()
-        if not isinstance(event, Tick):
-            sim.trace.append((sim.now, f"{self.name} <-", event))
-        for command in self.member.handle(event, sim.now + self.host.clock_s):
-            if self.gone:
-                return
-            sim.trace.append((sim.now, f"{self.name} ->", command))
-            self._execute(command)
-            self._inject_at(type(command).__name__)
-        self._set_tick()
+        self.action = None
+        while self.action is None and not self.gone:
+            sim.trace.append((sim.now, f"{self.name} <-", result))
+            action = self._next(result)
+            if action is None:
+                break
+            sim.trace.append((sim.now, f"{self.name} ->", action))
+            result = None
+            if self._execute(action):
+                self.action = action
+            self._inject_at(type(action).__name__)
+        self._set_alarm()
         self._schedule_idle()
 
-    def _inject_at(self, command: str) -> None:
-        for fault in [f for f in self._faults if f.at == command]:
+    def _next(self, result: Any) -> MemberAction | None:
+        """The member's next action; ``None``: it is out."""
+        try:
+            if isinstance(result, RoundFailed):
+                return self._actions.throw(result)
+            return self._actions.send(result)
+        except StopIteration:
+            self.outcome = ""
+        except ClusterError as error:
+            self.outcome = str(error)
+        self.ended_s = self._sim.now
+        self._end()
+        self._sim.on_end(self)
+        return None
+
+    def _stop(self, *, everywhere: bool) -> None:
+        self._sim.trace.append((self._sim.now, f"{self.name} <-", f"stop {everywhere=}"))
+        self.member.stop(everywhere=everywhere)
+        if isinstance(self.action, Wait):
+            self.resume(False)
+        else:
+            self._set_alarm()
+
+    def _inject_at(self, action: str) -> None:
+        for fault in [f for f in self._faults if f.at == action]:
             self._faults.remove(fault)
-            self._sim.seen[f"faults at {command}"] += 1
+            self._sim.seen[f"faults at {action}"] += 1
             self.inject(Fault(kind=fault.kind, name=fault.name, at_s=0.0, for_s=fault.for_s))
 
-    def _set_tick(self) -> None:
-        deadline = self.member.deadline
-        if deadline is None or self.gone:
+    @property
+    def _until_s(self) -> float | None:
+        """Time at which the action in progress ends at the latest; ``None``: no limit."""
+        until = self.member.finish_by if isinstance(self.action, FormQuorum) else None
+        if isinstance(self.action, Wait):
+            until = self.action.until
+        return None if until is None else until - self.host.clock_s + 1e-9
+
+    def _set_alarm(self) -> None:
+        if self._until_s is not None and not self.gone:
+            action, at_s = self.action, max(self._sim.now, self._until_s)
+            self._sim.at(at_s, lambda: self.deliver(lambda: self._end_action(action)))
+
+    def _end_action(self, action: MemberAction | None) -> None:
+        if self.action is not action or self._until_s is None or self._sim.now < self._until_s:
             return
-        at_s = max(self._sim.now, deadline - self.host.clock_s + 1e-9)
-        if self._tick_at is not None and self._sim.now < self._tick_at <= at_s:
-            return  # an earlier tick is scheduled, and will schedule the next
-        self._tick_at = at_s
-        self._sim.at(at_s, lambda: self.deliver(self._tick))
+        if isinstance(action, Wait):
+            self.resume(False)
+        else:  # as an engine that is cancelled
+            self.call += 1
+            self._sim.engine.leave(self)
+            self.resume(RoundFailed("out of time"))
 
-    def _tick(self) -> None:
-        self._tick_at = None
-        self.handle(Tick())
-
-    def _execute(self, command: MemberCommand) -> None:
+    def _execute(self, action: MemberAction) -> bool:
+        """Execute an action; returns True if its result comes later."""
         sim = self._sim
-        match command:
+        match action:
             case FormQuorum():
                 self._begin_request()
                 sim.engine.leave(self)
@@ -288,37 +325,39 @@ class SimMachine:
             case AdoptState():
                 self.global_vector = self.received.copy()
                 self._discard_work()
+                return False
             case ResetEngine():
-                self.engine_step = command.step
+                self.engine_step = action.step
                 self.received = None
-            case RequestCapture():
+                return False
+            case Capture():
                 self._begin_request()
-                self._begin_capture(command.reserve_s)
-            case GatherReports():
+                self._begin_capture(action.reserve_s)
+            case Gather():
                 self._begin_request()
-                report = sim.transmit(command.report)
-                self.leaving = report.leaving
+                report = sim.transmit(action.report)
                 chance = sim.schedule.gather_chance
-                sim.engine.exchange(self, "gather", report, chance, sim.gathered)
-            case ReduceChanges():
+                sim.engine.exchange(self, "gather", report, chance, tuple)
+            case Reduce():
                 self._begin_request()
-                value = (self._difference(), command)
+                value = (self._difference(), action)
                 chance = sim.schedule.reduce_chance
-                sim.engine.exchange(self, "reduce", value, chance, self._summed)
+                sim.engine.exchange(self, "reduce", value, chance, self._sum)
             case Commit():
                 self._begin_request()
-                self._commit(command.ok)
+                self._commit(action.ok)
             case ApplyRound():
-                self._apply(command)
+                self._apply(action)
+                return False
             case ResumeGrant():
                 sim.engine.leave(self)
                 self._resume()
-            case Reject() | Finish():
-                self.outcome, self.ended_s = command, sim.now
-                self._end()
-                sim.on_end(self)
+                return False
+            case Wait():
+                pass
             case _:
-                assert_never(command)
+                assert_never(action)
+        return True
 
     def offer(self) -> tuple[dict[str, Any], Any]:
         """The state that heals another machine."""
@@ -327,17 +366,16 @@ class SimMachine:
     def _difference(self) -> Any:
         return None if self._snapshot is None else self._snapshot - self.global_vector
 
-    def _summed(self, contributed: list[Any]) -> ReduceDone:
-        differences, commands = zip(*contributed, strict=True)
-        if any(command != commands[0] for command in commands):
+    def _sum(self, contributed: list[Any]) -> None:
+        differences, actions = zip(*contributed, strict=True)
+        if any(action != actions[0] for action in actions):
             raise Violation("machines have different weights of each other")
         total = np.zeros_like(self.global_vector)
-        for difference, weight in zip(differences, commands[0].weights, strict=True):
+        for difference, weight in zip(differences, actions[0].weights, strict=True):
             if weight:
                 total += difference
         assert self.group is not None
         self.group.total = total
-        return ReduceDone(ok=True)
 
     def _commit(self, ok: bool) -> None:
         sim, s = self._sim, self._sim.schedule
@@ -348,18 +386,18 @@ class SimMachine:
             self.engine_step += decided
 
         delay_s = sim.draw(s.delay_s)
-        self.answer(self.call, Committed(ok=decided), delay_s, before=count)
+        self.answer(self.call, decided, delay_s, before=count)
 
-    def _apply(self, command: ApplyRound) -> None:
+    def _apply(self, action: ApplyRound) -> None:
         sim = self._sim
-        if command.reduced:
+        if action.reduced:
             if self.group is None or self.group.total is None:
                 raise Violation(f"machine {self.name} applies sums that it never received")
             self.global_vector = self.global_vector + self.group.total
         num = len(self._trained) if self._captured is None else self._captured
         since = self._trained[num:]
         self._tallies.update(epoch for epoch, _ in self._trained[:num])
-        if command.restart:
+        if action.restart:
             if self._trained or self._queue or self._returned:
                 raise Violation(f"machine {self.name} continued training after it was healed")
             self.local_vector = self.global_vector.copy()
@@ -370,7 +408,7 @@ class SimMachine:
             if self._trained:
                 raise Violation(f"machine {self.name} has trained and was not captured")
             self.local_vector = self.global_vector.copy()
-        granted = to_list(command.grant.batches)
+        granted = to_list(action.grant.batches)
         if self.member.ledger.ended:
             since = []  # lost: in no machine's grant
             self.local_vector = self.global_vector.copy()
@@ -380,9 +418,9 @@ class SimMachine:
         self._trained = since
         self._returned, self._captured, self._snapshot = [], None, None
         self._add_batches([batch for batch in granted if batch not in done])
-        self.closed += [closed.epoch for closed in command.closed]
+        self.closed += [closed.epoch for closed in action.closed]
         self.last_commit = (sim.state_of(self.member.ledger), self.global_vector)
-        sim.on_commit(self, command)
+        sim.on_commit(self, action)
 
     # -- the inner run --------------------------------------------------------------------
 
@@ -439,7 +477,8 @@ class SimMachine:
             and not self._idle_reported
         ):
             self._idle_reported = True
-            self.handle(Idle())
+            if isinstance(self.action, Wait):
+                self.resume(True)
 
     def _begin_capture(self, reserve_s: float) -> None:
         num = min(len(self._queue), self.host.num_devices + int(reserve_s / self.host.batch_s))
@@ -460,7 +499,7 @@ class SimMachine:
         fails = sim.now < s.faultless_after_s and sim.rng.random() < s.capture_chance
         self._num_failed = self._num_failed + 1 if fails else 0
         if 0 < self._num_failed < MAX_FAILED_CAPTURES:
-            self.answer(self.call, CaptureFailed(error="a worker died"), 0.0)
+            self.answer(self.call, RoundFailed("a worker died"), 0.0)
             return
         if not keeps:
             self._returned, self._queue = self._returned + self._queue, []
@@ -468,7 +507,7 @@ class SimMachine:
         self._captured = len(self._trained)
         tallies = Counter(self._tallies)
         tallies.update(epoch for epoch, _ in self._trained)
-        done = CaptureDone(
+        captured = Captured(
             done=to_ranges(self._trained),
             kept=to_ranges(self._queue),
             weight=float(len(self._trained)),
@@ -480,7 +519,7 @@ class SimMachine:
                 if tallies[epoch]
             ),
         )
-        self.answer(self.call, done, 0.0)
+        self.answer(self.call, captured, 0.0)
 
     def _resume(self) -> None:
         """Continue the previous grant."""

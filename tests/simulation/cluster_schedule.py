@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.cluster import member_protocol
-from coordinator.cluster.member_protocol import MAX_PAUSE_S
+from coordinator.cluster import member
+from coordinator.cluster.member import MAX_PAUSE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Fault:
         name: The machine.
         at_s: Time of the fault.
         for_s: Duration of a stall.
-        at: Name of a command: the fault occurs right after the machine has executed the first
+        at: Name of an action: the fault occurs right after the machine has executed the first
             one from ``at_s`` on; ``None``: at ``at_s``.
     """
 
@@ -119,19 +119,19 @@ class ClusterSchedule:
     faultless_after_s: float = 0.0
 
 
-COMMANDS = tuple(
-    command.__name__
-    for command in (
-        member_protocol.FormQuorum,
-        member_protocol.RequestCapture,
-        member_protocol.GatherReports,
-        member_protocol.ReduceChanges,
-        member_protocol.Commit,
-        member_protocol.ApplyRound,
-        member_protocol.AdoptState,
+ACTIONS = tuple(
+    action.__name__
+    for action in (
+        member.FormQuorum,
+        member.Capture,
+        member.Gather,
+        member.Reduce,
+        member.Commit,
+        member.ApplyRound,
+        member.AdoptState,
     )
 )
-"""Commands after which faults are injected."""
+"""Actions after which faults are injected."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class ClusterDraw:
                 name=host.name,
                 at_s=host.start_s + rng.uniform(0.0, 1.2) * lasts_s,
                 for_s=rng.choice((0.2, 1.0, 4.0)) * rng.random() * period_s,
-                at=rng.choice(COMMANDS) if self.happens(0.5) else None,
+                at=rng.choice(ACTIONS) if self.happens(0.5) else None,
             )
         if self.happens(0.1):
             yield Fault(

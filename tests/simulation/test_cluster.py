@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.simulation.cluster_harness import ClusterSimulation, simulate_cluster
-from tests.simulation.cluster_schedule import COMMANDS, ClusterSchedule, Fault, Host
+from tests.simulation.cluster_schedule import ACTIONS, ClusterSchedule, Fault, Host
 from tests.support.pairs import SCALE
 
 NUM_CLUSTERS = 50 if SCALE == 1 else 150 * SCALE
@@ -20,7 +20,7 @@ def test_every_cluster_ends_with_every_batch_counted_once():
     seen = Counter()
     for seed in range(NUM_CLUSTERS):
         seen += simulate_cluster(seed).seen
-    faults = [f"faults at {command}" for command in COMMANDS]
+    faults = [f"faults at {action}" for action in ACTIONS]
     for name in ("restarts", "left", "retrained", "two ends", "starved", "refused", *faults):
         assert seen[name] >= NUM_CLUSTERS // 50, (name, seen)
     assert seen["finished"] > NUM_CLUSTERS

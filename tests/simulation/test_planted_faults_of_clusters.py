@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 
-from coordinator.cluster import member_protocol
+from coordinator.cluster import member
 from coordinator.cluster.cluster_ledger import ClusterLedger, evaluate_round
 from coordinator.cluster.machine_report import num_batches
-from coordinator.cluster.member_protocol import Committed, Idle, MemberProtocol, MemberState
+from coordinator.cluster.member import Commit, Member, RoundFailed, Wait
 from tests.simulation.cluster_harness import TOO_LONG
 from tests.simulation.cluster_machine import SimMachine
 from tests.simulation.finding import assert_cluster_is_found
@@ -22,13 +23,22 @@ def without_history(ledger, reports):
     return tuple(replace(peer, **own, done=peer.done, kept=peer.kept) for peer in reports)
 
 
+def change_reports(monkeypatch, **values):
+    report_of = Member._report
+
+    def changed(self):
+        return replace((yield from report_of(self)), **values)
+
+    monkeypatch.setattr(Member, "_report", changed)
+
+
 def test_an_ignored_lineage_is_found(monkeypatch):
     evaluate = evaluate_round
 
     def trusting(ledger, reports):
         return evaluate(ledger, without_history(ledger, reports))
 
-    monkeypatch.setattr(member_protocol, "evaluate_round", trusting)
+    monkeypatch.setattr(member, "evaluate_round", trusting)
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
     assert_cluster_is_found("granted though consumed")
 
@@ -37,12 +47,12 @@ def test_a_machine_that_ignores_healing_is_found(monkeypatch):
     """It continues in its own history, at an old step, and its commit counts."""
     evaluate = evaluate_round
     monkeypatch.setattr(
-        member_protocol,
+        member,
         "evaluate_round",
         lambda ledger, reports: evaluate(ledger, without_history(ledger, reports)),
     )
     monkeypatch.setattr(ClusterLedger, "errors_in", lambda self, reports: {})
-    monkeypatch.setattr(MemberProtocol, "_adopt", lambda self, state: None)
+    monkeypatch.setattr(Member, "_adopt", lambda self, state: iter(()))
     assert_cluster_is_found("granted though consumed")
 
 
@@ -51,8 +61,9 @@ def test_a_healed_machine_that_keeps_its_training_is_found(monkeypatch):
         ledger = self.ledger.copy()
         ledger.load_state_dict(state)
         self.ledger, self._engine_step = ledger, ledger.step
+        return iter(())
 
-    monkeypatch.setattr(MemberProtocol, "_adopt", keeping)
+    monkeypatch.setattr(Member, "_adopt", keeping)
     assert_cluster_is_found(EFFECT)
 
 
@@ -90,12 +101,7 @@ def test_kept_batches_that_are_assigned_again_are_found(monkeypatch):
 
 
 def test_kept_batches_missing_from_the_facts_are_found(monkeypatch):
-    report_of = MemberProtocol._report
-    monkeypatch.setattr(
-        MemberProtocol,
-        "_report",
-        lambda self, *args, **kw: replace(report_of(self, *args, **kw), kept=()),
-    )
+    change_reports(monkeypatch, kept=())
     assert_cluster_is_found("without a grant")
 
 
@@ -105,12 +111,20 @@ def test_a_failed_round_that_changes_the_ledger_is_found(monkeypatch):
 
 
 def test_a_failed_commit_that_counts_is_found(monkeypatch):
-    on_committed = MemberProtocol._on_committed
+    commit = Member._commit
 
-    def stubborn(self, event):
-        on_committed(self, Committed(ok=True))
+    def stubborn(self, reports):
+        actions, answer = commit(self, reports), None
+        while True:
+            try:
+                action = actions.send(answer)
+            except StopIteration as end:
+                return end.value
+            with suppress(RoundFailed):
+                yield action
+            answer = isinstance(action, Commit)
 
-    monkeypatch.setattr(MemberProtocol, "_on_committed", stubborn)
+    monkeypatch.setattr(Member, "_commit", stubborn)
     assert_cluster_is_found("sums that it never received")
 
 
@@ -173,49 +187,37 @@ def test_an_epoch_that_closes_early_is_found(monkeypatch):
 
 
 def test_tallies_of_a_healed_machine_that_replace_earlier_ones_are_found(monkeypatch):
-    report_of = MemberProtocol._report
-    monkeypatch.setattr(
-        MemberProtocol,
-        "_report",
-        lambda self, *args, **kw: replace(report_of(self, *args, **kw), run=0),
-    )
+    change_reports(monkeypatch, run=0)
     assert_cluster_is_found("is closed with tallies")
 
 
 def test_machines_that_leave_without_final_rounds_are_found(monkeypatch):
-    on_committed = MemberProtocol._on_committed
+    play_round = Member._round
 
-    def hurried(self, event):
-        on_committed(self, event)
-        if self.ledger.ended and self.state is MemberState.QUORUM:
-            self._commands.pop()
-            self._finish()
+    def hurried(self):
+        is_over = yield from play_round(self)
+        return is_over or self.ledger.ended
 
-    monkeypatch.setattr(MemberProtocol, "_on_committed", hurried)
+    monkeypatch.setattr(Member, "_round", hurried)
     assert_cluster_is_found("end with different histories", first=71)
 
 
 def test_an_idle_machine_that_keeps_forming_quorums_is_found(monkeypatch):
-    take = MemberProtocol._dispatch
+    def pushing(self):
+        while self._now() < self._due and not (yield Wait(until=self._due)):
+            pass
 
-    def pushing(self, event):
-        if isinstance(event, Idle) and self.state is MemberState.TRAINING:
-            self._form_quorum()
-        else:
-            take(self, event)
-
-    monkeypatch.setattr(MemberProtocol, "_dispatch", pushing)
+    monkeypatch.setattr(Member, "_train", pushing)
     assert_cluster_is_found(TOO_LONG, first=7)
 
 
 def test_a_superseded_machine_that_is_not_healed_is_found(monkeypatch):
-    set_step = MemberProtocol._reset_engine
+    reset = Member._reset_engine
 
     def proud(self, step):
-        if step:
-            set_step(self, step)
+        return reset(self, step or self._engine_step)
 
-    monkeypatch.setattr(MemberProtocol, "_reset_engine", proud)
+    monkeypatch.setattr(Member, "_reset_engine", proud)
     assert_cluster_is_found(TOO_LONG, first=5)
 
 

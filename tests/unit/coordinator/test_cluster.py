@@ -1,4 +1,4 @@
-"""The ledger of a cluster, its grants, and one machine's state machine."""
+"""The ledger of a cluster, its grants, and one machine's part in its rounds."""
 
 import json
 from dataclasses import fields
@@ -9,27 +9,24 @@ from hypothesis import strategies as st
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.grant import INITIAL_BATCHES, Grant
-from coordinator.cluster.machine_report import LedgerError, MachineReport
-from coordinator.cluster.member_protocol import (
+from coordinator.cluster.machine_report import MachineReport
+from coordinator.cluster.member import (
+    MAX_FAILED_CAPTURES,
+    MAX_FINAL_ROUNDS,
+    AdoptState,
     ApplyRound,
-    CaptureDone,
+    Capture,
+    Captured,
     Commit,
-    Committed,
-    Finish,
     FormQuorum,
-    Gathered,
-    Idle,
-    MemberProtocol,
-    QuorumFailed,
-    QuorumFormed,
-    Reject,
-    RequestCapture,
+    Gather,
+    Member,
     ResetEngine,
     ResumeGrant,
-    RunReady,
-    Stop,
+    RoundFailed,
+    Wait,
 )
-from coordinator.messages import Tick
+from coordinator.run_errors import ClusterError
 from coordinator.splitting import BatchSet, split_by_cost
 from tests.support.pairs import few_examples
 
@@ -190,39 +187,69 @@ def test_batches_are_removed_as_from_a_set(present, removed):
 # -- one machine ------------------------------------------------------------------------
 
 
-def one(ledger=None):
-    """A machine in its first quorum."""
-    member = MemberProtocol("a", ledger or new_ledger())
-    assert member.handle(RunReady(), 0.0) == [FormQuorum()]
-    return member
+class Driver:
+    """Resumes a machine by hand, at given times.
 
+    Attributes:
+        action: The action in progress; ``None``: the machine is done.
+    """
 
-def formed(*members, healed=None):
-    return QuorumFormed(members=members, healed=healed)
+    def __init__(self, machine="a", ledger=None):
+        self.now = 0.0
+        self.member = Member(machine, ledger or new_ledger(), lambda: self.now)
+        self.actions = self.member.run()
+        self.action = next(self.actions)
 
+    def give(self, result=None, now=None):
+        """Resume with a result or a failure; returns the next action."""
+        self.now = self.now if now is None else now
+        try:
+            if isinstance(result, RoundFailed):
+                self.action = self.actions.throw(result)
+            else:
+                self.action = self.actions.send(result)
+        except StopIteration:
+            self.action = None
+        return self.action
 
-def commit_alone(member, now=0.0):
-    """The first round of a machine without peers."""
-    (gather,) = member.handle(formed("a"), now)
-    assert member.handle(Gathered(reports=(gather.report,)), now) == [Commit(ok=True)]
-    return member.handle(Committed(ok=True), now)
+    def commit_alone(self, now=None):
+        """Play a round without peers up to its :class:`ApplyRound`."""
+        action = self.give((("a",), None), now)
+        if isinstance(action, Capture):
+            action = self.give(Captured())
+        assert self.give((action.report,)) == Commit(ok=True)
+        return self.give(True)
 
 
 def test_a_failed_quorum_is_retried_after_growing_pauses():
-    member, now = one(), 0.0
+    a, now = Driver(), 0.0
     for pause in (0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0):
-        assert member.handle(QuorumFailed(error="away"), now) == [ResumeGrant(reason="away")]
-        assert member.deadline == pytest.approx(now + pause)
-        assert member.handle(Tick(), now) == []
-        now = member.deadline
-        assert member.handle(Tick(), now) == [FormQuorum()]
+        assert a.action == FormQuorum()
+        assert a.give(RoundFailed("away"), now) == ResumeGrant(reason="away")
+        wait = a.give()
+        assert wait.until == pytest.approx(now + pause)
+        assert a.give(False, now) == wait
+        now = wait.until
+        a.give(False, now)
+
+
+def test_a_machine_without_batches_left_waits_after_a_failed_round():
+    """Its next round would fail as well, and it would call the engine without a pause."""
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    assert a.give(True, 0.1) == FormQuorum()
+    a.give(RoundFailed("away"))
+    wait = a.give()
+    assert a.give(True) == wait
+    assert a.give(False, wait.until) == FormQuorum()
 
 
 def test_an_idle_machine_requests_a_quorum_at_once():
-    member = one()
-    (apply,) = commit_alone(member)
-    assert len(apply.grant) == INITIAL_BATCHES
-    assert member.handle(Idle(), 0.1) == [FormQuorum()]
+    a = Driver()
+    assert len(a.commit_alone().grant) == INITIAL_BATCHES
+    assert a.give() == Wait(until=1.0)
+    assert a.give(True, 0.1) == FormQuorum()
 
 
 def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():
@@ -231,72 +258,162 @@ def test_a_superseded_machine_keeps_its_history_if_the_winner_dies():
     for _ in range(2):
         commit_all(winning, ("b",))
     lineage = own.lineage
-    member = MemberProtocol("a", own)
-    member.handle(RunReady(), 0.0)
-    member.handle(formed("a", "b"), 0.0)
-    nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
-    (gather,) = member.handle(nothing, 0.0)
-    lost = member.handle(Gathered(reports=(gather.report, report_of(winning, "b"))), 0.0)
-    assert ResetEngine(step=0) in lost
-    assert member.handle(Tick(), 1.0) == [FormQuorum()]
-    back, capture = member.handle(formed("a"), 1.0)  # no machine is left to heal from
-    assert back == ResetEngine(step=1)
-    assert isinstance(capture, RequestCapture)
-    (gather,) = member.handle(nothing, 1.0)
+    a = Driver(ledger=own)
+    assert a.action == ResetEngine(step=1)
+    a.give()
+    a.give((("a", "b"), None))
+    gather = a.give(Captured())
+    assert a.give((gather.report, report_of(winning, "b"))) == ResetEngine(step=0)
+    assert "that of machine b continues" in a.give().reason
+    wait = a.give()
+    assert a.give(False, wait.until) == FormQuorum()
+    assert a.give((("a",), None)) == ResetEngine(step=1)  # no machine is left to heal from
+    assert isinstance(a.give(), Capture)
+    gather = a.give(Captured())
     assert (gather.report.step, gather.report.lineage) == (1, lineage)
-    member.handle(Gathered(reports=(gather.report,)), 1.0)
-    (apply,) = member.handle(Committed(ok=True), 1.0)
-    assert not apply.restart
-    assert member.step == 2
+    a.give((gather.report,))
+    assert not a.give(True).restart
+    assert a.member.ledger.step == 2
+
+
+def test_a_healed_machine_restarts_with_the_next_committed_round():
+    ahead = new_ledger()
+    commit_all(ahead, ("b",))
+    a = Driver()
+    assert a.give((("a", "b"), ahead.state_dict())) == AdoptState()
+    gather = a.give()
+    assert gather.report.step == 1
+    assert a.give((gather.report, report_of(ahead, "b"))) == Commit(ok=True)
+    assert a.give(True).restart
+    assert not a.member.healing
 
 
 def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continue():
     even, odd = new_ledger(), new_ledger(batch_size=8)
     commit_all(even, ("b",))
-    member, other = one(odd), MemberProtocol("b", even)
-    other.handle(RunReady(), 0.0)
-    (reset, gather) = member.handle(formed("a", "b", healed=even.state_dict()), 0.0)
-    assert reset == ResetEngine(step=0)
-    other.handle(formed("a", "b"), 0.0)
-    done = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
-    (theirs,) = other.handle(done, 0.0)
-    reports = (gather.report, theirs.report)
-    (refused,) = member.handle(Gathered(reports=reports), 0.0)
-    assert isinstance(refused, Reject)
-    assert "machine a has other settings" in refused.reason
-    assert "batch_size is 8" in refused.reason
-    (resumed,) = other.handle(Gathered(reports=reports), 0.0)
-    assert "batch_size is 8" in resumed.reason
+    a, b = Driver("a", odd), Driver("b", even)
+    b.give()
+    assert a.give((("a", "b"), even.state_dict())) == ResetEngine(step=0)
+    reports = a.give().report, (b.give((("a", "b"), None)), b.give(Captured()))[1].report
+    with pytest.raises(ClusterError, match=r"machine a has other settings.*batch_size is 8"):
+        a.give(reports)
+    assert "batch_size is 8" in b.give(reports).reason
+
+
+def test_a_failed_sum_is_voted_down_and_its_reason_reported():
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    a.give(True)
+    a.give((("a",), None))
+    gather = a.give(Captured(weight=1.0, num_samples=1))
+    a.give((gather.report,))
+    assert a.give(RoundFailed("a peer is gone")) == Commit(ok=False)
+    assert a.give(False) == ResumeGrant(reason="a peer is gone")
+    assert a.member.ledger.step == 1
 
 
 def test_a_stopping_machine_finishes_when_rounds_fail_for_too_long():
-    member = one()
-    commit_alone(member)
-    assert member.handle(Stop(), 1.0) == [FormQuorum()]
-    assert member.deadline == 31.0
-    member.handle(QuorumFailed(error="away"), 2.0)
-    assert member.handle(Tick(), 31.0)[-1] == Finish(stopped=True)
-    assert member.handle(Tick(), 32.0) == []
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    a.now = 0.5  # before the next round is due
+    a.member.stop()
+    assert a.give(False) == FormQuorum()
+    assert a.member.finish_by == 30.5
+    a.give(RoundFailed("away"), 30.49)
+    assert a.give() == Wait(until=30.5)
+    assert a.give(False, 30.5) is None
 
 
 def test_a_stopping_machine_completes_a_round_in_progress():
-    member = one()
-    commit_alone(member)
-    member.handle(Stop(), 1.0)
-    capture = [RequestCapture(reserve_s=0.0)]
-    assert member.handle(formed("a"), 31.5) == capture
-    assert member.deadline is None
-    assert member.handle(Tick(), 32.0) == []
-    nothing = CaptureDone(done=(), kept=(), weight=0.0, num_samples=0, seconds_per_batch=None)
-    (gather,) = member.handle(nothing, 33.0)
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    a.now = 1.0
+    a.member.stop()
+    a.give(False)
+    assert a.give((("a",), None), 31.5) == Capture(reserve_s=0.0)
+    gather = a.give(Captured(), 33.0)
+    assert isinstance(gather, Gather)
     assert gather.report.leaving
-    assert member.handle(Gathered(reports=(gather.report,)), 34.0) == [Commit(ok=True)]
-    apply, finish = member.handle(Committed(ok=True), 35.0)
-    assert isinstance(apply, ApplyRound)
-    assert finish == Finish(stopped=True)
+    assert a.give((gather.report,), 34.0) == Commit(ok=True)
+    assert isinstance(a.give(True, 35.0), ApplyRound)
+    assert a.give() is None
 
 
-def test_an_event_that_is_invalid_in_the_state_is_an_error():
-    member = one()
-    with pytest.raises(LedgerError, match="in state"):
-        member.handle(Committed(ok=True), 0.0)
+def test_a_machine_that_is_stopped_within_a_round_requests_the_next_one_at_once():
+    a = Driver()
+    a.commit_alone()
+    a.member.stop()
+    assert a.give() == FormQuorum()
+
+
+def test_a_machine_whose_captures_fail_ends_and_names_the_reason():
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    a.give(True)
+    for _ in range(MAX_FAILED_CAPTURES - 1):
+        assert isinstance(a.give((("a",), None)), Capture)
+        gather = a.give(RoundFailed("a worker died"))
+        assert "machine a cannot take part: a worker died" in a.give((gather.report,)).reason
+        a.give(False, a.give().until)
+    a.give((("a",), None))
+    gather = a.give(RoundFailed("a worker died"))
+    with pytest.raises(ClusterError, match=r"5 captures in a row failed.*a worker died"):
+        a.give((gather.report,))
+
+
+def test_a_machine_that_is_stopped_before_its_first_round_takes_part_in_none():
+    """Unless it stops all machines."""
+    member = Member("a", new_ledger(), lambda: 0.0)
+    member.stop()
+    assert list(member.run()) == []
+    member.stop(everywhere=True)
+    assert next(member.run()) == FormQuorum()
+
+
+def test_captures_that_fail_now_and_then_do_not_end_a_machine():
+    a = Driver()
+    a.commit_alone()
+    a.give()
+    a.give(True)
+    for number in range(2 * MAX_FAILED_CAPTURES):
+        a.give((("a",), None))
+        gather = a.give(RoundFailed("a worker died") if number % 2 else Captured())
+        a.give((gather.report,))
+        if not number % 2:
+            a.give(True)
+        a.give(False, a.give().until)
+        assert a.action == FormQuorum()
+
+
+def test_a_machine_whose_final_rounds_fail_is_done():
+    ledger = new_ledger(num_epochs=1, batches_per_epoch=INITIAL_BATCHES)
+    a = Driver(ledger=ledger)
+    apply = a.commit_alone()
+    a.give()
+    a.give(True)
+    a.give((("a",), None))
+    gather = a.give(Captured(done=apply.grant.batches))
+    a.give((gather.report,))
+    a.give(True)
+    for _ in range(MAX_FINAL_ROUNDS):
+        a.give()
+        while isinstance(a.action, Wait):
+            a.give(False, a.action.until)
+        assert a.action == FormQuorum()
+        a.give(RoundFailed("the others are gone"))
+    assert a.give() is None
+
+
+def test_a_stopping_machine_that_was_healed_has_nothing_to_hand_over():
+    ahead = new_ledger()
+    commit_all(ahead, ("b",))
+    a = Driver()
+    a.give((("a", "b"), ahead.state_dict()))
+    a.member.stop()
+    a.give()
+    a.give(RoundFailed("machine b is gone"))
+    assert a.give() is None
