@@ -146,7 +146,7 @@ def test_batches_that_a_machine_returns_in_a_failed_round_are_its_own_again():
 def test_a_round_weighs_machines_by_their_samples_since_the_last_one():
     """A sample moves its element by 1/4 on its machine, and the round's change has the weight."""
     cluster = MemoryCluster(min_machines=2)
-    machines = [Machine(cluster, name, n=2000, ranks=1) for name in "ab"]
+    machines = [Machine(cluster, name, n=8000, ranks=1) for name in "ab"]
     assert all(machine.join() for machine in machines)
     num_compared = 0
     for change in machines[0].outer.changes:
