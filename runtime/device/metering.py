@@ -109,30 +109,6 @@ class StepMeter:
         return self.log.take_each() + ((0.0, 0.0, None),) * self.num_empty
 
 
-class LogMark(NamedTuple):
-    """A position in a log.
-
-    Attributes:
-        step: Number of the next batch.
-    """
-
-    losses: int
-    scalars: int
-    step: int
-
-
-class PendingStep(NamedTuple):
-    """Values of a step whose reduction is not confirmed yet.
-
-    Attributes:
-        losses: Its losses, each with its weight and the number of its batch.
-        scalars: Its scalars, each with its name and weight.
-    """
-
-    losses: list[tuple[torch.Tensor, Weight, int]]
-    scalars: list[tuple[str, float | torch.Tensor, Weight]]
-
-
 Harvest = tuple[Exact, Exact, dict[str, tuple[Exact, Exact]]]
 """Loss sum, the sum of its weights, and ``(weighted sum, weight)`` of each scalar."""
 
@@ -143,26 +119,27 @@ class ReadValues:
     Args:
         on_bad_loss: See :class:`ValueLog`.
         each: Receives the single losses as well.
-        rates: Learning rates by the number of the batch; those of these losses are removed.
     """
 
     def __init__(
         self,
         on_bad_loss: Callable[[int], None] | None,
         each: list[BatchLoss] | None = None,
-        rates: dict[int, float | None] | None = None,
     ) -> None:
         self._on_bad_loss = on_bad_loss
         self._each = each
-        self._rates = {} if rates is None else rates
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._scalars: dict[str, tuple[list[float], list[float]]] = {}
 
     def add_losses(
-        self, losses: Sequence[float], weights: Sequence[float], steps: Sequence[int]
+        self,
+        losses: Sequence[float],
+        weights: Sequence[float],
+        steps: Sequence[int],
+        rates: Sequence[float | None],
     ) -> None:
-        """Add the mean losses of batches, each with its weight and the number of its batch.
+        """Add the mean losses of batches, each with its weight, number and learning rate.
 
         Raises:
             ValueError: A weight is negative or not finite.
@@ -177,7 +154,6 @@ class ReadValues:
         self._losses += [x * n for x, n in zip(losses, weights, strict=True) if n]
         self._weights += weights
         if self._each is not None:
-            rates = [self._rates.pop(step, None) for step in steps]
             self._each += zip(losses, weights, rates, strict=True)
 
     def add_scalar(self, name: str, value: float, weight: float) -> None:
@@ -198,6 +174,63 @@ BatchLoss = tuple[float, float, float | None]
 _NOTHING = torch.zeros(())
 
 
+class StepValues:
+    """Losses and scalars of one optimizer step, which :meth:`ValueLog.keep` takes once it is made.
+
+    Args:
+        log: Has the learning rates.
+        number: Number of its first batch.
+
+    Attributes:
+        losses: Mean loss, weight and learning rate of each batch; ``None``: it has no loss.
+        scalars: Name, value and weight of each scalar.
+        number: See above.
+    """
+
+    __slots__ = ("_first", "_log", "losses", "number", "scalars")
+
+    def __init__(self, log: ValueLog, number: int) -> None:
+        self._log = log
+        self.number = number
+        self.losses: list[tuple[Tensor, Weight, float | None] | None] = []
+        self.scalars: list[tuple[str, float | Tensor, Weight]] = []
+        self._first = 0
+
+    def begin_batch(self) -> None:
+        """Begin the next batch; without one, as in a further step on one, losses are dropped."""
+        self.losses.append(None)
+        self._first = len(self.scalars)
+
+    def push_loss(self, loss: Tensor, weight: Weight) -> None:
+        """Add the mean loss of the batch, detached; to an earlier loss of the same batch."""
+        if not self.losses:
+            return
+        rate = None if self._log.each is None else self._log.rate()
+        earlier = self.losses[-1]
+        if earlier is not None:
+            loss, weight = earlier[0] + loss, earlier[1]
+        self.losses[-1] = loss, weight, rate
+
+    def push_scalar(self, name: str, value: float | Tensor, weight: Weight) -> None:
+        """Add a scalar of the batch."""
+        self.scalars.append((name, value, weight))
+
+    def weigh_scalars(self, weight: Weight) -> None:
+        """Set the weight of the scalars of the batch: that of its loss."""
+        first = self._first
+        self.scalars[first:] = [(name, value, weight) for name, value, _ in self.scalars[first:]]
+
+    def keep(self, values: StepValues) -> None:
+        """Add the values of a batch."""
+        self.losses += values.losses
+        self.scalars += values.scalars
+
+    def drop(self) -> None:
+        """Drop the values of a step that is not made; its batches stay counted."""
+        self.losses = [None if each is None else (_NOTHING, 0, each[2]) for each in self.losses]
+        self.scalars.clear()
+
+
 class ValueLog:
     """Losses and scalars of the steps since the last report, read late.
 
@@ -210,95 +243,36 @@ class ValueLog:
         each: Losses that ``harvest`` has read, until :meth:`take_each`; ``None``: they are not
             kept.
         rate: The learning rate of the batch whose loss is pushed, with ``each``.
+        number: Number of the next batch.
     """
 
     def __init__(self) -> None:
         self.on_bad_loss: Callable[[int], None] | None = None
         self.each: list[BatchLoss] | None = None
         self.rate: Callable[[], float | None] = lambda: None
-        self._rates: dict[int, float | None] = {}
-        self._step = 0
-        self._losses: list[tuple[torch.Tensor, Weight, int]] = []
+        self.number = 0
+        self._losses: list[tuple[torch.Tensor, Weight, int, float | None]] = []
         self._scalars: list[tuple[str, float | torch.Tensor, Weight]] = []
 
-    def push_loss(self, loss: torch.Tensor, weight: Weight) -> None:
+    def push_loss(self, loss: torch.Tensor, weight: Weight, rate: float | None = None) -> None:
         """Keep the mean loss of the next batch; it must be detached."""
-        self._losses.append((loss, weight, self._step))
-        if self.each is not None:
-            self._rates[self._step] = self.rate()
-        self._step += 1
+        self._losses.append((loss, weight, self.number, rate))
+        self.number += 1
 
     def push_scalar(self, name: str, value: float | torch.Tensor, weight: Weight) -> None:
-        """Keep a scalar of a batch."""
+        """Keep a scalar that belongs to no step in progress."""
         self._scalars.append((name, value, weight))
 
-    def take_scalars(self) -> list[tuple[str, float | torch.Tensor]]:
-        """Remove and return the scalars kept."""
-        found, self._scalars = self._scalars, []
-        return [(name, value) for name, value, _ in found]
-
-    @property
-    def num_scalars(self) -> int:
-        """Number of scalars kept."""
-        return len(self._scalars)
-
-    def weigh_scalars(self, first: int, weight: Weight) -> None:
-        """Set the weight of the scalars from number ``first`` on: that of their batch's loss."""
-        self._scalars[first:] = [(name, value, weight) for name, value, _ in self._scalars[first:]]
-
-    def start_at(self, step: int) -> None:
-        """Number the next batch."""
-        self._step = step
-
-    def mark(self) -> LogMark:
-        """The current position; valid until the next harvest."""
-        return LogMark(len(self._losses), len(self._scalars), self._step)
-
-    def since(self, mark: LogMark) -> Sequence[tuple[torch.Tensor, Weight, int]]:
-        """``(loss, weight, number of the batch)`` of each loss pushed since a mark."""
-        return self._losses[mark.losses :]
-
-    def rewind(self, mark: LogMark) -> None:
-        """Drop the values pushed since a mark; their batches stay counted."""
-        dropped = self._losses[mark.losses :] if self.each is not None else []
-        self._losses[mark.losses :] = [(_NOTHING, 0, step) for _, _, step in dropped]
-        del self._scalars[mark.scalars :]
-
-    def retract(self, mark: LogMark) -> None:
-        """Drop the values pushed since a mark, and their batches, which were not trained."""
-        del self._losses[mark.losses :]
-        del self._scalars[mark.scalars :]
-        self._step = mark.step
-
-    def push_nothing(self) -> None:
-        """Count a batch without a loss."""
-        if self.each is not None:
-            self._losses.append((_NOTHING, 0, self._step))
-        self._step += 1
-
-    def merge_last(self) -> None:
-        """Add the last loss to the one before it: both are of one batch."""
-        loss, _, _ = self._losses.pop()
-        first, weight, self._step = self._losses[-1]
-        self._losses[-1] = first + loss, weight, self._step
-        self._step += 1
-
-    def forget_losses(self, mark: LogMark) -> None:
-        """Drop the losses pushed since a mark, and their numbers, but no scalars."""
-        del self._losses[mark.losses :]
-        self._step = mark.step
-
-    def withhold(self, mark: LogMark) -> PendingStep:
-        """Remove the values pushed since a mark, until :meth:`give` restores them."""
-        held = PendingStep(self._losses[mark.losses :], self._scalars[mark.scalars :])
-        del self._losses[mark.losses :]
-        del self._scalars[mark.scalars :]
-        return held
-
-    def give(self, held: PendingStep) -> None:
-        """Restore withheld values, before later ones are pushed."""
-        self._losses.extend(held.losses)
-        self._scalars.extend(held.scalars)
+    def keep(self, values: StepValues) -> None:
+        """Keep the values of a step that was made."""
+        for loss in values.losses:
+            if loss is not None:
+                self.push_loss(*loss)
+            elif self.each is None:
+                self.number += 1
+            else:
+                self.push_loss(_NOTHING, 0)
+        self._scalars += values.scalars
 
     def take_each(self) -> tuple[BatchLoss, ...]:
         """Every loss read since the last call; with weight 0 where it was dropped."""
@@ -315,10 +289,10 @@ class ValueLog:
         """
         losses, self._losses = self._losses, []
         scalars, self._scalars = self._scalars, []
-        found = ReadValues(self.on_bad_loss, self.each, self._rates)
+        found = ReadValues(self.on_bad_loss, self.each)
         if losses:
-            tensors, sizes, steps = zip(*losses, strict=True)
-            found.add_losses(_read(tensors), _read_weights(sizes), steps)
+            tensors, sizes, steps, rates = zip(*losses, strict=True)
+            found.add_losses(_read(tensors), _read_weights(sizes), steps, rates)
         values, weights = _read([v for _, v, _ in scalars]), _read_weights([n for *_, n in scalars])
         for (name, _, _), value, n in zip(scalars, values, weights, strict=True):
             found.add_scalar(name, value, n)
@@ -355,12 +329,14 @@ class _Entry(NamedTuple):
         value: The value if it is on the CPU; if not, its tensor until it is sent.
         weight: As the value.
         step: Number of the batch, for a loss.
+        rate: Its learning rate, if known.
     """
 
     name: str | None
     value: float | Tensor | None
     weight: float | Tensor | None
-    step: int
+    step: int = 0
+    rate: float | None = None
 
 
 class _Flight(NamedTuple):
@@ -393,10 +369,10 @@ class CudaLog(ValueLog):
     def harvest(self, *, wait: bool = True) -> Harvest:
         """Sums of the values on the CPU, in step order; blocks for the rest if ``wait``."""
         known = self._known
-        entries = [_Entry(None, known(loss), known(n), step) for loss, n, step in self._losses]
-        entries += [_Entry(name, known(v), known(n), 0) for name, v, n in self._scalars]
+        entries = [_Entry(None, known(x), known(n), at, lr) for x, n, at, lr in self._losses]
+        entries += [_Entry(name, known(v), known(n)) for name, v, n in self._scalars]
         self._losses, self._scalars = [], []
-        found = ReadValues(self.on_bad_loss, self.each, self._rates)
+        found = ReadValues(self.on_bad_loss, self.each)
         size = CAPACITY // 2 if any(isinstance(e.weight, Tensor) for e in entries) else CAPACITY
         for start in range(0, len(entries), size):
             if not self._free:
@@ -426,8 +402,8 @@ class CudaLog(ValueLog):
         self._free.append(flight.buffer)
         num_sent = sum((e.value is None) + (e.weight is None) for e in flight.entries)
         sent = iter(flight.buffer[:num_sent].tolist())
-        losses, weights, steps = [], [], []
-        for name, value, weight, step in flight.entries:
+        losses, weights, steps, rates = [], [], [], []
+        for name, value, weight, step, rate in flight.entries:
             number = next(sent) if value is None else float(value)
             n = next(sent) if weight is None else weight
             assert not isinstance(n, Tensor)
@@ -435,9 +411,10 @@ class CudaLog(ValueLog):
                 losses.append(number)
                 weights.append(n)
                 steps.append(step)
+                rates.append(rate)
             else:
                 found.add_scalar(name, number, n)
-        found.add_losses(losses, weights, steps)
+        found.add_losses(losses, weights, steps, rates)
 
     def _known(self, value: float | Tensor) -> float | Tensor:
         """A value, read if it is on the CPU."""

@@ -7,21 +7,24 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from runtime.device.metering import ValueLog
+from runtime.device.metering import StepValues, ValueLog
 
 
 class BatchLog:
-    """Receives the losses and scalars of the batch in training, and passes them to a log.
+    """Receives the scalars of the batch in training, and the values of its step.
 
     Attributes:
-        values: The current log.
+        kept: The log of the steps that were made.
+        values: The values of the step in progress; the log between two steps.
+        num_samples: Samples of the batch.
         closed_by: The function in which scalars are refused; ``None``: they are accepted.
     """
 
-    __slots__ = ("closed_by", "num_samples", "values")
+    __slots__ = ("closed_by", "kept", "num_samples", "values")
 
-    def __init__(self, values: ValueLog) -> None:
-        self.values = values
+    def __init__(self, log: ValueLog) -> None:
+        self.kept = log
+        self.values: StepValues | ValueLog = log
         self.num_samples = 1
         self.closed_by: str | None = None
 
@@ -46,11 +49,15 @@ class BatchLog:
         finally:
             self.closed_by = before
 
-    @contextmanager
-    def redirected(self, values: ValueLog) -> Iterator[None]:
-        """Use another log for the duration of the context."""
-        before, self.values = self.values, values
-        try:
-            yield
-        finally:
-            self.values = before
+    def new_values(self) -> StepValues:
+        """New values for the next step."""
+        return StepValues(self.kept, self.kept.number)
+
+    def begin(self) -> StepValues:
+        """Begin the next step; its values are kept or dropped after :meth:`end`."""
+        self.values = values = self.new_values()
+        return values
+
+    def end(self) -> None:
+        """End the step: scalars from now on belong to none."""
+        self.values = self.kept

@@ -12,8 +12,8 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from runtime.core.loss_weights import Weight
 from runtime.core.nested import cuts_itself, is_container, items_of, map_batch, movable_parts
 from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
-from runtime.device.metering import ValueLog
+from runtime.device.metering import StepValues
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.capturable import (
     CannotCapture,
@@ -144,7 +144,7 @@ class GraphedSteps:
         """Make the step of a window on static batches, by a graph if there is one."""
         graph = self._graph_of(window, batches, train_fn)
         if graph is not None:
-            return graph.run(window, self._log.values)
+            return graph.run(window)
         batches.add_to(window, train_fn)
         return window.finish()
 
@@ -386,17 +386,17 @@ class StepGraph:
 
     first: Replay
     second: Replay | None
-    values: StepValues
+    values: ReplayedValues
     result: CapturedWindow
     settings: Any
     state: tuple[Any, int, Any] | None
     kept: Sequence[Tensor]
     module: ModuleTensors
 
-    def run(self, window: AccumulationWindow, log: ValueLog) -> StepEnd:
+    def run(self, window: AccumulationWindow) -> StepEnd:
         """Make the step of a window on the batches in the static buffers."""
         self.first()
-        self.values.push(log)
+        self.values.push(window.values)
         window.load(self.result)
         return window.finish(self.second)
 
@@ -456,19 +456,19 @@ class StepCapture:
             module=self.module,
         )
 
-    def _first(self, whole: bool) -> tuple[StepValues, Replay]:
-        captured, values = CapturedLog(), []
+    def _first(self, whole: bool) -> tuple[ReplayedValues, Replay]:
+        captured, values = self.log.new_values(), []
         in_optimizer = False
 
         def work() -> None:
             nonlocal in_optimizer
-            with self.log.redirected(captured):
+            with self._into(captured):
                 self.forward()
             if whole and self.window.is_split:
                 raise StateMissing  # its first weight on the device: capture again, split
             if self.with_optimizer:
                 self.window.pack()
-            values.append(captured.gather())
+            values.append(ReplayedValues.of(captured))
             if whole:
                 in_optimizer = True
                 with self.optimizer.unchanged():
@@ -484,6 +484,17 @@ class StepCapture:
             raise
         return values[0], replay
 
+    @contextmanager
+    def _into(self, values: StepValues) -> Iterator[None]:
+        """Collect the values of the window and of its functions apart from the step."""
+        window, log = self.window, self.log
+        kept = window.values, log.values
+        window.values = log.values = values
+        try:
+            yield
+        finally:
+            window.values, log.values = kept
+
     def _second(self) -> Replay:
         def work() -> None:
             with self.optimizer.unchanged():
@@ -497,31 +508,7 @@ class StepCapture:
             raise CannotCapture(error_summary(error)) from error
 
 
-class CapturedLog(ValueLog):
-    """Collects the losses and scalars of a step during its capture."""
-
-    def gather(self) -> StepValues:
-        """Stack them into one tensor; captured after the step."""
-        losses = [(None, loss, n) for loss, n, _ in self._losses]
-        entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *self._scalars]
-        every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
-        # Values on a CPU are read now, unless the CPU stands in for a device.
-        tensors = [t for t in every if not t.is_cpu] or every
-        known = {id(t) for t in tensors}
-        return StepValues(
-            torch.stack([t.detach().reshape(()).double() for t in tensors]),
-            [
-                (
-                    name,
-                    None if id(value) in known else float(value),
-                    None if id(n) in known else n if isinstance(n, int) else float(n),
-                )
-                for name, value, n in entries
-            ],
-        )
-
-
-class StepValues:
+class ReplayedValues:
     """Losses and scalars of a replay, on the device.
 
     Args:
@@ -536,16 +523,38 @@ class StepValues:
         self._values = values
         self._entries = entries
 
-    def push(self, log: ValueLog) -> None:
-        """Push a copy of the values to a log."""
+    @classmethod
+    def of(cls, captured: StepValues) -> ReplayedValues:
+        """The values of a step, stacked into one tensor; captured after the step."""
+        losses = [(None, *loss[:2]) for loss in captured.losses if loss is not None]
+        entries: list[tuple[str | None, float | Tensor, Weight]] = [*losses, *captured.scalars]
+        every = [v for _, *pair in entries for v in pair if isinstance(v, Tensor)]
+        # Values on a CPU are read now, unless the CPU stands in for a device.
+        tensors = [t for t in every if not t.is_cpu] or every
+        known = {id(t) for t in tensors}
+        return cls(
+            torch.stack([t.detach().reshape(()).double() for t in tensors]),
+            [
+                (
+                    name,
+                    None if id(value) in known else float(value),
+                    None if id(n) in known else n if isinstance(n, int) else float(n),
+                )
+                for name, value, n in entries
+            ],
+        )
+
+    def push(self, step: StepValues) -> None:
+        """Push a copy of the values to those of a step."""
         values = iter(self._values.clone().unbind())
         for name, number, known in self._entries:
             value = next(values) if number is None else number
             weight = next(values) if known is None else known
             if name is not None:
-                log.push_scalar(name, value, weight)
+                step.push_scalar(name, value, weight)
             elif isinstance(value, Tensor):
-                log.push_loss(value, weight)
+                step.begin_batch()
+                step.push_loss(value, weight)
 
 
 class GraphFallbacks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from coordinator import messages as m
 from runtime.collective import Collective
 from runtime.core.errors import CollectiveAborted, NonFiniteError
-from runtime.device.metering import StepMeter, ValueLog
+from runtime.device.metering import StepMeter, StepValues
 from runtime.replica.flat import FlatBuffers, FlatParams, NamedParams
 from runtime.replica.optimizers import members_of
 
@@ -167,7 +167,6 @@ class StepFiniteCheck:
 
     Args:
         mode: ``"raise"`` or ``"skip"``.
-        log: The log with the losses of the step.
 
     Attributes:
         skips: True if bad steps are dropped.
@@ -180,7 +179,6 @@ class StepFiniteCheck:
         rank: int,
         params: NamedParams,
         buffers: FlatBuffers,
-        log: ValueLog,
         device: torch.device,
         *,
         losses_only: bool,
@@ -188,16 +186,15 @@ class StepFiniteCheck:
         self._rank = rank
         self._params = params
         self._buffers = buffers
-        self._log = log
         self.skips = mode == "skip"
         self.reads = self.skips or device.type == "cpu"
         self._losses_only = losses_only
-        self._mark = log.mark()
+        self._values: StepValues | None = None
         self._kept: list[Tensor] = []
 
-    def begin(self) -> None:
-        """Begin a step, and keep the state required to drop it."""
-        self._mark = self._log.mark()
+    def begin(self, values: StepValues) -> None:
+        """Begin the step of these values, and keep the state required to drop it."""
+        self._values = values
         if self.skips:
             self._kept = [b.clone() for b in self._buffers.tensors()]
 
@@ -206,7 +203,7 @@ class StepFiniteCheck:
         if not self.skips:
             return True
         grads = [p.grad for p in self._params.params]
-        checked = [loss for loss, _, _ in self._log.since(self._mark)]
+        checked = [loss for _, loss in self._losses()]
         if not self._losses_only:
             checked += [g for g in grads if g is not None]
         if all_finite(checked):
@@ -253,7 +250,7 @@ class StepFiniteCheck:
         # would wait for the end of the run.
         at_fault = collective.all_gather_number(fault is not None)
         if collective.rank == at_fault.index(max(at_fault)):
-            raise fault or NonFiniteError(self._rank, self._mark.step, "gradient")
+            raise fault or NonFiniteError(self._rank, self._number, "gradient")
         raise CollectiveAborted("a peer's loss or gradient is not finite")
 
     def _own_fault(self, grads: Sequence[Tensor | None]) -> NonFiniteError | None:
@@ -264,16 +261,29 @@ class StepFiniteCheck:
             for p, g in zip(self._params.params, grads, strict=True)
         ]
         name = first_bad(self._params.names, cast)
-        for loss, _, step in self._log.since(self._mark):
+        for step, loss in self._losses():
             if not bool(torch.isfinite(loss).all()):
                 return NonFiniteError(self._rank, step, "loss", name)
         if name is None or self._losses_only:
             return None
-        return NonFiniteError(self._rank, self._mark.step, "gradient", name)
+        return NonFiniteError(self._rank, self._number, "gradient", name)
+
+    def _losses(self) -> Iterator[tuple[int, Tensor]]:
+        """The losses of the step, each with the number of its batch."""
+        losses = () if self._values is None else self._values.losses
+        for step, loss in enumerate(losses, self._number):
+            if loss is not None:
+                yield step, loss[0]
+
+    @property
+    def _number(self) -> int:
+        """Number of the step's first batch."""
+        return 0 if self._values is None else self._values.number
 
     def _drop(self, fault: NonFiniteError | None) -> None:
         """Drop the step: its losses and scalars, and its changes to buffers."""
-        self._log.rewind(self._mark)
+        if self._values is not None:
+            self._values.drop()
         with torch.no_grad():
             for live, kept in zip(self._buffers.tensors(), self._kept, strict=True):
                 live.copy_(kept)

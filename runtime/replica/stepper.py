@@ -28,7 +28,7 @@ from runtime.core.loss_weights import (
     split_loss,
 )
 from runtime.core.shared_objects import SharedObjects
-from runtime.device.metering import ValueLog
+from runtime.device.metering import StepValues, ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.error_notes import explain_error
@@ -113,6 +113,7 @@ class Stepper:
         num_samples: int,
         num_batches: int = 1,
         *,
+        values: StepValues | None = None,
         part: str | None = None,
         run_ahead: bool = False,
     ) -> AccumulationWindow:
@@ -120,6 +121,7 @@ class Stepper:
 
         Args:
             num_samples: Samples of the step; 0: this rank only receives gradients.
+            values: Receive its losses; ``None``: new ones.
             part: The optimizer, if there are several; within :meth:`alternate`.
             run_ahead: The step may be made before the result of the reduction is known to the
                 host, which then has to wait for :attr:`StepEnd.pending`.
@@ -131,7 +133,8 @@ class Stepper:
         if self._is_open:
             raise RuntimeError("a window is open: finish its step before the next one")
         chosen = self._whole if part is None else self._choose(part)
-        window = AccumulationWindow(self, chosen, num_samples, num_batches, run_ahead)
+        values = values or self.log.new_values()
+        window = AccumulationWindow(self, chosen, values, num_samples, num_batches, run_ahead)
         if self._global_batch is not None:
             try:
                 self._global_batch.begin(num_batches)
@@ -139,11 +142,11 @@ class Stepper:
                 self.clear_gradients()
                 raise
         if chosen.finite_check is not None:
-            chosen.finite_check.begin()
+            chosen.finite_check.begin(values)
         return window
 
     def open_window(
-        self, part: str | None = None, *, run_ahead: bool = False
+        self, values: StepValues, part: str | None = None, *, run_ahead: bool = False
     ) -> AccumulationWindow:
         """Open the window of a step whose forward passes the caller runs; see :meth:`window`.
 
@@ -151,13 +154,14 @@ class Stepper:
         parameters have already. Windows of several optimizers may be open at the same time.
 
         Args:
+            values: Receive its losses.
             part: The optimizer, if there are several.
             run_ahead: As in :meth:`window`.
         """
         chosen = self._whole if part is None else self._parts[part]
         if chosen.finite_check is not None:
-            chosen.finite_check.begin()
-        window = AccumulationWindow(self, chosen, 0, 0, run_ahead)
+            chosen.finite_check.begin(values)
+        window = AccumulationWindow(self, chosen, values, 0, 0, run_ahead)
         window.keep_gradients()
         return window
 
@@ -322,16 +326,22 @@ class AccumulationWindow:
     A window that is left without :meth:`finish`, or by an exception, makes no step and drops its
     gradients. Calls in another order raise ``RuntimeError``. :meth:`restart`, :meth:`pack`,
     :meth:`apply`, :meth:`captured` and :meth:`load` serve the capture of steps as graphs.
+
+    Attributes:
+        values: Receive the losses.
+        num_samples: Samples of the step.
     """
 
     def __init__(
         self,
         stepper: Stepper,
         part: OptimizerPart,
+        values: StepValues,
         num_samples: int,
         num_batches: int,
         run_ahead: bool,
     ) -> None:
+        self.values = values
         self.num_samples = num_samples
         self._stepper = stepper
         self._part = part
@@ -396,9 +406,9 @@ class AccumulationWindow:
             self._require(_Stage.NEW)
             self.restart()
         stepper = self._stepper
-        log, global_batch = stepper.log, stepper._global_batch
-        log.num_samples = num_samples
-        num_scalars = log.values.num_scalars
+        global_batch, values = stepper._global_batch, self.values
+        stepper.log.num_samples = num_samples
+        values.begin_batch()
         if global_batch is not None:
             global_batch.next_batch()
         part, precision = self._part, stepper._precision
@@ -426,7 +436,10 @@ class AccumulationWindow:
         if weight is None and stepper._sum_scale is None:
             checks.check_rows(batch, num_samples)
         fraction = 1.0 if num_samples == self.num_samples else num_samples / self.num_samples
-        return self._run_backward(loss, weight, num_samples, fraction, num_scalars)
+        loss, weight = self._run_backward(loss, weight, num_samples, fraction)
+        if weight is not None:
+            values.weigh_scalars(weight)
+        return loss, weight
 
     def keep_gradients(self) -> None:
         """Begin to accumulate, on top of the parameters' present gradients."""
@@ -456,11 +469,10 @@ class AccumulationWindow:
             The loss, detached, on the device.
         """
         self._require(_Stage.ACCUMULATING)
-        log = self._stepper.log
-        log.num_samples = num_samples
+        self._stepper.log.num_samples = num_samples
         self._inputs, self._retain_graph = inputs, retain_graph
         self._part.checks.check_graph(loss)
-        return self._run_backward(loss, weight, num_samples, fraction, log.values.num_scalars)[0]
+        return self._run_backward(loss, weight, num_samples, fraction)[0]
 
     def _run_backward(
         self,
@@ -468,11 +480,10 @@ class AccumulationWindow:
         weight: Weight | None,
         num_samples: int,
         fraction: float,
-        num_scalars: int,
     ) -> tuple[Tensor, Weight | None]:
         """Scale a loss, run its backward pass and log it; see :meth:`add` for the result."""
         stepper, part = self._stepper, self._part
-        log, global_batch = stepper.log, stepper._global_batch
+        global_batch = stepper._global_batch
         checks = part.checks
         live: Tensor | bool = True
         if stepper._sum_scale is not None:
@@ -524,11 +535,7 @@ class AccumulationWindow:
             )
         if part.reducer is not None:
             self._losses.append(loss)
-        if weight is None:
-            log.values.push_loss(loss, num_samples)
-        else:
-            log.values.weigh_scalars(num_scalars, weight)
-            log.values.push_loss(loss, weight)
+        self.values.push_loss(loss, num_samples if weight is None else weight)
         return loss, weight
 
     def _scale_sum(self, loss: Tensor, weight: Weight | None, scale: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight, with_graph
-from runtime.device.metering import LogMark, PendingStep, StepMeter
+from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationFn
 from runtime.evaluation.predict import means_in_order
@@ -117,7 +117,7 @@ class OwnLoop:
         # Not counted yet, and not timed.
         self._num_steps = self._num_batches = self._num_samples = 0
         self._num_empty = self._num_timed = 0
-        self._held: PendingStep | None = None  # its values, between two plans
+        self._is_paused = False  # its timer, between two plans
         # In progress on other ranks only, and before this batch.
         self._is_followed = self._continues = False
         self._skips = False  # a micro-batch of it was skipped
@@ -130,7 +130,6 @@ class OwnLoop:
         self._added: set[str] = set()  # optimizers with gradients of it
         self._made: list[str] = []  # optimizers of its steps
         self._losses: dict[str, list[Tensor]] = {}
-        self._mark: LogMark | None = None
         # For every(): the last multiple of k that was granted, and this rank's batch.
         self._first_step = replica.progress.body_steps
         self._granted: dict[int, tuple[int, int]] = {}
@@ -446,6 +445,8 @@ class OwnLoop:
         if is_first:
             self._added.add(name)
             window.num_samples += self._size
+            if self._names:
+                window.values.begin_batch()
         if weight is None:
             self._stepper.check_rows(name, self._data, self._size)
         size, total = self._size, self._total
@@ -456,7 +457,7 @@ class OwnLoop:
         if not (self._names or self._precision.dtype):
             add()
         else:
-            with self._apart():
+            with self._precision.without_autocast():
                 loss = add(inputs=self._stepper.inputs_of(name) if self._names else None)
         if self._names:
             losses = self._losses.setdefault(name, [])
@@ -464,8 +465,6 @@ class OwnLoop:
                 losses.append(loss)
             else:
                 losses[-1] = losses[-1] + loss
-        elif not is_first:
-            self._log.values.merge_last()
         for p in self._watched:
             self._watch(p)
 
@@ -479,14 +478,15 @@ class OwnLoop:
         if self._made:  # a further step on the batch
             self._steps.confirm_steps()
             self._before = self._steps.state_before()
-            self._mark = self._log.values.mark()
         if self._precision.scales and self._has_gradients(name):
             raise ValueError(
                 "gradients of a plain loss.backward() are not scaled, as fp16 requires: call "
                 "worker.backward(loss)"
             )
+        assert self._before is not None, "a batch is in progress"
+        values = self._log.new_values() if self._names else self._before.values
         window = self._stepper.open_window(
-            name or None, run_ahead=self._is_lockstep and not (self._names or self._made)
+            values, name or None, run_ahead=self._is_lockstep and not (self._names or self._made)
         )
         self._windows[name] = window
         return window
@@ -502,8 +502,6 @@ class OwnLoop:
         window = self._open(name)
         window.num_samples = self._size
         self._added.add(name)
-        if not self._names:
-            self._log.values.push_nothing()
         return window
 
     def _has_gradients(self, name: str) -> bool:
@@ -512,22 +510,13 @@ class OwnLoop:
     def _any_gradients(self) -> bool:
         return any(map(self._has_gradients, self._names or ("",)))
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Context of backward passes and steps: without the body's autocast, and of several
-        optimizers with a log of their own.
-        """
-        own = self._log.redirected(self._replica.part_log) if self._names else nullcontext()
-        with self._precision.without_autocast(), own:
-            yield
-
     def _make(self, name: str, window: AccumulationWindow) -> None:
         """Make the optimizer step of a window that is complete on this rank."""
         number = self._meeting
         if self._is_lockstep:
             self._post(Act.STEP, name)
         if self._names or self._precision.dtype:
-            with self._apart():
+            with self._precision.without_autocast():
                 end = self._finish(window, number)
         else:
             end = self._finish(window, number)
@@ -599,8 +588,8 @@ class OwnLoop:
             end = window.finish() if meetings.all_step(generation, number) else DROPPED
         else:
             end = window.finish(agreed=partial(meetings.all_step, generation, number))
-        if end.dropped and self._before is not None and not meetings.all_step(generation, number):
-            self._log.values.rewind(self._before.mark)
+        if end.dropped and not meetings.all_step(generation, number):
+            window.values.drop()
         return end
 
     @property
@@ -612,19 +601,23 @@ class OwnLoop:
         """Count a step that was made or dropped."""
         if not self._made:
             self._count(end)
-            if self._windows:
-                self._before = self._steps.state_before()
         else:
             if self._is_lockstep:
                 self._replica.lockstep.num_syncs += 1  # a peer without it is behind
-            if self._mark is not None:
-                self._log.values.forget_losses(self._mark)
+            self._keep_values()
             if end.dropped and not self._is_dropped:
                 self._meter.num_skipped += self._size
+        self._before = self._steps.state_before() if self._windows else None
         self._is_dropped |= end.dropped
         self._made.append(name)
         self._added.discard(name)
         self._replica.progress.body_steps += 1
+
+    def _keep_values(self) -> None:
+        """Keep the values of a further step on the batch."""
+        if self._before is not None:
+            self._log.end()
+            self._log.kept.keep(self._before.values)
 
     def _count(self, end: StepEnd) -> None:
         """Count the batches since the last count."""
@@ -697,15 +690,15 @@ class OwnLoop:
         self._total = sum(sizes)
         for number, size in enumerate(sizes):
             is_inside = self.is_open or number > 0
-            if is_inside and self._held is None:
-                self._timer.pause()
+            if is_inside:
+                self._pause()
             batch = self._steps.next_batch(answer=not is_inside)
             if batch is None:
                 return False
-            if not is_inside:
+            if is_inside:
+                self._resume()
+            else:
                 self._prepare(position)
-            elif self._held is None:
-                self._timer.resume()
             if number == 0:
                 self._begin_step(position, ranks, num_empty)
             start = 0.0 if lane is None else lane.since
@@ -720,7 +713,9 @@ class OwnLoop:
         if not sizes:
             if lane is not None:
                 lane.enter(COMPUTE)
-            if not self.is_open:
+            if self.is_open:
+                self._resume()
+            else:
                 self._prepare(position)
             self._begin_step(position, ranks, num_empty)
         try:
@@ -737,7 +732,6 @@ class OwnLoop:
 
     def _begin_step(self, position: int | None, ranks: Sequence[int], num_empty: int) -> None:
         self._continues = self.is_open
-        self._continue_step()
         self.global_step = self._steps.position_of(position, self._num_batches)
         self._batch += 1
         self._is_followed = False
@@ -747,11 +741,7 @@ class OwnLoop:
         self._num_empty += num_empty
         self._made = []
         self._losses = {}
-        self._mark = None
         self._skips = self._is_dropped = False
-        if self._names and not self._windows:
-            step = self._log.values.mark().step
-            self._replica.part_log.forget_losses(LogMark(0, 0, step))
 
     def _begin_batch(self, size: int, *, is_last: bool) -> None:
         self._size, self._is_last = size, is_last
@@ -764,6 +754,8 @@ class OwnLoop:
         self._added.clear()
         self._weights.clear()
         self._log.num_samples = size
+        if self._before is not None and not self._names:
+            self._before.values.begin_batch()
 
     def _end_batch(self) -> bool:
         """Check what the body did with a batch; returns True if it has left the epoch."""
@@ -783,7 +775,8 @@ class OwnLoop:
             return False
         if not self._windows:
             self._require_no_gradients()
-        self._log.values.push_nothing()
+        if self._names and self._before is not None:
+            self._before.values.begin_batch()
         self._skips |= self._micro or not self._continues
         return False
 
@@ -796,7 +789,9 @@ class OwnLoop:
             error = self._steps.undo(self._before)
             if error is not None:
                 raise error
-        elif self._losses:
+            return
+        self._keep_values()
+        if self._losses:
             self._log_losses()
 
     def _require_no_gradients(self) -> None:
@@ -827,7 +822,7 @@ class OwnLoop:
         self._drop_windows()
         assert self._before is not None
         if self._micro:
-            self._log.values.rewind(self._before.mark)
+            self._before.values.drop()
         if self._is_lockstep:
             number = self._meeting
             self._post(Act.SKIP)
@@ -846,9 +841,10 @@ class OwnLoop:
     def _join(self, step: Post, number: int) -> tuple[str, StepEnd]:
         """Join the step of other ranks, with the gradients of earlier batches or none."""
         name = step.optimizer
-        window = self._windows.pop(name, None) or self._stepper.open_window(name or None)
+        window = self._windows.pop(name, None)
+        window = window or self._stepper.open_window(self._log.new_values(), name or None)
         try:
-            with self._apart():
+            with self._precision.without_autocast():
                 return name, self._finish(window, number)
         finally:
             window.close()
@@ -874,8 +870,6 @@ class OwnLoop:
             self._adopt(found.lr)
             if found.act is Act.STEP:
                 self._commit(*self._join(found, number))
-                if not self._windows:
-                    self._before = None  # a failure from here on leaves this step
             elif found.act is Act.EVALUATE:
                 self._steps.confirm_steps()
                 with self._averaged_buffers():
@@ -908,17 +902,18 @@ class OwnLoop:
 
     def _log_losses(self) -> None:
         """Log the losses of several optimizers: each one's mean over its steps, and their sum."""
-        values = self._log.values
+        values = self._log.new_values()
+        values.begin_batch()
         means = {
             name: losses[0] if len(losses) == 1 else torch.stack(losses).mean()
             for name, losses in self._losses.items()
         }
-        mark = values.mark()
         values.push_loss(torch.stack([*means.values()]).sum(), self._size)
         if self._is_dropped:
-            values.rewind(mark)
+            values.drop()
         for name, mean in means.items():
             values.push_scalar(f"loss/{name}", mean, self._size)
+        self._log.values.keep(values)
 
     # Boundaries.
 
@@ -943,19 +938,18 @@ class OwnLoop:
         if not is_open:  # the bodies of others are within a step that this one has ended
             self._num_timed = 0
             self._timer.start()
-        if self._held is None and self._before is not None:
-            self._timer.pause()
-            # Reports between the plans leave out what is not counted yet.
-            self._held = self._log.values.withhold(self._before.mark)
+        self._pause()
 
-    def _continue_step(self) -> None:
-        """Continue a step that was in progress at the end of a plan."""
-        held, self._held = self._held, None
-        if held is not None and self._before is not None:
+    def _pause(self) -> None:
+        """Exclude the wait for a batch from the time of the step in progress."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._timer.pause()
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
             self._timer.resume()
-            mark = self._log.values.mark()
-            self._before.mark = LogMark(mark.losses, mark.scalars, self._before.mark.step)
-            self._log.values.give(held)
 
     def abandon_step(self) -> None:
         """Undo a step that was in progress at the end of a plan: the run ends, or a rank has died,
@@ -983,7 +977,8 @@ class OwnLoop:
         """The group of ranks is broken; the batches since the last step are assigned again."""
         self._drop_windows()
         self._num_steps = self._num_batches = self._num_samples = self._num_empty = 0
-        self._held, self._is_followed = None, False
+        self._is_paused = self._is_followed = False
+        self._log.end()
         self._fault = None
 
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:

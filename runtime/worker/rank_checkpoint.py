@@ -284,7 +284,7 @@ class RankCheckpoint:
                 "the checkpoint has no moving average: ema(decay) starts from its weights"
             )
         self._averager.version = int(saved["version"])
-        self._log.start_at(int(saved["local_step"]))
+        self._log.number = int(saved["local_step"])
         self._generators = saved["generators"]
         self._begun_epoch = int(saved["begun_epoch"])
         self._added = [list(each) for each in saved.get("added", [])]

@@ -24,7 +24,7 @@ from runtime.core.errors import (
 )
 from runtime.core.rng import seed_of
 from runtime.device.base import Device
-from runtime.device.metering import StepMeter, ValueLog
+from runtime.device.metering import StepMeter
 from runtime.device.timing import StepTimer
 from runtime.replica.averager import ReplicaAverager
 from runtime.replica.batch_log import BatchLog
@@ -100,7 +100,6 @@ class WorkerReplica:
         is_sharded: True if gradients and optimizer state are sharded over the ranks.
         is_single: True if there is no other rank.
         resumed_epochs: Epochs whose ``epoch_fn`` is called again before a checkpoint is restored.
-        part_log: Log of the values of one step of several optimizers.
         context, generator, progress, lockstep: See above.
 
     Raises:
@@ -173,7 +172,6 @@ class WorkerReplica:
         context.pin_accumulators(params.params)
         self.capturable = self._make_capturable(config)
         self._reducers: list[GradientReducer] = []
-        self.part_log = ValueLog()
         self.global_batch = self._join_global_batch(config, collective, timer)
         self.ema = self._make_ema(config)
         self.precision = Precision(config.precision, config.device)
@@ -353,7 +351,7 @@ class WorkerReplica:
         )
         return Stepper(
             self.model,
-            self._make_part(config, collective, timer, log),
+            self._make_part(config, collective, timer),
             update,
             timer=timer,
             is_prompt=self.context.is_prompt,
@@ -388,15 +386,14 @@ class WorkerReplica:
         config: WorkerConfig,
         collective: Collective | None,
         timer: StepTimer,
-        log: BatchLog,
     ) -> OptimizerPart:
         """The optimizer with the objects of its steps; one that stands for several has theirs."""
         is_reduced = self.is_lockstep
 
         def part(
-            params: NamedParams, optimizer: torch.optim.Optimizer, values: ValueLog, name: str = ""
+            params: NamedParams, optimizer: torch.optim.Optimizer, name: str = ""
         ) -> OptimizerPart:
-            check = self._step_check(config, params, values)
+            check = self._step_check(config, params)
             reducer = self._make_reducer(config, params, collective, check, timer)
             return OptimizerPart(params, optimizer, checks(params), reducer, check, name)
 
@@ -406,9 +403,9 @@ class WorkerReplica:
 
         params, optimizer = self.state.params, self.optimizer
         if not isinstance(optimizer, Optimizers):
-            return part(params, optimizer, log.values)
+            return part(params, optimizer)
         parts = tuple(
-            part(self._params_of(name, member), member, self.part_log, name)
+            part(self._params_of(name, member), member, name)
             for name, member in optimizer.members.items()
         )
         return OptimizerPart(params, optimizer, checks(params), parts=parts)
@@ -441,9 +438,7 @@ class WorkerReplica:
         self._reducers.append(reducer)
         return reducer
 
-    def _step_check(
-        self, config: WorkerConfig, params: NamedParams, log: ValueLog
-    ) -> StepFiniteCheck | None:
+    def _step_check(self, config: WorkerConfig, params: NamedParams) -> StepFiniteCheck | None:
         """The check of each step before it is made, if the mode requires one."""
         mode = config.on_non_finite
         if mode == "ignore" or (mode == "raise" and not self.is_lockstep):
@@ -453,7 +448,6 @@ class WorkerReplica:
             config.rank,
             params,
             self.state.buffers,
-            log,
             config.device,
             losses_only=self.precision.scales,
         )

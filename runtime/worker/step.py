@@ -20,7 +20,7 @@ from runtime.core.errors import (
 from runtime.core.loss_weights import Weight
 from runtime.core.nested import num_rows
 from runtime.device.memory import is_out_of_memory
-from runtime.device.metering import LogMark, PendingStep, StepMeter
+from runtime.device.metering import StepMeter, StepValues
 from runtime.device.timing import StepTimer
 from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once, explain_size
@@ -179,13 +179,18 @@ class WorkerSteps:
         self._advance_schedule()
         self._timer.start()
         weight: Weight | None = None
-        if self._stepper.part_names:
-            loss, end = self._step_parts(train_fn, batch, samples)
-        else:
-            with self._stepper.window(samples) as window:
-                loss, weight = window.add(_single(train_fn), batch, samples)
-                end = window.finish()
+        values = self._log.begin()
+        try:
+            if self._stepper.part_names:
+                loss, end = self._step_parts(train_fn, batch, samples, values)
+            else:
+                with self._stepper.window(samples, values=values) as window:
+                    loss, weight = window.add(_single(train_fn), batch, samples)
+                    end = window.finish()
+        finally:
+            self._log.end()
         time = self._timer.stop(1)
+        self._log.kept.keep(values)
         self._count(1, samples, end)
         return StepResult(loss, time, samples if weight is None else weight)
 
@@ -252,7 +257,7 @@ class WorkerSteps:
     def state_before(self) -> BeforeStep:
         """The present state, for :meth:`commit` and :meth:`undo`."""
         return BeforeStep(
-            self._log.values.mark(),
+            self._log.begin(),
             self._copy_buffers(),
             self.replica.generator.get_state() if self._draws_again else None,
             self._schedule_before,
@@ -274,8 +279,10 @@ class WorkerSteps:
             if self._is_lockstep:
                 self._make_lockstep(sizes, first, train_fn, total, before)
             else:
-                end = self._make_step(sizes, first, train_fn, total)
+                end = self._make_step(sizes, first, train_fn, total, before.values)
                 self._timer.stop(len(sizes))
+                self._log.end()
+                self._log.kept.keep(before.values)
                 self._lockstep.stepped(0 if end.dropped else total)
                 self._count(len(sizes), total, end)
         except BaseException as error:
@@ -306,7 +313,7 @@ class WorkerSteps:
 
     def undo_failed(self, before: BeforeStep) -> None:
         """Undo a step in which user code raised, for the state to be saved."""
-        self._log.values.retract(before.mark)
+        self._log.end()
         try:
             self._restore(before)
         except Exception:  # of a broken device
@@ -322,7 +329,7 @@ class WorkerSteps:
     ) -> None:
         """A step in lockstep, which leaves no trace if the reduction fails, to be repeated."""
         try:
-            end = self._make_step(sizes, first, train_fn, total)
+            end = self._make_step(sizes, first, train_fn, total, before.values)
         except (CollectiveAborted, CollectiveTimeout) as error:
             cause = self.undo(before)
             if cause is not None and not isinstance(error, PieceTooLarge):
@@ -341,7 +348,7 @@ class WorkerSteps:
         Returns:
             The error of an earlier step, if one has failed.
         """
-        self._log.values.retract(before.mark)
+        self._log.end()
         self._restore(before)
         return self.abandon_steps()
 
@@ -360,18 +367,15 @@ class WorkerSteps:
             num_batches: Batches of this rank in it.
             num_steps: Steps of the plan in it.
         """
+        self._log.end()
         self._lockstep.stepped(0 if end.dropped else num_samples, num_steps)
-        if not self._is_lockstep or (end.pending is None and not self._launched):
-            self._count(num_batches, num_samples, end)
-            return
-        values = self._log.values.withhold(before.mark)
         if end.pending is None:
             self.confirm_steps()  # this one has succeeded, and so have those before it
-            self._log.values.give(values)
+            self._log.kept.keep(before.values)
             self._count(num_batches, num_samples, end)
         else:
             self._launched.append(
-                _LaunchedStep(end.pending, before, values, num_batches, num_samples, num_steps)
+                _LaunchedStep(end.pending, before, num_batches, num_samples, num_steps)
             )
             self._progress.local_step += num_batches
 
@@ -412,7 +416,7 @@ class WorkerSteps:
                 self._undo_launched()
                 raise
             step = launched.popleft()
-            self._log.values.give(step.values)
+            self._log.kept.keep(step.before.values)
             self._meter.add(step.num_batches, step.num_samples)
             self._meter.add_empty(step.num_empty)
             self._protocol.on_step_reduced(step.num_batches + step.num_empty)
@@ -424,7 +428,6 @@ class WorkerSteps:
             self._lockstep.step_undone(step.num_samples, step.num_steps)
             self._progress.local_step -= step.num_batches + step.num_empty
         self._launched.clear()
-        self._log.values.start_at(first.mark.step)
         self._restore(first)
         self._stepper.clear_gradients()
 
@@ -448,14 +451,16 @@ class WorkerSteps:
         return kept
 
     def _make_step(
-        self, sizes: Sequence[int], batch: Any, train_fn: TrainFns, total: int
+        self, sizes: Sequence[int], batch: Any, train_fn: TrainFns, total: int, values: StepValues
     ) -> StepEnd:
         if self._stepper.part_names:
-            return self._step_parts(train_fn, batch, total)[1]
+            return self._step_parts(train_fn, batch, total, values)[1]
         assert callable(train_fn), "a dict of functions is for several optimizers"
         graphs = self._graphs
         static = graphs.batches(sizes) if graphs is not None else None
-        with self._stepper.window(total, len(sizes), run_ahead=self._is_lockstep) as window:
+        with self._stepper.window(
+            total, len(sizes), values=values, run_ahead=self._is_lockstep
+        ) as window:
             for i, size in enumerate(sizes):
                 if i:
                     assert self._await_batch is not None
@@ -489,51 +494,51 @@ class WorkerSteps:
             # Its frames hold the memory.
             raise PieceTooLarge(size) from without_tracebacks(error)
 
-    def _step_parts(self, train_fns: Any, batch: Any, num_samples: int) -> tuple[Tensor, StepEnd]:
+    def _step_parts(
+        self, train_fns: Any, batch: Any, num_samples: int, values: StepValues
+    ) -> tuple[Tensor, StepEnd]:
         """Make one step of each of several optimizers on a batch, in turn.
 
         Args:
             train_fns: The functions by optimizer name.
             num_samples: Its samples; 0: this rank only receives.
+            values: Receive the sum of the losses, each loss as a scalar, and scalars.
 
         Returns:
             The sum of the losses, and the end of the steps: dropped if any was.
         """
         if not isinstance(train_fns, Mapping):
             raise TypeError("several optimizers require a dict of functions, one for each")
-        values, own = self._log.values, self.replica.part_log
-        own.start_at(values.mark().step)
-        start = own.mark()
-        scalars: list[tuple[str, Any]] = []
         losses: list[Tensor] = []
+        scalars: list[tuple[str, float | Tensor, Weight]] = []
         end = MADE
-        try:
-            with self._log.redirected(own), self._stepper.alternate(undo=self._can_repeat):
-                for name, train_fn in train_fns.items():
-                    if self._step_part(name, train_fn, batch, num_samples).dropped:
+        with self._stepper.alternate(undo=self._can_repeat):
+            for name, train_fn in train_fns.items():
+                own = self._log.begin()
+                try:
+                    if self._step_part(name, train_fn, batch, num_samples, own).dropped:
                         end = DROPPED
-                    for loss, _, _ in own.since(start):
-                        losses.append(loss)
-                        scalars.append((f"loss/{name}", loss))
-                    scalars += own.take_scalars()
-                    own.retract(start)
-        except (CollectiveAborted, CollectiveTimeout):
-            own.take_scalars()
-            own.retract(start)
-            raise
+                finally:
+                    self._log.values = values
+                for loss in filter(None, own.losses):
+                    if loss[1]:
+                        losses.append(loss[0])
+                        scalars.append((f"loss/{name}", loss[0], num_samples))
+                scalars += own.scalars
         total = torch.stack(losses).sum() if losses else torch.zeros(())
         if num_samples:
-            mark = values.mark()
+            values.begin_batch()
             values.push_loss(total, num_samples)
             if end.dropped:
-                values.rewind(mark)
-            for name, value in scalars:
-                values.push_scalar(name, value, num_samples)
+                values.drop()
+            values.scalars += scalars
         return total, end
 
-    def _step_part(self, name: str, train_fn: TrainFn, batch: Any, num_samples: int) -> StepEnd:
+    def _step_part(
+        self, name: str, train_fn: TrainFn, batch: Any, num_samples: int, values: StepValues
+    ) -> StepEnd:
         num_batches = 1 if num_samples else 0
-        with self._stepper.window(num_samples, num_batches, part=name) as window:
+        with self._stepper.window(num_samples, num_batches, values=values, part=name) as window:
             if num_samples:
                 self._add(window, train_fn, batch, num_samples)
                 if window.weight is not None:
@@ -605,7 +610,6 @@ class _LaunchedStep:
 
     pending: CollectiveWork
     before: BeforeStep
-    values: PendingStep
     num_batches: int
     num_samples: int
     num_steps: int = 1
@@ -617,14 +621,14 @@ class BeforeStep:
     """State before a step in lockstep, to undo it.
 
     Attributes:
-        mark: Mark of the log.
+        values: Losses and scalars of the step.
         buffers: The model's buffers, if they may have to be restored.
         draws: State of the worker's generator, likewise.
         schedule: State of the schedule, likewise.
         body_steps: Steps made by the body of an own loop.
     """
 
-    mark: LogMark
+    values: StepValues
     buffers: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
     draws: Tensor | None
     schedule: ScheduleMark | None

@@ -26,15 +26,15 @@ def recorded(lines, train_window, steps, sizes, first, train_fn):
     replica = steps.replica
     params, states = replica.state.params.params, replica.optimizer.state
     step, before = replica.lockstep.step, checksums(params)
-    log = replica.stepper.log.values
-    mark = log.mark()
+    log = replica.stepper.log.kept
+    num_losses = len(log._losses)
     train_window(steps, sizes, first, train_fn)
     made = {
         "rank": current_worker().rank,
         "step": step,
         "sizes": list(sizes),
         "batch": checksums(first or ()),
-        "losses": [float(loss) for loss, _, _ in log.since(mark)],
+        "losses": [float(loss) for loss, *_ in log._losses[num_losses:]],
         "params before": before,
         "reduced gradients": checksums(p.grad for p in params),
         "first moments": checksums(states[p]["exp_avg"] for p in params),

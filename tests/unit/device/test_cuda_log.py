@@ -83,8 +83,7 @@ def test_weights_on_the_device_are_copied_with_their_losses(log, late):
     logs = (log, ValueLog())
     for step in range(1500):  # more than the capacity of a buffer
         for each in logs:
-            each.push_scalar("norm", tensor(3.0), 1)
-            each.weigh_scalars(each.num_scalars - 1, tensor(0.5 * step, torch.float64))
+            each.push_scalar("norm", tensor(3.0), tensor(0.5 * step, torch.float64))
             each.push_loss(tensor(float(step)), tensor(float(step % 7)) if step % 2 else 3)
     if late:
         log.harvest(wait=False)
@@ -103,16 +102,6 @@ def test_a_bad_loss_is_named_by_its_batch_however_late(fake, log):
     fake.run_all()
     log.harvest(wait=False)
     assert named == [1, 3]
-
-
-def test_retracted_values_are_not_copied(log):
-    log.push_loss(tensor(1.0), 1)
-    mark = log.mark()
-    log.push_loss(tensor(9.0), 1)
-    log.push_scalar("norm", tensor(9.0), 1)
-    assert [float(loss) for loss, _, _ in log.since(mark)] == [9.0]
-    log.rewind(mark)
-    assert log.harvest() == (1.0, 1, {})
 
 
 def test_more_than_a_buffer_holds_travels_in_several(log):

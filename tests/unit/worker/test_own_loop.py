@@ -391,6 +391,23 @@ def test_a_batch_that_all_ranks_skip_is_skipped(ranks):
     assert marked(state) == [NUM_SAMPLES - 2 * ranks, NUM_SAMPLES]
 
 
+def test_a_step_that_another_rank_skips_has_no_values():
+    def loop(worker):
+        for batch in worker.batches():
+            is_skipped = worker.epoch == worker.global_step == 0
+            if is_skipped and worker.rank:
+                continue
+            worker.log(seen=float(is_skipped))
+            loss = worker.model.loss(worker.epoch, batch)
+            worker.step(loss + 100.0 if is_skipped else loss)
+
+    state = loop_builder(loop).run().join(WAIT_S)
+    first = state.metrics[0]
+    assert first.num_skipped == 4
+    assert first.avg_loss == 0.0
+    assert first.scalars["seen"] == 0.0
+
+
 @pytest.mark.parametrize("end", ["skipped", "no samples"])
 def test_a_rank_that_reads_late_sees_that_all_have_skipped_the_batch(end):
     meetings = Meetings(WAIT_S)

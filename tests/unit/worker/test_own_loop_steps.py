@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime import Trainer
+from runtime.core.group_gate import GroupGate
 from runtime.worker.meetings import Meetings
 from runtime.worker.task_evaluation import TaskEvaluation
 from tests.support.looping import loop_builder, marked, one
@@ -190,7 +191,7 @@ def test_a_rank_without_samples_waits_for_an_evaluation_that_others_have_not_beg
 
 def test_a_death_after_a_step_leaves_the_count_of_a_rank_without_samples(monkeypatch):
     """Rank 2 has joined the step, and waits for the next act, when rank 1 dies."""
-    follow, abort = Meetings.follow, Meetings.abort
+    follow, abort = Meetings.follow, GroupGate.abort
     followed, aborted = threading.Semaphore(0), threading.Event()
 
     def following(*args):
@@ -202,7 +203,7 @@ def test_a_death_after_a_step_leaves_the_count_of_a_rank_without_samples(monkeyp
         aborted.set()
 
     monkeypatch.setattr(Meetings, "follow", following)
-    monkeypatch.setattr(Meetings, "abort", aborting)
+    monkeypatch.setattr(GroupGate, "abort", aborting)
     due = {0: [], 2: []}
 
     def loop(worker):
