@@ -85,7 +85,7 @@ def capture_run(
         "per_global": run.per_global,
         "saved_ranks": sorted(cuts),
         "global_step": run.global_step,
-        "num_windows": run.num_windows,
+        "num_windows": run.ledger.queue.num_steps,
         "num_averagings": run.num_averagings,
         "num_failed_rounds": run.num_failed_rounds,
         "next_epoch": run.ledger.next_epoch,
@@ -103,25 +103,17 @@ def capture_run(
 def _epoch_state(
     run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], *, epoch_s: float | None = None
 ) -> dict[str, Any]:
-    unsettled: list[list[range]] = [
-        [
-            span
-            for owner, span in (*ledger.assigned, *ledger.trained, *ledger.in_round)
-            if owner == epoch.epoch
-        ]
-        for ledger in run.ledger.by_rank
-    ]
     available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
     consumed = BatchSet(available)
-    consumed.remove(span for spans in (epoch.open.spans, *unsettled) for span in spans)
+    consumed.remove((*epoch.open.spans, *run.ledger.unsettled(epoch)))
     sums = [
         cuts[rank].sums.get(epoch.epoch, Sums()) if rank in cuts else now
         for rank, now in enumerate(epoch.stats.ranks)
     ]
     quotas = epoch.quotas
     if quotas is not None:
-        mine = [sum(len(span) for span in spans) for spans in unsettled]
-        quotas = [quota + count for quota, count in zip(quotas, mine, strict=True)]
+        held = [ledger.of_epoch(epoch.epoch) for ledger in run.ledger.by_rank]
+        quotas = [n + sum(map(len, spans)) for n, spans in zip(quotas, held, strict=True)]
     return {
         "epoch": epoch.epoch,
         "epoch_s": epoch_s,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator import messages as m
 from coordinator.average_tasks import AverageTasks
-from coordinator.ledger import Epoch, LockstepPlan
+from coordinator.ledger import Epoch
 from coordinator.messages import PublishEpoch
 from coordinator.metrics import StepMetrics
 from coordinator.run_state import Rank, RunState
-from coordinator.splitting import cut
+from coordinator.shares import PieceTimes
+from coordinator.steps import StepPlan
 
 logger = logging.getLogger(__name__)
 PLAN_S = 0.5
@@ -54,6 +55,7 @@ class EpochScheduler:
         self._sent: deque[tuple[float, int]] = deque()  # plans of SYNC in progress: time, steps
         self._plan_ended_at = 0.0  # the last one
         self._step_s = PLAN_S
+        self._times = PieceTimes() if run.config.balance else None
 
     def begin(self, now: float) -> None:
         """Start the run, :attr:`resumed_s` after the last epoch closed."""
@@ -97,17 +99,14 @@ class EpochScheduler:
             if own:
                 self._run.send(rank.rank, m.RunTasks(tasks=own, state=state))
 
-    def _batches_until_pause(
-        self, plan: LockstepPlan | None, pause_at: int | None = None
-    ) -> int | None:
+    def _batches_until_pause(self, assigned: int, pause_at: int | None = None) -> int | None:
         """Batches to assign before all ranks stop for an evaluation; ``None``: no limit.
 
         Args:
-            plan: The plan in progress; ``None``: the last one is trained.
+            assigned: Batches of all ranks that are trained or assigned.
             pause_at: Batches after which they stop for something else.
         """
         run, c = self._run, self._run.config
-        assigned = run.num_trained if plan is None else plan.first_step + plan.num_batches
         stops = [at for at in (self.tasks.next_within, pause_at) if at is not None]
         if not stops:
             return None
@@ -163,7 +162,7 @@ class EpochScheduler:
             if any(rank.num_queued for rank in self._run.live):
                 return
             self.send_tasks(None)
-            limit = self._batches_until_pause(None)
+            limit = self._batches_until_pause(self._run.num_trained)
             if self.tasks.is_busy or limit == 0:
                 return
         shares, seconds = self._run.elche.shares, self._run.elche.seconds_per_batch
@@ -244,7 +243,7 @@ class EpochScheduler:
             self._values += tuple(e.value(name) for e in closed[len(self._values) :])
             plan = replace(plan, metrics=self._values)
         rank.num_queued += 1
-        rank.is_starved &= not (plan.batches or plan.shares)
+        rank.is_starved &= not plan.num_batches
         self._run.send(rank.rank, m.StartEpoch(plan=plan))
 
     def assign_lockstep(self, pause_at: int | None) -> None:
@@ -273,7 +272,7 @@ class EpochScheduler:
 
     def _assign_next(self, pause_at: int | None) -> bool:
         run = self._run
-        live, accumulate = run.live, run.config.accumulate
+        live, accumulate, queue = run.live, run.config.accumulate, run.ledger.queue
         most_queued = max((r.num_queued for r in live), default=0)
         self._measure_plans(most_queued)
         if most_queued > 1 or not self.all_published:
@@ -282,15 +281,16 @@ class EpochScheduler:
         is_open = any(rank.open_epoch is not None for rank in live)
         if is_open and not most_queued and not self._may_continue_steps():
             return False
-        before = run.plan if most_queued or is_open else None
-        if before is not None and not before.has_whole_steps:
+        before = queue.plans[-1] if queue.plans and (most_queued or is_open) else None
+        if before is not None and not queue.may_continue:
             return False
         oldest = run.ledger.oldest
         if before is not None and oldest is not None and before.epoch != oldest.epoch:
             return False  # an epoch trained by other machines is announced first
         if before is None:
             self.send_tasks(None)
-        left = self._batches_until_pause(before, pause_at)
+        assigned = run.num_trained if before is None else before.first_step + len(before.span)
+        left = self._batches_until_pause(assigned, pause_at)
         if left == 0 and not most_queued and is_open:
             left = accumulate * run.per_global  # the step ends before the pause
         if self.tasks.is_busy or left == 0:
@@ -299,27 +299,43 @@ class EpochScheduler:
         if not ranks:
             return False
         most = self._num_steps(ranks) * accumulate * run.per_global
-        assigned = run.ledger.assign_global(
+        taken = run.ledger.take_global(
             ranks, run.elche.shares, most if left is None else min(most, left)
         )
-        if assigned is None:
+        if taken is None:
             return False
-        number, span = assigned
-        plan = self._plan(number, span, ranks)
-        if before is not None:
-            assert plan.epoch == before.epoch, "an epoch begins after the one before"
-            plan.first_step = before.first_step + before.num_batches
-        for own in self._own_plans(plan, span):
-            self._start(*own)
-        self._sent.append((run.now, plan.num_windows))
-        run.add_plan(plan, before)
+        if before is None:
+            queue.clear()
+        plan = self._plan(*taken, ranks, assigned)
+        queue.add(plan)
+        num_steps = queue.steps_of(plan)
+        if not run.alone:
+            run.count_averagings(num_steps, run.ledger.oldest)
+        if self._times is not None:
+            self._times.expect(plan, anew=before is None)
+        self._sent.append((run.now, num_steps))
+        self._send_plan(plan)
         return True
+
+    def _send_plan(self, plan: StepPlan) -> None:
+        epoch = self._run.ledger.epochs[0]
+        has_more = self._run.ledger.has_more(epoch)
+        pauses = has_more and self._batches_until_pause(plan.first_step + len(plan.span)) == 0
+        more = has_more and not pauses
+        is_partial = bool(epoch.open) and not more
+        for rank in self._run.live:
+            self._start(
+                rank,
+                m.EpochPlan(
+                    epoch=plan.epoch, steps=plan, more=more, pauses=pauses, is_partial=is_partial
+                ),
+            )
 
     def _measure_plans(self, num_queued: int) -> None:
         """Measure the steps of the plans that all ranks have completed. A plan is at most about
         twice as long as the one before: reports may arrive together.
         """
-        if self._run.plan is None:
+        if not self._run.ledger.queue.plans:
             self._sent.clear()  # after a death
         while len(self._sent) > num_queued:
             sent_at, num_steps = self._sent.popleft()
@@ -336,65 +352,36 @@ class EpochScheduler:
         num = max(1, int(PLAN_S / self._step_s), ahead)
         return min(num, PLAN_STEPS) if c.balance or c.granted else num
 
-    def _plan(self, number: int, span: range, ranks: Sequence[int]) -> LockstepPlan:
-        run, num_slices = self._run, self._run.num_slices(ranks)
-        sizes = run.shares.sizes(run.slice_samples(ranks), ranks)
-        pieces, counts = run.ledger.split_pieces(
-            span,
-            run.per_global,
-            num_slices,
-            dict(zip(ranks, sizes, strict=True)),
-            run.shares.short_sizes,
-            run.shares.min_piece,
-            not run.ledger.may_assign(number),
-        )
-        return LockstepPlan(
-            epoch=number,
-            spans=(span,),
-            pieces=pieces,
-            counts=counts,
-            num_slices=num_slices,
+    def _plan(self, epoch: int, span: range, ranks: Sequence[int], first_step: int) -> StepPlan:
+        run, ledger = self._run, self._run.ledger
+        num_slices, batch_size = run.num_slices(ranks), run.config.batch_size
+        parts = run.shares.sizes(run.slice_samples(ranks), ranks)
+        sizes = dict(zip(ranks, parts, strict=True))
+        whole = run.per_global * batch_size
+        start, stop = ledger.bounds(span)
+        num_last = stop - start - (len(span) - 1) // run.per_global * whole
+        is_short = num_last < whole
+        return StepPlan(
+            epoch=epoch,
+            span=span,
+            start=start,
+            ranks=tuple(ranks),
+            whole=run.shares.pieces(whole, num_slices, sizes),
+            last=run.shares.pieces(num_last, num_slices, sizes, is_short=is_short),
             per_global=run.per_global,
-            accumulate=run.config.accumulate,
-            first_window=run.num_windows,
-            first_step=run.global_step,
+            first_step=first_step,
+            key_stride=ledger.batches_per_epoch + run.per_global,
+            omits_empty=is_short and set(parts) == {batch_size} and not ledger.may_assign(epoch),
         )
 
-    def _own_plans(self, plan: LockstepPlan, span: range) -> Iterator[tuple[Rank, m.EpochPlan]]:
-        run, ranks, num_slices = self._run, list(plan.pieces), plan.num_slices
-        keys = run.ledger.draw_keys(span, run.per_global, num_slices * len(ranks))
-        shares = [len(plan.pieces.get(rank.rank, ())) for rank in run.ranks]
-        epoch = run.ledger.epochs[0]
-        has_more = run.ledger.has_more(epoch)
-        pauses = has_more and self._batches_until_pause(plan) == 0
-        more = has_more and not pauses
-        trained_by = plan.trained_by() if run.config.own_loop else ()
-        for info in run.live:
-            batches: tuple[range, ...] = ()
-            if info.rank in plan.pieces:
-                own = keys[ranks.index(info.rank) :: len(ranks)]
-                batches = tuple(own) if num_slices == 1 else _in_turn(own)
-            yield (
-                info,
-                m.EpochPlan(
-                    epoch=plan.epoch,
-                    batches=cut(batches, 0, shares[info.rank]),
-                    shares=tuple(shares),
-                    first_step=plan.first_step,
-                    pieces=tuple(plan.pieces.get(info.rank, ())),
-                    per_global=run.per_global,
-                    num_slices=num_slices,
-                    trained_by=trained_by,
-                    more=more,
-                    pauses=pauses,
-                    is_partial=bool(epoch.open) and not more,
-                ),
-            )
+    def record_time(self, rank: int, num_pieces: int, compute_s: float) -> None:
+        """Record the compute time of a rank's next pieces with samples."""
+        if self._times is not None:
+            self._times.record(rank, num_pieces, compute_s)
 
     def measure(self, rank: int) -> None:
         """Record the time of a rank's completed plan in the shares."""
-        plan = self._run.plan
-        times = None if plan is None else plan.take_times(rank)
+        times = None if self._times is None else self._times.take(rank)
         if times is not None:
             num_samples, compute_s = times
             wait_s = self._run.data_wait_s(rank) * num_samples
@@ -518,11 +505,6 @@ class EpochScheduler:
         # A copy: users may modify it while a checkpoint reads the original.
         given = replace(metrics, scalars=metrics.scalars.copy())
         self._run.emit(PublishEpoch(metrics=given))
-
-
-def _in_turn(each: Sequence[range]) -> tuple[range, ...]:
-    """One number of each range in turn."""
-    return tuple(range(n, n + 1) for turn in zip(*each, strict=True) for n in turn)
 
 
 @dataclass(slots=True)

@@ -159,40 +159,28 @@ class FailureRecovery:
 
     def _resume(self) -> None:
         self.phase = RecoveryPhase.NONE
-        self.recount(self._agreed_step)
+        self.return_to(self._agreed_step)
         for leaver, number in self._left:
             self._run.ledger.leave_epoch(leaver, number, self._run.elche.shares)
         self._left.clear()
         for rank in self.survivors:
             rank.num_queued, rank.open_epoch = 0, None
 
-    def settle_reported(self, rank: int) -> None:
-        """Settle the steps of the plan that its only rank has reported, and reopen the rest."""
-        plan = self._run.plan
-        assert plan is not None, "the rank has a plan"
-        self.recount(plan.first_window - (-plan.reported.get(rank, 0) // plan.per_window))
-
-    def recount(self, made: int) -> None:
-        """Settle exactly the batches of the plan that are in the steps made."""
+    def return_to(self, num_steps: int) -> None:
+        """Settle exactly the batches in the steps made since the start of the run, and reopen those
+        of later ones.
+        """
         run = self._run
-        plan = run.end_plan(made)
-        if plan is None:
+        agreed = run.ledger.return_to(num_steps)
+        if agreed is None:
             return
-        num_made = plan.num_complete_batches(plan.num_made(plan.lead, made))
-        run.ledger.recount(
-            plan.lead, plan.epoch, plan.spans, reported=plan.num_reported(), made=num_made
-        )
-        run.count_batches(num_made)
-        epoch = run.ledger.find(plan.epoch)
-        if epoch is None:
-            return
-        for rank in plan.pieces:
-            count, reported = plan.num_made(rank, made), plan.reported.get(rank, 0)
-            epoch.num_retrained += plan.count_samples(rank, count, reported)
-            if count > reported:
-                # Unreported, but the rank took part in these steps.
-                unreported = plan.count_samples(rank, reported, count)
-                rest = ReportStats(num_batches=count - reported, num_samples=unreported)
+        epoch = run.ledger.find(agreed.epoch)
+        run.count_batches(sum(map(len, agreed.settled)) - sum(map(len, agreed.reverted)))
+        if not run.alone:
+            run.count_averagings(-agreed.num_undone, epoch)
+        if epoch is not None:
+            for rank, (num_batches, num_samples) in agreed.unreported.items():
+                rest = ReportStats(num_batches=num_batches, num_samples=num_samples)
                 epoch.stats.add(rank, rest)
                 run.ranks[rank].note(rest)
 

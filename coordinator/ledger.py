@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from coordinator.metrics import EpochAccumulator, MachineStats
-from coordinator.splitting import (
-    BatchSet,
-    batch_bounds,
-    count_batches,
-    cut,
-    split_by_ratio,
-)
+from coordinator.splitting import BatchSet, batch_bounds, count_batches, split_by_ratio
+from coordinator.steps import Agreement, StepQueue
 
 CHUNK_S = 0.2
 """Target duration of a chunk on its rank."""
@@ -46,6 +40,8 @@ class BatchLedger:
             ledger; ``None``: 1.
 
     Attributes:
+        by_rank: The unsettled batches of each rank.
+        queue: The unsettled batches of all ranks together, under ``SYNC``.
         min_batch: Minimum samples of a batch of ranks with unequal batch sizes. Batches are smaller
             only where a rank's own batch has two batches of the ledger, or one.
     """
@@ -81,6 +77,7 @@ class BatchLedger:
             num_samples, batch_size, drop_last=False
         )
         self.by_rank = [RankLedger() for _ in range(world_size)]
+        self.queue = StepQueue(granularity)
         self.epochs: deque[Epoch] = deque()
         self._next_epoch = 0
 
@@ -154,7 +151,7 @@ class BatchLedger:
         """
         ahead = self._look_ahead and not in_order
         assignable = list(self.epochs) if ahead else list(self.epochs)[:1]
-        return not any(e.open for e in assignable) and not any(r.assigned for r in self.by_rank)
+        return not any(e.open for e in assignable) and not any(self._assigned())
 
     @property
     def next_epoch(self) -> int:
@@ -195,7 +192,20 @@ class BatchLedger:
         """True if every batch of the epoch is trained, settled or not."""
         if epoch.open or not epoch.complete:
             return False
-        return not any(e == epoch.epoch for led in self.by_rank for e, _ in led.assigned)
+        return not any(number == epoch.epoch for number, _ in self._assigned())
+
+    def _assigned(self) -> Iterator[tuple[int, range]]:
+        """The batches that are assigned and not trained, with their epochs."""
+        for ledger in self.by_rank:
+            yield from ledger.assigned
+        yield from ((self.queue.plans[0].epoch, span) for span in self.queue.unsettled)
+
+    def unsettled(self, epoch: Epoch) -> list[range]:
+        """The batches of an epoch that are assigned or trained, and not settled."""
+        spans = [span for ledger in self.by_rank for span in ledger.of_epoch(epoch.epoch)]
+        if self.queue.plans and self.queue.plans[0].epoch == epoch.epoch:
+            spans += self.queue.unsettled
+        return spans
 
     def has_more(self, epoch: Epoch) -> bool:
         """True if batches of the epoch are left to assign."""
@@ -204,15 +214,13 @@ class BatchLedger:
     def first_unsettled(self) -> tuple[int, int]:
         """The first unsettled batch, as ``(epoch, batch)``.
 
-        No batch before it is assigned again, except those that :meth:`recount` reopens.
+        No batch before it is assigned again, except those that :meth:`return_to` reopens.
         """
         epoch = self.oldest
         if epoch is None:
             return self._next_epoch, 0
         starts = [span.start for span in epoch.open.spans[:1]]
-        for ledger in self.by_rank:
-            for held in (ledger.assigned, ledger.trained, ledger.in_round):
-                starts += [span.start for number, span in held if number == epoch.epoch]
+        starts += [span.start for span in self.unsettled(epoch)]
         return epoch.epoch, min(starts, default=epoch.num_batches)
 
     def pop_oldest(self) -> Epoch:
@@ -349,14 +357,13 @@ class BatchLedger:
                 capacity += size * max(0, math.floor(n) if r < rank else math.ceil(n) - 1)
         return capacity >= left
 
-    def assign_global(
+    def take_global(
         self, ranks: Sequence[int], shares: Sequence[float], most: int
     ) -> tuple[int, range] | None:
-        """Assign the next open batches of the oldest epoch, for lockstep training.
+        """Take the next open batches of the oldest epoch, for a plan under ``SYNC``.
 
         Args:
-            ranks: The participating ranks. The batches, of which each has pieces, belong to the
-                first.
+            ranks: The participating ranks.
             shares: Each rank's share of the work.
             most: Maximum number of batches.
 
@@ -370,10 +377,15 @@ class BatchLedger:
             return None
         if self._batches_left is not None:
             most = min(most, self._batches_left)
-        (span,) = epoch.open.take(min(most, len(epoch.open.spans[0])))
+            self._batches_left -= min(most, len(epoch.open.spans[0]))
         epoch.notified.update(ranks)
-        self._mark_assigned(epoch, ranks[0], (span,))
+        (span,) = epoch.open.take(min(most, len(epoch.open.spans[0])))
         return epoch.epoch, span
+
+    def bounds(self, span: range) -> tuple[int, int]:
+        """Positions ``[start, stop)`` of the samples of consecutive batches."""
+        start, _ = batch_bounds(span.start, self._num_samples, self._batch_size)
+        return start, start + self._samples(span)
 
     def _assign(self, epoch: Epoch, rank: int, count: int) -> tuple[range, ...]:
         spans = epoch.open.take(count, whole=self._sizes[rank])
@@ -465,85 +477,9 @@ class BatchLedger:
         ledger = self.by_rank[rank]
         count = sum(len(span) for _, span in ledger.in_round)
         for number, span in ledger.in_round:
-            epoch = self._get(number)
-            epoch.num_settled += len(span)
-            epoch.num_samples += self._samples(span)
+            self._settle(self._get(number), [span])
         ledger.in_round.clear()
         return count
-
-    def split_pieces(
-        self,
-        span: range,
-        per_global: int,
-        num_slices: int,
-        sizes: Mapping[int, int],
-        short: Callable[[int, Mapping[int, int]], Sequence[int]],
-        min_piece: int = 1,
-        is_last: bool = False,
-    ) -> tuple[dict[int, list[tuple[int, int]]], list[int]]:
-        """Split global batches into pieces, the micro-batches of each rank.
-
-        A global batch is trained in consecutive slices, each split into contiguous pieces in the
-        order of ranks: its samples do not depend on the split.
-
-        Args:
-            span: Batches, from the start of a global batch.
-            per_global: Batches in a global batch; the last one may have fewer.
-            sizes: The size of each rank's piece in a whole slice; 0: none.
-            short: Splits the samples of a short slice, given these sizes.
-            min_piece: Minimum samples of a slice, if the global batch has as many.
-            is_last: No other batches of the epoch follow. If pieces are the batches themselves, a
-                rank has none beyond the last one.
-
-        Returns:
-            The micro-batches of each rank, as positions ``[start, stop)`` in the epoch's
-            permutation, and the number of batches in each global batch.
-        """
-        pieces: dict[int, list[tuple[int, int]]] = {rank: [] for rank in sizes}
-        counts, whole = [], sum(sizes.values())
-        for first in range(span.start, span.stop, per_global):
-            count = min(per_global, span.stop - first)
-            counts.append(count)
-            start, _ = batch_bounds(first, self._num_samples, self._batch_size)
-            _, stop = batch_bounds(first + count - 1, self._num_samples, self._batch_size)
-            num = num_slices
-            if stop - start < per_global * self._batch_size:  # with slices and pieces as usual
-                num = min(num, -(-(stop - start) // whole))
-            num = min(num, max(1, (stop - start) // min_piece))
-            totals = split_by_ratio(stop - start, [1] * num)
-            for total in (*totals, *(0 for _ in range(num_slices - num))):
-                parts = sizes
-                if total == 0:
-                    parts = dict.fromkeys(sizes, 0)
-                elif total != whole:
-                    parts = dict(zip(sizes, short(total, sizes), strict=True))
-                for rank, own in pieces.items():
-                    end = start + parts[rank]
-                    own.append((start, end))
-                    start = end
-            is_short = stop - first * self._batch_size < per_global * self._batch_size
-            is_whole = set(sizes.values()) == {self._batch_size}
-            if is_last and is_short and is_whole and first + count == span.stop:
-                for own in list(pieces.values())[1:]:
-                    for start, end in reversed(own[-num_slices:]):
-                        if start < end:
-                            break
-                        own.pop()
-        return pieces, counts
-
-    def draw_keys(self, span: range, per_global: int, num: int) -> list[range]:
-        """Unique numbers of the micro-batches of global batches, which seed the random draws of
-        data sets: for each of the ``num`` micro-batches of a global batch, those in all of them.
-
-        With one micro-batch per batch of the global batch they are the numbers of the batches.
-        """
-        beyond = self.batches_per_epoch + per_global
-        firsts = [span.start + i % per_global + i // per_global * beyond for i in range(num)]
-        return [range(key, key + len(span), per_global) for key in firsts]
-
-    def count_samples(self, spans: Iterable[range]) -> int:
-        """Samples in these batches."""
-        return sum(self._samples(span) for span in spans)
 
     def _samples(self, span: range) -> int:
         total = len(span) * self._batch_size
@@ -615,24 +551,30 @@ class BatchLedger:
         if self._batches_left is not None:
             self._batches_left += sum(len(span) for span in spans)
 
-    def recount(
-        self, rank: int, number: int, spans: Sequence[range], *, reported: int, made: int
-    ) -> None:
-        """After a death in lockstep, settle the first ``made`` batches of a plan, reopen the rest.
-
-        Args:
-            spans: Its batches, in order.
-            reported: Batches that the rank reported, which are settled.
-            made: Batches whose effect is in the surviving replicas.
+    def report_steps(self, rank: int, num_pieces: int) -> int:
+        """Record pieces that a rank has trained under ``SYNC``; returns the number of batches that
+        are settled by them.
         """
-        self.by_rank[rank] = RankLedger()
-        if reported == made == sum(map(len, spans)):
-            return
-        epoch = self._get(number)
-        epoch.num_settled += made - reported
-        epoch.num_samples += self.count_samples(cut(spans, reported, made))
-        epoch.num_samples -= self.count_samples(cut(spans, made, reported))
-        self._reopen(epoch, cut(spans, made))
+        spans = self.queue.report(rank, num_pieces)
+        if spans:
+            self._settle(self._get(self.queue.plans[0].epoch), spans)
+        return sum(map(len, spans))
+
+    def return_to(self, num_steps: int) -> Agreement | None:
+        """After a death under ``SYNC``, settle exactly the batches in the steps made since the run
+        began, and reopen those of later ones.
+        """
+        agreed = self.queue.agree(num_steps)
+        if agreed is not None and (epoch := self.find(agreed.epoch)) is not None:
+            self._settle(epoch, agreed.settled)
+            self._settle(epoch, agreed.reverted, -1)
+            self._reopen(epoch, agreed.reopened)
+            epoch.num_retrained += agreed.num_retrained
+        return agreed
+
+    def _settle(self, epoch: Epoch, spans: Sequence[range], sign: int = 1) -> None:
+        epoch.num_settled += sign * sum(map(len, spans))
+        epoch.num_samples += sign * sum(map(self._samples, spans))
 
     def disable_look_ahead(self) -> None:
         """Start an epoch only when the one before has closed, from now on."""
@@ -650,6 +592,11 @@ class RankLedger:
     @property
     def num_assigned(self) -> int:
         return sum(len(span) for _, span in self.assigned)
+
+    def of_epoch(self, epoch: int) -> list[range]:
+        """Those of an epoch."""
+        held = (*self.assigned, *self.trained, *self.in_round)
+        return [span for number, span in held if number == epoch]
 
     def add_trained(self, epoch: int, span: range) -> None:
         """Record trained batches, merged with an adjacent range."""
@@ -708,142 +655,6 @@ class Epoch:
         return self.complete and num_done == self.num_batches
 
 
-@dataclass(slots=True)
-class LockstepPlan:
-    """The present plan of all ranks under ``SYNC``, and the progress reported of it.
-
-    It is extended step by step: ranks hold its next steps before they complete the last. Its
-    batches belong to no single rank: those of a global batch count once the first rank has reported
-    its last piece of it. A rank may have no piece of the last global batch.
-
-    Attributes:
-        epoch: Its epoch.
-        spans: Its batches, in order.
-        pieces: The samples of each micro-batch of each rank, the first one first.
-        counts: The batches of each global batch.
-        num_slices: The micro-batches of each rank in a global batch.
-        per_global: Batches in a global batch; the last one may have fewer.
-        accumulate: Global batches in an optimizer step.
-        first_window: Optimizer steps that every rank had made before it.
-        first_step: Batches that all ranks had trained before it.
-        reported: Micro-batches of it that each rank has reported.
-    """
-
-    epoch: int
-    spans: tuple[range, ...]
-    pieces: dict[int, list[tuple[int, int]]]
-    counts: list[int]
-    num_slices: int
-    per_global: int
-    accumulate: int
-    first_window: int
-    first_step: int
-    reported: dict[int, int] = field(default_factory=dict)
-    _untimed: dict[int, deque[int]] = field(default_factory=dict)  # pieces, by their samples
-    _timed: dict[int, tuple[int, int, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._untimed = {rank: deque(_sizes(own)) for rank, own in self.pieces.items()}
-
-    @property
-    def lead(self) -> int:
-        """The rank to which its batches belong."""
-        return next(iter(self.pieces))
-
-    @property
-    def num_batches(self) -> int:
-        """Batches in it."""
-        return sum(self.counts)
-
-    @property
-    def num_windows(self) -> int:
-        """Optimizer steps in it."""
-        return -(-len(self.counts) // self.accumulate)
-
-    @property
-    def per_window(self) -> int:
-        """Micro-batches of each rank in an optimizer step."""
-        return self.accumulate * self.num_slices
-
-    def trained_by(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks with samples in each optimizer step."""
-        num = self.per_window
-        return tuple(
-            tuple(rank for rank, own in self.pieces.items() if _sizes(own[start : start + num]))
-            for start in range(0, self.num_windows * num, num)
-        )
-
-    def num_complete_batches(self, num_micro_batches: int) -> int:
-        """Batches that are complete after ``num_micro_batches`` of the lead."""
-        return sum(self.counts[: num_micro_batches // self.num_slices])
-
-    def num_reported(self) -> int:
-        """Batches that are complete by the lead's reports."""
-        return self.num_complete_batches(self.reported.get(self.lead, 0))
-
-    def num_made(self, rank: int, made: int) -> int:
-        """A rank's micro-batches in the optimizer steps made since the start of the run."""
-        return min((made - self.first_window) * self.per_window, len(self.pieces[rank]))
-
-    @property
-    def part(self) -> Fraction | int:
-        """The size of a micro-batch, in batches."""
-        num = self.num_slices * len(self.pieces)
-        return Fraction(self.per_global, num) if num != self.per_global else 1
-
-    @property
-    def has_whole_steps(self) -> bool:
-        """True if it can be extended: a short optimizer step is the last one."""
-        return len(self.counts) % self.accumulate == 0
-
-    def extend(self, more: LockstepPlan) -> None:
-        """Append a plan of the same ranks and epoch."""
-        self.counts += more.counts
-        self.spans += more.spans
-        for rank, pieces in more.pieces.items():
-            self.pieces[rank] += pieces
-            self._untimed[rank] += more._untimed[rank]
-
-    def drop_reported(self) -> None:
-        """Drop the steps that every rank has reported: no death can undo them."""
-        windows = min(self.reported.get(rank, 0) for rank in self.pieces) // self.per_window
-        num = windows * self.per_window
-        counted = self.num_complete_batches(num)
-        self.first_window += windows
-        self.first_step += counted
-        self.spans = cut(self.spans, counted)
-        for rank, pieces in self.pieces.items():
-            del pieces[:num]
-            self.reported[rank] = self.reported.get(rank, 0) - num
-        del self.counts[: windows * self.accumulate]
-
-    def record(self, rank: int, num_batches: int, num_timed: int, compute_s: float) -> int:
-        """Record a report of micro-batches, and of compute time, which may lag behind; returns the
-        number of batches that it completes.
-        """
-        before = self.num_reported()
-        self.reported[rank] = self.reported.get(rank, 0) + num_batches
-        untimed = self._untimed.get(rank, deque())
-        num_timed = min(num_timed, len(untimed))
-        num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
-        samples += sum(untimed.popleft() for _ in range(num_timed))
-        self._timed[rank] = (num + num_timed, samples, seconds + compute_s)
-        return self.num_reported() - before
-
-    def take_times(self, rank: int) -> tuple[float, float] | None:
-        """Mean samples and seconds of a rank's pieces since the last call; ``None``: none timed."""
-        num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
-        return (samples / num, seconds / num) if num else None
-
-    def count_samples(self, rank: int, start: int, stop: int) -> int:
-        """Samples in some of a rank's pieces."""
-        return sum(end - begin for begin, end in self.pieces[rank][start:stop])
-
-
 def _last_batch(span: range, size: int) -> range:
     """The last batch of a range that is cut into batches of ``size``."""
     return span[(len(span) - 1) // size * size :]
-
-
-def _sizes(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    return [stop - start for start, stop in pieces if stop > start]

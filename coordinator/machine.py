@@ -109,7 +109,7 @@ class Coordinator:
     def first_needed(self) -> tuple[int, int]:
         """The first batch that may be assigned, now or after a death, as ``(epoch, batch)``."""
         epoch, batch = self._run.ledger.first_unsettled()
-        if self._run.plan is not None:
+        if self._run.ledger.queue.plans:
             batch -= STEPS_BACK * self._run.config.accumulate * self._run.per_global
         return epoch, max(0, batch)
 
@@ -231,30 +231,32 @@ class Coordinator:
             self._run.elche.observe(event.rank, stats.compute_s + timed_wait_s, timed)
         rank.note(stats, wait_s)
         self._run.note_losses(stats)
-        plan, epoch = self._run.plan, self._run.ledger.find(event.epoch)
+        plans, epoch = self._run.ledger.queue.plans, self._run.ledger.find(event.epoch)
         if epoch is not None:
             epoch.stats.add(event.rank, stats)
         if self._run.steps is not None:
             part = self._run.config.batch_parts[event.rank]
-            if plan is not None:
-                part = plan.part
+            if plans:
+                part = plans[0].part
             steps = self._run.steps.add(event.rank, event.epoch, stats, self._run.now, part)
             self._run.publish_steps(steps)
-        num_batches = stats.num_batches
-        if plan is not None:
-            num_batches = plan.record(event.rank, num_batches, timed, stats.compute_s)
         self._run.shares.set_memory_limit(event.rank, stats.most_samples)
-        self._run.ledger.record_trained(event.rank, num_batches)
-        if self._run.alone or self._run.lockstep:
-            # One replica, or identical replicas: the effect is in the result.
+        # With one replica, or identical ones, the effect is in the result.
+        if self._run.lockstep:
+            self._epochs.record_time(event.rank, timed, stats.compute_s)
+            num_settled = self._run.ledger.report_steps(event.rank, stats.num_batches)
+            self._run.count_batches(num_settled)
+            return
+        self._run.ledger.record_trained(event.rank, stats.num_batches)
+        if self._run.alone:
             self._run.ledger.freeze(event.rank)
             self._run.settle(event.rank)
 
     def _on_left(self, event: m.EpochReport) -> None:
         """Take back the batches of an epoch that a rank has left."""
-        plan = self._run.plan
-        if plan is not None and plan.epoch == event.epoch:  # the only rank: others halt
-            self._recovery.settle_reported(event.rank)
+        queue = self._run.ledger.queue
+        if queue.plans and queue.plans[0].epoch == event.epoch:  # the only rank: others halt
+            self._recovery.return_to(queue.num_steps_of(event.rank))
         self._epochs.leave(event.rank, event.epoch)
 
     def _on_exiting(self, rank: int, now: float) -> None:

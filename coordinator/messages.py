@@ -7,14 +7,16 @@ recognised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
 from coordinator.run_errors import RunStalled
+from coordinator.steps import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """Batches of one epoch for one rank to train.
+    """Batches of one epoch to train: for one rank, or under ``SYNC`` for all ranks together.
 
     Attributes:
         epoch: Epoch, counted from 0.
@@ -33,16 +35,9 @@ class EpochPlan:
             order of training. Batch ``b`` holds the samples
             ``permutation[b * batch_size : (b + 1) * batch_size]``. With ``pieces``, a number of
             each piece, which seeds the data set's random draws for it.
-        shares: Under ``SYNC``, the number of micro-batches of each rank in this plan, from which
-            every rank derives when the others run out. Empty under the other policies.
-        first_step: Under ``SYNC``, the position of the schedule (batches trained by
-            all ranks) before the plan.
-        pieces: Under ``SYNC``, and for ranks with a batch size of their own, the samples of each
-            micro-batch, as positions ``[start, stop)`` in the epoch's permutation; empty: those of
-            the batches. An empty piece is not loaded: the others train the whole global batch.
-        per_global: Under ``SYNC``, the batches in a global batch.
-        num_slices: Under ``SYNC``, the micro-batches of each rank in a global batch.
-        trained_by: Under ``SYNC`` with an own loop, the ranks with samples in each optimizer step.
+        pieces: For ranks with a batch size of their own, the samples of each batch, as positions
+            ``[start, stop)`` in the epoch's permutation; empty: those of the batches.
+        steps: Under ``SYNC``, the batches and their pieces; the same for all ranks.
         more: More of the epoch follows for the same ranks, unless a rank dies or the run ends.
         pauses: Under ``SYNC``, all ranks stop after the plan for an evaluation within the epoch.
         is_partial: Under ``SYNC``, all ranks stop after the plan within the epoch, for an
@@ -53,12 +48,8 @@ class EpochPlan:
 
     epoch: int
     batches: tuple[range, ...] = ()
-    shares: tuple[int, ...] = ()
-    first_step: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
-    per_global: int = 0
-    num_slices: int = 1
-    trained_by: tuple[tuple[int, ...], ...] = ()
+    steps: StepPlan | None = None
     more: bool = False
     pauses: bool = False
     is_partial: bool = False
@@ -66,14 +57,21 @@ class EpochPlan:
 
     @property
     def num_batches(self) -> int:
-        return sum(len(span) for span in self.batches)
+        return sum(map(len, self.batches)) if self.steps is None else len(self.steps.span)
 
-    @property
-    def num_loads(self) -> int:
-        """Number of batches with samples for this rank."""
-        if not self.pieces:
-            return self.num_batches
-        return sum(stop > start for start, stop in self.pieces)
+    def loads(self, rank: int) -> Iterator[tuple[int, tuple[int, int] | None]]:
+        """The key of each micro-batch with samples for a rank, which seeds the data set's random
+        draws for it, and its samples; ``None``: those of the batch of this number.
+        """
+        if self.steps is None:
+            keys = chain.from_iterable(self.batches)
+            yield from zip(keys, self.pieces or repeat(None), strict=bool(self.pieces))
+        else:
+            yield from (load for load in self.steps.pieces(rank) if load[1][0] < load[1][1])
+
+    def num_loads(self, rank: int) -> int:
+        """Number of micro-batches with samples for a rank."""
+        return self.num_batches if self.steps is None else sum(1 for _ in self.loads(rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

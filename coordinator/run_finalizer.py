@@ -96,7 +96,7 @@ class RunFinalizer:
     def _freeze(self, finals: Sequence[m.FinalSnapshot]) -> None:
         """Count exactly the batches in the last states, and capture the run with them."""
         if self._run.lockstep:
-            self._recovery.recount(finals[0].step if finals else 0)
+            self._recovery.return_to(finals[0].step if finals else 0)
         self._saving.freeze_final(finals)
 
     def _average(self, finals: Sequence[m.FinalSnapshot]) -> bool:

@@ -12,7 +12,7 @@ from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.data_waits import DataWaits
-from coordinator.ledger import BatchLedger, Epoch, LockstepPlan
+from coordinator.ledger import BatchLedger, Epoch
 from coordinator.lr_factor import LrFactor
 from coordinator.messages import (
     AbortCollective,
@@ -52,8 +52,6 @@ class RunState:
         divergence: Largest divergence of a rank in the last round; ``None``: not measured.
         param_norm: Last measured norm of the parameters.
         generation: Number of the present collective group of ranks.
-        plan: Under lockstep, the present plan.
-        num_windows: Under lockstep, the optimizer steps assigned so far.
         per_global: Under lockstep, the batches in a global batch: the number of ranks at the
             start of training, whatever deaths or resumes follow.
         steps: Accumulates step metrics; ``None``: none are published.
@@ -116,8 +114,6 @@ class RunState:
         self.divergence: float | None = None
         self.param_norm: float | None = None
         self.generation = 0
-        self.plan: LockstepPlan | None = None
-        self.num_windows = 0
         self.per_global = 1 if self.lockstep and config.global_batch_size is not None else world
         self.shares = Shares(world, config.batch_sizes, fixed=not config.balance)
         every = config.metrics_every
@@ -285,35 +281,6 @@ class RunState:
         self.machine_round = event.round or self.machine_round
         self.count_batches(event.num_batches)
 
-    def add_plan(self, plan: LockstepPlan, before: LockstepPlan | None) -> None:
-        """Add an assigned plan to the present one, or replace a completed one by it."""
-        self.num_windows += plan.num_windows
-        if not self.alone:
-            self.count_averagings(plan.num_windows, self.ledger.find(plan.epoch))
-        if before is not None:
-            before.extend(plan)
-            before.drop_reported()
-        else:
-            self.plan = plan
-
-    def end_plan(self, num_made: int) -> LockstepPlan | None:
-        """End the present plan, and return to the step before it.
-
-        Args:
-            num_made: Optimizer steps made since the start of the run; the rest is not averaged.
-
-        Returns:
-            The plan, whose batches are to be settled and counted; ``None``: there is none.
-        """
-        plan, self.plan = self.plan, None
-        self.num_windows = num_made
-        if plan is not None:
-            self.global_step = plan.first_step
-            if not self.alone:
-                undone = plan.first_window + plan.num_windows - num_made
-                self.count_averagings(-undone, self.ledger.find(plan.epoch))
-        return plan
-
     def require_batch_statistics(self) -> None:
         """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""
         c, world = self.config, len(self.ranks)
@@ -326,7 +293,7 @@ class RunState:
         """Restore the counters of an earlier run from its checkpoint."""
         self.global_step = int(state["global_step"])
         self.per_global = int(state.get("per_global", state["world_size"]))
-        self.num_windows = int(state["num_windows"])
+        self.ledger.queue.num_steps = int(state["num_windows"])
         self.num_averagings = int(state["num_averagings"])
         self.num_failed_rounds = int(state["num_failed_rounds"])
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.splitting import Cost, seconds, split_by_cost, split_like, split_within
+from coordinator.splitting import (
+    Cost,
+    seconds,
+    split_by_cost,
+    split_by_ratio,
+    split_like,
+    split_within,
+)
+from coordinator.steps import Pieces, StepPlan
 
 _TIME_WEIGHT = 0.3
 """Weight of a new measurement in the moving average of the seconds for a sample."""
@@ -175,6 +184,24 @@ class Shares:
         ]
         found = min(splits, key=lambda found: (not self._is_within(found), self._num_small(found)))
         return tuple(found.get(rank, 0) for rank in ranks)
+
+    def pieces(
+        self, num_samples: int, num_slices: int, sizes: Mapping[int, int], *, is_short: bool = False
+    ) -> Pieces:
+        """Split a global batch into micro-batches, and these into pieces.
+
+        Args:
+            num_slices: Micro-batches of a whole one; a short one has as many, which may be empty.
+            sizes: The pieces of the ranks in a whole micro-batch.
+            is_short: It has fewer samples than a whole one.
+        """
+        whole = sum(sizes.values())
+        num = min(num_slices, -(-num_samples // whole)) if is_short else num_slices
+        num = min(num, max(1, num_samples // self.min_piece))
+        return tuple(
+            tuple(sizes.values() if total == whole else self.short_sizes(total, sizes))
+            for total in split_by_ratio(num_samples, [1] * num)
+        ) + ((0,) * len(sizes),) * (num_slices - num)
 
     def _in_order(self, total: int, sizes: Sequence[int]) -> tuple[int, ...]:
         """Pieces of these sizes from the first on, the last of which is short."""
@@ -369,6 +396,39 @@ class Shares:
                 idle.interval = min(2 * idle.interval, MAX_PROBE_PLANS)
                 return {**best, rank: least, most: best[most] - least}
         return best
+
+
+class PieceTimes:
+    """Times of the ranks' pieces in the plans in progress."""
+
+    def __init__(self) -> None:
+        self._untimed: dict[int, deque[int]] = {}  # pieces, by their samples
+        self._timed: dict[int, tuple[int, int, float]] = {}
+
+    def expect(self, plan: StepPlan, *, anew: bool) -> None:
+        """Add the pieces of a plan.
+
+        Args:
+            anew: The times of earlier plans are complete, or lost by a death.
+        """
+        if anew:
+            self._untimed, self._timed = {}, {}
+        for rank in plan.ranks:
+            sizes = (stop - start for _, (start, stop) in plan.pieces(rank))
+            self._untimed.setdefault(rank, deque()).extend(filter(None, sizes))
+
+    def record(self, rank: int, num_pieces: int, compute_s: float) -> None:
+        """Record the compute time of a rank's next pieces with samples; it may lag behind."""
+        untimed = self._untimed.get(rank, deque())
+        num_pieces = min(num_pieces, len(untimed))
+        num, samples, seconds = self._timed.get(rank, (0, 0, 0.0))
+        samples += sum(untimed.popleft() for _ in range(num_pieces))
+        self._timed[rank] = (num + num_pieces, samples, seconds + compute_s)
+
+    def take(self, rank: int) -> tuple[float, float] | None:
+        """Mean samples and seconds of a rank's pieces since the last call; ``None``: none timed."""
+        num, samples, seconds = self._timed.pop(rank, (0, 0, 0.0))
+        return (samples / num, seconds / num) if num else None
 
 
 def _step_s(costs: Mapping[int, Cost], sizes: Mapping[int, int]) -> float:

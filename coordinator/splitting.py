@@ -239,16 +239,6 @@ def split_within(
         fixed |= above
 
 
-def cut(spans: Iterable[range], start: int, stop: int | None = None) -> tuple[range, ...]:
-    """The batches at positions ``[start, stop)`` of the concatenated ranges."""
-    parts: list[range] = []
-    for span in spans:
-        parts.append(span[max(0, start) : None if stop is None else max(0, stop)])
-        start -= len(span)
-        stop = None if stop is None else stop - len(span)
-    return tuple(part for part in parts if part)
-
-
 def union(spans: Iterable[range]) -> list[range]:
     """Batches in ranges, as ascending ranges. An epoch may have millions: none is expanded."""
     found: list[range] = []

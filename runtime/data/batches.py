@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -44,15 +43,11 @@ class Position(NamedTuple):
 _LOADER_STREAM, _EPOCH_STREAM = 1, 2  # spawn keys: independent of each other and the permutation
 
 
-def _has_samples(pair: tuple[int, tuple[int, int] | None]) -> bool:
-    piece = pair[1]
-    return piece is None or piece[1] > piece[0]
-
-
 class PlanQueue:
-    """The batch positions of the submitted plans, in order. Not thread-safe."""
+    """A rank's batch positions in the submitted plans, in order. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._plans: deque[tuple[int, Iterator[tuple[int, tuple[int, int] | None]]]] = deque()
         self._num_left = 0
 
@@ -61,14 +56,8 @@ class PlanQueue:
 
     def put(self, plan: EpochPlan) -> None:
         """Append the batches of ``plan``."""
-        pieces = plan.pieces or repeat(None)
-        batches = chain.from_iterable(plan.batches)
-        pairs: Iterator[tuple[int, tuple[int, int] | None]]
-        pairs = zip(batches, pieces, strict=bool(plan.pieces))
-        if plan.num_loads < plan.num_batches:
-            pairs = filter(_has_samples, pairs)
-        self._plans.append((plan.epoch, pairs))
-        self._num_left += plan.num_loads
+        self._plans.append((plan.epoch, plan.loads(self._rank)))
+        self._num_left += plan.num_loads(self._rank)
 
     def pop(self) -> Position | None:
         """Remove and return the next position; ``None`` if there is none."""

@@ -55,7 +55,7 @@ class Loader(ABC):
         self._seed = spec.seed
         self._worker = spec.worker
         self._moves = spec.device.type != "cpu" or not spec.adapter.on_cpu
-        self._positions = PlanQueue()
+        self._positions = PlanQueue(spec.rank)
         self._drop_order()
 
     @abstractmethod
@@ -230,7 +230,7 @@ class ThreadLoader(Loader):
                 raise RuntimeError("the loader is closed")
             self._positions.put(plan)
             self._changed.notify_all()
-        self._stage.submitted(plan.num_loads, more=plan.more)
+        self._stage.submitted(plan.num_loads(self.rank), more=plan.more)
         if self._thread is None:
             thread = threading.Thread(
                 target=in_own_context(self._run), name=f"prefetch-{self.rank}", daemon=True

@@ -19,19 +19,22 @@ class PlanSteps:
     """
 
     def __init__(self, plan: EpochPlan, config: WorkerConfig) -> None:
-        self._plan = plan
-        self._num_global = config.accumulate
+        self._plan = plan.steps
+        self._num_global = num = config.accumulate
         self.num_empty: dict[int, int] = {}
-        num = config.accumulate * plan.num_slices
-        if plan.pieces or plan.shares:
-            longest = max(plan.shares, default=len(plan.pieces))
-            self.steps: list[Sequence[int]] = []
-            for step, first in enumerate(range(0, longest, num)):
-                pieces = plan.pieces[first : first + num]
-                sizes = [end - begin for begin, end in pieces if end > begin]
-                self.steps.append(sizes)
-                if len(sizes) < len(pieces):
-                    self.num_empty[step] = len(pieces) - len(sizes)
+        self.steps: list[Sequence[int]] = []
+        if plan.steps is not None:
+            sizes = [stop - start for _, (start, stop) in plan.steps.pieces(config.rank)]
+            num *= plan.steps.num_slices
+            for first in range(0, plan.steps.num_global * plan.steps.num_slices, num):
+                own = sizes[first : first + num]
+                if 0 in own:
+                    self.num_empty[len(self.steps)] = own.count(0)
+                self.steps.append([size for size in own if size])
+            return
+        if plan.pieces:
+            sizes = [stop - start for start, stop in plan.pieces]
+            self.steps += [sizes[first : first + num] for first in range(0, len(sizes), num)]
             return
         # A plan may have millions of steps: full ones share one list.
         full = [config.batch_size] * num
@@ -53,9 +56,12 @@ class PlanSteps:
                 self.steps[step] = shorter
 
     def ranks(self, index: int) -> Sequence[int]:
-        """The ranks with samples in the lockstep step ``index``; empty without lockstep."""
-        return self._plan.trained_by[index] if self._plan.trained_by else ()
+        """The ranks with samples in the step ``index`` under ``SYNC``; else none."""
+        first = index * self._num_global
+        return () if self._plan is None else self._plan.trained_by(first, first + self._num_global)
 
-    def position(self, index: int) -> int:
-        """Batches of all ranks before the lockstep step ``index``."""
+    def position(self, index: int) -> int | None:
+        """Batches of all ranks before the step ``index`` under ``SYNC``; else ``None``."""
+        if self._plan is None:
+            return None
         return self._plan.first_step + index * self._num_global * self._plan.per_global

@@ -502,7 +502,7 @@ class GpuWorker:
                 if left is not None:
                     return left
             is_open = loop is not None and loop.is_open
-            self._is_starved = is_open and not (plan.num_batches or plan.shares)
+            self._is_starved = is_open and not plan.num_batches
             if plan.more or is_open:
                 self.protocol.end_plan()
                 open_epoch = self._progress.begun_epoch if is_open else None
@@ -522,8 +522,7 @@ class GpuWorker:
         self.replica.checkpoint.return_buffers()
         self._schedule.step_by_metrics(plan.metrics)
         plan_steps = PlanSteps(plan, self.config)
-        first = plan_steps.position(0) if plan.shares else None
-        self._schedule.advance(self.steps.position_of(first))  # for epoch_fn
+        self._schedule.advance(self.steps.position_of(plan_steps.position(0)))  # for epoch_fn
         self._begin_epoch(plan.epoch)
         if self._shared is not None and not self._num_compared:
             self._shared.compare()
@@ -543,7 +542,7 @@ class GpuWorker:
                     return self.protocol.leaving
                 if self._is_lockstep and self._lockstep.num_uncompared >= DRIFT_INTERVAL:
                     self._check_drift()
-            position = plan_steps.position(index) if plan.shares else None
+            position = plan_steps.position(index)
             if loop is None:
                 is_made = self.steps.run(sizes, position, train_fn)
             else:

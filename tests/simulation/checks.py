@@ -13,6 +13,7 @@ from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.run_errors import AveragingFailed, RunStalled
 from coordinator.run_state import RankState
 from coordinator.splitting import batch_bounds, seconds, split_by_cost
+from coordinator.steps import StepPlan
 from runtime.core.errors import CollectiveTimeout
 from tests.simulation.effects import Batch, Traced, Violation, squares_of
 from tests.simulation.replicas import expect_payload
@@ -103,10 +104,12 @@ class Checks:
             raise Violation(f"a message to rank {rank}, which is {state.value}: {message}")
         if rank in self._dismissed:
             raise Violation(f"a message to rank {rank} after its Shutdown: {message}")
-        if isinstance(message, m.StartEpoch) and message.plan.pieces:
-            self._on_pieces(rank, message.plan)
         if isinstance(message, m.StartEpoch):
-            first = min((b for span in message.plan.batches for b in span), default=None)
+            spans = message.plan.batches
+            if (steps := message.plan.steps) is not None:
+                self._on_pieces(rank, steps)
+                spans = (steps.span,)
+            first = min((b for span in spans for b in span), default=None)
             if first is not None and (message.plan.epoch, first) < self._needed:
                 raise Violation(f"{message} after all before {self._needed} was released")
         if isinstance(message, m.SyncNow | m.RequestParams | m.Update):
@@ -121,15 +124,18 @@ class Checks:
         ):
             raise Violation(f"{message}, but the average holds {len(self._sim.averaged())}")
 
-    def _on_pieces(self, rank: int, plan: m.EpochPlan) -> None:
+    def _on_pieces(self, rank: int, plan: StepPlan) -> None:
         """Check the pieces, and the sizes of the first batch, once all ranks have the plan."""
         live = [r.rank for r in self._sim.machine.run_state.live]
         now = self._sim.machine.run_state.generation, plan.epoch, plan.first_step
         if now != self._dealt_at:  # ranks that have left the epoch have no pieces
             self._dealt_at, self._sizes, self._dealt = now, {}, {}
-        start, stop = plan.pieces[0]
+        pieces = tuple(piece for _, piece in plan.pieces(rank))
+        if not pieces:
+            return
+        start, stop = pieces[0]
         self._sizes[rank] = stop - start
-        self._dealt[rank] = plan.pieces
+        self._dealt[rank] = pieces
         is_split = self._config.policy is ApplyPolicy.SYNC and not self._sim.schedule.memory
         if rank == live[-1] and is_split and self._least > 1:
             for each in zip(*self._dealt.values(), strict=False):
@@ -300,12 +306,12 @@ class Checks:
 
     def on_lockstep_plan(self, rank: int, plan: m.EpochPlan, num_held: int | None) -> None:
         """The rank begins a plan of ``SYNC``; ``num_held``: batches held, if between two steps."""
-        if num_held is not None and plan.first_step != num_held:
-            raise Violation(
-                f"rank {rank} holds {num_held} batches, the plan begins at {plan.first_step}"
-            )
-        batches = [(plan.epoch, b) for span in plan.batches for b in span]
-        self._pieces[rank].update(zip(batches, plan.pieces, strict=True))
+        steps = plan.steps
+        first = 0 if steps is None else steps.first_step
+        if num_held is not None and first != num_held:
+            raise Violation(f"rank {rank} holds {num_held} batches, the plan begins at {first}")
+        pieces = () if steps is None else steps.pieces(rank)
+        self._pieces[rank].update({(plan.epoch, key): piece for key, piece in pieces})
 
     def _bounds(self, batch: Batch) -> tuple[int, int]:
         return batch_bounds(batch[1], self._config.num_samples, self._config.batch_size)

@@ -333,7 +333,10 @@ class SimWorker:
         else:
             self._sim.checks.on_own_batches(self.rank, plan)
         windows = PlanSteps(plan, self._config)
-        batches = deque((plan.epoch, b) for span in plan.batches for b in span)
+        keys = [b for span in plan.batches for b in span]
+        if plan.steps is not None:
+            keys = [key for key, _ in plan.steps.pieces(self.rank)]
+        batches = deque((plan.epoch, key) for key in keys)
         for index, sizes in enumerate(windows.steps):
             if not (self._open.num_steps or (yield from self._may_step())):
                 self._abandon(plan)
@@ -361,7 +364,7 @@ class SimWorker:
     def _end_within_step(self, plan: m.EpochPlan) -> None:
         if self._is_lockstep and not (plan.more or plan.pauses):
             raise RuntimeError(f"the epoch has ended, and gradients are left of {self._open}")
-        self._is_starved = not (plan.num_batches or plan.shares)
+        self._is_starved = not plan.num_batches
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch, open_epoch=self._begun_epoch)
 
@@ -372,7 +375,7 @@ class SimWorker:
         self.protocol.end_plan()
         self._reporter.report_epoch(plan.epoch)
 
-    def _stays_open(self, epoch: int, position: int, *, closes: bool) -> Callable[[], bool]:
+    def _stays_open(self, epoch: int, position: int | None, *, closes: bool) -> Callable[[], bool]:
         """Draws whether the body's step continues over the next batch, as far as there is one."""
         chance, seed = self._sim.schedule.window_chance, self._sim.schedule.seed
         if not chance:

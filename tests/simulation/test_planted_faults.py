@@ -12,12 +12,13 @@ from coordinator.cadence import RoundSchedule
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery
-from coordinator.ledger import BatchLedger, LockstepPlan
+from coordinator.ledger import BatchLedger
 from coordinator.lr_factor import LrFactor
 from coordinator.machine import Coordinator
 from coordinator.rounds import RoundRunner
 from coordinator.run_state import RunState
 from coordinator.shares import Shares
+from coordinator.steps import StepPlan, StepQueue
 from coordinator.transports import Round
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -236,20 +237,17 @@ def shares(schedule):
 
 
 def test_a_stale_share_is_found(monkeypatch):
-    """One rank's plan has the sizes of the last plan."""
-    split_pieces = BatchLedger.split_pieces
+    """One rank trains the sizes of an earlier plan."""
+    pieces = StepPlan.pieces
     before = {}
 
-    def stale(self, span, per_global, num_slices, sizes, *rest):
-        last = before.get(self, sizes)
-        before[self] = sizes
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
-        if last.keys() == sizes.keys():
-            rank = max(sizes)
-            pieces[rank] = split_pieces(self, span, per_global, num_slices, last, *rest)[0][rank]
-        return pieces, counts
+    def stale(self, rank):
+        first = before.setdefault(self.ranks, self.whole)
+        if rank == self.ranks[-1] and len(first) == self.num_slices:
+            self = replace(self, whole=first)
+        return pieces(self, rank)
 
-    monkeypatch.setattr(BatchLedger, "split_pieces", stale)
+    monkeypatch.setattr(StepPlan, "pieces", stale)
     assert_is_found("trained others", drawn(shares))
 
 
@@ -297,17 +295,15 @@ def sized(schedule):
 
 
 def test_the_size_of_one_rank_used_for_another_is_found(monkeypatch):
-    split_pieces = BatchLedger.split_pieces
+    pieces = StepPlan.pieces
 
-    def mistaken(self, span, per_global, num_slices, sizes, *rest):
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
-        *_, other, rank = [-1, *sizes]
-        swapped = {**sizes, rank: sizes.get(other, 1), other: sizes[rank]}
-        swapped.pop(-1, None)
-        pieces[rank] = split_pieces(self, span, per_global, num_slices, swapped, *rest)[0][rank]
-        return pieces, counts
+    def mistaken(self, rank):
+        if rank == self.ranks[-1]:
+            swapped = tuple((*sizes[:-2], *reversed(sizes[-2:])) for sizes in self.whole)
+            self = replace(self, whole=swapped)
+        return pieces(self, rank)
 
-    monkeypatch.setattr(BatchLedger, "split_pieces", mistaken)
+    monkeypatch.setattr(StepPlan, "pieces", mistaken)
     assert_is_found("trained others", drawn(sized))
 
 
@@ -385,13 +381,17 @@ def test_a_piece_that_stays_too_large_is_found(monkeypatch):
 
 def test_a_repeated_step_without_its_first_batches_is_found(monkeypatch):
     """Batches of the window that a rank trained before it ran out of memory are lost."""
-    recount = BatchLedger.recount
+    num_batches, agree = StepQueue._num_batches, StepQueue.agree
 
-    def one_more(self, rank, number, spans, *, reported, made):
-        made = min(made + 1, sum(map(len, spans)))
-        return recount(self, rank, number, spans, reported=reported, made=made)
+    def more(self, num_global):
+        return min(num_batches(self, num_global) + 1, num_batches(self, 10**9))
 
-    monkeypatch.setattr(BatchLedger, "recount", one_more)
+    def one_more(self, num_steps):
+        with monkeypatch.context() as patch:
+            patch.setattr(StepQueue, "_num_batches", more)
+            return agree(self, num_steps)
+
+    monkeypatch.setattr(StepQueue, "agree", one_more)
     steady = drawn(lambda s: small_memory(s) and not s.deaths and s.stop_at_s is None)
     assert_is_found("recorded, not trained: [(", steady, first=26)
 
@@ -404,20 +404,26 @@ def test_a_stop_while_plans_are_queued_is_survived(monkeypatch):
 
 
 def test_a_plan_that_begins_where_the_first_one_did_is_found(monkeypatch):
-    monkeypatch.setattr(LockstepPlan, "num_batches", 0)
+    plan = EpochScheduler._plan
+
+    def again(self, epoch, span, ranks, first_step):
+        plans = self._run.ledger.queue.plans
+        return plan(self, epoch, span, ranks, plans[-1].first_step if plans else first_step)
+
+    monkeypatch.setattr(EpochScheduler, "_plan", again)
     assert_is_found("the plan begins at", drawn(shares))
 
 
 def test_dropped_steps_that_are_counted_again_are_found(monkeypatch):
-    """A death can only undo steps after the dropped ones."""
-    forget = LockstepPlan.drop_reported
+    """A death can only undo steps after the dropped plans."""
+    add = StepQueue.add
 
-    def again(self):
-        first = self.first_step
-        forget(self)
-        self.first_step = first
+    def forgetful(self, plan):
+        before = self.settled
+        add(self, plan)
+        self.settled = before
 
-    monkeypatch.setattr(LockstepPlan, "drop_reported", again)
+    monkeypatch.setattr(StepQueue, "add", forgetful)
     assert_is_found("the plan begins at", drawn(shares))
 
 

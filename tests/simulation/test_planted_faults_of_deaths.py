@@ -12,9 +12,10 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
 from coordinator.epochs import EpochScheduler
 from coordinator.failure_recovery import FailureRecovery, RecoveryPhase
-from coordinator.ledger import BatchLedger, LockstepPlan, RankLedger
+from coordinator.ledger import BatchLedger, RankLedger
 from coordinator.rounds import RoundRunner
 from coordinator.run_state import RankState, RunState
+from coordinator.steps import StepQueue
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
@@ -142,13 +143,15 @@ def test_lockstep_ranks_without_a_halt_message_are_found(monkeypatch):
 
 def test_a_step_counted_by_reports_is_found(monkeypatch):
     """Unreported batches of the dead rank would be trained twice."""
-    recount = BatchLedger.recount
+    agree = StepQueue.agree
 
-    def by_reports(self, rank, number, spans, *, reported, made):
-        return recount(self, rank, number, spans, reported=reported, made=reported)
+    def by_reports(self, num_steps):
+        with monkeypatch.context() as patch:
+            patch.setattr(StepQueue, "_num_batches", lambda self, num_global: self.settled)
+            return agree(self, num_steps)
 
-    monkeypatch.setattr(BatchLedger, "recount", by_reports)
-    assert_is_found("), which rank", first=158)
+    monkeypatch.setattr(StepQueue, "agree", by_reports)
+    assert_is_found("the plan begins at", first=158)
 
 
 def test_a_laggard_that_copies_nothing_is_found(monkeypatch):
@@ -313,19 +316,25 @@ def test_a_global_batch_that_shrinks_with_a_death_is_found(monkeypatch):
 
 def test_a_piece_that_counts_as_a_batch_is_found(monkeypatch):
     """After a death a piece is a part of the global batch, and not one of its batches."""
-    monkeypatch.setattr(LockstepPlan, "num_complete_batches", lambda self, num: num)
+    report = StepQueue.report
+
+    def each(self, rank, num_pieces):
+        num_slices = self.plans[0].num_slices if self.plans else 1
+        return report(self, rank, num_pieces * num_slices)
+
+    monkeypatch.setattr(StepQueue, "report", each)
     assert_is_found(NOT_ASSIGNED, drawn(lambda s: lockstep(s) and s.deaths))
 
 
 def test_a_short_global_batch_that_counts_as_a_whole_one_is_found(monkeypatch):
-    split_pieces = BatchLedger.split_pieces
+    report_steps = BatchLedger.report_steps
 
-    def whole(self, span, per_global, num_slices, sizes, *rest):
-        pieces, counts = split_pieces(self, span, per_global, num_slices, sizes, *rest)
-        return pieces, [per_global] * len(counts)
+    def whole(self, rank, num_pieces):
+        num = self.queue.plans[0].per_global if self.queue.plans else 1
+        return -(-report_steps(self, rank, num_pieces) // num) * num
 
-    monkeypatch.setattr(BatchLedger, "split_pieces", whole)
-    assert_is_found(NOT_ASSIGNED, drawn(lockstep))
+    monkeypatch.setattr(BatchLedger, "report_steps", whole)
+    assert_is_found("the plan begins at", drawn(lockstep))
 
 
 def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
@@ -333,7 +342,8 @@ def test_slices_that_are_counted_as_global_batches_are_found(monkeypatch):
     init = PlanSteps.__init__
 
     def of_slices(self, plan, config):
-        init(self, dataclasses.replace(plan, num_slices=1), config)
+        init(self, plan, config)
+        self.steps = [[size] for step in self.steps for size in step]
 
     monkeypatch.setattr(PlanSteps, "__init__", of_slices)
     assert_is_found("batches trained [(", drawn(lockstep))

@@ -134,7 +134,7 @@ class Plans(Hooks):
     def before_step(self, worker):
         if worker.rank == 0 and worker.protocol.plan is not self._plan:
             self._plan = worker.protocol.plan
-            self.steps.append(len(self._plan.pieces))
+            self.steps.append(self._plan.steps.num_pieces(0))
 
 
 @pytest.mark.parametrize(("slowness", "num_steps"), [(1.0, 125), (25.0, 5), (1000.0, 1)])
@@ -178,8 +178,8 @@ class Sizes(Hooks):
 
     def before_step(self, worker):
         if worker.rank == 1:
-            plan = worker.protocol.plan
-            self.steps.append((worker._sim.now, plan.pieces[0][1] - plan.pieces[0][0]))
+            _, (start, stop) = next(worker.protocol.plan.steps.pieces(1))
+            self.steps.append((worker._sim.now, stop - start))
 
 
 def test_lockstep_shares_match_the_speeds_after_a_dozen_steps():

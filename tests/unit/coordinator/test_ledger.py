@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.ledger import CHUNK_S, BatchLedger, RankLedger
-from coordinator.shares import Shares
 from tests.support.pairs import few_examples
 
 
@@ -97,41 +96,10 @@ def test_max_batches_is_spent_on_the_oldest_epoch_first():
 # -- lockstep --------------------------------------------------------------------------------
 
 
-def test_lockstep_assigns_global_batches_in_order_to_the_first_rank():
+def test_global_batches_are_taken_in_order_up_to_the_end_of_the_run():
     ledger = ledger_of(8, max_batches=7)
-    assigned = [ledger.assign_global((1, 0), (0.5, 0.5), 5) for _ in range(3)]
-    assert assigned == [(0, range(5)), (0, range(5, 7)), None]
-    assert [len(own.assigned) for own in ledger.by_rank] == [0, 2]
-
-
-PIECES = [
-    # Samples, is_last; the sizes of the pieces of each rank in two global batches of 3 ranks.
-    (18, True, [[3, 3], [3, 3], [3, 3]]),
-    (16, True, [[3, 3], [3, 3], [3, 1]]),
-    (13, True, [[3, 3], [3, 1], [3]]),
-    (10, True, [[3, 1], [3], [3]]),
-    (10, False, [[3, 1], [3, 0], [3, 0]]),
-]
-
-
-@pytest.mark.parametrize(("num_samples", "is_last", "expected"), PIECES)
-def test_fixed_pieces_fill_a_short_global_batch_in_order(num_samples, is_last, expected):
-    ledger = BatchLedger(num_samples=num_samples, batch_size=3, num_epochs=1, world_size=3)
-    shares = Shares(3, fixed=True)
-    sizes = dict(enumerate(shares.sizes(9, (0, 1, 2))))
-    span = range(ledger.batches_per_epoch)
-    pieces, counts = ledger.split_pieces(span, 3, 1, sizes, shares.short_sizes, 1, is_last)
-    assert [[stop - start for start, stop in own] for own in pieces.values()] == expected
-    assert sum(counts) == len(span)
-    in_order = sorted(piece for own in pieces.values() for piece in own if piece[0] < piece[1])
-    assert [i for piece in in_order for i in range(*piece)] == list(range(num_samples))
-
-
-def test_keys_of_equal_pieces_are_the_numbers_of_their_batches():
-    ledger = ledger_of(14)
-    assert ledger.draw_keys(range(3, 9), 3, 3) == [range(3, 9, 3), range(4, 10, 3), range(5, 11, 3)]
-    keys = ledger.draw_keys(range(3, 9), 3, 5)
-    assert len({key for own in keys for key in own}) == 10
+    taken = [ledger.take_global((0, 1), (0.5, 0.5), 5) for _ in range(3)]
+    assert taken == [(0, range(5)), (0, range(5, 7)), None]
 
 
 # -- tracking -----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def end_plans(run, world=2):
     while run.machine.run_state.ranks[0].num_queued:
         for rank in range(world):
             queued = run.machine.run_state.ranks[rank].num_queued
-            run.end_plan(rank, len(run.to(m.StartEpoch, rank)[-queued].plan.pieces))
+            run.end_plan(rank, run.to(m.StartEpoch, rank)[-queued].plan.steps.num_pieces(rank))
 
 
 def at_a_round(backend=CPU, **settings):
@@ -632,8 +632,8 @@ def test_a_failed_backend_is_excluded_even_if_the_last_round_failed_by_a_death()
 def test_under_sync_no_round_and_no_limit_is_sent():
     run = Run(policy=ApplyPolicy.SYNC, backend=THREAD, num_samples=10, max_batch_diff=0)
     end_plans(run)
-    assert sum(p.plan.shares[0] for p in run.to(m.StartEpoch, 0)) == 5
-    assert all(p.plan.shares[0] == p.plan.shares[1] for p in run.to(m.StartEpoch))
+    assert sum(p.plan.steps.num_pieces(0) for p in run.to(m.StartEpoch, 0)) == 5
+    assert run.to(m.StartEpoch, 0) == run.to(m.StartEpoch, 1)
     assert run.machine.statistics().num_averagings == 5
     assert run.to(m.SyncNow) + run.to(m.Throttle) + run.to(m.Resume) == []
     assert len(run.to(m.Shutdown)) == 2
@@ -822,10 +822,30 @@ def test_no_plan_follows_a_short_window_before_it_is_trained(granted, num_plans)
     assert len(others) == num_plans - 1
     if not others:
         for rank in (0, 1):
-            count = len(run.to(m.StartEpoch, rank)[0].plan.pieces)
-            run.end_plan(rank, count)
+            run.end_plan(rank, run.to(m.StartEpoch, rank)[0].plan.steps.num_pieces(rank))
         first, *others = [message.plan for message in run.to(m.StartEpoch, 0)]
-    assert [plan.first_step for plan in others] == [first.first_step + granted]
+    assert [plan.steps.first_step for plan in others] == [first.steps.first_step + granted]
+
+
+def test_batches_of_other_machines_count_after_a_death_within_a_plan():
+    run = Run(
+        world=3,
+        policy=ApplyPolicy.SYNC,
+        backend=THREAD,
+        granted=True,
+        continue_on_failure=True,
+        num_samples=400,
+    )
+    grant = m.EpochGrant(epoch=0, batches=(range(6),))
+    run.handle(m.ClusterRoundDone(epochs=(grant,)))
+    run.handle(m.ClusterRoundDone(num_batches=5))
+    run.handle(m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")))
+    for rank in (0, 1):
+        run.handle(m.Halted(rank=rank, generation=0, step=1))
+    for rank in (0, 1):
+        run.handle(m.Regrouped(rank=rank, generation=1))
+    assert run.machine.statistics().global_step == 5 + 3
+    assert run.to(m.StartEpoch, 0)[-1].plan.steps.first_step == 5 + 3
 
 
 def test_a_machine_is_idle_once_the_plans_of_its_grant_have_ended():

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.ledger import BatchLedger
-from coordinator.shares import Shares
+from coordinator.shares import PieceTimes, Shares
 from coordinator.splitting import seconds, split_by_cost, split_like, split_within
 from tests.support.pairs import SCALE, few_examples, pairwise
+from tests.support.step_plans import step_plan
 
 STEPS = 6
 """Global steps per measurement."""
@@ -373,14 +373,52 @@ def test_a_short_global_batch_is_split_in_proportion_within_limits(total, sizes,
 
 @pytest.mark.parametrize(
     ("sizes", "last"),
-    [({0: 0, 1: 16}, [(16, 16), (16, 20)]), ({0: 2, 1: 14}, [(16, 17), (17, 20)])],
+    [({0: 0, 1: 16}, (0, 4)), ({0: 2, 1: 14}, (1, 3))],
 )
 def test_the_first_rank_has_a_short_global_batch_only_if_it_is_busy_and_has_memory(sizes, last):
     shares = Shares(2)
     shares.record_out_of_memory(0, 3)
-    ledger = BatchLedger(num_samples=20, batch_size=8, num_epochs=1, world_size=2)
-    pieces, _ = ledger.split_pieces(range(3), 2, 1, sizes, shares.short_sizes)
-    assert [own[-1] for own in pieces.values()] == last
+    assert shares.pieces(4, 1, sizes, is_short=True) == (last,)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "pieces"),
+    [
+        (18, ((3, 3, 3), (3, 3, 3))),
+        (17, ((3, 3, 3), (3, 3, 2))),
+        (10, ((3, 2, 0), (3, 2, 0))),
+        (9, ((3, 3, 3), (0, 0, 0))),
+        (4, ((3, 1, 0), (0, 0, 0))),
+    ],
+)
+def test_fixed_pieces_fill_the_micro_batches_of_a_short_global_batch_in_order(num_samples, pieces):
+    shares = Shares(3, fixed=True)
+    sizes = dict(enumerate(shares.sizes(9, (0, 1, 2))))
+    assert shares.pieces(num_samples, 2, sizes, is_short=num_samples < 18) == pieces
+
+
+def test_micro_batches_of_a_whole_global_batch_differ_by_a_sample():
+    shares = Shares(2, fixed=True)
+    sizes = dict(enumerate(shares.sizes(3, (0, 1))))
+    assert shares.pieces(9, 4, sizes) == ((2, 1), (2, 0), (2, 0), (2, 0))
+
+
+def test_micro_batches_have_the_least_samples_of_a_piece():
+    shares = Shares(2, fixed=True, min_piece=2)
+    sizes = dict(enumerate(shares.sizes(4, (0, 1))))
+    assert shares.pieces(3, 3, sizes, is_short=True) == ((3, 0), (0, 0), (0, 0))
+
+
+def test_the_time_of_pieces_is_their_mean_even_if_it_lags_behind():
+    times = PieceTimes()
+    times.expect(step_plan(((4, 2),), 3, last=((2, 0),)), anew=True)
+    times.record(0, 1, 0.1)
+    assert (times.take(0), times.take(0), times.take(1)) == ((4.0, 0.1), None, None)
+    times.record(0, 5, 0.5)  # no more than were sent
+    assert times.take(0) == (3.0, 0.25)
+    times.record(1, 1, 0.2)
+    times.expect(step_plan(((8, 8),)), anew=True)
+    assert times.take(1) is None
 
 
 def test_an_out_of_memory_piece_above_the_limit_is_not_new():

@@ -13,12 +13,12 @@ from coordinator.splitting import (
     BatchSet,
     batch_bounds,
     count_batches,
-    cut,
     permutation,
     permuted,
     split_by_ratio,
     union,
 )
+from coordinator.steps import cut
 from tests.support.pairs import few_examples
 
 seeds = st.integers(0, 2**63)

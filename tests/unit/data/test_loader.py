@@ -32,6 +32,7 @@ from tests.support.loading import (
     assert_is_plan,
     draws,
 )
+from tests.support.step_plans import step_plan
 
 LOCAL = pytest.mark.parametrize("kind", [InlineLoader, ThreadLoader])
 
@@ -55,7 +56,7 @@ class Gate(Dataset):
 
 
 def test_a_plan_queue_returns_positions_in_order():
-    queue = PlanQueue()
+    queue = PlanQueue(0)
     for plan in PLANS:
         queue.put(plan)
     assert len(queue) == 12
@@ -65,6 +66,14 @@ def test_a_plan_queue_returns_positions_in_order():
     queue.put(ALL)
     queue.clear()
     assert queue.pop() is None
+
+
+def test_a_plan_queue_has_the_pieces_of_its_rank_with_samples():
+    queue = PlanQueue(1)
+    steps = step_plan(((4, 2),), 3, last=((1, 0),), epoch=1, start=6)
+    queue.put(EpochPlan(epoch=1, steps=steps))
+    assert len(queue) == 2
+    assert [queue.pop() for _ in range(3)] == [(1, 1, (10, 12)), (1, 3, (16, 18)), None]
 
 
 @LOCAL

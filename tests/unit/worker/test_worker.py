@@ -37,6 +37,7 @@ from tests.support.running import (
     task,
     until,
 )
+from tests.support.step_plans import step_plan
 
 N, SIZE = 40, 2
 BATCH = (torch.zeros(SIZE),)
@@ -116,13 +117,8 @@ def plan(*batches, epoch=0, **kwargs):
 
 
 def plan_of_pieces(num_steps, world_size=2):
-    """A plan under ``SYNC`` for each of the ranks, which have pieces of one size."""
-    return plan(
-        range(num_steps),
-        shares=(num_steps,) * world_size,
-        pieces=tuple((i, i + SIZE) for i in range(0, SIZE * num_steps, SIZE)),
-        per_global=world_size,
-    )
+    """A plan under ``SYNC`` of ranks that have pieces of one size."""
+    return m.EpochPlan(epoch=0, steps=step_plan(((SIZE,) * world_size,), num_steps))
 
 
 def payload(value, buffers=()):
