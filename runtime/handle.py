@@ -242,7 +242,7 @@ class TrainerHandle(Generic[ModelT_co]):
 
     def statistics(self) -> Statistics:
         """A frozen snapshot of the coordinator's counters."""
-        return self._run.statistics()
+        return self._run.report.statistics()
 
     def summary(self) -> RunSummary:
         """The throughput of the run and its lost time by cause, so far or as a whole.
@@ -250,7 +250,7 @@ class TrainerHandle(Generic[ModelT_co]):
         It prints as a table, which a notebook shows for the handle as well. In a cluster it covers
         this machine.
         """
-        return self._run.summary()
+        return self._run.report.summary()
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
@@ -272,7 +272,7 @@ class TrainerHandle(Generic[ModelT_co]):
         with self._attaching:  # two threads may attach the same monitor
             if monitor in self._monitors:
                 return self
-            monitor.watch(self._run.monitor_view(self._started, self._end))
+            monitor.watch(self._run.report.view(self._started, self._end))
             with self._condition:
                 self._monitors.append(monitor)
                 ended = self._ended

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,9 @@ from coordinator.config import ApplyPolicy, AverageBackend, part_of
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
-from coordinator.run_state import Statistics
 from coordinator.service import Service
 from coordinator.splitting import LONG
-from runtime.callbacks import EarlyStopping, MetricReader
+from runtime.callbacks import MetricReader
 from runtime.checkpoint.format import CheckpointData, digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
@@ -47,7 +46,6 @@ from runtime.core.errors import (
     CollectiveTimeout,
     NonFiniteError,
     ReplicaMismatch,
-    UnknownMetric,
     WorkerFailed,
     error_of_run,
     text_of,
@@ -66,19 +64,16 @@ from runtime.data.shared_reads import reading_alone
 from runtime.data.stream import StreamAdapter
 from runtime.device import host_allocator as allocator
 from runtime.device.affinity import near
-from runtime.device.base import device_summary
-from runtime.device.cuda import devices_differ, open_device
+from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.evaluation.shared_evaluation import SharedEvaluations
+from runtime.loggers.metrics_thread import MetricsThread
 from runtime.loggers.progress import make_display
-from runtime.metrics_thread import MetricsThread
-from runtime.monitor.run_view import RunEnd, RunView
 from runtime.replica.build import BuildOrder, CopyingFactory
 from runtime.replica.graphs import GraphFallbacks
 from runtime.results import RunFactory, TrainedState, assemble_state, load_given
+from runtime.run_report import RunReport
 from runtime.settings import RunSettings
-from runtime.timeline.run_summary import Alternatives, RunSummary, summarize
-from runtime.timeline.summary import RunFacts
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import EpochStarts
 from runtime.worker.meetings import Meetings
@@ -112,6 +107,7 @@ class Run:
     Attributes:
         devices: The device of each rank.
         total_batches: Batches of the whole run.
+        report: Its facts, throughput and lost time.
         resumed: The checkpoint to resume from; ``None``: start from the beginning.
         model_digest: Hash of the names, shapes, dtypes and formats of the weights; empty until the
             model is built.
@@ -187,12 +183,8 @@ class Run:
         self._metrics = self._make_metrics_thread()
         self._built: list[int] = []
         self._error: BaseException | None = None  # raised by join(); the state is kept
-        metric = settings.scheduler_metric
-        self._schedule_metric = (
-            None if metric is None else MetricReader(f"scheduler(metric={metric!r})", metric)
-        )
-        self._first_statistics = self.statistics()
-        self._last_summary: RunSummary | None = None
+        statistics, seconds = self._service.statistics, self._recording.seconds
+        self.report = RunReport(settings, config, self.devices, self._machine, statistics, seconds)
         self._listener: Listener | None = None
         # Joined before user code: imports of two threads that form a cycle fail.
         self._importer = threading.Thread(target=import_dynamo, name="import-dynamo", daemon=True)
@@ -219,14 +211,19 @@ class Run:
         )
 
     def _make_metrics_thread(self) -> MetricsThread:
-        settings = self._settings
+        settings, metric = self._settings, self._settings.scheduler_metric
+        reader = None if metric is None else MetricReader(f"scheduler(metric={metric!r})", metric)
         return MetricsThread(
             metrics_fn=settings.metrics_fn,
             on_stop=self.stop,
             on_error=self.fail,
             make_display=lambda: make_display(
-                settings.progress, self.statistics, self.total_batches, settings.num_epochs
+                settings.progress,
+                self._service.statistics,
+                self.total_batches,
+                settings.num_epochs,
             ),
+            check=None if reader is None else reader.read,
         )
 
     def _follow(self, stream: StreamAdapter) -> None:
@@ -319,7 +316,7 @@ class Run:
         self._importer.start()
         self._listener = listener
         s, c = self._settings, self.config.coordinator
-        announce(logger, self._first_line(), silent=s.progress is False)
+        announce(logger, self.report.first_line(), silent=s.progress is False)
         fault = thread_end_fault()
         if fault is not None:
             announce(logger, fault, level=logging.WARNING)
@@ -343,7 +340,7 @@ class Run:
         if s.tune_allocator and self.config.worker.num_cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
-        self._recording.begin(self.facts, self.devices, self._machine, self._service)
+        self._recording.begin(self.report.facts, self.devices, self._machine, self._service)
         started = False
         if self._cluster_hooks is None:  # else the ClusterRun handles signals
             INTERRUPTS.add(self)
@@ -372,45 +369,6 @@ class Run:
                 self._take_down()
                 self._recording.finish(stopped=False, error=sys.exception())
             raise
-
-    def _first_line(self) -> str:
-        """Devices, policy, transport and the reason for it, batch, steps and learning rate."""
-        c = self.config.coordinator
-        devices, batch = device_summary(self.devices), self.facts.batch_line
-        if len(self.devices) == 1:
-            return f"{devices}; {batch}"
-        alike = "unequal devices" if devices_differ(self.devices) else "equal devices"
-        others = ", ".join(backend.name for backend in c.alternatives)
-        tried = "" if c.policy is ApplyPolicy.SYNC or not others else f"; {others} is tried, too"
-        return (
-            f"{devices}; {alike}; policy {c.policy.name} over {self.backend.name}; {batch}; "
-            f"{self.backend.name}: {self.backend_reason}{tried}"
-        )
-
-    def _announce_end(self) -> None:
-        """Announce an early end, the throughput and the lost time, and settings that would be
-        faster.
-
-        After Ctrl-C nothing is announced, since the run is not to continue.
-        """
-        if INTERRUPTS.interrupted:
-            return
-        summary = self.summary()
-        silent = self._settings.progress is False
-        for text in filter(None, (self._early_end(), summary.headline, summary.advice)):
-            announce(logger, text, silent=silent)
-
-    def _early_end(self) -> str:
-        """Progress and reason of a run that was stopped before its end, as one line; else empty."""
-        outcome = self._machine.outcome
-        if not outcome.stopped:
-            return ""
-        by = "" if outcome.reason == "stopped" else f" ({outcome.reason})"
-        for callback in self._settings.callbacks:
-            if isinstance(callback, EarlyStopping) and callback.stopped_epoch is not None:
-                by = f" by EarlyStopping({callback.metric!r})"
-        num, total = len(outcome.metrics), self._settings.num_epochs
-        return f"the run was stopped{by} after {num} of {total} epochs"
 
     def _needs_collectives(self) -> bool:
         return self.config.coordinator.uses_collectives
@@ -663,73 +621,11 @@ class Run:
         """The coordinator, for inspection."""
         return self._machine
 
-    def statistics(self) -> Statistics:
-        """A snapshot of the coordinator's counters."""
-        return self._service.statistics()
-
-    @property
-    def facts(self) -> RunFacts:
-        """Static facts of the run, for summaries and monitors."""
-        now = self.statistics()  # in which the two belong together
-        return replace(
-            self.config.facts, backend=now.backend.name, backend_reason=now.backend_reason
-        )
-
-    def summary(self) -> RunSummary:
-        """The throughput of the run and its lost time by cause, so far or as a whole."""
-        if self._last_summary is not None:
-            return self._last_summary
-        s = self._settings
-        return summarize(
-            self.facts,
-            state="running",
-            before=self._first_statistics,
-            now=self.statistics(),
-            seconds=self._recording.seconds(),
-            num_epochs=len(self._machine.outcome.metrics),
-            alternatives=Alternatives(
-                balance=s.advises_balance(self.devices),
-                cadence=not (s.sync_batchnorm or s.all_gather or s.cluster),
-                anchor=self.config.coordinator.anchor,
-            ),
-        )
-
-    def monitor_view(self, started: float, end: Callable[[], RunEnd | None]) -> RunView:
-        """The view of the run that a monitor reads.
-
-        Args:
-            started: Start of the run, by ``time.monotonic``.
-            end: Returns the run's end; ``None`` while it runs.
-        """
-        machine = self._machine
-        return RunView(
-            facts=self.facts,
-            devices=self.devices,
-            total_batches=self.total_batches,
-            started=started,
-            timeline=self._settings.timeline,
-            statistics=self.statistics,
-            summary=self.summary,
-            seconds=self._recording.seconds,
-            # The coordinator only appends to this list, except at a resume, which is complete
-            # before any thread starts.
-            epochs=lambda since: machine.outcome.metrics[since:],
-            end=end,
-        )
-
     def _on_metrics(self, metrics: EpochMetrics | StepMetrics) -> None:
         assert self._listener is not None
         if isinstance(metrics, EpochMetrics):
             self._listener.publish(metrics)
-            self._check_schedule_metric(metrics)
         self._metrics.put(metrics)
-
-    def _check_schedule_metric(self, metrics: EpochMetrics) -> None:
-        if self._schedule_metric is not None:
-            try:
-                self._schedule_metric.read(metrics)
-            except UnknownMetric as error:
-                self.fail(error)
 
     def _abort(self, generation: int | None) -> None:
         self._peers.groups.abort(generation)
@@ -764,10 +660,11 @@ class Run:
         try:
             failed = error is not None or self._error is not None
             ended = "failed" if failed else "stopped" if stopped else "finished"
-            self._last_summary = replace(self.summary(), state=ended)
+            self.report.end(ended)
             self._take_down()
-            if not failed:
-                self._announce_end()
+            if not failed and not INTERRUPTS.interrupted:  # else it is not to continue
+                for text in self.report.last_lines():
+                    announce(logger, text, silent=self._settings.progress is False)
         except BaseException as caught:
             error = error or caught
         finally:

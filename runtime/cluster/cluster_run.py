@@ -36,7 +36,7 @@ from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochAccumulator, EpochMetrics, metrics_from_state, metrics_state
-from coordinator.run_state import Phase, Statistics
+from coordinator.run_state import Phase
 from runtime.checkpoint.format import CheckpointData, plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.checkpointer import (
@@ -67,7 +67,6 @@ from runtime.cluster.tensors import (
 from runtime.core.errors import CheckpointError, ClusterError, RunAborted
 from runtime.core.signals import INTERRUPTS
 from runtime.core.threads import in_own_context
-from runtime.timeline.run_summary import RunSummary
 
 logger = logging.getLogger(__name__)
 
@@ -255,17 +254,10 @@ class ClusterRun:
         """Directory of the last checkpoint written by this machine."""
         return self._checkpointer.newest
 
-    def statistics(self) -> Statistics:
-        """A snapshot of this machine's counters."""
-        return self._inner.statistics()
-
-    def summary(self) -> RunSummary:
-        """The throughput of this machine's part."""
-        return self._inner.summary()
-
-    def monitor_view(self, started: float, end: Any) -> Any:
-        """The view of this machine's part for monitors."""
-        return self._inner.monitor_view(started, end)
+    @property
+    def report(self) -> Any:
+        """The ``RunReport`` of this machine's part."""
+        return self._inner.report
 
     # Called by the inner run, on its coordinator's thread.
 
@@ -728,6 +720,7 @@ class InnerRun(Protocol):
     total_batches: int
     model_digest: str
     resumed: ResumePoint | None
+    report: Any
 
     def start(self, listener: Any) -> None: ...
 
@@ -742,12 +735,6 @@ class InnerRun(Protocol):
     def owns_current_thread(self) -> bool: ...
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData: ...
-
-    def statistics(self) -> Statistics: ...
-
-    def summary(self) -> RunSummary: ...
-
-    def monitor_view(self, started: float, end: Any) -> Any: ...
 
     @property
     def backend(self) -> AverageBackend: ...

@@ -52,7 +52,7 @@ def test_a_failing_metrics_function_is_logged_and_does_not_end_the_run(way, erro
         seen.append(metrics.epoch)
         raise error("in the user's function")
 
-    with caplog.at_level(logging.ERROR, "runtime.metrics_thread"):
+    with caplog.at_level(logging.ERROR, "runtime.loggers.metrics_thread"):
         state = builder(epochs=3, way=way).metrics_fn(fail).run().join(BOUND_S)
     assert seen == [e.epoch for e in state.metrics] == [0, 1, 2]
     assert len(caplog.records) == 3

@@ -13,7 +13,7 @@ import pytest
 
 from runtime import RunAborted
 from runtime.core.signals import INTERRUPTS, POLL_S, InterruptibleWait
-from runtime.metrics_thread import MetricsThread
+from runtime.loggers.metrics_thread import MetricsThread
 from tests.support.running import CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 from tests.support.signalling import SOON_S, Probe, Waits, as_found, held_run, raising
 

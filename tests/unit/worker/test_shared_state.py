@@ -311,7 +311,7 @@ def test_facts_have_the_transport_and_its_own_reason():
             return self.value
 
     run._run.machine.run_state.backend_choice = Choice()
-    assert run._run.facts.backend_reason == "at first"
+    assert run._run.report.facts.backend_reason == "at first"
 
 
 def test_past_metrics_are_read_while_the_last_worker_is_built():

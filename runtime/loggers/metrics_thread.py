@@ -35,9 +35,10 @@ class MetricsThread:
         metrics_fn: ``f(EpochMetrics)`` and ``f(StepMetrics)``; ``False`` stops the run. A logger
             is closed after the last epoch, on this thread, unless another run uses it, too.
         on_stop: Called when ``metrics_fn`` has returned ``False``.
-        on_error: Called with an error of ``metrics_fn`` that ends the run.
+        on_error: Called with an error of ``metrics_fn`` or ``check`` that ends the run.
         make_display: Makes the display of the progress, in the thread that starts the run;
             ``None``: none is shown.
+        check: Called with each epoch's metrics, on the coordinator's thread.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class MetricsThread:
         on_stop: Callable[[], None],
         on_error: Callable[[BaseException], None],
         make_display: Callable[[], ProgressDisplay | None],
+        check: Callable[[EpochMetrics], object] | None = None,
     ) -> None:
         self._metrics_fn = metrics_fn
         self._on_stop = on_stop
         self._on_error = on_error
         self._make_display = make_display
+        self._check = check
         self._display: ProgressDisplay | None = None
         self._queue: queue.SimpleQueue[EpochMetrics | StepMetrics | None] = queue.SimpleQueue()
         self._ends: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -79,6 +82,11 @@ class MetricsThread:
 
     def put(self, metrics: EpochMetrics | StepMetrics) -> None:
         """Queue metrics; returns immediately."""
+        if self._check is not None and isinstance(metrics, EpochMetrics):
+            try:
+                self._check(metrics)
+            except UnknownMetric as error:
+                self._on_error(error)
         if self._thread is not None:
             self._queue.put(metrics)
 
