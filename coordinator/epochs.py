@@ -275,11 +275,11 @@ class EpochScheduler:
         live, accumulate, queue = run.live, run.config.accumulate, run.ledger.queue
         most_queued = max((r.num_queued for r in live), default=0)
         self._measure_plans(most_queued)
-        if most_queued > 1 or not self.all_published:
-            # Peers of an evaluating lead wait here and not in a collective with a timeout.
-            return False
         is_open = any(rank.open_epoch is not None for rank in live)
         if is_open and not most_queued and not self._may_continue_steps():
+            return False  # before what follows: a rank within a step would never answer
+        if most_queued > 1 or not self.all_published:
+            # Peers of an evaluating lead wait here and not in a collective with a timeout.
             return False
         before = queue.plans[-1] if queue.plans and (most_queued or is_open) else None
         if before is not None and not queue.may_continue:

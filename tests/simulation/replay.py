@@ -57,7 +57,8 @@ def main() -> int:
             num_events += events
             if error:
                 failed.append(seed)
-                print(error if args.count == 1 else error.splitlines()[0])
+                text = error if args.count == 1 else f"{seed}: {error.splitlines()[0]}"
+                print(text, flush=True)
     seconds = time.perf_counter() - start
     if args.count == 1 and not failed:
         show(run, args.seed)

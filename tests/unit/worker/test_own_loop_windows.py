@@ -122,6 +122,31 @@ def test_a_step_that_no_batch_of_the_epoch_ends_is_an_error(policy, ranks):
     assert caught.value.epoch == 0
 
 
+@pytest.mark.parametrize("asked", ["eval_fn", "checkpoint_dir", "val_dataset"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_left_after_the_last_step_of_an_epoch_are_an_error(
+    policy, ranks, asked, tmp_path
+):
+    """All samples are trained, so that what follows the epoch is due, and waits for the step."""
+
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            worker.backward(worker.model.loss(worker.epoch, batch))
+
+    made = builder(loop, ranks, policy).stall_timeout(10.0)
+    if asked == "eval_fn":
+        made.eval_fn(lambda model, epoch: {})
+    elif asked == "val_dataset":
+        made.val_dataset((torch.arange(4),), fn=lambda model, batch: {"size": len(batch[0])})
+    else:
+        made.checkpoint_dir(tmp_path)
+    with pytest.raises(WorkerFailed, match=MESSAGE) as caught:
+        made.run().join(WAIT_S)
+    assert caught.value.epoch == 0
+
+
 def test_a_plan_ends_within_a_step_on_all_ranks_if_on_one():
     """Rank 1 alone begins another step on the last batch of the first plan."""
     seen = []
