@@ -564,7 +564,8 @@ class SyncAck:
         report: Training before the round that is not reported yet.
         extra: The rank's own state after the round, if requested.
         average: With ``extra``, from the lead: the average; owned by the message.
-        done_at: ``time.monotonic()`` when the rank had done its part.
+        done_at: When the rank had done its part, by ``time.perf_counter()``, which on Linux is the
+            clock of ``time.monotonic()``.
     """
 
     rank: int

@@ -70,17 +70,15 @@ from runtime.evaluation.shared_evaluation import SharedEvaluations
 from runtime.loggers.metrics_thread import MetricsThread
 from runtime.loggers.progress import make_display
 from runtime.replica.build import BuildOrder, CopyingFactory
-from runtime.replica.graphs import GraphFallbacks
 from runtime.results import RunFactory, TrainedState, assemble_state, load_given
 from runtime.run_report import RunReport
 from runtime.settings import RunSettings
 from runtime.worker.collective_groups import CollectiveGroups
-from runtime.worker.lockstep import EpochStarts
 from runtime.worker.meetings import Meetings
-from runtime.worker.message_handler import check_eval_values
+from runtime.worker.operations import check_eval_values
 from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
-from runtime.worker.replica import RunPeers
+from runtime.worker.run_peers import RunPeers
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import WAKE, EvalFn, UserFunctions, WorkerEndpoints
 
@@ -139,9 +137,9 @@ class Run:
         config = settings.resolve(self.devices, num_samples, backend, reason)
         # Raises for an unsupported device, before any thread starts.
         self._contexts = [open_device(d, config.worker.num_cpu_workers) for d in self.devices]
-        self._validation = settings.validation_data(self._contexts)
-        if self._validation is not None:
-            num_batches = self._validation.num_batches
+        validation = settings.validation_data(self._contexts)
+        if validation is not None:
+            num_batches = validation.num_batches
             coordinator = replace(config.coordinator, val_batches=num_batches)
             config = replace(config, coordinator=coordinator)
         self.config = config
@@ -151,20 +149,24 @@ class Run:
         self._workers: list[GpuWorker | None] = [None] * len(self.devices)
         self._threads: list[threading.Thread] = []
         self._workers_started = threading.Event()
-        self._peers = RunPeers(CollectiveGroups(self._make_group))
         self._collectives: dict[int, Collective] = {}
-        self._order = self._make_build_order()
-        self._epoch_starts = EpochStarts()
+        self.resumed = self._read_resume()
+        if self.resumed is not None:
+            index.restore(self.resumed.orders, self.resumed.sampler)
+        if self.resumed is not None and stream is not None:
+            stream.restore(self.resumed.stream)
         self._gate = GroupGate()
-        self._evaluations = SharedEvaluations(self._gate)
-        self._loop_peers = self._make_loop_peers()
-        self._fallbacks = GraphFallbacks()
-        self._launch_load = LaunchLoad.of(self.devices)
-        self._resume = self.resumed = self._read_resume()
-        if self._resume is not None:
-            index.restore(self._resume.orders, self._resume.sampler)
-            if stream is not None:
-                stream.restore(self._resume.stream)
+        self._groups = CollectiveGroups(self._make_group)
+        self._peers = RunPeers(
+            order=self._make_build_order(),
+            groups=self._groups,
+            first_batch=self._data_path.first_batch,
+            resume=self.resumed,
+            launch_load=LaunchLoad.of(self.devices),
+            evaluations=SharedEvaluations(self._gate),
+            validation=validation,
+            loop=self._make_loop_peers(),
+        )
         state = None if stream is None else stream.state
         facts = self._compatible()
         self._saves = CheckpointService(
@@ -237,7 +239,7 @@ class Run:
 
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator
-        machine = Coordinator(config, None if self._resume is None else self._resume.run)
+        machine = Coordinator(config, None if self.resumed is None else self.resumed.run)
         service = Service(
             machine,
             self._inbox,
@@ -348,8 +350,8 @@ class Run:
             self._saves.claim()
             for context in self._contexts:
                 context.follow_caller()
-            if self._validation is not None:
-                self._validation.start()
+            if self._peers.validation is not None:
+                self._peers.validation.start()
             self._data_path.start(lambda rank: partial(self._outboxes[rank].put, WAKE))
             self._connect()
             IntraOpThreads.acquire()
@@ -370,9 +372,6 @@ class Run:
                 self._recording.finish(stopped=False, error=sys.exception())
             raise
 
-    def _needs_collectives(self) -> bool:
-        return self.config.coordinator.uses_collectives
-
     def _connect(self) -> None:
         """Connect the ranks' collectives; a transport that fails is replaced by an alternative.
 
@@ -380,11 +379,12 @@ class Run:
             CollectiveAborted, CollectiveTimeout: The connection failed without an alternative.
         """
         run = self._machine.run_state
-        while self._needs_collectives() and (backend := run.collective) is not None:
+        needs_collectives = self.config.coordinator.uses_collectives
+        while needs_collectives and (backend := run.collective) is not None:
             ranks = range(len(self.devices))
             try:
                 for rank in ranks:
-                    self._collectives[rank] = self._peers.groups.connect(0, ranks, rank, backend)
+                    self._collectives[rank] = self._groups.connect(0, ranks, rank, backend)
                 return
             except (CollectiveAborted, CollectiveTimeout) as error:
                 if len(run.backend_choice.usable) == 1:
@@ -418,7 +418,7 @@ class Run:
 
     def _end_missing_workers(self) -> None:
         self._inbox.put(m.AbortRequested())  # also with on_worker_failure("continue")
-        self._order.fail()
+        self._peers.order.fail()
         for rank, thread in enumerate(self._threads):
             if thread.ident is None:
                 self._inbox.put(m.ThreadEnded(rank=rank))
@@ -486,9 +486,9 @@ class Run:
         if isinstance(error.__cause__, StopIteration) and str(error) == _STOP_IN_GENERATOR:
             error = error.__cause__  # of the user's code, which a generator of this project called
         error = fold_tracebacks(self._data_path.explain(rank, error))
-        if self._loop_peers is not None:
-            self._loop_peers.leave(rank)
-        self._evaluations.leave(rank)
+        if self._peers.loop is not None:
+            self._peers.loop.leave(rank)
+        self._peers.evaluations.leave(rank)
         self._inbox.put(failure_message(rank, worker, error))
 
     def _forget(self, rank: int, error: BaseException, frames: TracebackType | None) -> None:
@@ -514,23 +514,14 @@ class Run:
             functions,
             WorkerEndpoints(self._outboxes[rank], self._inbox),
             make_loader=self._data_path.make_loader,
-            first_batch=self._data_path.first_batch,
             collective=self._collectives.get(rank),
-            build_order=self._order,
-            epoch_starts=self._epoch_starts,
-            peers=self._peers if self._needs_collectives() else None,
             device=self._contexts[rank],
-            fallbacks=self._fallbacks,
-            launch_load=self._launch_load,
-            resume=self._resume,
             recorder=self._recording.recorder(rank),
-            evaluations=self._evaluations,
-            validation=self._validation,
-            loop_peers=self._loop_peers,
+            peers=self._peers,
         )
         self._built.append(rank)
         if len(self._built) == len(self.devices):
-            self._resume = self.resumed = None  # frees its tensors
+            self._peers.resume = self.resumed = None  # frees its tensors
         if rank == 0:
             self._saves.bind_model(worker.model, worker.flat_state)
             self.model_digest = digest(worker.model)
@@ -628,7 +619,7 @@ class Run:
         self._metrics.put(metrics)
 
     def _abort(self, generation: int | None) -> None:
-        self._peers.groups.abort(generation)
+        self._groups.abort(generation)
         self._gate.abort(generation)
 
     def _request_save(self) -> None:
@@ -690,7 +681,7 @@ class Run:
     def _join_workers(self) -> list[str]:
         """Wait for the workers' threads together; returns the names of those still alive."""
         self._workers_started.wait()  # a run can end before its last worker has started
-        self._order.fail()
+        self._peers.order.fail()
         # The grace of ranks that did not exit in time after a failure is over.
         grace_s = 0.1 if self._machine.outcome.missing else self._settings.grace_s
         deadline = time.monotonic() + grace_s
@@ -709,25 +700,25 @@ class Run:
             lead.flat_state,
             outcome,
             errors,
-            RunFactory(self._settings.model_factory, self._order.draws),
+            RunFactory(self._settings.model_factory, self._peers.order.draws),
             None if outcome.payload is None else final_ema(workers, outcome.payload),
         )
 
     def _take_down(self) -> None:
         """Free the run's resources; a stuck thread keeps only what its frames hold."""
-        self._order.forget()
+        self._peers.order.forget()
         is_failed = self._machine.outcome.failure is not None
         self._metrics.close(self._settings.grace_s if is_failed else None)
-        self._peers.groups.close()
+        self._groups.close()
         for context in self._contexts:
             context.abandon()
         self._peers.replicas.clear()
         self._collectives = {}
         self._data_path.close()
-        if self._validation is not None:
-            self._validation.close()
+        if self._peers.validation is not None:
+            self._peers.validation.close()
         self._workers = [None] * len(self._workers)  # a stuck one may still write its own
-        self._resume = self.resumed = None
+        self._peers.resume = self.resumed = None
         # The run object lives until garbage collection; free its tensors now.
         self._machine.outcome.release()
         INTERRUPTS.remove(self)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coordinator.averaging import usable_weights
 from coordinator.messages import Payload
-from runtime.collective import Collective
+from runtime.collective.base import Collective
 from runtime.device.base import Device, PendingCopy
 from runtime.replica.flat import FlatState, change, norm, reals
 from runtime.replica.param_ema import ParamEma

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.collective import Collective
+from runtime.collective.base import Collective
 from runtime.replica.flat import FlatState, checksum
 from runtime.replica.optimizers import settings_of
 

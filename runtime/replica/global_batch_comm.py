@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from runtime.collective import Collective
-from runtime.collective.base import LOW_PRECISION
+from runtime.collective.base import LOW_PRECISION, Collective
 from runtime.collective.subgroups import split
 from runtime.core.loss_weights import Weight
 from runtime.device.timing import HostTimer, StepTimer

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.collective import Collective, ReduceOp
-from runtime.collective.base import LOW_PRECISION, RegisteredTensors
+from runtime.collective.base import LOW_PRECISION, Collective, ReduceOp, RegisteredTensors
 from runtime.core.loss_weights import Weight, fraction_of, scale_
 from runtime.replica.flat import FlatLayout
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coordinator import messages as m
-from runtime.collective import Collective
+from runtime.collective.base import Collective
 from runtime.core.errors import CollectiveAborted, NonFiniteError
 from runtime.device.metering import StepMeter, StepValues
 from runtime.replica.flat import FlatBuffers, FlatParams, NamedParams

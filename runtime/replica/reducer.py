@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.collective import Collective
-from runtime.collective.base import BucketedMean, CollectiveWork
+from runtime.collective.base import BucketedMean, Collective, CollectiveWork
 from runtime.core.loss_weights import WindowWeight
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.flat import FlatParams, FlatState, NamedParams

@@ -1,7 +1,7 @@
 """The worker's side of the control protocol, without tensors, queues or a clock.
 
 :class:`WorkerProtocol` receives messages, and returns those that require work on the replica, which
-:class:`~runtime.worker.worker.GpuWorker` does. The simulation runs the same object.
+:class:`~runtime.worker.flow.ReplicaReplies` answers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -51,7 +51,6 @@ from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
 from runtime.replica.structure import StructureCheck
 from runtime.replica.train_fn_checks import TrainFnChecks
-from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recorder import WorkerRecorder
@@ -508,13 +507,13 @@ class WorkerReplica:
         if name is not None and self.rank == 0:
             logger.warning(RANK_STATISTICS, name)
 
-    def check_drift(self, peers: RunPeers | None, *, frozen: bool = False) -> None:
+    def check_drift(self, replicas: Mapping[int, WorkerReplica], *, frozen: bool = False) -> None:
         """In lockstep, compare the replicas; every rank calls it between the same two steps.
 
         Frozen parameters that differ alone become those of the lowest rank.
 
         Args:
-            peers: The replicas of the run, to copy frozen parameters from.
+            replicas: The replicas of the run by rank, to copy frozen parameters from.
             frozen: Compare frozen parameters too.
 
         Raises:
@@ -533,7 +532,7 @@ class WorkerReplica:
                 return
             ranks = [int(rank) for rank in collective.all_gather_number(self.rank)]
         message = self._describe_drift(drift, ranks)
-        donor = None if peers is None else peers.replicas.get(ranks[0])
+        donor = replicas.get(ranks[0])
         if not drift.is_frozen or donor is None:
             raise ReplicaMismatch(
                 f"{message}. A callback, hook, optimizer or train_fn depends on the rank: let it "
@@ -622,19 +621,6 @@ class WorkerReplica:
         self.schedule.copy_from(donor.schedule)
         if self.ema is not None and donor.ema is not None:
             self.ema.load(donor.ema.flats)
-
-
-@dataclass(slots=True)
-class RunPeers:
-    """Objects shared by the workers of a run in which ranks may die.
-
-    Attributes:
-        replicas: The replica of each rank, once its worker is built. A rank reads another's state
-            only while that waits for it in the first barrier of a new group.
-    """
-
-    groups: CollectiveGroups
-    replicas: dict[int, WorkerReplica] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from runtime import GpuWorker, UserFunctions, WorkerConfig, create_collectives
 from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoaderSpec
-from runtime.replica.build import BuildOrder
 from runtime.worker.worker_config import WorkerEndpoints
 from tests.deadlock.faults import BOUND_S
 from tests.support.running import CADENCE, CPU, OVER_CPU, count_up, counter, numbers, plain_sgd
@@ -116,7 +115,6 @@ class Stage:
                     )
                 ),
                 collective=self.collectives[0],
-                build_order=BuildOrder(standalone=True),
             )
             worker.run()
         except BaseException as error:

@@ -10,7 +10,6 @@ import pytest
 from coordinator import messages as m
 from coordinator.transports import RoundState
 from runtime import create_collectives, current_worker
-from runtime.replica.build import BuildOrder
 from runtime.worker.protocol import WorkerState
 from tests.deadlock.faults import BOUND_S
 from tests.deadlock.stage import Stage, running
@@ -90,7 +89,6 @@ def test_a_leaving_worker_skips_stale_rounds_and_exits(ends):
         world_size=2,
         policy=SYNC,
         collective=ends[0],
-        build_order=BuildOrder(standalone=True),
         checkpoint_fn=lambda version, model: saved.append(version),
     )
     with running(alone):
@@ -111,26 +109,21 @@ def test_a_wake_among_other_messages_starts_the_loading_of_held_plans(ends):
         world_size=2,
         policy=SYNC,
         collective=ends[0],
-        build_order=BuildOrder(standalone=True),
         epoch_fn=lambda epoch, worker: None,
     )
-    worker = alone.worker
-    starts, next_message, waits = (
-        worker._epoch_starts,
-        worker._next_message,
-        threading.Event(),
-    )
+    worker, waits = alone.worker, threading.Event()
+    starts, get_message = worker._peers.starts, worker._ops.get_message
     starts.join(1, lambda: None)
 
     def begins_behind_a_message(*args):
-        if worker._held and worker._progress.begun_epoch == 0:
+        if worker._loads._held and worker._progress.begun_epoch == 0:
             waits.set()
-        message = next_message(*args)
-        if waits.is_set():
+        message = yield from get_message(*args)
+        if isinstance(message, m.SetGlobalStep):
             starts.begin(1, 0)
         return message
 
-    worker._next_message = begins_behind_a_message
+    worker._ops.get_message = begins_behind_a_message
     with running(alone):
         alone.send(m.StartEpoch(plan=plan_of_pieces(3)))
         assert waits.wait(BOUND_S)
@@ -144,7 +137,7 @@ def test_a_leaving_worker_skips_messages_after_the_shutdown(ends, faults):
     """D2: behind the shutdown its inbox holds rounds of peers that are gone."""
     held = threading.Event()
     planted = faults().stall_at(rank=0, step=0, until=held)
-    alone = Alone(train=planted, collective=ends[0], build_order=BuildOrder(standalone=True))
+    alone = Alone(train=planted, collective=ends[0])
     with running(alone):
         alone.send(start(range(3)))
         planted.await_all()
@@ -177,10 +170,7 @@ def test_shutdown_behind_a_round_loses_neither(way, faults, tap):
 
 def test_an_idle_rank_still_joins_a_round(ends):
     """D3: rank 1 has no plan; rank 0 waits for it in the collective."""
-    ranks = [
-        Alone(rank=r, world_size=2, collective=ends[r], build_order=BuildOrder(standalone=True))
-        for r in (0, 1)
-    ]
+    ranks = [Alone(rank=r, world_size=2, collective=ends[r]) for r in (0, 1)]
     with running(*ranks):
         ranks[0].send(start(range(3)))
         ranks[0].take_next(m.EpochReport)

@@ -148,7 +148,7 @@ def test_the_host_runs_only_a_few_steps_ahead_of_the_device():
         data = batch()
         for _ in range(3):
             worker.train_step(data)
-        worker._context.finish()
+        worker.replica.context.finish()
         begin = time.perf_counter()
         results = [worker.train_step(data) for _ in range(12)]
         launched_s = time.perf_counter() - begin
@@ -191,7 +191,7 @@ def test_gradient_accumulators_belong_to_the_compute_stream():
         data = batch()
         for _ in range(3):
             worker.train_step(data)
-        with worker._context.comm():
+        with worker.replica.context.comm():
             kept = loss_of(worker.model, data)  # would create new nodes if the old ones were freed
         worker.train_step(data)
         assert kept.requires_grad

@@ -367,7 +367,7 @@ def test_a_death_does_not_change_the_schedule():
         def train(model, batch):
             worker = current_worker()
             if worker.rank == 0:
-                seen.setdefault(worker._lockstep.step, worker.current_lr)
+                seen.setdefault(worker.replica.lockstep.step, worker.current_lr)
             return trace(model, batch)
 
         def halving(optimizer):

@@ -119,8 +119,8 @@ PLANTED = {
     ),
     "two classes": ({"runtime/config.py": "class Service: ..."}, "class Service is in"),
     "deep, runtime": (
-        {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(20)},
-        "20 deep: c0.py > c1.py",
+        {f"runtime/loop/c{i}.py": f"import runtime.loop.c{i + 1}" for i in range(22)},
+        "22 deep: c0.py > c1.py",
     ),
     "a circle of packages": (
         {"runtime/device/base.py": "import runtime.worker.step"},

@@ -123,12 +123,12 @@ def test_every_exception_is_needed():
 def test_the_step_path_contains_the_modules_of_a_step():
     found = {path.name for path in step_path()}
     assert found >= {
-        "worker.py",
+        "flow.py",
         "stepper.py",
         "averager.py",
         "flat.py",
         "reporter.py",
-        "message_handler.py",
+        "operations.py",
     }
     assert found >= {"cuda.py", "metering.py", "timing.py", "thread.py", "nccl.py"}
 

@@ -132,7 +132,7 @@ def peaking(memory, pieces):
     def loss(model, batch):
         worker = current_worker()
         num_samples = len(batch[0])
-        memory.step(worker._context.device, num_samples)
+        memory.step(worker.replica.context.device, num_samples)
         pieces[worker.rank].append(num_samples)
         return loss_of(model, batch)
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from runtime import Cause, Kind, Timeline, WorkerFailed, current_worker
 from runtime.timeline.resources import THREAD_NAME
-from runtime.worker.worker import GpuWorker
+from runtime.worker.flow import WorkerFlow
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -133,13 +133,13 @@ def test_at_most_one_percent_of_a_longer_run_is_unattributed(way):
 
 
 def test_time_without_a_cause_is_unattributed(monkeypatch):
-    train_plan = GpuWorker._train_plan
+    train_plan = WorkerFlow.train_plan
 
     def wander(self, plan, *args):
         time.sleep(0.02)
         return train_plan(self, plan, *args)
 
-    monkeypatch.setattr(GpuWorker, "_train_plan", wander)
+    monkeypatch.setattr(WorkerFlow, "train_plan", wander)
     timeline, _, _ = record(epochs=3, ranks=1)
     assert causes_of(timeline, 0)["unattributed"] >= 3 * 0.02
 

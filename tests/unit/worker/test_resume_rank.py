@@ -17,6 +17,7 @@ from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
 from runtime.replica.flat import FlatParams
 from runtime.replica.schedule import Schedule
+from runtime.worker.run_peers import RunPeers
 from tests.support.steppers import stepper_of
 from tests.unit.worker import test_worker
 
@@ -191,8 +192,8 @@ class Alone(test_worker.Alone):
 def alone():
     made = []
 
-    def make(**kwargs):
-        made.append(Alone(**kwargs))
+    def make(resume=None, **kwargs):
+        made.append(Alone(peers=RunPeers(resume=resume), **kwargs))
         return made[-1]
 
     yield make

@@ -162,7 +162,7 @@ def test_an_aborted_reduction_changes_neither_parameters_nor_counts(lone, breaki
     assert lone.num_forwards > break_at
     assert lone.alone.w == float(break_at)
     assert lone.worker.local_step == break_at
-    assert lone.worker._lockstep.step == break_at
+    assert lone.worker.replica.lockstep.step == break_at
     reports = [r for r in lone.alone.take() if isinstance(r, (m.BatchReport, m.EpochReport))]
     assert sum(r.stats.num_batches for r in reports) == break_at
     assert sum(r.stats.loss_samples for r in reports) == 2 * break_at

@@ -23,7 +23,7 @@ from runtime.data.dataset import adapt_dataset
 from runtime.data.epoch_index import EpochIndex
 from runtime.data.loader import InlineLoader, LoaderSpec, Stage, ThreadLoader
 from runtime.device.base import PendingCopy
-from runtime.worker import worker as worker_module
+from runtime.worker import flow
 from runtime.worker.protocol import WorkerState
 from tests.support.running import (
     CADENCE,
@@ -523,7 +523,7 @@ def test_no_final_snapshot_is_sent_unless_requested():
 
 def test_a_worker_raises_if_no_rank_reports_the_cause_of_an_aborted_collective(monkeypatch):
     """All ranks may have failed in the same way inside the exchange."""
-    monkeypatch.setattr(worker_module, "DRAIN_S", 0.05)
+    monkeypatch.setattr(flow, "DRAIN_S", 0.05)
     (end,) = create_collectives(1)
 
     def broken(*_):
