@@ -39,7 +39,7 @@ from tests.simulation.effects import Batch, SamplesOf, Traced, Violation, Weight
 from tests.simulation.replicas import Effects, Replica, average_effects
 from tests.simulation.saves import Origin
 from tests.simulation.schedule import Death, Schedule, draw_schedule
-from tests.simulation.sim_worker import GET, Join, Op, SimWorker, Torn
+from tests.simulation.sim_rank import GET, Join, Op, SimRank, Torn
 
 MAX_EVENTS = 50_000
 TRACE_LINES = 400
@@ -61,10 +61,10 @@ class UserError(RuntimeError):
 class Hooks:
     """Injection points for faults; these do nothing and are overridden by subclasses."""
 
-    def before_step(self, worker: SimWorker) -> None:
+    def before_step(self, worker: SimRank) -> None:
         """Called before a step; may raise: any exception kills the worker, as in a thread."""
 
-    def before_death(self, worker: SimWorker) -> None:
+    def before_death(self, worker: SimRank) -> None:
         """Called before a worker dies by the schedule."""
 
     def extra_delay_s(self, sim: Simulation, rank: int, message: object) -> float:
@@ -166,7 +166,7 @@ class Simulation:
         self._broken: set[int] = set()
         self._over = False
         self._marked: dict[int, Exception | Vanish] = {}
-        self.workers = [SimWorker(self, rank) for rank in range(c.world_size)]
+        self.workers = [SimRank(self, rank) for rank in range(c.world_size)]
 
     # -- for the workers ---------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Simulation:
         """The worker's queue to the coordinator."""
         return _Outbox(self, rank)
 
-    def wake_at(self, worker: SimWorker, time: float) -> None:
+    def wake_at(self, worker: SimRank, time: float) -> None:
         """Put a loader's wake-up into the worker's inbox."""
         self._at(time, lambda: self._deliver(worker, WAKE))
 
@@ -200,7 +200,7 @@ class Simulation:
         """The ranks of a generation's group."""
         return self._groups[generation]
 
-    def ended(self, worker: SimWorker) -> bool:
+    def ended(self, worker: SimRank) -> bool:
         """True if the worker's thread has ended."""
         return worker.rank in self._ended
 
@@ -241,6 +241,9 @@ class Simulation:
         if rank in self._ended:
             return
         self.trace.append((self.now, f"rank {rank} sends", message))
+        if isinstance(message, m.SyncAck) and message.ok:
+            factor = self.workers[rank].protocol.lr_factor
+            self.checks.on_lr_factor(rank, message.round, factor)
         time = self._arrival("up", rank, message)
         s = self.schedule
         if s.late_chance and isinstance(message, m.ParamSnapshot) and self._lot(s.late_chance):
@@ -257,7 +260,7 @@ class Simulation:
             worker.num_dealt[message.plan.epoch] += message.plan.num_batches
         self._at(self._arrival("down", rank, message), lambda: self._deliver(worker, message))
 
-    def _deliver(self, worker: SimWorker, message: Any) -> None:
+    def _deliver(self, worker: SimRank, message: Any) -> None:
         if worker.rank in self._ended:
             return
         worker.inbox.append(message)
@@ -396,7 +399,7 @@ class Simulation:
     # -- the workers' threads --------------------------------------------------------------
 
     def _resume(
-        self, worker: SimWorker, value: object = None, error: BaseException | None = None
+        self, worker: SimRank, value: object = None, error: BaseException | None = None
     ) -> None:
         """Let a worker run until it blocks."""
         if worker.rank in self._ended:
@@ -434,7 +437,7 @@ class Simulation:
             if worker.part is not None and worker.part.may_end:
                 self.wake_at(worker, self.now)
 
-    def _die(self, worker: SimWorker, error: Exception | None) -> None:
+    def _die(self, worker: SimRank, error: Exception | None) -> None:
         self.dead.add(worker.rank)
         self.evaluations.leave(worker.rank)
         self.wake_enders()
@@ -443,7 +446,7 @@ class Simulation:
             self.send_to_coordinator(worker.rank, failed)
         self._end(worker)
 
-    def _end(self, worker: SimWorker) -> None:
+    def _end(self, worker: SimRank) -> None:
         self.send_to_coordinator(worker.rank, m.ThreadEnded(rank=worker.rank))
         self._ended.add(worker.rank)
 
@@ -458,7 +461,7 @@ class Simulation:
 
     # -- collectives ---------------------------------------------------------------------
 
-    def _join(self, worker: SimWorker, join: Join) -> None:
+    def _join(self, worker: SimRank, join: Join) -> None:
         self.trace.append((self.now, f"rank {worker.rank} joins", join.key))
         generation, ranks = join.generation, self._groups[join.generation]
         if self._is_broken(generation):
@@ -530,9 +533,7 @@ class Simulation:
             error.failed = rank == failing
             self._at(later, partial(self._resume, worker, error=error))
 
-    def _leaver(
-        self, worker: SimWorker, generation: int, state: Traced | None
-    ) -> Callable[[], None]:
+    def _leaver(self, worker: SimRank, generation: int, state: Traced | None) -> Callable[[], None]:
         def leave() -> None:
             # A group that breaks meanwhile may lose the result on some ranks only.
             if self._is_broken(generation) and self._lot(self.schedule.torn_chance):
@@ -542,7 +543,7 @@ class Simulation:
 
         return leave
 
-    def _time_out(self, worker: SimWorker, join: Join) -> None:
+    def _time_out(self, worker: SimRank, join: Join) -> None:
         if self._joined.get(join.generation, {}).get(worker.rank) is not join:
             return
         self.trace.append((self.now, f"rank {worker.rank} waits", "too long"))

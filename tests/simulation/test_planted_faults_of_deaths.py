@@ -16,13 +16,13 @@ from coordinator.ledger import BatchLedger, RankLedger
 from coordinator.rounds import RoundRunner
 from coordinator.run_state import RankState, RunState
 from coordinator.steps import StepQueue
+from runtime.worker.flow import WorkerFlow
 from runtime.worker.lockstep import LockstepProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import Simulation, SimulationFailed
 from tests.simulation.schedule import Death, Pace, Schedule
-from tests.simulation.sim_worker import SimWorker
 from tests.support.pairs import SCALE
 
 NOT_ASSIGNED = "reports batches that it was not assigned"
@@ -173,15 +173,15 @@ def test_a_plan_assigned_before_all_have_halted_is_found(monkeypatch):
 
 
 def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
-    halt = SimWorker._halt
+    halt = WorkerFlow._halt
 
-    def stubborn(self, fault=None):
+    def stubborn(self, *args, **kwargs):
         plan = self.protocol.plan
-        halt(self, fault)
+        halt(self, *args, **kwargs)
         if plan is not None:
             self.protocol.plans.append(plan)
 
-    monkeypatch.setattr(SimWorker, "_halt", stubborn)
+    monkeypatch.setattr(WorkerFlow, "_halt", stubborn)
     assert_is_found("the plan begins at")
 
 

@@ -8,11 +8,12 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy
 from coordinator.epochs import EpochScheduler
 from coordinator.ledger import BatchLedger
+from runtime.worker.flow import WorkerFlow
 from runtime.worker.protocol import WorkerProtocol
 from tests.simulation.finding import STUCK, assert_is_found, drawn
 from tests.simulation.harness import simulate
 from tests.simulation.schedule import Schedule, draw_late_schedule
-from tests.simulation.sim_worker import OpenStep, SimWorker
+from tests.simulation.sim_rank import OpenStep, SimRank
 from tests.support.pairs import SCALE
 
 
@@ -64,7 +65,7 @@ def no_wait(monkeypatch):
         return False
         yield
 
-    monkeypatch.setattr(SimWorker, "_continues_step", answer)
+    monkeypatch.setattr(WorkerFlow, "_continues_step", answer)
 
 
 def test_messages_handled_within_a_step_are_found(no_wait):
@@ -73,17 +74,16 @@ def test_messages_handled_within_a_step_are_found(no_wait):
 
 def test_batches_counted_at_the_end_of_the_plan_are_found(no_wait, monkeypatch):
     """Their effect comes with the step; rounds and checkpoints between do not have it."""
-    end, make = SimWorker._end_within_step, SimWorker._make_step
+    end, make = SimRank.end_steps, SimRank._make_step
 
-    def count(self, plan):
+    def count(self, *, closes):
         made = self._open
         num_samples = sum(size for _, size in made.batches)
         self._reporter.meter.add(len(made.batches), num_samples)
         weights = [self._sim.weight_of(batch) for batch, _ in made.batches]
         self.protocol.on_trained(len(made.batches), num_samples, sum(weights))
         self.early = [*getattr(self, "early", []), *made.batches]
-        end(self, plan)
-        self._is_starved = True
+        end(self, closes=closes)
         self._open = OpenStep(num_steps=made.num_steps)
 
     def train(self, made):
@@ -92,8 +92,9 @@ def test_batches_counted_at_the_end_of_the_plan_are_found(no_wait, monkeypatch):
         self.early = []
         yield from make(self, made)
 
-    monkeypatch.setattr(SimWorker, "_end_within_step", count)
-    monkeypatch.setattr(SimWorker, "_make_step", train)
+    monkeypatch.setattr(SimRank, "end_steps", count)
+    monkeypatch.setattr(SimRank, "_make_step", train)
+    monkeypatch.setattr(SimRank, "before_message", lambda self, message: None)
     own = drawn(lambda s: saves(s) and s.config.batch_sizes is None)
     assert_is_found("samples for the batches", own)
     assert_is_found("recorded, not trained", own, first=323)
