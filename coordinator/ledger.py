@@ -69,6 +69,7 @@ class BatchLedger:
         self._batches_left = max_batches
         self._look_ahead = look_ahead
         self._granted = granted
+        self._revoked: list[tuple[int, tuple[range, ...]]] = []  # in the present machine round
         self._ended = False
         self._sizes = tuple(sizes or (1,) * world_size)
         self.unequal = any(size != 1 for size in self._sizes)
@@ -105,27 +106,27 @@ class BatchLedger:
             return None
         return list(split_by_ratio(count, self._masked(self._ratios, shares)))
 
-    def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> None:
-        """Add batches of an epoch to those that may be assigned; opens it and all before it."""
+    def grant(self, number: int, spans: Sequence[range], shares: Sequence[float]) -> Epoch:
+        """Grant batches of an epoch, of which this machine may have some already.
+
+        Returns:
+            The epoch. It is opened, with all before it.
+        """
         while self._next_epoch <= number and self.open_epoch(shares) is not None:
             pass
         epoch = self._get(number)
         assert epoch.granted is not None, "grants need granted=True"
-        epoch.granted.put_back(spans)
-        epoch.open.put_back(spans)
+        new = BatchSet(spans)
+        new.remove(epoch.granted.spans)
+        epoch.granted.put_back(new.spans)
+        epoch.open.put_back(new.spans)
         if epoch.quotas is not None:
-            more = self.quotas(sum(map(len, spans)), shares) or [0] * len(epoch.quotas)
+            more = self.quotas(len(new), shares) or [0] * len(epoch.quotas)
             epoch.quotas = [q + added for q, added in zip(epoch.quotas, more, strict=True)]
+        return epoch
 
-    def revoke_open(
-        self, count: int, shares: Sequence[float]
-    ) -> tuple[tuple[int, tuple[range, ...]], ...]:
-        """Keep ``count`` of the open granted batches and revoke the grant of the others.
-
-        Returns:
-            The revoked batches, by epoch.
-        """
-        returned = []
+    def revoke_open(self, count: int, shares: Sequence[float]) -> None:
+        """Keep ``count`` of the open granted batches and revoke the grant of the others."""
         for epoch in self.epochs:
             if epoch.granted is None:
                 continue
@@ -135,9 +136,13 @@ class BatchLedger:
             epoch.granted.remove(revoked)
             if epoch.quotas is not None:
                 epoch.quotas = self.quotas(len(epoch.open), shares)
-            if revoked:
-                returned.append((epoch.epoch, revoked))
-        return tuple(returned)
+            self._revoked.append((epoch.epoch, revoked))
+
+    def end_machine_round(self, shares: Sequence[float], *, committed: bool) -> None:
+        """End the round for which batches were revoked: if it failed, they are granted again."""
+        revoked, self._revoked = self._revoked, []
+        for number, spans in () if committed else revoked:
+            self.grant(number, spans, shares)
 
     def end(self) -> None:
         """Record that no further batches will be granted."""
@@ -647,6 +652,18 @@ class Epoch:
     others: tuple[MachineStats, ...] = ()
     left: set[int] = field(default_factory=set)
     num_omitted: int = 0
+
+    def count_elsewhere(self, consumed: Sequence[range]) -> int:
+        """Count the batches settled by other machines, of those settled by any.
+
+        Returns:
+            Those that were not counted before.
+        """
+        assert self.granted is not None, "there are no other machines"
+        others = BatchSet(consumed)
+        others.remove(self.granted.spans)
+        before, self.num_elsewhere = self.num_elsewhere, len(others)
+        return self.num_elsewhere - before
 
     @property
     def settled(self) -> bool:

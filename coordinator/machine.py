@@ -397,23 +397,22 @@ class Coordinator:
         run = self._run
         if run.phase not in (Phase.STARTING, Phase.RUNNING):
             return
+        run.ledger.end_machine_round(run.elche.shares, committed=event.round is not None)
+        num_elsewhere = 0
         for grant in event.epochs:
-            run.ledger.grant(grant.epoch, grant.batches, run.elche.shares)
-            epoch = run.ledger.find(grant.epoch)
-            assert epoch is not None, "an epoch is open until it is complete"
-            if grant.num_elsewhere is not None:
-                epoch.num_elsewhere = grant.num_elsewhere
+            epoch = run.ledger.grant(grant.epoch, grant.batches, run.elche.shares)
+            num_elsewhere += epoch.count_elsewhere(grant.consumed)
             if grant.complete:
                 epoch.complete = True
                 epoch.num_samples, epoch.others = grant.num_samples, grant.others
                 if event.state is not None:
                     self._epochs.common[grant.epoch] = event.state
-        run.add_machine_round(event)
+        run.add_machine_round(event.round, num_elsewhere)
         if event.over:
             run.ledger.end()
         if event.delta is not None:
             self._pending_deltas.append(event.delta)
-        if event.num_batches and not run.lockstep:
+        if num_elsewhere and not run.lockstep:
             for rank in run.live:
                 run.send(rank.rank, m.SetGlobalStep(step=run.position))
 

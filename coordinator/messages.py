@@ -452,8 +452,8 @@ class SaveCheckpoint:
         within: True if it was made within an epoch.
         tickets: The calls of ``save()`` that it completes.
         final: True if the run ends with it.
-        returned: In answer to :class:`ClusterCheckpointRequested`, the returned batches, by
-            epoch.
+        kept: In answer to :class:`ClusterCheckpointRequested`, the granted batches that are not
+            in it and that the run continues to train, by epoch.
         reason: Of the final one, the reason for the end of the run; see ``Outcome.reason``.
     """
 
@@ -466,7 +466,7 @@ class SaveCheckpoint:
     tickets: tuple[int, ...] = ()
     within: bool = False
     final: bool = False
-    returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
+    kept: tuple[tuple[int, tuple[range, ...]], ...] = ()
     reason: str = ""
 
 
@@ -848,8 +848,8 @@ LOOP_TICKET = -1
 class ClusterCheckpointRequested:
     """Make a checkpoint as this machine's part of a round between machines.
 
-    From then on only the assigned batches and a reserve are trained: the other granted batches are
-    returned in ``SaveCheckpoint.returned``.
+    From then on only the assigned batches and a reserve are trained, which are
+    ``SaveCheckpoint.kept``: the grant of the others is revoked until the round has ended.
 
     Attributes:
         reserve_s: Duration of the reserve, in seconds of training.
@@ -864,8 +864,8 @@ class EpochGrant:
 
     Attributes:
         epoch: Epoch, counted from 0.
-        batches: Additional batches that it may train.
-        num_elsewhere: Batches settled by other machines; ``None``: unchanged.
+        batches: Batches that it may train, of which it may have some already.
+        consumed: Batches settled by all machines.
         complete: Every batch is settled by some machine.
         num_samples: If complete, distinct samples trained by all machines.
         others: If complete, the sums of the other machines, by machine.
@@ -873,7 +873,7 @@ class EpochGrant:
 
     epoch: int
     batches: tuple[range, ...] = ()
-    num_elsewhere: int | None = None
+    consumed: tuple[range, ...] = ()
     complete: bool = False
     num_samples: int = 0
     others: tuple[MachineStats, ...] = ()
@@ -905,16 +905,14 @@ class ClusterRoundDone:
     Attributes:
         epochs: The grants, by epoch.
         delta: Changes by the other machines; see :class:`ApplyDelta`. ``None``: none.
-        num_batches: Batches that other machines trained since the last round, which advance the
-            schedule.
         over: The run ends once its open epochs are closed.
         state: The state of all machines, with which the complete epochs close; read-only.
-        round: Figures of the round; ``None``: it failed.
+        round: Figures of the round; ``None``: it failed, and the batches that were revoked for
+            it are granted again.
     """
 
     epochs: tuple[EpochGrant, ...] = ()
     delta: Payload | None = None
-    num_batches: int = 0
     over: bool = False
     state: Payload | None = None
     round: MachineRound | None = None

@@ -18,7 +18,6 @@ from coordinator.messages import (
     AbortCollective,
     BackendChosen,
     BatchBudget,
-    ClusterRoundDone,
     Command,
     FinalSnapshot,
     MachineRound,
@@ -276,10 +275,10 @@ class RunState:
         """Count an abandoned or late round."""
         self.num_failed_rounds += 1
 
-    def add_machine_round(self, event: ClusterRoundDone) -> None:
-        """Record a round between machines, and count their batches."""
-        self.machine_round = event.round or self.machine_round
-        self.count_batches(event.num_batches)
+    def add_machine_round(self, round: MachineRound | None, num_elsewhere: int) -> None:
+        """Record a round between machines, and count the batches that the others settled."""
+        self.machine_round = round or self.machine_round
+        self.count_batches(num_elsewhere)
 
     def require_batch_statistics(self) -> None:
         """Keep pieces and batches at two samples or none, unless a rank's own has a single one."""

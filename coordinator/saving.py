@@ -19,6 +19,7 @@ from coordinator.coordinator_checkpoint import RankCut, capture_run
 from coordinator.epochs import EpochScheduler
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.run_state import RunState
+from coordinator.splitting import BatchSet
 
 
 class RunCheckpointer:
@@ -259,9 +260,10 @@ class RunCheckpointer:
         self._tickets = [t for t in self._tickets if t not in cut.tickets]
         self._periods_saved = cut.num_periods
         self._saved_at, self._saved_step = cut.started_at, cut.started_step
-        returned: tuple[tuple[int, tuple[range, ...]], ...] = ()
-        if m.CLUSTER_TICKET in cut.tickets:
-            returned = self._run.ledger.revoke_open(self._reserve, self._run.elche.shares)
+        kept: tuple[tuple[int, tuple[range, ...]], ...] = ()
+        if m.CLUSTER_TICKET in cut.tickets and not final:
+            self._run.ledger.revoke_open(self._reserve, self._run.elche.shares)
+            kept = self._kept(cut.run)
         if cut.error is not None or payload is None:
             error = cut.error or RuntimeError("there was no memory for a copy of the average")
             self._run.emit(SaveFailed(error=error, tickets=cut.tickets))
@@ -277,10 +279,20 @@ class RunCheckpointer:
                 tickets=cut.tickets,
                 within=cut.within and not final,
                 final=final,
-                returned=returned,
+                kept=kept,
                 reason=self._run.outcome.reason if final else "",
             )
         )
+
+    def _kept(self, run: dict[str, Any]) -> tuple[tuple[int, tuple[range, ...]], ...]:
+        """The granted batches that are not in a cut, by epoch."""
+        kept = []
+        consumed = {epoch["epoch"]: epoch["consumed"] for epoch in run["epochs"]}
+        for epoch in self._run.ledger.epochs:
+            left = BatchSet(epoch.granted.spans if epoch.granted else ())
+            left.remove(range(*pair) for pair in consumed.get(epoch.epoch, ()))
+            kept.append((epoch.epoch, left.spans))
+        return tuple(kept)
 
 
 @dataclass(slots=True)

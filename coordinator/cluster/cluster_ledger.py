@@ -112,6 +112,10 @@ class ClusterLedger:
         """The batches of an open epoch that are in the global parameters."""
         return self._open[epoch].consumed.spans
 
+    def tally_of(self, epoch: int, run: str) -> Mapping[str, Any] | None:
+        """The last committed tally of an inner run in an open epoch."""
+        return self._open[epoch].tallies.get(run)
+
     def _open_epochs(self) -> None:
         for epoch in self._expected_open():
             self._open.setdefault(epoch, _OpenEpoch())

@@ -79,6 +79,11 @@ class Member:
         self._seconds_per_batch: float | None = None
         self._next_closed: int | None = None if ledger.step == 0 else ledger.first_open
 
+    @property
+    def run_name(self) -> str:
+        """Name of the present inner run in tallies."""
+        return f"{self.machine}/{self._num_restarts}"
+
     def stop(self, *, everywhere: bool = False) -> None:
         """Take part in one more round, then leave; the driver ends a :class:`Wait` in progress.
 

@@ -54,7 +54,7 @@ from runtime.cluster.engine import (
     Quorum,
     StatusReader,
 )
-from runtime.cluster.grants import GrantTracker, machine_tallies, resume_state
+from runtime.cluster.grants import captured, epoch_grants, machine_tallies, resume_state
 from runtime.cluster.tensors import (
     contribution,
     difference,
@@ -117,7 +117,7 @@ class ClusterRun:
         self.read_status: StatusReader | None = None
         self._engine: Any = None
         self._member: Member | None = None
-        self._grants = GrantTracker()
+        self._was_granted = False  # batches, to the present inner run
         self._delta_pending = False  # sent to the inner run, and in no capture since
         self._last_capture: SaveCheckpoint | None = None  # made by the inner run
         # The replicas' state without their training since: the last capture, or the global state
@@ -133,7 +133,6 @@ class ClusterRun:
             self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
         self.past_metrics: tuple[EpochMetrics, ...] = tuple(self._closed)
         self._num_published = len(self._closed)
-        self._num_elsewhere = 0
         self._checked_rounds = False
         self._early_stops: list[_StopRequest] = []  # before there was a member
         self._reason = ""  # of the first stop()
@@ -141,7 +140,6 @@ class ClusterRun:
         self._result_given = False  # to the inner run, before it assembled its own
         self._ended: _RunEnded | None = None
         self._aborted = False
-        self._num_runs = 0
         self._num_grants = 0  # sent to the inner run
         self._stopped = False
 
@@ -215,7 +213,7 @@ class ClusterRun:
         """
         self._reason = self._reason or reason
         self._inbox.put(_StopRequest(everywhere))
-        self._limit_leaving(nothing_to_report=not everywhere and not self._grants.was_granted)
+        self._limit_leaving(nothing_to_report=not everywhere and not self._was_granted)
 
     def _limit_leaving(self, *, nothing_to_report: bool = False) -> None:
         """Limit the time for which a stopping machine waits for the others."""
@@ -291,7 +289,7 @@ class ClusterRun:
         if self._aborted:
             return RunAborted("the run was aborted")
         if self._stopped:
-            if not self._grants.was_granted:
+            if not self._was_granted:
                 return None
             logger.warning(
                 "machine %s could not hand over its last batches: the others train them again",
@@ -373,7 +371,7 @@ class ClusterRun:
                 self._apply(action)
             case ResumeGrant():
                 logger.info("machine %s: no round: %s", self._machine, action.reason)
-                self._grant(m.ClusterRoundDone(epochs=self._grants.resume()))
+                self._grant(m.ClusterRoundDone())
             case Wait():
                 message = self._receive(action.until)
                 # An idle report from before the last grant is void.
@@ -445,7 +443,8 @@ class ClusterRun:
             # It ended before all ranks applied the others' changes, which its state would revert.
             return Captured()
         self._local, self._delta_pending = self._last_capture.payload, False
-        return self._grants.capture(self._last_capture, self._member.ledger)
+        member = self._member
+        return captured(self._last_capture, member.ledger, self._machine, member.run_name)
 
     def _form_quorum(self) -> tuple[tuple[str, ...], Any]:
         try:
@@ -521,36 +520,31 @@ class ClusterRun:
         self._sums = []
         ledger = self._member.ledger
         self._check_num_rounds(ledger)
-        has_trained = self._grants.was_granted or bool(self._closed)
-        grants = self._grants.commit(action.grant, ledger)
         closed = [self._close(e) for e in action.closed if e.epoch >= len(self._closed)]
-        if action.restart:
-            self._num_runs += 1
-            if has_trained or self._closed:
-                self._restart_inner()
-                closed, grants = [], self._grants.commit(action.grant, ledger)
+        if action.restart and (self._was_granted or self._closed):
+            self._restart_inner()
+            closed = []
+        self._was_granted = self._was_granted or bool(action.grant)
         if ledger.ended or self._member.leaving:
             self._result = self._global
         delta = None
         if self._local is not self._global:
             assert self._local is not None
             delta = difference(self._global, self._local)
-        elsewhere = self._grants.num_elsewhere(ledger)
         if self._member.leaving or (ledger.stopped and not ledger.complete):
             self._inner.stop(self._reason or "stopped")  # with the global state as its result
         elif self._ended is None:
             self._delta_pending = self._delta_pending or delta is not None
             self._grant(
                 m.ClusterRoundDone(
-                    epochs=(*closed, *grants),
+                    epochs=(*closed, *epoch_grants(action.grant, ledger)),
                     delta=delta,
-                    num_batches=max(0, elsewhere - self._num_elsewhere),
                     over=ledger.ended,
                     state=self._global,
                     round=self._round_report(ledger),
                 )
             )
-        self._local, self._num_elsewhere = self._global, elsewhere
+        self._local = self._global
         self._checkpointer.after_round(ledger, self._checkpoint)
 
     def _check_num_rounds(self, ledger: ClusterLedger) -> None:
@@ -586,6 +580,7 @@ class ClusterRun:
 
     def _close(self, closed: ClosedEpoch) -> m.EpochGrant:
         """Record a closed epoch, and return the inner run's last grant of it."""
+        assert self._member is not None
         data = self._data
         metrics = EpochAccumulator(0).close(
             epoch=closed.epoch,
@@ -596,16 +591,16 @@ class ClusterRun:
             others=machine_tallies(closed),
         )
         self._closed.append(metrics)
-        return self._grants.close(
-            closed,
-            num_batches=data.num_batches,
+        return m.EpochGrant(
+            epoch=closed.epoch,
+            consumed=(range(data.num_batches),),
+            complete=True,
             num_samples=data.num_samples,
-            own=f"{self._machine}/{self._num_runs}",
+            others=machine_tallies(closed, without=self._member.run_name),
         )
 
     def _restart_inner(self) -> None:
         """Replace the inner run by one that starts from the global state."""
-        assert self._member is not None
         logger.warning(
             "machine %s continues from the others' state: the batches that it trained since its "
             "last round are trained again by the machines that have them now",
@@ -618,9 +613,8 @@ class ClusterRun:
         self._ended = None
         self._delta_pending = False
         self._num_grants = 0
-        self._grants = GrantTracker()
+        self._was_granted = False
         self._local = self._global
-        self._num_elsewhere = self._grants.num_elsewhere(self._member.ledger)
         self._inner.start(self)
         if self._aborted:  # which may have reached only the old one
             self._inner.abort()

@@ -1,15 +1,13 @@
-"""GrantTracker: the batches that this machine's run was granted, has trained and contributed."""
+"""Grants of batches: from the ledger of a cluster to a machine's run, and what the run has done."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.cluster.cluster_ledger import ClosedEpoch, ClusterLedger
 from coordinator.cluster.grant import Grant
-from coordinator.cluster.machine_report import EpochRanges, normalize
 from coordinator.cluster.member import Captured
 from coordinator.data_waits import common_wait_s
 from coordinator.messages import EpochGrant, SaveCheckpoint
@@ -17,123 +15,53 @@ from coordinator.metrics import EpochAccumulator, EpochMetrics, MachineStats, Su
 from coordinator.splitting import BatchSet
 
 
-class GrantTracker:
-    """Tracks the batches that a run was granted, has trained and has contributed to rounds.
+def captured(
+    checkpoint: SaveCheckpoint, ledger: ClusterLedger, machine: str, run_name: str
+) -> Captured:
+    """A run's progress since the last committed round, in epochs that are open on all machines.
 
-    One instance per run. Batches are counted in open epochs only.
+    A machine's grant in the ledger holds no batch that is in an earlier round.
 
-    Attributes:
-        was_granted: True once the run was granted batches.
+    Args:
+        run_name: The run's name in the ledger's tallies.
     """
+    granted, done, tallies = dict(ledger.grants[machine].batches), [], []
+    num_samples, weights = 0, []
+    for state in checkpoint.run["epochs"]:
+        epoch = int(state["epoch"])
+        if epoch not in ledger.open_epochs:
+            continue  # closed on all machines, not yet evaluated here
+        rest = BatchSet(granted.get(epoch, ()))
+        rest.remove(range(start, stop) for start, stop in state["consumed"])
+        trained = BatchSet(granted.get(epoch, ()))
+        trained.remove(rest.spans)
+        done.append((epoch, trained.spans))
+        tally = {"ranks": state["tally"]["ranks"], "num_retrained": state["num_retrained"]}
+        tallies.append((epoch, tally))
+        before = ledger.tally_of(epoch, run_name) or {"ranks": ()}
+        for sign, ranks in ((1, tally["ranks"]), (-1, before["ranks"])):
+            num_samples += sign * sum(int(rank["num_samples"]) for rank in ranks)
+            weights += [sign * _total_weight(rank["loss_samples"]) for rank in ranks]
+    return Captured(
+        done=tuple(done),
+        kept=tuple(
+            (epoch, spans) for epoch, spans in checkpoint.kept if epoch in ledger.open_epochs
+        ),
+        weight=max(0.0, math.fsum(weights)),
+        num_samples=max(0, num_samples),
+        seconds_per_batch=_seconds_per_batch(checkpoint.run),
+        tallies=tuple(tallies),
+    )
 
-    def __init__(self) -> None:
-        self._granted: defaultdict[int, BatchSet] = defaultdict(BatchSet)
-        self._committed: defaultdict[int, BatchSet] = defaultdict(BatchSet)
-        self._returned: EpochRanges = ()
-        self._last = Captured()
-        # (samples, weight) of each open epoch.
-        self._captured: dict[int, tuple[int, float]] = {}
-        self._contributed: dict[int, tuple[int, float]] = {}
-        self._num_committed = 0
-        self.was_granted = False
 
-    def capture(self, checkpoint: SaveCheckpoint, ledger: ClusterLedger) -> Captured:
-        """The run's progress since the last committed round, in open epochs."""
-        done, kept, tallies = [], [], []
-        self._returned = checkpoint.returned
-        returned = dict(checkpoint.returned)
-        self._captured = {}
-        for state in checkpoint.run["epochs"]:
-            epoch = int(state["epoch"])
-            if epoch not in ledger.open_epochs:
-                continue  # closed on all machines, not yet evaluated here
-            granted = self._granted[epoch]
-            granted.remove(returned.get(epoch, ()))
-            trained = BatchSet(range(start, stop) for start, stop in state["consumed"])
-            rest = BatchSet(granted.spans)
-            rest.remove(trained.spans)
-            trained.remove(self._committed[epoch].spans)
-            done.append((epoch, trained.spans))
-            if not checkpoint.final:
-                kept.append((epoch, rest.spans))
-            if state["tally"]["ranks"]:
-                tallies.append((epoch, _tally(state)))
-            ranks = state["tally"]["ranks"]
-            samples = sum(int(rank["num_samples"]) for rank in ranks)
-            self._captured[epoch] = (
-                samples,
-                math.fsum(_total_weight(r["loss_samples"]) for r in ranks),
-            )
-        news = [
-            (samples - before[0], weight - before[1])
-            for epoch, (samples, weight) in self._captured.items()
-            for before in (self._contributed.get(epoch, (0, 0.0)),)
-        ]
-        self._last = Captured(
-            done=normalize(done),
-            kept=normalize(kept),
-            weight=max(0.0, math.fsum(weight for _, weight in news)),
-            num_samples=max(0, sum(samples for samples, _ in news)),
-            seconds_per_batch=_seconds_per_batch(checkpoint.run),
-            tallies=tuple(tallies),
-        )
-        return self._last
-
-    def resume(self) -> tuple[EpochGrant, ...]:
-        """Grant the returned batches again after a failed round."""
-        returned, self._returned = self._returned, ()
-        for epoch, spans in returned:
-            self._granted[epoch].put_back(spans)
-        self._last = Captured()
-        return tuple(EpochGrant(epoch=epoch, batches=spans) for epoch, spans in returned)
-
-    def commit(self, grant: Grant, ledger: ClusterLedger) -> tuple[EpochGrant, ...]:
-        """Account for the committed round of the last capture.
-
-        Args:
-            grant: Batches to train from now on, kept ones included.
-            ledger: The ledger after the round.
-
-        Returns:
-            The run's grants of the open epochs.
-        """
-        self.was_granted = self.was_granted or bool(len(grant))
-        for epoch, spans in self._last.done:
-            self._committed[epoch].put_back(spans)
-            self._num_committed += sum(map(len, spans))
-        self._contributed, self._captured = self._captured or self._contributed, {}
-        kept, granted, epoch_grants = dict(self._last.kept), dict(grant.batches), []
-        for epoch in ledger.open_epochs:
-            more = BatchSet(granted.get(epoch, ()))
-            more.remove(kept.get(epoch, ()))
-            self._granted[epoch].put_back(more.spans)
-            consumed = sum(map(len, ledger.consumed_of(epoch)))
-            elsewhere = consumed - len(self._committed[epoch])
-            if more or elsewhere:
-                epoch_grants.append(
-                    EpochGrant(epoch=epoch, batches=more.spans, num_elsewhere=elsewhere)
-                )
-        self._returned = ()
-        self._last = Captured()
-        return tuple(epoch_grants)
-
-    def num_elsewhere(self, ledger: ClusterLedger) -> int:
-        """Batches of the whole run that other machines have contributed."""
-        return ledger.consumed - self._num_committed
-
-    def close(
-        self, closed: ClosedEpoch, *, num_batches: int, num_samples: int, own: str
-    ) -> EpochGrant:
-        """The run's last grant of a closed epoch."""
-        committed = len(self._committed.pop(closed.epoch, BatchSet()))
-        self._granted.pop(closed.epoch, None)
-        return EpochGrant(
-            epoch=closed.epoch,
-            num_elsewhere=num_batches - committed,
-            complete=True,
-            num_samples=num_samples,
-            others=machine_tallies(closed, without=own),
-        )
+def epoch_grants(grant: Grant, ledger: ClusterLedger) -> tuple[EpochGrant, ...]:
+    """A machine's grant after a committed round, for its run."""
+    granted = dict(grant.batches)
+    return tuple(
+        EpochGrant(epoch=epoch, batches=granted.get(epoch, ()), consumed=ledger.consumed_of(epoch))
+        for epoch in ledger.open_epochs
+        if epoch in granted or ledger.consumed_of(epoch)
+    )
 
 
 def machine_tallies(closed: ClosedEpoch, *, without: str = "") -> tuple[MachineStats, ...]:
@@ -147,10 +75,6 @@ def machine_tallies(closed: ClosedEpoch, *, without: str = "") -> tuple[MachineS
         for key, stats in sorted(closed.tallies.items())
         if key != without
     )
-
-
-def _tally(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ranks": state["tally"]["ranks"], "num_retrained": state["num_retrained"]}
 
 
 def _total_weight(weight: Any) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
-from coordinator.cluster.grant import Grant
+from coordinator.cluster.machine_report import MachineReport
 from coordinator.messages import Payload, SaveCheckpoint
-from runtime.cluster.grants import GrantTracker
+from runtime.cluster.grants import captured, epoch_grants
 from runtime.cluster.tensors import (
     contribution,
     from_wire,
@@ -102,30 +100,95 @@ def test_a_state_with_a_missing_outer_tensor_is_refused():
         state_from_tensors(sent, payload(0.0))
 
 
-def test_batches_returned_for_a_failed_round_are_granted_again():
-    """Otherwise the run trains them, and the cluster grants them to another machine as well."""
-    ledger = ClusterLedger(
-        settings={}, num_epochs=1, batches_per_epoch=10, period_s=1.0, max_batches=None
+NAME = "a/0"
+
+
+def new_ledger(num_epochs=1):
+    return ClusterLedger(
+        settings={}, num_epochs=num_epochs, batches_per_epoch=10, period_s=1.0, max_batches=None
     )
-    tracker = GrantTracker()
-    tracker.commit(Grant(batches=((0, (range(8),)),)), ledger)
-    epoch = {"epoch": 0, "consumed": [[0, 3]], "tally": {"ranks": []}}
-    captured = SaveCheckpoint(
+
+
+def report_of(ledger, machine, done=(), **values):
+    return MachineReport(
+        machine=machine,
+        step=ledger.step,
+        lineage=ledger.lineage,
+        consumed=ledger.consumed,
+        settings=ledger.settings,
+        done=done,
+        **values,
+    )
+
+
+def sums(num_samples, weight):
+    return {"ranks": [{"num_samples": num_samples, "loss_samples": weight}], "num_retrained": 0}
+
+
+def checkpoint(consumed, num_samples=0, kept=(), **run):
+    """A run's checkpoint with these ranges of each epoch, and the sums of its samples."""
+    epochs = [
+        {"epoch": e, "consumed": spans, "num_retrained": 0, "tally": sums(num_samples, [1.5])}
+        for e, spans in consumed.items()
+    ]
+    return SaveCheckpoint(
         payload=payload(0.0),
         ranks=(),
-        run={"epochs": [epoch], "elche": {"seconds": []}},
+        run={"epochs": epochs, "elche": {"seconds": []}, **run},
         epoch=0,
-        global_step=3,
+        global_step=0,
         scheduled=False,
-        returned=((0, (range(5, 8),)),),
+        kept=kept,
     )
-    first = tracker.capture(captured, ledger)
-    assert first.seconds_per_batch is None
-    assert first.done == ((0, (range(3),)),)
-    assert first.kept == ((0, (range(3, 5),)),)
-    (again,) = tracker.resume()
-    assert again.batches == (range(5, 8),)
-    assert tracker.capture(replace(captured, returned=()), ledger).kept == ((0, (range(3, 8),)),)
+
+
+def test_a_machine_reports_the_batches_of_its_grant_that_its_run_has_trained():
+    """Once each, though a run that has ended does not learn of the last round."""
+    ledger = new_ledger()
+    ledger.commit([report_of(ledger, "a"), report_of(ledger, "b")])
+    assert ledger.grants["a"].batches == ((0, (range(5),)),)
+    found = captured(checkpoint({0: [[0, 3]]}, kept=((0, (range(3, 5),)),)), ledger, "a", NAME)
+    assert found.seconds_per_batch is None
+    assert found.done == ((0, (range(3),)),)
+    assert found.kept == ((0, (range(3, 5),)),)
+    ledger.commit([report_of(ledger, "a", found.done, kept=found.kept), report_of(ledger, "b")])
+    last = captured(checkpoint({0: [[0, 5]]}), ledger, "a", NAME)
+    assert last.done == ((0, (range(3, 5),)),)
+
+
+def test_a_capture_weighs_as_much_as_was_trained_since_the_last_committed_round():
+    ledger = new_ledger()
+    ledger.commit([report_of(ledger, "a"), report_of(ledger, "b")])
+    first = captured(checkpoint({0: [[0, 2]]}, num_samples=4), ledger, "a", NAME)
+    assert (first.num_samples, first.weight) == (4, 1.5)
+    assert captured(checkpoint({0: [[0, 2]]}, num_samples=4), ledger, "a", NAME) == first
+    reports = [report_of(ledger, "a", first.done, tallies=((0, sums(4, 1.0)),))]
+    ledger.commit([*reports, report_of(ledger, "b")])
+    then = captured(checkpoint({0: [[0, 5]]}, num_samples=10), ledger, "a", NAME)
+    assert (then.num_samples, then.weight) == (6, 0.5)
+    restarted = captured(checkpoint({0: [[0, 5]]}, num_samples=10), ledger, "a", "a/1")
+    assert restarted.num_samples == 10
+
+
+def test_batches_of_an_epoch_that_is_closed_on_all_machines_are_not_reported():
+    ledger = new_ledger(num_epochs=2)
+    ledger.commit([report_of(ledger, "a")])
+    ledger.commit([report_of(ledger, "a", ledger.grants["a"].batches)])
+    ledger.commit([report_of(ledger, "a", ledger.grants["a"].batches)])
+    assert ledger.open_epochs == (1,)
+    kept = ((0, (range(3),)), (1, (range(6, 10),)))
+    found = captured(checkpoint({0: [[0, 10]], 1: [[0, 6]]}, kept=kept), ledger, "a", NAME)
+    assert {epoch for epoch, _ in (*found.done, *found.kept, *found.tallies)} == {1}
+
+
+def test_a_run_is_granted_the_batches_of_its_machine_with_those_consumed_by_all():
+    ledger = new_ledger(num_epochs=2)
+    ledger.commit([report_of(ledger, "a"), report_of(ledger, "b")])
+    first = epoch_grants(ledger.grants["a"], ledger)[0]
+    assert (first.epoch, first.batches, first.consumed) == (0, (range(5),), ())
+    ledger.commit([report_of(ledger, name, ledger.grants[name].batches) for name in "ab"])
+    (second,) = epoch_grants(ledger.grants["b"], ledger)
+    assert (second.epoch, second.batches, second.consumed) == (1, (range(8, 10),), (range(6),))
 
 
 @pytest.mark.parametrize(
@@ -138,17 +201,9 @@ def test_batches_returned_for_a_failed_round_are_granted_again():
     ids=["none", "of all ranks", "not measured"],
 )
 def test_a_machine_is_slower_by_the_wait_for_data_that_all_its_ranks_have(waits, batch_s):
-    ledger = ClusterLedger(
-        settings={}, num_epochs=1, batches_per_epoch=10, period_s=1.0, max_batches=None
-    )
-    run = {
-        "epochs": [],
-        "elche": {"seconds": [2.0, 3.0]},
-        "data_waits": waits,
-        "ranks": [{"num_samples": 30, "num_batches": 6}, {"num_samples": 20, "num_batches": 4}],
-    }
-    captured = SaveCheckpoint(
-        payload=payload(0.0), ranks=(), run=run, epoch=0, global_step=0, scheduled=False
-    )
-    found = GrantTracker().capture(captured, ledger).seconds_per_batch
+    ledger = new_ledger()
+    ledger.commit([report_of(ledger, "a")])
+    ranks = [{"num_samples": 30, "num_batches": 6}, {"num_samples": 20, "num_batches": 4}]
+    saved = checkpoint({}, elche={"seconds": [2.0, 3.0]}, data_waits=waits, ranks=ranks)
+    found = captured(saved, ledger, "a", NAME).seconds_per_batch
     assert found == pytest.approx(1 / sum(1 / s for s in batch_s))

@@ -183,12 +183,39 @@ def test_granted_and_revoked_batches_keep_the_ratios():
     assert ledger.epochs[0].quotas == [6, 2]
     ledger.grant(0, [range(8, 20)], shares)
     assert ledger.epochs[0].quotas == [15, 5]
-    ((epoch, revoked),) = ledger.revoke_open(12, shares)
-    assert (epoch, sum(map(len, revoked))) == (0, 8)
+    ledger.revoke_open(12, shares)
+    assert ledger.epochs[0].granted.spans == (range(12),)
     assert ledger.epochs[0].quotas == [9, 3]
     while chunk := assign(ledger, 0):
         assert size(chunk) > 0
     assert ledger.by_rank[0].num_assigned == 9
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_batches_that_were_revoked_for_a_failed_round_are_granted_again(committed):
+    """Otherwise no machine trains them; those of a committed round may be another machine's."""
+    ledger, shares = ledger_of(40, granted=True), (0.5, 0.5)
+    ledger.grant(0, [range(8)], shares)
+    size(assign(ledger, 0))
+    ledger.revoke_open(2, shares)
+    kept = ledger.epochs[0].granted.spans
+    assert len(ledger.epochs[0].open) == 2
+    ledger.end_machine_round(shares, committed=committed)
+    assert ledger.epochs[0].granted.spans == (kept if committed else (range(8),))
+    ledger.end_machine_round(shares, committed=False)
+    assert ledger.epochs[0].granted.spans == (kept if committed else (range(8),))
+
+
+def test_batches_that_are_granted_again_are_not_trained_again():
+    """A grant after a round has those that the machine kept."""
+    ledger, shares = ledger_of(40, granted=True), (0.5, 0.5)
+    ledger.grant(0, [range(8)], shares)
+    taken = size(assign(ledger, 0))
+    epoch = ledger.grant(0, [range(12)], shares)
+    assert len(epoch.open) == 12 - taken
+    assert epoch.count_elsewhere([range(4), range(12, 20)]) == 8
+    assert epoch.count_elsewhere([range(22)]) == 2
+    assert epoch.num_elsewhere == 10
 
 
 @few_examples

@@ -838,7 +838,8 @@ def test_batches_of_other_machines_count_after_a_death_within_a_plan():
     )
     grant = m.EpochGrant(epoch=0, batches=(range(6),))
     run.handle(m.ClusterRoundDone(epochs=(grant,)))
-    run.handle(m.ClusterRoundDone(num_batches=5))
+    others = m.EpochGrant(epoch=0, consumed=(range(6, 11),))
+    run.handle(m.ClusterRoundDone(epochs=(others,)))
     run.handle(m.Failed(rank=2, epoch=0, step=0, error=ValueError("planted")))
     for rank in (0, 1):
         run.handle(m.Halted(rank=rank, generation=0, step=1))
@@ -870,7 +871,7 @@ def test_the_guard_of_convergence_has_the_threshold_of_the_settings(threshold):
 
 def test_batches_of_other_machines_advance_the_schedules_of_the_ranks():
     run = Run(granted=True)
-    run.handle(m.ClusterRoundDone(num_batches=7))
+    run.handle(m.ClusterRoundDone(epochs=(m.EpochGrant(epoch=0, consumed=(range(7),)),)))
     assert run.to(m.SetGlobalStep) == [m.SetGlobalStep(step=7)] * 2
 
 
