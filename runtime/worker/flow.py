@@ -19,7 +19,7 @@ from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.timeline.rank_lane import now
 from runtime.worker.lockstep import EpochStarts
-from runtime.worker.operations import Flow, ReplicaOperations, StepOperations
+from runtime.worker.operations import Flow, ReplicaOperations, StepOperations, exhaust
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
@@ -321,9 +321,10 @@ class WorkerFlow:
         ops = self._ops
         with self._recorder.plan(plan), ops.plan_context():
             steps = self._begin_plan(plan)
+            is_open = ops.is_open  # within a step over several batches
             last = len(steps.steps) - 1
             for index in range(last + 1):
-                if not ops.is_open:  # else within a step over several batches
+                if not is_open:
                     if not self._is_undisturbed and (yield from self.handle_control()):
                         self._abandon(plan)
                         return self.protocol.leaving
@@ -335,7 +336,8 @@ class WorkerFlow:
                         return self.protocol.leaving
                     self._abandon(plan)
                     return True
-                if index < last and not ops.is_open:  # else the plan's own report follows
+                is_open = ops.is_open
+                if index < last and not is_open:  # else the plan's own report follows
                     self._reporter.report_if_due()
             ops.confirm_steps()
             if steps.steps:
@@ -404,18 +406,7 @@ class WorkerFlow:
         Returns:
             The batch; ``None`` if the worker must leave.
         """
-        loader, lane = self._loads.next_loader(), self._lane
-        began = 0.0 if lane is None else now()
-        if lane is not None and loader.reads_inline:
-            lane.enter(DATA, began)
-        loaded = loader.try_next()
-        if lane is not None and lane.cause != DATA:
-            if loaded is not None:
-                lane.record_interval(DATA, began, COMPUTE)
-                self._reporter.meter.add_load(loaded.load_s, ahead=loader.reads_ahead)
-                return loaded.data
-            lane.enter(DATA, began)
-        while loaded is None:
+        while (batch := self.try_batch()) is None:
             message = yield from self._get_message()
             if not answer and not isinstance(message, Wake):
                 self.deferred.append(message)
@@ -423,11 +414,32 @@ class WorkerFlow:
                 yield from self._receive(message)
                 if answer and (yield from self.handle_control()):
                     return None
-            loaded = loader.try_next()
-        if lane is not None:
-            lane.enter(COMPUTE)
-        self._reporter.meter.add_load(loaded.load_s, ahead=loader.reads_ahead)
-        return loaded.data
+        return batch
+
+    def block_for_batch(self, *, answer: bool) -> Any:
+        """:meth:`await_batch` in a thread, where a flow for each loaded batch would take time."""
+        batch = self.try_batch()
+        return exhaust(self.await_batch(answer=answer)) if batch is None else batch
+
+    def try_batch(self) -> Any:
+        """The next batch; ``None`` if it is being loaded."""
+        loader, lane = self._loads.next_loader(), self._lane
+        began = 0.0 if lane is None else now()
+        if lane is not None and loader.reads_inline:
+            lane.enter(DATA, began)
+        loaded = loader.try_next()
+        if loaded is not None:
+            self._reporter.meter.add_load(loaded.load_s, ahead=loader.reads_ahead)
+        if lane is None:
+            pass
+        elif lane.cause == DATA:
+            if loaded is not None:
+                lane.enter(COMPUTE)
+        elif loaded is not None:
+            lane.record_interval(DATA, began, COMPUTE)
+        else:
+            lane.enter(DATA, began)
+        return None if loaded is None else loaded.data
 
     # Messages.
 

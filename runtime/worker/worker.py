@@ -131,7 +131,7 @@ class GpuWorker:
             self.protocol,
             meter,
             timer,
-            await_batch=lambda *, answer: exhaust(self._flow.await_batch(answer=answer)),
+            await_batch=lambda *, answer: self._flow.block_for_batch(answer=answer),
             lane=self._recorder.lane,
             fallbacks=shared.fallbacks,
         )
@@ -391,12 +391,6 @@ class GpuWorker:
         if self.replica.resumed_epochs:
             self._ops.resume_epochs()
             self._loads.begin_epoch(self._progress.begun_epoch)
-
-    def _await_batch(self, *, answer: bool) -> Any:
-        return exhaust(self._flow.await_batch(answer=answer))
-
-    def _receive_next(self) -> None:
-        exhaust(self._flow.receive_next())
 
     def handle_control(self) -> bool:
         """Handle all messages received; while parked, wait for a higher limit.
