@@ -184,12 +184,12 @@ class TrainerHandle(Generic[ModelT_co]):
     @property
     def backend(self) -> AverageBackend:
         """The transport in use, which ``AUTO`` may change during the run."""
-        return self._run.backend
+        return self._run.report.statistics().backend
 
     @property
     def backend_reason(self) -> str:
         """The reason for the transport in use, in one sentence, with measured figures if any."""
-        return self._run.backend_reason
+        return self._run.report.statistics().backend_reason
 
     def stop(self, reason: str = "stopped", *, everywhere: bool = False) -> None:
         """End the run at a step boundary and keep its state. Returns at once; idempotent.

@@ -6,14 +6,10 @@ import logging
 import queue
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -41,11 +37,8 @@ from runtime.collective import (
 from runtime.core.capabilities import thread_end_fault
 from runtime.core.context import announce, current_worker
 from runtime.core.errors import (
-    CheckpointError,
     CollectiveAborted,
     CollectiveTimeout,
-    NonFiniteError,
-    ReplicaMismatch,
     WorkerFailed,
     error_of_run,
     text_of,
@@ -55,7 +48,7 @@ from runtime.core.process_state import CompileLimits, ProcessState, import_dynam
 from runtime.core.rng import install_thread_generators
 from runtime.core.shared_objects import SharedObjects
 from runtime.core.signals import INTERRUPTS
-from runtime.core.threads import IntraOpThreads, in_own_context, prepare_threads
+from runtime.core.threads import IntraOpThreads, prepare_threads
 from runtime.core.tracebacks import fold_tracebacks
 from runtime.data.data_path import DataPath
 from runtime.data.dataset import DatasetAdapter
@@ -63,7 +56,6 @@ from runtime.data.epoch_index import EpochIndex
 from runtime.data.shared_reads import reading_alone
 from runtime.data.stream import StreamAdapter
 from runtime.device import host_allocator as allocator
-from runtime.device.affinity import near
 from runtime.device.cuda import open_device
 from runtime.device.launch_load import LaunchLoad
 from runtime.evaluation.shared_evaluation import SharedEvaluations
@@ -74,18 +66,15 @@ from runtime.results import RunFactory, TrainedState, assemble_state, load_given
 from runtime.run_report import RunReport
 from runtime.settings import RunSettings
 from runtime.worker.collective_groups import CollectiveGroups
-from runtime.worker.meetings import Meetings
+from runtime.worker.meetings import LoopPeers, Meetings
 from runtime.worker.operations import check_eval_values
-from runtime.worker.own_loop import LoopPeers
 from runtime.worker.recorder import RunRecorder
 from runtime.worker.run_peers import RunPeers
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import WAKE, EvalFn, UserFunctions, WorkerEndpoints
+from runtime.worker.worker_threads import WorkerThreads
 
 logger = logging.getLogger(__name__)
-
-_STOP_IN_GENERATOR = "generator raised StopIteration"
-"""Python's message."""
 
 UNSEEDED = (
     "seed(n) is not set: the order of samples and the workers' generators use 0, and initial "
@@ -105,6 +94,7 @@ class Run:
     Attributes:
         devices: The device of each rank.
         total_batches: Batches of the whole run.
+        machine: The coordinator.
         report: Its facts, throughput and lost time.
         resumed: The checkpoint to resume from; ``None``: start from the beginning.
         model_digest: Hash of the names, shapes, dtypes and formats of the weights; empty until the
@@ -146,9 +136,6 @@ class Run:
         self._data_path = DataPath(config.data, adapter, index, self._contexts)
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._outboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
-        self._workers: list[GpuWorker | None] = [None] * len(self.devices)
-        self._threads: list[threading.Thread] = []
-        self._workers_started = threading.Event()
         self._collectives: dict[int, Collective] = {}
         self.resumed = self._read_resume()
         if self.resumed is not None:
@@ -158,7 +145,7 @@ class Run:
         self._gate = GroupGate()
         self._groups = CollectiveGroups(self._make_group)
         self._peers = RunPeers(
-            order=self._make_build_order(),
+            order=_build_order(settings, len(self.devices)),
             groups=self._groups,
             first_batch=self._data_path.first_batch,
             resume=self.resumed,
@@ -177,8 +164,9 @@ class Run:
             state,
             on_refused=self.fail,
         )
-        self._machine, self._service = self._make_coordinator()
-        self._num_resumed = self._machine.run_state.num_trained
+        self._threads = self._make_threads()
+        self.machine, self._service = self._make_coordinator()
+        self._num_resumed = self.machine.run_state.num_trained
         if stream is not None:
             self._follow(stream)
         self.total_batches = config.coordinator.planned_steps
@@ -186,29 +174,34 @@ class Run:
         self._built: list[int] = []
         self._error: BaseException | None = None  # raised by join(); the state is kept
         statistics, seconds = self._service.statistics, self._recording.seconds
-        self.report = RunReport(settings, config, self.devices, self._machine, statistics, seconds)
+        self.report = RunReport(settings, config, self.devices, self.machine, statistics, seconds)
         self._listener: Listener | None = None
         # Joined before user code: imports of two threads that form a cycle fail.
         self._importer = threading.Thread(target=import_dynamo, name="import-dynamo", daemon=True)
         self._holds_threads = False
         self._keeps_memory = False
 
-    def _make_build_order(self) -> BuildOrder:
-        shared: SharedObjects | None = None
-        if len(self.devices) > 1:
-            factory = self._settings.model_factory
-            shared = SharedObjects(factory.module if isinstance(factory, CopyingFactory) else None)
-        if self._settings.seed is None:
-            logger.info(UNSEEDED, torch.initial_seed())
-        return BuildOrder(self._settings.seed, shared=shared)
+    def _make_threads(self) -> WorkerThreads:
+        return WorkerThreads(
+            self.config.worker,
+            self._contexts,
+            self._inbox,
+            self._outboxes,
+            self._peers,
+            self._recording,
+            self._build_worker,
+            self._data_path.explain,
+            pin=self._settings.pin_threads,
+        )
 
     def _make_loop_peers(self) -> LoopPeers | None:
         if self._settings.loop is None:
             return None
+        request_save = partial(self._inbox.put, m.SaveRequested(ticket=m.LOOP_TICKET))
         return LoopPeers(
             len(self.devices),
             Meetings(self._settings.collective_timeout_s, self._gate),
-            None if self._settings.checkpoint_dir is None else self._request_save,
+            None if self._settings.checkpoint_dir is None else request_save,
             is_member=self._cluster_hooks is not None,
         )
 
@@ -232,7 +225,7 @@ class Run:
         """Release items of the stream after each event, once no rank can require them again."""
 
         def release(*_: object) -> None:
-            stream.release_before(*self._machine.first_needed())
+            stream.release_before(*self.machine.first_needed())
 
         release()
         self._service.observe(release)
@@ -257,13 +250,8 @@ class Run:
     def _on_save(self, command: SaveCheckpoint | SaveFailed) -> None:
         if self._cluster_hooks is not None and m.CLUSTER_TICKET in command.tickets:
             self._cluster_hooks.on_capture(command)
-        self._saves.take(command, self._error_text)
-
-    @property
-    def _error_text(self) -> str:
-        """The error of the run so far; empty if there is none."""
-        error = error_of_run(self._machine.outcome.failure, ()) or self._error
-        return "" if error is None else text_of(error)
+        error = error_of_run(self.machine.outcome.failure, ()) or self._error
+        self._saves.take(command, "" if error is None else text_of(error))
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData:
         """Return the content of a checkpoint that the coordinator has taken."""
@@ -342,7 +330,7 @@ class Run:
         if s.tune_allocator and self.config.worker.num_cpu_workers:
             allocator.acquire()
             self._keeps_memory = True
-        self._recording.begin(self.report.facts, self.devices, self._machine, self._service)
+        self._recording.begin(self.report.facts, self.devices, self.machine, self._service)
         started = False
         if self._cluster_hooks is None:  # else the ClusterRun handles signals
             INTERRUPTS.add(self)
@@ -360,12 +348,13 @@ class Run:
             self._metrics.start()
             self._service.start()
             started = True
-            self._start_workers()
+            self._threads.start()
             self._importer.join()
         except BaseException:
             if started:
                 # A thread could not be started: end as if that worker had died.
-                self._end_missing_workers()
+                self._threads.end_missing()
+                self._service.join()
             else:
                 self._saves.release()
                 self._take_down()
@@ -378,7 +367,7 @@ class Run:
         Raises:
             CollectiveAborted, CollectiveTimeout: The connection failed without an alternative.
         """
-        run = self._machine.run_state
+        run = self.machine.run_state
         needs_collectives = self.config.coordinator.uses_collectives
         while needs_collectives and (backend := run.collective) is not None:
             ranks = range(len(self.devices))
@@ -402,110 +391,9 @@ class Run:
         set_timeout_remedy(ends, "raise collective_timeout(s) if a step can take that long")
         return ends
 
-    def _start_workers(self) -> None:
-        try:
-            for rank in range(len(self.devices)):
-                name = f"gpu-worker-{rank}"
-                thread = threading.Thread(
-                    target=in_own_context(self._worker_main), args=(rank,), name=name
-                )
-                thread.daemon = True
-                self._threads.append(thread)
-            for thread in self._threads:
-                thread.start()
-        finally:
-            self._workers_started.set()
-
-    def _end_missing_workers(self) -> None:
-        self._inbox.put(m.AbortRequested())  # also with on_worker_failure("continue")
-        self._peers.order.fail()
-        for rank, thread in enumerate(self._threads):
-            if thread.ident is None:
-                self._inbox.put(m.ThreadEnded(rank=rank))
-        self._service.join()
-
-    # On the workers' threads.
-
-    def _worker_main(self, rank: int) -> None:
-        worker: GpuWorker | None = None
-        try:
-            pinned = near(self.devices[rank]) if self._settings.pin_threads else nullcontext()
-            with pinned, self._contexts[rank].activate():
-                self._importer.join()
-                worker = self._build_worker(rank)
-                self._workers[rank] = worker
-                self._recording.built(rank, worker.model)
-                self._run_worker(worker)
-        except CollectiveAborted:
-            # Rank 0 failed to build and reports that itself.
-            while not isinstance(self._outboxes[rank].get(), m.Shutdown):
-                pass
-            self._inbox.put(m.Exiting(rank=rank))
-        except _Reported as reported:
-            # The frames of the user's error lead to that of _run_worker, which holds the worker.
-            traceback.clear_frames(reported.__traceback__)
-        except BaseException as error:
-            frames = error.__traceback__
-            self._report(rank, worker, error)
-            self._forget(rank, error, frames)
-        finally:
-            try:
-                if worker is not None:
-                    worker.close()
-                worker = None
-                self._recording.left(rank)
-            finally:
-                self._inbox.put(m.ThreadEnded(rank=rank))
-
-    def _run_worker(self, worker: GpuWorker) -> None:
-        """Run a worker. After an exception, report it and send the state of before the failed
-        step, while the device is still current in this thread.
-
-        Raises:
-            _Reported: There was an exception.
-        """
-        try:
-            worker.run()
-        except CollectiveAborted:
-            raise
-        except BaseException as error:
-            rank, frames, has_answered = worker.rank, error.__traceback__, False
-            self._report(rank, worker, error)
-            if can_answer(worker, error):
-                try:
-                    has_answered = worker.answer_after_failure()
-                except Exception:  # of a broken device, or of values that are not finite
-                    logger.debug("rank %d left no state", rank, exc_info=True)
-            if not has_answered:
-                self._forget(rank, error, frames)
-            del frames
-            raise _Reported from None  # else the frames of this project join its traceback
-
-    def _report(self, rank: int, worker: GpuWorker | None, error: BaseException) -> None:
-        """Report an exception of a worker to the coordinator."""
-        if isinstance(error.__cause__, StopIteration) and str(error) == _STOP_IN_GENERATOR:
-            error = error.__cause__  # of the user's code, which a generator of this project called
-        error = fold_tracebacks(self._data_path.explain(rank, error))
-        if self._peers.loop is not None:
-            self._peers.loop.leave(rank)
-        self._peers.evaluations.leave(rank)
-        self._inbox.put(failure_message(rank, worker, error))
-
-    def _forget(self, rank: int, error: BaseException, frames: TracebackType | None) -> None:
-        """Free the memory that a dead rank and its frames hold, if other ranks continue.
-
-        Args:
-            rank: The dead rank.
-            error: Its exception.
-            frames: The whole traceback.
-        """
-        if self._settings.continue_on_failure:
-            logger.warning("rank %d died; the others continue if possible", rank, exc_info=error)
-            self._workers[rank] = None
-            self._peers.replicas.pop(rank, None)
-            traceback.clear_frames(frames)
-
     def _build_worker(self, rank: int) -> GpuWorker:
+        """Build the worker of a rank, in its thread."""
+        self._importer.join()
         functions = UserFunctions(**part_of(self._settings, UserFunctions))
         if functions.eval_fn is not None:
             functions = replace(functions, eval_fn=partial(self._evaluate, functions.eval_fn))
@@ -526,16 +414,6 @@ class Run:
             self._saves.bind_model(worker.model, worker.flat_state)
             self.model_digest = digest(worker.model)
         return worker
-
-    @property
-    def backend(self) -> AverageBackend:
-        """The transport in use."""
-        return self._machine.run_state.backend_choice.chosen
-
-    @property
-    def backend_reason(self) -> str:
-        """The reason for this transport, in one sentence."""
-        return self._machine.run_state.backend_choice.reason
 
     def stop(self, reason: str = "stopped") -> None:
         """Request the end of the run at a step boundary; returns immediately."""
@@ -607,11 +485,6 @@ class Run:
         if self._service.started:
             self._service.join(timeout_s)
 
-    @property
-    def machine(self) -> Coordinator:
-        """The coordinator, for inspection."""
-        return self._machine
-
     def _on_metrics(self, metrics: EpochMetrics | StepMetrics) -> None:
         assert self._listener is not None
         if isinstance(metrics, EpochMetrics):
@@ -622,32 +495,30 @@ class Run:
         self._groups.abort(generation)
         self._gate.abort(generation)
 
-    def _request_save(self) -> None:
-        """Request a checkpoint into ``checkpoint_dir``; returns immediately."""
-        self._inbox.put(m.SaveRequested(ticket=m.LOOP_TICKET))
-
     def _on_end(self) -> None:
         """Finish the run; called on the coordinator's thread when the outcome is final."""
         assert self._listener is not None
         state: TrainedState | None = None
         error: BaseException | None = None
         try:
-            stuck = self._join_workers()
-            error = error_of_run(self._machine.outcome.failure, stuck)
+            # The grace of ranks that did not exit in time after a failure is over.
+            grace_s = 0.1 if self.machine.outcome.missing else self._settings.grace_s
+            stuck = self._threads.join(grace_s)
+            error = error_of_run(self.machine.outcome.failure, stuck)
             # A cluster may still take a checkpoint of this run's final state.
             errors = self._saves.close(error or self._error, forget=self._cluster_hooks is None)
             if error is None:
                 whole = None if self._cluster_hooks is None else self._cluster_hooks.result()
                 if whole is not None:
-                    self._machine.outcome.conclude(whole)
+                    self.machine.outcome.conclude(whole)
                 state = self._state(errors)
                 load_given(state)
             else:
                 state = self._state_after(errors)
         except BaseException as caught:
             error = error or caught
-        stopped = self._machine.outcome.stopped
-        has_trained = self._machine.run_state.num_trained > self._num_resumed
+        stopped = self.machine.outcome.stopped
+        has_trained = self.machine.run_state.num_trained > self._num_resumed
         try:
             failed = error is not None or self._error is not None
             ended = "failed" if failed else "stopped" if stopped else "finished"
@@ -670,7 +541,7 @@ class Run:
 
     def _state_after(self, errors: tuple[BaseException, ...]) -> TrainedState | None:
         """The state that a failed run left, if any."""
-        if self._machine.outcome.payload is None:
+        if self.machine.outcome.payload is None:
             return None
         try:
             return self._state(errors)
@@ -678,23 +549,9 @@ class Run:
             logger.warning("the state that the failed run left is lost", exc_info=True)
             return None
 
-    def _join_workers(self) -> list[str]:
-        """Wait for the workers' threads together; returns the names of those still alive."""
-        self._workers_started.wait()  # a run can end before its last worker has started
-        self._peers.order.fail()
-        # The grace of ranks that did not exit in time after a failure is over.
-        grace_s = 0.1 if self._machine.outcome.missing else self._settings.grace_s
-        deadline = time.monotonic() + grace_s
-        started = [thread for thread in self._threads if thread.ident is not None]
-        for thread in started:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in started if thread.is_alive()]
-
     def _state(self, errors: tuple[BaseException, ...]) -> TrainedState:
-        pairs = zip(self._workers, self._threads, strict=True)
-        # Others are stuck in user code.
-        workers = [w for w, thread in pairs if w is not None and not thread.is_alive()]
-        lead, outcome = workers[0], self._machine.outcome
+        workers, outcome = self._threads.ended_workers(), self.machine.outcome
+        lead = workers[0]
         return assemble_state(
             lead.model,
             lead.flat_state,
@@ -707,7 +564,7 @@ class Run:
     def _take_down(self) -> None:
         """Free the run's resources; a stuck thread keeps only what its frames hold."""
         self._peers.order.forget()
-        is_failed = self._machine.outcome.failure is not None
+        is_failed = self.machine.outcome.failure is not None
         self._metrics.close(self._settings.grace_s if is_failed else None)
         self._groups.close()
         for context in self._contexts:
@@ -717,10 +574,10 @@ class Run:
         self._data_path.close()
         if self._peers.validation is not None:
             self._peers.validation.close()
-        self._workers = [None] * len(self._workers)  # a stuck one may still write its own
+        self._threads.forget()
         self._peers.resume = self.resumed = None
         # The run object lives until garbage collection; free its tensors now.
-        self._machine.outcome.release()
+        self.machine.outcome.release()
         INTERRUPTS.remove(self)
         if self._holds_threads:
             self._holds_threads = False
@@ -729,6 +586,16 @@ class Run:
         if self._keeps_memory:
             self._keeps_memory = False
             allocator.release()
+
+
+def _build_order(settings: RunSettings, num_ranks: int) -> BuildOrder:
+    shared: SharedObjects | None = None
+    if num_ranks > 1:
+        factory = settings.model_factory
+        shared = SharedObjects(factory.module if isinstance(factory, CopyingFactory) else None)
+    if settings.seed is None:
+        logger.info(UNSEEDED, torch.initial_seed())
+    return BuildOrder(settings.seed, shared=shared)
 
 
 def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Tensor] | None:
@@ -747,10 +614,6 @@ def final_ema(workers: Sequence[GpuWorker], average: m.Payload) -> dict[str, Ten
     return ema.final_values(average.params, sum(due) / len(due))
 
 
-class _Reported(Exception):
-    """A worker's exception was reported."""
-
-
 class Listener(Protocol):
     """Receives a run's metrics and end, on the coordinator's thread; implemented by the handle."""
 
@@ -767,33 +630,3 @@ class Listener(Protocol):
             error: The error that ``join()`` raises.
             note: Location of the saved state, for errors of an ended run.
         """
-
-
-def failure_message(rank: int, worker: GpuWorker | None, error: BaseException) -> m.Failed:
-    """The message that reports a worker's death to the coordinator.
-
-    Args:
-        rank: The worker's rank.
-        worker: The worker; ``None`` if it was not built.
-        error: Its exception.
-    """
-    return m.Failed(
-        rank=rank,
-        epoch=worker.current_epoch if worker else 0,
-        step=worker.local_step if worker else 0,
-        error=error,
-        fatal=isinstance(error, (ReplicaMismatch, NonFiniteError, CheckpointError)),
-        answers=can_answer(worker, error),
-        unsafe=isinstance(error, ReplicaMismatch),
-    )
-
-
-def can_answer(worker: GpuWorker | None, error: BaseException) -> bool:
-    """True if a worker that raised can send its state of before the failed step.
-
-    Without lockstep it cannot if a value is not finite: that is found in a report, whose batches
-    the coordinator then does not count.
-    """
-    if worker is None or worker.steps.is_torn:
-        return False
-    return worker.replica.is_lockstep or not isinstance(error, NonFiniteError)

@@ -32,7 +32,6 @@ from coordinator.cluster.member import (
     RoundFailed,
     Wait,
 )
-from coordinator.config import AverageBackend
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
 from coordinator.metrics import EpochAccumulator, EpochMetrics, metrics_from_state, metrics_state
@@ -194,16 +193,6 @@ class ClusterRun:
             self._inner.wait_threads()
             self._engine.close()
             raise
-
-    @property
-    def backend(self) -> AverageBackend:
-        """The transport in use on this machine."""
-        return self._inner.backend
-
-    @property
-    def backend_reason(self) -> str:
-        """Reason for this transport, in a sentence."""
-        return self._inner.backend_reason
 
     def stop(self, reason: str = "stopped", *, everywhere: bool = False) -> None:
         """Leave the cluster after one more round; the others continue unless ``everywhere``.
@@ -729,12 +718,6 @@ class InnerRun(Protocol):
     def owns_current_thread(self) -> bool: ...
 
     def checkpoint(self, command: SaveCheckpoint) -> CheckpointData: ...
-
-    @property
-    def backend(self) -> AverageBackend: ...
-
-    @property
-    def backend_reason(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,12 @@ OptimFactories = OptimFactory | Mapping[str, OptimFactory]
 LoopOptimFactory = Callable[[ModelT], torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]]
 """Of a loop of the user: receives the model, and returns one optimizer or several by name."""
 ParamGroups = Callable[[Any], list[dict[str, Any]]]
+TrainFn = Callable[[Any, Any], Any]
+"""Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
+units, such as the tokens that are not ignored, or the sum of the samples' class weights; or the
+output of a model, with a field ``loss``."""
+TrainFns = TrainFn | Mapping[str, TrainFn]
+"""One function, or one for each of several optimizers by name, in the order of their steps."""
 _PROCESS_LOCK = threading.Lock()
 """Held while a model is built: factories draw from the process's random generators, which rank 0 of
 another run may have seeded."""

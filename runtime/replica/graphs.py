@@ -27,13 +27,14 @@ from runtime.device.base import WARM_UP_STEPS, Device
 from runtime.device.memory import StepMemory
 from runtime.device.metering import StepValues
 from runtime.replica.batch_log import BatchLog
+from runtime.replica.build import TrainFn
 from runtime.replica.capturable import (
     CannotCapture,
     CapturableOptimizer,
     ModuleTensors,
     StateMissing,
 )
-from runtime.replica.stepper import AccumulationWindow, CapturedWindow, StepEnd, TrainFn
+from runtime.replica.stepper import AccumulationWindow, CapturedWindow, StepEnd
 
 logger = logging.getLogger(__name__)
 

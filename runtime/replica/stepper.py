@@ -31,6 +31,7 @@ from runtime.core.shared_objects import SharedObjects
 from runtime.device.metering import StepValues, ValueLog
 from runtime.device.timing import HostTimer, StepTimer
 from runtime.replica.batch_log import BatchLog
+from runtime.replica.build import TrainFn
 from runtime.replica.error_notes import explain_error
 from runtime.replica.global_batch_comm import GlobalBatchComm
 from runtime.replica.optimizer_update import OptimizerPart, OptimizerUpdate
@@ -44,13 +45,6 @@ from runtime.replica.optimizers import (
     state_of,
 )
 from runtime.replica.reducer import PackedGradients
-
-TrainFn = Callable[[Any, Any], Any]
-"""Returns a batch's mean loss over its samples, or ``(loss, weight)``: its mean over ``weight``
-units, such as the tokens that are not ignored, or the sum of the samples' class weights; or the
-output of a model, with a field ``loss``."""
-TrainFns = TrainFn | Mapping[str, TrainFn]
-"""One function, or one for each of several optimizers by name, in the order of their steps."""
 
 
 class Stepper:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from runtime.replica.optimizers import Optimizers
 from runtime.replica.stepper import DROPPED, AccumulationWindow, StepEnd
 from runtime.timeline.events import CALLBACKS, COMPUTE, CONTROL
 from runtime.timeline.rank_lane import RankLane
-from runtime.worker.meetings import Act, Meetings, Post
+from runtime.worker.meetings import Act, LoopPeers, Post
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.step import BeforeStep, WorkerSteps
@@ -985,84 +984,6 @@ class OwnLoop:
         """Meet these ranks from now on."""
         self._generation, self._ranks = generation, ranks
         self._meeting, self._batch = 0, -1
-
-
-class LoopPeers:
-    """Shared by the workers of a run with an own loop. Thread-safe.
-
-    Args:
-        meetings: Agreement of ranks in lockstep on the steps of their bodies.
-        save: Requests a checkpoint; ``None``: the run has no ``checkpoint_dir``.
-        is_member: True if the run is one machine's part of a cluster.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        meetings: Meetings,
-        save: Callable[[], None] | None = None,
-        *,
-        is_member: bool = False,
-    ) -> None:
-        self.meetings = meetings
-        self.is_member = is_member
-        self._save = save
-        self._saved_at: int | None = None
-        self._lock = threading.Lock()
-        self._live = set(range(num_ranks))
-        self._left: dict[int, int] = {}  # the last epoch that each rank has left
-        self._granted: dict[tuple[int, int], tuple[int, tuple[int, int] | None]] = {}
-
-    def save(self, step: int | None) -> None:
-        """Request a checkpoint, under lockstep once for all ranks.
-
-        Args:
-            step: The step of all ranks; ``None``: they are not in lockstep.
-        """
-        if self._save is None:
-            raise RuntimeError("worker.save() needs checkpoint_dir(path) on the builder")
-        with self._lock:
-            is_new = step is None or step != self._saved_at
-            self._saved_at = step
-        if is_new:
-            self._save()
-
-    def leave(self, rank: int) -> None:
-        """A rank has died."""
-        with self._lock:
-            self._live.discard(rank)
-
-    def leave_epoch(self, rank: int, epoch: int) -> None:
-        """The body of a rank has left an epoch."""
-        with self._lock:
-            self._left[rank] = epoch
-
-    def first(self, ranks: Collection[int], epoch: int) -> int:
-        """The lowest of these ranks that is alive; without any, of those in an epoch."""
-        with self._lock:
-            in_epoch = {rank for rank in self._live if self._left.get(rank, -1) < epoch}
-            return min(self._live.intersection(ranks) or in_epoch or self._live, default=0)
-
-    def grant(
-        self, key: tuple[int, int], multiple: int, before: int, at: tuple[int, int]
-    ) -> tuple[int, bool]:
-        """Grant a multiple of steps to the first batch that asks for it, under lockstep on all
-        ranks.
-
-        Args:
-            key: The rank, or -1 for all, and the number of steps.
-            multiple: The multiple that the steps have reached.
-            before: The multiple at the start of the run.
-            at: Number of the batch.
-
-        Returns:
-            The last multiple that was granted, and True if it was to this batch.
-        """
-        with self._lock:
-            granted, batch = self._granted.get(key, (before, None))
-            if multiple > granted:
-                granted, batch = self._granted[key] = multiple, at
-            return granted, batch == at
 
 
 class LoopWorker:

@@ -15,7 +15,7 @@ from runtime.replica.build import BuildOrder
 from runtime.replica.graphs import GraphFallbacks
 from runtime.worker.collective_groups import CollectiveGroups
 from runtime.worker.lockstep import EpochStarts
-from runtime.worker.own_loop import LoopPeers
+from runtime.worker.meetings import LoopPeers
 from runtime.worker.replica import WorkerReplica
 
 

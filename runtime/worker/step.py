@@ -22,6 +22,7 @@ from runtime.core.nested import num_rows
 from runtime.device.memory import is_out_of_memory
 from runtime.device.metering import StepMeter, StepValues
 from runtime.device.timing import StepTimer
+from runtime.replica.build import TrainFn, TrainFns
 from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once, explain_size
 from runtime.replica.graphs import GraphedSteps, GraphFallbacks
@@ -31,8 +32,6 @@ from runtime.replica.stepper import (
     MADE,
     AccumulationWindow,
     StepEnd,
-    TrainFn,
-    TrainFns,
 )
 from runtime.timeline.events import COMPUTE, CONTROL
 from runtime.timeline.rank_lane import RankLane

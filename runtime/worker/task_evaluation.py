@@ -27,8 +27,8 @@ from runtime.evaluation.shared_evaluation import (
     SharedEvaluations,
 )
 from runtime.evaluation.validation_data import ValidationData, ValidationLoader
+from runtime.replica.build import TrainFns
 from runtime.replica.error_notes import add_note_once
-from runtime.replica.stepper import TrainFns
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 

@@ -26,15 +26,14 @@ from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationView, drawing
 from runtime.evaluation.predict import call_for_output
 from runtime.replica.batch_log import BatchLog
-from runtime.replica.build import FactoryDraws
+from runtime.replica.build import FactoryDraws, TrainFns
 from runtime.replica.flat import FlatState
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.stepper import TrainFns
 from runtime.worker.flow import PlanLoads, ReplicaReplies, WorkerFlow
 from runtime.worker.lockstep import LockstepProgress
-from runtime.worker.meetings import Meetings
+from runtime.worker.meetings import LoopPeers, Meetings
 from runtime.worker.operations import ReplicaOperations, StepOperations, exhaust
-from runtime.worker.own_loop import LoopPeers, OwnLoop
+from runtime.worker.own_loop import OwnLoop
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.replica import WorkerProgress, WorkerReplica, seed_generator

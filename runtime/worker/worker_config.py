@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from coordinator.config import ApplyPolicy, SharedConfig, SharedSettings, StepCount
 from runtime.device.timing import StepTime
-from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups
+from runtime.replica.build import ModelFactory, OptimFactories, ParamGroups, TrainFns
 from runtime.replica.reducer import Sharding
 from runtime.replica.schedule import SchedulerFactories
-from runtime.replica.stepper import TrainFns
 
 EvalFn = Callable[[Any, int], Mapping[str, SupportsFloat]]
 

@@ -18,8 +18,8 @@ import pytest
 from coordinator import messages as m
 from coordinator.machine import Coordinator
 from runtime import current_worker
-from runtime import run as run_module
 from runtime.data.batches import batch_generator
+from runtime.worker import worker_threads
 from tests.support.running import builder, count_up, counter, numbers, plain_sgd
 
 BOUND_S = 40.0
@@ -234,13 +234,13 @@ class Faults:
                 return []
             return handle(machine, event, now)
 
-        can_answer = run_module.can_answer
+        can_answer = worker_threads.can_answer
 
         def vanishes(worker: Any, error: BaseException) -> bool:
             return not isinstance(error, Vanish) and can_answer(worker, error)  # None: not built
 
         self._patch.setattr(Coordinator, "handle", deaf)
-        self._patch.setattr(run_module, "can_answer", vanishes)
+        self._patch.setattr(worker_threads, "can_answer", vanishes)
         return self
 
     def __exit__(

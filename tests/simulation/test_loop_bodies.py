@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from runtime.worker.meetings import Meetings
-from runtime.worker.own_loop import LoopPeers, OwnLoop
+from runtime.worker.meetings import LoopPeers, Meetings
+from runtime.worker.own_loop import OwnLoop
 from tests.simulation import loop_bodies
 from tests.simulation.loop_bodies import POLICIES, BodyFailed, draw_bodies
 from tests.support.pairs import SCALE

@@ -60,7 +60,8 @@ class Files:
     def note_callers(self) -> None:
         """All callers of the caller, up to the thread's target."""
         frame = sys._getframe(1)
-        while frame is not None and Path(frame.f_code.co_filename) != ROOT / "runtime" / "run.py":
+        target = ROOT / "runtime" / "worker" / "worker_threads.py"
+        while frame is not None and Path(frame.f_code.co_filename) != target:
             self.note(frame)
             frame = frame.f_back
 

@@ -25,11 +25,11 @@ from runtime import (
     current_worker,
 )
 from runtime import checkpoint_service as service_module
-from runtime import run as run_module
 from runtime.checkpoint import files
 from runtime.checkpoint import store as store_module
 from runtime.checkpoint.store import entries, load_newest, remove_old_checkpoints, write_checkpoint
 from runtime.settings import RunSettings
+from runtime.worker import worker_threads
 from tests.support.checkpointing import make, names
 from tests.support.running import (
     ASYNC,
@@ -346,7 +346,7 @@ def test_the_others_leave_their_state_when_a_thread_dies(tmp_path, way, monkeypa
         return [] if isinstance(event, m.Failed) else handle_event(machine, event, now)
 
     monkeypatch.setattr(Coordinator, "handle", without_message)
-    monkeypatch.setattr(run_module, "can_answer", lambda worker, error: False)
+    monkeypatch.setattr(worker_threads, "can_answer", lambda worker, error: False)
     handle = run_of(Steps(1, 5, fail), way, optim=plain_sgd).checkpoint_dir(tmp_path).run()
     error, _ = expect_failed(handle, WorkerFailed)
     assert "without a message" in str(error)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import run as run_module
 from runtime.device import affinity
 from runtime.device.affinity import NumaTopology, near
+from runtime.worker import worker_threads
 from tests.support.running import builder
 
 GPU = torch.device("cuda", 0)
@@ -139,8 +139,10 @@ def test_the_address_has_the_form_of_sysfs(sysfs, mask):
 @pytest.mark.parametrize("flag", [True, False])
 def test_workers_are_pinned_unless_pinning_is_off(flag, monkeypatch):
     pinned = []
-    monkeypatch.setattr(
-        run_module, "near", lambda device: nullcontext(pinned.append(threading.current_thread()))
-    )
+
+    def near(device):
+        return nullcontext(pinned.append(threading.current_thread()))
+
+    monkeypatch.setattr(worker_threads, "near", near)
     builder().pin_threads(flag).run().join()
     assert len(set(pinned)) == (2 if flag else 0)

@@ -419,7 +419,7 @@ def test_a_timeline_keeps_nothing_of_the_run_alive(way):
     timeline = Timeline()
     handle = builder(model=model, way=way).timeline(timeline).run()
     handle.join(WAIT_S)
-    kept += [weakref.ref(handle._run), weakref.ref(handle._run._machine.run_state)]
+    kept += [weakref.ref(handle._run), weakref.ref(handle._run.machine.run_state)]
     del handle
     # join() returns before the thread has ended.
     until(lambda: gc.collect() >= 0 and all(ref() is None for ref in kept))

@@ -602,7 +602,7 @@ def test_no_rank_enters_a_round_while_another_evaluates():
             if worker.rank == 0 and first():
                 worker.evaluate(HELD_OUT, fn)
             elif worker.rank == 1 and helped.is_set():
-                if handle._run._machine.run_state.ranks[1].since_round > 4 * 5:
+                if handle._run.machine.run_state.ranks[1].since_round > 4 * 5:
                     due.append(worker.global_step)
                 if len(due) == 3:
                     far.set()
