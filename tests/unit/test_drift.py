@@ -9,7 +9,7 @@ from torch import nn
 import gpuworker
 from gpuworker import current_worker
 from runtime.replica.drift import DriftCheck
-from runtime.worker import worker as worker_file
+from runtime.worker import flow as flow_file
 from tests.support.running import CADENCE, GLOO, OVER_CPU, SYNC, THREAD, WAIT_S, builder
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
@@ -224,7 +224,7 @@ def test_exchanged_elements_are_noticed():
 
 
 def test_a_change_within_a_long_epoch_is_noticed_before_its_end(monkeypatch):
-    monkeypatch.setattr(worker_file, "DRIFT_INTERVAL", 1)
+    monkeypatch.setattr(flow_file, "DRIFT_INTERVAL", 1)
 
     def drifting(model, batch):
         worker = gpuworker.current_worker()

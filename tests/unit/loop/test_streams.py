@@ -27,6 +27,7 @@ from runtime.loop.rank_threads import Job
 from runtime.loop.runner import Runner
 from runtime.loop.scatter import InputRules
 from runtime.loop.threaded import ThreadedEngine
+from runtime.replica.max_norm import MaxNorm
 from tests.support.fake_cuda import CPU, GPU, FakeCuda
 from tests.support.own_loop import (
     WAIT_S,
@@ -151,7 +152,7 @@ def posing_module(fake, net, config=None):
         balancer,
         accumulation,
         recorder,
-        None,
+        MaxNorm(None),
         InputRules(whole=()),
     )
     return ReplicatedModule(engine)
