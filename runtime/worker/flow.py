@@ -130,18 +130,11 @@ class WorkerFlow:
         return self.protocol.shutdown is not None and self.protocol.shutdown.failed
 
     def answer_after_failure(self) -> Flow[bool]:
-        """Wait for ``Shutdown`` after an exception, and send the state of before the failed step
-        if it is requested.
+        """See :meth:`GpuWorker.answer_after_failure`.
 
         The coordinator aborts the collectives first, so that the reductions of launched steps end.
         The effects of a round that was completed or given up are received until then; its
         callbacks are not called.
-
-        Returns:
-            True if the state was sent.
-
-        Raises:
-            queue.Empty: There was no message within ``DRAIN_S``.
         """
         self._loads.forget()
         while self.protocol.shutdown is None:
@@ -160,14 +153,7 @@ class WorkerFlow:
         return True
 
     def drain_until_shutdown(self, timeout_s: float | None = None) -> Flow[bool]:
-        """Discard messages, without training or rounds, until ``Shutdown``.
-
-        Args:
-            timeout_s: Longest wait in seconds; ``None``: no limit.
-
-        Returns:
-            True if it was received.
-        """
+        """See :meth:`GpuWorker.drain_until_shutdown`."""
         self._recorder.leaving()
         self.protocol.leave()
         clock = self._replies.now
@@ -190,12 +176,7 @@ class WorkerFlow:
         self._reporter.flush(wait=True)
 
     def _halt(self, fault: str | None = None, too_large: PieceTooLarge | None = None) -> None:
-        """Leave the plan and report the position, as the group of ranks is broken.
-
-        Args:
-            fault: The fault of the transport, if that is the cause.
-            too_large: The error of this rank, if it lacked memory for its piece.
-        """
+        """Leave the plan and report the position, as the group of ranks is broken."""
         self._recorder.halted()
         self._loads.forget()
         self._ops.halt()
@@ -223,12 +204,7 @@ class WorkerFlow:
         )
 
     def _regroup(self, message: m.Regroup) -> Flow[None]:
-        """Join the group of the remaining ranks.
-
-        Raises:
-            CollectiveAborted, CollectiveTimeout: In lockstep, another rank has died.
-            GpuWorkerError: The group could not be connected.
-        """
+        """Join the group of the remaining ranks."""
         rank = self._config.rank
         try:
             yield from self._ops.connect(message)
@@ -271,11 +247,7 @@ class WorkerFlow:
             raise
 
     def wait_for_plan(self) -> Flow[m.EpochPlan | None]:
-        """Wait for a plan, and handle all other messages meanwhile.
-
-        Returns:
-            The next plan, or ``None`` after ``Shutdown``.
-        """
+        """See :meth:`GpuWorker.wait_for_epoch_plan`."""
         with self._recorder.between_plans():
             while True:
                 leaving = False
@@ -313,11 +285,7 @@ class WorkerFlow:
         return self._ops.is_open
 
     def train_plan(self, plan: m.EpochPlan) -> Flow[bool]:
-        """Train a plan to its end, and handle messages between steps.
-
-        Returns:
-            True if ``Shutdown`` was received before the end.
-        """
+        """See :meth:`GpuWorker.run_epoch_plan`."""
         ops = self._ops
         with self._recorder.plan(plan), ops.plan_context():
             steps = self._begin_plan(plan)
@@ -444,11 +412,7 @@ class WorkerFlow:
     # Messages.
 
     def handle_control(self) -> Flow[bool]:
-        """Handle all messages received; while parked, wait for a higher limit.
-
-        Returns:
-            True if ``Shutdown`` was received.
-        """
+        """See :meth:`GpuWorker.handle_control`."""
         self._reporter.flush()
         while True:
             if not (self.deferred or self._ops.has_message()):
@@ -466,11 +430,7 @@ class WorkerFlow:
         yield from self._receive(message)
 
     def _next_message(self, timeout_s: float | None = None) -> Flow[Any]:
-        """The next message, deferred or received.
-
-        Raises:
-            queue.Empty: None was received in time.
-        """
+        """The next message, deferred or received."""
         if self.deferred:
             return self.deferred.popleft()
         return (yield from self._get_message(timeout_s))
@@ -717,11 +677,7 @@ class ReplicaReplies:
         self._reporter.send(ack, arrival)
 
     def _run_tasks(self, tasks: Sequence[m.Task], round: int = 0) -> Flow[None]:
-        """Do tasks while the live state is an average.
-
-        Args:
-            tasks: The tasks, in the same order on all ranks.
-        """
+        """Do tasks, in the same order on all ranks, while the live state is an average."""
         for task in tasks:
             start = self.now()
             values = yield from self._ops.run_task(task, round)
