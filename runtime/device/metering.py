@@ -183,27 +183,30 @@ class StepValues:
 
     Attributes:
         losses: Mean loss, weight and learning rate of each batch; ``None``: it has no loss.
+        further: Losses of a further step on a batch, which do not count.
         scalars: Name, value and weight of each scalar.
         number: See above.
     """
 
-    __slots__ = ("_first", "_log", "losses", "number", "scalars")
+    __slots__ = ("_first", "_log", "further", "losses", "number", "scalars")
 
     def __init__(self, log: ValueLog, number: int) -> None:
         self._log = log
         self.number = number
         self.losses: list[tuple[Tensor, Weight, float | None] | None] = []
+        self.further: list[Tensor] = []
         self.scalars: list[tuple[str, float | Tensor, Weight]] = []
         self._first = 0
 
     def begin_batch(self) -> None:
-        """Begin the next batch; without one, as in a further step on one, losses are dropped."""
+        """Begin the next batch; without one, losses are those of a further step."""
         self.losses.append(None)
         self._first = len(self.scalars)
 
     def push_loss(self, loss: Tensor, weight: Weight) -> None:
         """Add the mean loss of the batch, detached; to an earlier loss of the same batch."""
         if not self.losses:
+            self.further.append(loss)
             return
         rate = None if self._log.each is None else self._log.rate()
         earlier = self.losses[-1]

@@ -270,10 +270,13 @@ class StepFiniteCheck:
 
     def _losses(self) -> Iterator[tuple[int, Tensor]]:
         """The losses of the step, each with the number of its batch."""
-        losses = () if self._values is None else self._values.losses
-        for step, loss in enumerate(losses, self._number):
-            if loss is not None:
-                yield step, loss[0]
+        if self._values is None:
+            return
+        for loss in self._values.further:
+            yield self._number, loss
+        for step, batch in enumerate(self._values.losses, self._number):
+            if batch is not None:
+                yield step, batch[0]
 
     @property
     def _number(self) -> int:

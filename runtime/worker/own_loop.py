@@ -476,6 +476,7 @@ class OwnLoop:
             )
         if self._made:  # a further step on the batch
             self._steps.confirm_steps()
+            self._keep_values()
             self._before = self._steps.state_before()
         if self._precision.scales and self._has_gradients(name):
             raise ValueError(
@@ -613,7 +614,7 @@ class OwnLoop:
         self._replica.progress.body_steps += 1
 
     def _keep_values(self) -> None:
-        """Keep the values of a further step on the batch."""
+        """Keep the values since the last step on the batch."""
         if self._before is not None:
             self._log.end()
             self._log.kept.keep(self._before.values)

@@ -884,6 +884,43 @@ def test_a_batch_of_which_a_step_is_dropped_counts_as_skipped_once(bad):
     assert marked(state) == [NUM_SAMPLES - (2 if bad == 0 else 0), NUM_SAMPLES]
 
 
+def test_a_further_step_on_a_batch_is_dropped_for_its_loss_alone(caplog):
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            loss = worker.model.loss(worker.epoch, batch)
+            worker.step(loss + float("nan") if worker.global_step == 1 else loss)
+
+    state = loop_builder(loop, ranks=1, epochs=1).on_non_finite("skip").run().join(WAIT_S)
+    assert state.metrics[0].num_skipped == 2
+    assert state.state_dict()["w"].sum() == 2 * 12 - 1  # each step adds 1
+    assert "the loss is not finite" in caplog.text
+
+
+def test_the_error_of_a_further_step_names_its_loss():
+    def loop(worker):
+        for batch in worker.batches():
+            worker.step(worker.model.loss(worker.epoch, batch))
+            worker.step(worker.model.loss(worker.epoch, batch) + float("inf"))
+
+    with pytest.raises(WorkerFailed, match="a loss is not finite"):
+        loop_builder(loop).run().join(WAIT_S)
+
+
+def test_scalars_between_two_steps_count_while_another_optimizer_accumulates():
+    def loop(worker):
+        for batch in worker.batches():
+            worker.backward(maker_loss(worker.model, batch), optimizer="maker")
+            worker.step(judge_loss(worker.model, batch), optimizer="judge")
+            worker.log(first=3.0)
+            worker.step(judge_loss(worker.model, batch), optimizer="judge")
+            worker.log(further=2.0)
+            worker.step(optimizer="maker")
+
+    scalars = run(Trainer.loop(gan, gan_optimizers, loop), ranks=1).metrics[0].scalars
+    assert (scalars["first"], scalars["further"]) == (3.0, 2.0)
+
+
 def test_the_losses_of_several_optimizers_exclude_a_batch_whose_step_was_dropped():
     def loop(worker):
         for number, batch in enumerate(worker.batches()):
