@@ -436,6 +436,8 @@ class ClusterRun:
         return captured(self._last_capture, member.ledger, self._machine, member.run_name)
 
     def _form_quorum(self) -> tuple[tuple[str, ...], Any]:
+        while self._receive(time.monotonic()) is not None:
+            pass  # a round may follow the last one at once, with no wait for messages
         try:
             self._quorum = quorum = self._engine.quorum()
         except PeerRefused as error:

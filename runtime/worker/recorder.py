@@ -192,7 +192,7 @@ class LaneRecorder(WorkerRecorder):
         finally:
             lane.enter(UNATTRIBUTED)
             self._end_throttle()
-            lane.record(Kind.CHUNK, start, plan.epoch, plan.num_batches)
+            lane.record(Kind.CHUNK, start, plan.epoch, plan.num_loads(lane.rank))
             self._epoch_span = (plan.epoch, self._epoch_span[1], lane.since)
 
     def _end_epoch(self) -> None:

@@ -25,7 +25,7 @@ from runtime import (
 from runtime.checkpoint import store
 from runtime.checkpoint.store import entries, load_newest
 from runtime.cluster import cluster_run
-from tests.support.clustering import Effects, Machine, same
+from tests.support.clustering import PERIOD_S, Effects, Machine, RecordedChanges, same
 from tests.support.memory_engine import MemoryCluster, MemoryEngine
 from tests.support.running import ASYNC, CADENCE, OVER_CPU, SYNC, THREAD, WAIT_S, builder, until
 
@@ -295,6 +295,28 @@ def test_an_idle_report_from_before_a_grant_is_ignored():
     assert a.join().stopped
     # The first without batches, the second after eight batches, and the last one.
     assert len(quorums) == 3
+
+
+def test_a_machine_that_is_stopped_while_it_applies_a_round_leaves_with_the_next_one():
+    cluster, handles, num_quorums = MemoryCluster(), [], []
+    quorums = quorums_of(cluster)
+
+    class Slow(RecordedChanges):
+        """Takes longer than the time to the next round, and is stopped meanwhile."""
+
+        def step(self, old, change):
+            if len(self.changes) == 1:
+                until(lambda: handles)
+                handles[0].stop()
+                start = time.monotonic()
+                until(lambda: time.monotonic() > start + 2 * PERIOD_S)
+                num_quorums.append(len(quorums))
+            return super().step(old, change)
+
+    a = Machine(cluster, "a", n=16_003, outer=Slow(16_003))
+    handles.append(a.handle)
+    assert a.join().stopped
+    assert len(quorums) == num_quorums[0] + 1
 
 
 def test_an_abort_during_the_replacement_of_the_inner_run_is_not_lost():

@@ -119,6 +119,13 @@ def test_the_causes_of_each_rank_sum_to_the_wall_time(way, ranks):
 
 
 @policies
+def test_chunks_have_the_batches_of_their_rank(way):
+    timeline, *_ = record(way=way, ranks=2, dataset=240, batch_size=4, epochs=2)
+    chunks = [event for event in timeline.events() if event.kind is Kind.CHUNK]
+    assert sum(event.args["batches"] for event in chunks) == 120
+
+
+@policies
 def test_at_most_one_percent_of_a_longer_run_is_unattributed(way):
     def fit(model, batch):
         time.sleep(0.001)
