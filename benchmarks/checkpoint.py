@@ -40,7 +40,6 @@ if not __package__:  # run as a file
 from benchmarks.harness.measure import Check, MachineLoad, describe, parser_of_sections, save
 from runtime import ApplyPolicy, CheckpointError, Trainer, TrainerHandle, current_worker
 from runtime.checkpoint import store
-from runtime.checkpoint.format import CheckpointData
 from runtime.checkpoint.store import LoadedCheckpoint, load_newest
 from runtime.checkpoint.tensor_file import load_file
 
@@ -310,19 +309,14 @@ def throughput(system: str, num_bytes: int, epoch_s: float, repeat: int) -> dict
 
 
 def reading_back(num_bytes: int, repeat: int) -> dict[str, Any]:
-    """Writing and reading back a checkpoint of one rank, in turn, and the memory that reading
-    takes at its peak.
+    """Writing and reading back the checkpoint of a run, in turn, and the memory that reading takes
+    at its peak.
     """
-    model = make_model(num_bytes)
-    momenta = {i: torch.ones_like(p) for i, p in enumerate(model.parameters())}
-    data = CheckpointData(
-        weights=dict(model.state_dict()),
-        ranks=({"optimizer": {"state": momenta, "param_groups": []}},),
-        run={},
-        compatible={},
-        epoch=0,
-        global_step=0,
-    )
+    with tempfile.TemporaryDirectory() as place:
+        start("1 worker", num_bytes, 1, 1, Path(place))[1].join(JOIN_S)
+        loaded = store.load_newest(place)
+    assert loaded is not None
+    data = loaded.data
     times: dict[str, list[float]] = {"write": [], "read back": []}
     for _ in range(repeat):
         with tempfile.TemporaryDirectory() as place:
@@ -337,7 +331,7 @@ def reading_back(num_bytes: int, repeat: int) -> dict[str, Any]:
     return {
         "times_s": times,
         "peak_bytes": memory,
-        "largest_tensor_bytes": max(p.nbytes for p in model.parameters()),
+        "largest_tensor_bytes": max(t.nbytes for t in data.weights.values()),
     }
 
 

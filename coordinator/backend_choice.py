@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from coordinator.codec import Count, Seconds
 from coordinator.config import ApplyPolicy, AverageBackend
 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 1, 2
@@ -161,34 +161,43 @@ class BackendChoice:
         self._is_first = True
         self._begin_trials()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The choice and its measurements, as plain values."""
-        return {
-            "candidates": [b.value for b in self._candidates],
-            "chosen": self.chosen.value,
-            "decided": not self._is_first,
-            "costs": {
-                b.value: [cost.ranks_s, cost.own_s, cost.stale_s] for b, cost in self._costs.items()
-            },
-            "anchor": self._anchor,
-        }
+    @property
+    def state(self) -> BackendState:
+        """The choice and its measurements."""
+        return BackendState(
+            candidates=self._candidates,
+            chosen=self.chosen,
+            decided=not self._is_first,
+            costs=dict(self._costs),
+            anchor=self._anchor,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: BackendState) -> None:
         """Restore the choice of a run that had the same candidates; otherwise keep this one."""
-        mine = {b.value for b in self._candidates}
-        measured = {state["chosen"], *state["costs"]}
-        same = set(state["candidates"]) == mine and measured <= mine
-        if not (self._measures and state["decided"] and same):
+        mine = set(self._candidates)
+        same = set(state.candidates) == mine and {state.chosen, *state.costs} <= mine
+        if not (self._measures and state.decided and same):
             return
-        self.chosen = AverageBackend(state["chosen"])
-        self._costs = {
-            AverageBackend(name): RoundCost(ranks_s=parts[0], own_s=parts[1], stale_s=parts[2])
-            for name, parts in state["costs"].items()
-        }
-        self._anchor = int(state["anchor"])
+        self.chosen, self._costs, self._anchor = state.chosen, dict(state.costs), state.anchor
         self._is_first, self._trials = False, []
         figures = ", ".join(f"{b.name} {cost}" for b, cost in self._costs.items())
         self.reason = f"measured before the checkpoint: {figures}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendState:
+    """Saved state of :class:`BackendChoice`.
+
+    Attributes:
+        decided: False before the first decision by measurements.
+        anchor: Batches between two rounds at the last decision.
+    """
+
+    candidates: tuple[AverageBackend, ...]
+    chosen: AverageBackend
+    decided: bool
+    costs: dict[AverageBackend, RoundCost]
+    anchor: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,9 +211,9 @@ class RoundCost:
             weighted.
     """
 
-    ranks_s: float
-    own_s: float = 0.0
-    stale_s: float = 0.0
+    ranks_s: Seconds
+    own_s: Seconds = 0.0
+    stale_s: Seconds = 0.0
 
     @property
     def total_s(self) -> float:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from coordinator.codec import Seconds, decode, encode
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 
 
@@ -188,33 +189,48 @@ class ElChe:
         self._live[rank] = False
         self._figures = None
 
+    @property
+    def state(self) -> ElCheState:
+        """Anchor and speeds."""
+        return ElCheState(
+            anchor=self._anchor,
+            floor=self._floor,
+            growth_held=self._growth_held,
+            seconds=tuple(speed.seconds for speed in self._speeds),
+            suspects=tuple(speed.suspect for speed in self._speeds),
+        )
+
+    def restore(self, state: ElCheState) -> None:
+        """Restore anchor and speeds; of a state of another world size the anchor alone.
+
+        Limits, hint and live ranks are kept.
+        """
+        self._anchor = min(state.anchor, self._max_anchor)
+        self._floor = min(state.floor, self._anchor)
+        self._growth_held = state.growth_held
+        self._observed.clear()
+        self._figures = None
+        self._speeds = [_Speed() for _ in self._live]
+        if len(state.seconds) == len(state.suspects) == len(self._live):
+            measured = zip(self._speeds, state.seconds, state.suspects, strict=True)
+            for speed, seconds, suspect in measured:
+                speed.seconds, speed.suspect = seconds, suspect
+
     def state_dict(self) -> dict[str, Any]:
         """Anchor and speeds as plain numbers and lists; a speed of 0.0 is not measured."""
-        return {
-            "anchor": self._anchor,
-            "floor": self._floor,
-            "growth_held": self._growth_held,
-            "seconds": [speed.seconds for speed in self._speeds],
-            "suspects": [speed.suspect for speed in self._speeds],
-        }
+        found: dict[str, Any] = encode(self.state)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore anchor and speeds from :meth:`state_dict`.
 
         Limits, hint and live ranks are kept. From a state of another world size only the anchor is
         restored.
+
+        Raises:
+            ValueError: The state has another form.
         """
-        self._anchor = min(int(state["anchor"]), self._max_anchor)
-        self._floor = min(int(state["floor"]), self._anchor)
-        self._growth_held = bool(state["growth_held"])
-        self._observed.clear()
-        self._figures = None
-        self._speeds = [_Speed() for _ in self._live]
-        if len(state["seconds"]) == len(self._live):
-            for speed, seconds, suspect in zip(
-                self._speeds, state["seconds"], state["suspects"], strict=True
-            ):
-                speed.seconds, speed.suspect = float(seconds), int(suspect)
+        self.restore(decode(ElCheState, state, "the state"))
 
     def _derived_values(self) -> _Derived:
         """Values derived from anchor and speeds, cached until one of them changes."""
@@ -294,6 +310,22 @@ _CLAMPED_FACTOR = 1.5
 """An outlier is clamped to this factor."""
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElCheState:
+    """Saved state of :class:`ElChe`.
+
+    Attributes:
+        seconds: Seconds per batch of each rank; 0.0: not measured.
+        suspects: Of each rank, 1 or -1 if its last measurement was far above or below, else 0.
+    """
+
+    anchor: Annotated[int, 1]
+    floor: Annotated[int, 1]
+    growth_held: bool
+    seconds: tuple[Seconds, ...]
+    suspects: tuple[int, ...]
 
 
 class _Speed:
@@ -386,6 +418,9 @@ class ConvergenceGuard:
         threshold: Largest acceptable divergence, ``||pre - post|| / ||post||``.
         enabled: ``False``: every round is stable.
 
+    Attributes:
+        state: The rounds so far; may be set to that of another guard.
+
     Raises:
         ValueError: ``threshold`` is not a positive finite number.
     """
@@ -398,8 +433,7 @@ class ConvergenceGuard:
             )
         self._threshold = threshold
         self._enabled = enabled
-        self._above: list[float] = []
-        self._rates: list[float] = []
+        self.state = GuardState()
 
     def report(self, divergences: Sequence[float], length: float = 1.0) -> CadenceAction:
         """Record a round.
@@ -416,37 +450,39 @@ class ConvergenceGuard:
         if not self._enabled or not divergences:
             return CadenceAction.STABLE
         worst = max(d if math.isfinite(d) else math.inf for d in divergences)
-        above = [*self._above, worst] if worst > self._threshold else []
-        self._above = above[-_CONSECUTIVE_ROUNDS:]
-        stays = len(self._above) == _CONSECUTIVE_ROUNDS and self._above[-1] >= self._above[0]
-        if stays or self._has_grown(worst, length):
-            self._above.clear()
-            self._rates.clear()
+        above = (*self.state.above, worst)[-_CONSECUTIVE_ROUNDS:]
+        above = above if worst > self._threshold else ()
+        rate, rates = worst / length if length > 0 else math.inf, self.state.rates
+        is_measured = 0 < rate < math.inf
+        if is_measured:
+            rates = (*rates, rate)[-_TREND_ROUNDS:]
+        stays = len(above) == _CONSECUTIVE_ROUNDS and above[-1] >= above[0]
+        if stays or (is_measured and self._has_grown(worst, rates)):
+            self.state = GuardState()
             return CadenceAction.NUDGE_DOWN
-        return CadenceAction.SUPPRESS_GROWTH if self._above else CadenceAction.STABLE
+        self.state = GuardState(above=above, rates=rates)
+        return CadenceAction.SUPPRESS_GROWTH if above else CadenceAction.STABLE
 
-    def _has_grown(self, worst: float, length: float) -> bool:
-        rate = worst / length if length > 0 else math.inf
-        if not 0 < rate < math.inf:
-            return False  # no measurement of growth
-        self._rates = [*self._rates, rate][-_TREND_ROUNDS:]
-        if len(self._rates) < _TREND_ROUNDS or worst < _MIN_LEVEL * self._threshold:
+    def _has_grown(self, worst: float, rates: Sequence[float]) -> bool:
+        if len(rates) < _TREND_ROUNDS or worst < _MIN_LEVEL * self._threshold:
             return False
-        pairs = list(combinations(enumerate(map(math.log, self._rates)), 2))
+        pairs = list(combinations(enumerate(map(math.log, rates)), 2))
         trend = sum((b > a) - (b < a) for (_, a), (_, b) in pairs)
         slope = statistics.median((b - a) / (j - i) for (i, a), (j, b) in pairs)
         return trend >= _MIN_TREND and slope * (_TREND_ROUNDS - 1) >= math.log(_MIN_RISE)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Divergences of the consecutive rounds above the threshold, and those relative to the
-        length of the last rounds.
-        """
-        return {"row": list(self._above), "rates": list(self._rates)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; threshold and ``enabled`` are kept."""
-        self._above = [float(d) for d in state["row"]]
-        self._rates = [float(d) for d in state.get("rates", ()) if d > 0]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardState:
+    """Saved state of :class:`ConvergenceGuard`.
+
+    Attributes:
+        above: Divergences of the last consecutive rounds above the threshold.
+        rates: Divergences of the last rounds relative to the length of each.
+    """
+
+    above: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
 
 
 class CadenceAction(Enum):

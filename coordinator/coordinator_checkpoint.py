@@ -1,40 +1,15 @@
-"""The coordinator's part of a checkpoint: capture, check, restore."""
+"""The coordinator's part of a checkpoint: capture and restore."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from coordinator.config import AverageBackend
 from coordinator.ledger import Epoch
-from coordinator.metrics import (
-    EpochAccumulator,
-    EpochMetrics,
-    MachineMetrics,
-    RankMetrics,
-    Sums,
-    metrics_from_state,
-    metrics_state,
-)
+from coordinator.metrics import EpochAccumulator, Sums
 from coordinator.run_state import RankState, RunState
-from coordinator.schema import (
-    Check,
-    entries,
-    fail,
-    integer,
-    items,
-    mapping,
-    number,
-    of_type,
-    one_of,
-    optional,
-    record,
-)
-from coordinator.splitting import BatchSet, count_batches
-
-_TOTALS = ("num_batches", "num_samples", "compute_s", "sync_s", "num_throttles")
+from coordinator.saved_run import RankTotals, SavedEpoch, SavedRun
+from coordinator.splitting import BatchSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +21,13 @@ class RankCut:
     """
 
     sums: dict[int, Sums]
-    totals: dict[str, Any]
+    totals: RankTotals
 
     @classmethod
     def of(cls, run: RunState, epochs: Iterable[Epoch], rank: int) -> RankCut:
         """The cut of a rank at present."""
-        info = run.ranks[rank]
-        return cls(
-            {epoch.epoch: epoch.stats.ranks[rank] for epoch in epochs},
-            {name: getattr(info, name) for name in _TOTALS},
-        )
+        sums = {epoch.epoch: epoch.stats.ranks[rank] for epoch in epochs}
+        return cls(sums, run.ranks[rank].totals)
 
 
 def capture_run(
@@ -63,46 +35,38 @@ def capture_run(
     closing: Sequence[tuple[Epoch, float]],
     elapsed_s: float,
     cuts: Mapping[int, RankCut],
-) -> dict[str, Any]:
-    """The coordinator's state, with settled batches as consumed and all others as open.
+) -> SavedRun:
+    """Return the coordinator's state.
 
     Args:
         closing: Closed epochs that are not published, and their durations.
         elapsed_s: Time since the last epoch closed.
         cuts: The cut of each surviving rank.
-
-    Returns:
-        Numbers, strings, ``None``, lists and dictionaries.
     """
-    totals = [
-        cuts[r.rank].totals if r.rank in cuts else {n: getattr(r, n) for n in _TOTALS}
-        for r in run.ranks
-    ]
-    epochs = [_epoch_state(run, epoch, cuts, epoch_s=s) for epoch, s in closing]
-    epochs += [_epoch_state(run, epoch, cuts) for epoch in run.ledger.epochs]
-    return {
-        "world_size": len(run.ranks),
-        "per_global": run.per_global,
-        "saved_ranks": sorted(cuts),
-        "global_step": run.global_step,
-        "num_windows": run.ledger.queue.num_steps,
-        "num_averagings": run.num_averagings,
-        "num_failed_rounds": run.num_failed_rounds,
-        "next_epoch": run.ledger.next_epoch,
-        "elapsed_s": elapsed_s,
-        "elche": run.elche.state_dict(),
-        "data_waits": run.data_waits.state_dict(),
-        "guard": run.guard.state_dict(),
-        "transport": run.backend_choice.state_dict(),
-        "ranks": totals,
-        "epochs": epochs,
-        "metrics": [metrics_state(metrics) for metrics in run.outcome.metrics],
-    }
+    epochs = [_saved_epoch(run, epoch, cuts, epoch_s=s) for epoch, s in closing]
+    epochs += [_saved_epoch(run, epoch, cuts) for epoch in run.ledger.epochs]
+    return SavedRun(
+        per_global=run.per_global,
+        saved_ranks=tuple(sorted(cuts)),
+        global_step=run.global_step,
+        num_windows=run.ledger.queue.num_steps,
+        num_averagings=run.num_averagings,
+        num_failed_rounds=run.num_failed_rounds,
+        next_epoch=run.ledger.next_epoch,
+        elapsed_s=elapsed_s,
+        elche=run.elche.state,
+        data_waits=run.data_waits.last,
+        guard=run.guard.state,
+        backend=run.backend_choice.state,
+        ranks=tuple(cuts[r.rank].totals if r.rank in cuts else r.totals for r in run.ranks),
+        epochs=tuple(epochs),
+        metrics=tuple(run.outcome.metrics),
+    )
 
 
-def _epoch_state(
+def _saved_epoch(
     run: RunState, epoch: Epoch, cuts: Mapping[int, RankCut], *, epoch_s: float | None = None
-) -> dict[str, Any]:
+) -> SavedEpoch:
     available = [range(epoch.num_batches)] if epoch.granted is None else epoch.granted.spans
     consumed = BatchSet(available)
     consumed.remove((*epoch.open.spans, *run.ledger.unsettled(epoch)))
@@ -110,22 +74,23 @@ def _epoch_state(
         cuts[rank].sums.get(epoch.epoch, Sums()) if rank in cuts else now
         for rank, now in enumerate(epoch.stats.ranks)
     ]
-    quotas = epoch.quotas
-    if quotas is not None:
+    quotas = None
+    if epoch.quotas is not None:
         held = [ledger.of_epoch(epoch.epoch) for ledger in run.ledger.by_rank]
-        quotas = [n + sum(map(len, spans)) for n, spans in zip(quotas, held, strict=True)]
-    return {
-        "epoch": epoch.epoch,
-        "epoch_s": epoch_s,
-        "consumed": _pairs(consumed),
-        "num_samples": epoch.num_samples,
-        "num_retrained": epoch.num_retrained - _lost_since(run, epoch, cuts, sums),
-        "num_averagings": epoch.num_averagings,
-        "divergence": epoch.divergence,
-        "norm": epoch.norm,
-        "tally": {"ranks": [each.state_dict() for each in sums]},
-        "quotas": quotas,
-    }
+        pairs = zip(epoch.quotas, held, strict=True)
+        quotas = tuple(quota + sum(map(len, spans)) for quota, spans in pairs)
+    return SavedEpoch(
+        epoch=epoch.epoch,
+        epoch_s=epoch_s,
+        consumed=consumed.spans,
+        num_samples=epoch.num_samples,
+        num_retrained=epoch.num_retrained - _lost_since(run, epoch, cuts, sums),
+        num_averagings=epoch.num_averagings,
+        divergence=epoch.divergence,
+        norm=epoch.norm,
+        sums=tuple(sums),
+        quotas=quotas,
+    )
 
 
 def _lost_since(
@@ -136,178 +101,7 @@ def _lost_since(
     return sum(epoch.stats.ranks[rank].num_samples - sums[rank].num_samples for rank in died)
 
 
-_MOST_RANKS = 2**16
-_BACKEND = one_of(*(backend.value for backend in AverageBackend))
-_TRANSPORT = record(
-    {
-        "candidates": items(_BACKEND),
-        "chosen": _BACKEND,
-        "decided": of_type(bool),
-        "costs": mapping(_BACKEND, items(number(0.0), 3)),
-        "anchor": integer(),
-    }
-)
-
-
-def _check_weight(value: Any, where: str) -> None:
-    """A sum of weights: a number, or a list of its parts."""
-    (items(number()) if isinstance(value, list) else number(0.0))(value, where)
-
-
-_COUNTS = {"num_batches": integer(), "num_samples": integer(), "compute_s": number(0.0)}
-_SUMS = record(
-    {
-        **_COUNTS,
-        "num_skipped": integer(),
-        "loss_sum": items(number()),
-        "loss_samples": _check_weight,
-        "scalars": mapping(of_type(str), entries(items(number()), _check_weight)),
-    },
-    may={"learning_rate": number()},
-)
-_RANK_TOTALS = record({**_COUNTS, "sync_s": number(0.0), "num_throttles": integer()})
-_RANK_METRICS = record(
-    {**_COUNTS, "rank": integer(), "avg_loss": number(), "throughput": number(0.0)}
-)
-_MACHINE_METRICS = record(
-    {
-        **_COUNTS,
-        "machine": of_type(str),
-        "num_ranks": integer(1),
-        "avg_loss": number(),
-        "throughput": number(0.0),
-    }
-)
-
-
-def check_run(
-    state: Any, *, num_samples: int, batch_size: int, drop_last: bool, num_rank_states: int
-) -> None:
-    """Validate a state of :func:`capture_run`.
-
-    Args:
-        num_samples: Length of the data set of the checkpoint.
-
-    Raises:
-        ValueError: A field is missing, of the wrong type, out of range or contradicts another
-            one; names the first such field.
-    """
-    num_batches = count_batches(num_samples, batch_size, drop_last=drop_last)
-    record({"world_size": integer(1)})(state, "run")
-    world = state["world_size"]
-    elche = {
-        "anchor": integer(1),
-        "floor": integer(1),
-        "growth_held": of_type(bool),
-        "seconds": items(number(0.0), world),
-        "suspects": items(integer(-1), world),
-    }
-    record(
-        {
-            "global_step": integer(),
-            "num_windows": integer(),
-            "num_averagings": integer(),
-            "num_failed_rounds": integer(),
-            "next_epoch": integer(),
-            "elapsed_s": number(0.0),
-            "elche": record(elche),
-            "guard": record({"row": items(number())}, may={"rates": items(number(0.0))}),
-            "ranks": items(_RANK_TOTALS, world),
-            "metrics": items(_metrics_check(num_samples)),
-            "epochs": items(_epoch_check(world, num_samples, num_batches)),
-        },
-        may={
-            "per_global": integer(1, _MOST_RANKS),
-            "saved_ranks": items(integer(high=world - 1), num_rank_states),
-            "transport": _TRANSPORT,
-            "data_waits": items(items(number(0.0)), world),
-        },
-    )(state, "run")
-    if not 1 <= num_rank_states <= world:
-        raise ValueError(f"it holds the states of {num_rank_states} ranks of {world}")
-    closed, next_epoch = len(state["metrics"]), state["next_epoch"]
-    for epoch, metrics in enumerate(state["metrics"]):
-        if metrics["epoch"] != epoch:
-            fail(f"run['metrics'][{epoch}]['epoch']", metrics["epoch"], str(epoch))
-    opened = [epoch["epoch"] for epoch in state["epochs"]]
-    if opened != [closed + i for i in range(len(opened))] or closed + len(opened) != next_epoch:
-        raise ValueError(
-            f"run['epochs'] are {opened}, expected all from {closed}, the number of closed, to "
-            f"run['next_epoch'] = {next_epoch}"
-        )
-    if state["global_step"] > num_batches * next_epoch:
-        most = num_batches * next_epoch
-        fail("run['global_step']", state["global_step"], f"at most {most}")
-
-
-def _metrics_check(num_samples: int) -> Check:
-    fields = {
-        "epoch": integer(),
-        "avg_loss": number(),
-        "scalars": mapping(of_type(str), number()),
-        "per_rank": items(_RANK_METRICS),
-        "epoch_s": number(0.0),
-        "num_samples": integer(high=num_samples),
-        "num_retrained": integer(),
-        "num_skipped": integer(),
-        "num_averagings": integer(),
-        "per_rank_throughput": items(number(0.0)),
-        "per_rank_batch_share": items(number(0.0)),
-        "devices": items(of_type(str)),
-    }
-    may = {
-        "divergence": number(),
-        "param_norm": number(),
-        "learning_rate": number(),
-        "lr_factor": number(0.0),
-        "machines": items(_MACHINE_METRICS),
-        "partial": of_type(bool),
-    }
-
-    def check(value: Any, where: str) -> None:
-        record(fields, may=may)(value, where)
-        _only_fields(EpochMetrics, value, where)
-        for i, rank in enumerate(value["per_rank"]):
-            _only_fields(RankMetrics, rank, f"{where}['per_rank'][{i}]")
-        for i, machine in enumerate(value.get("machines", ())):
-            _only_fields(MachineMetrics, machine, f"{where}['machines'][{i}]")
-
-    return check
-
-
-def _only_fields(kind: type, value: Mapping[str, Any], where: str) -> None:
-    unknown = set(value) - {field.name for field in dataclasses.fields(kind)}
-    if unknown:
-        raise ValueError(f"{where} has {sorted(map(str, unknown))}, which {kind.__name__} has not")
-
-
-def _epoch_check(world: int, num_samples: int, num_batches: int) -> Check:
-    batch = integer(high=num_batches)
-    fields = {
-        "epoch": integer(),
-        "epoch_s": optional(number(0.0)),
-        "consumed": items(items(batch, 2)),
-        "num_samples": integer(high=num_samples),
-        "num_retrained": integer(),
-        "num_averagings": integer(),
-        "tally": record({"ranks": items(_SUMS, world)}),
-        "quotas": optional(items(integer(), world)),
-    }
-
-    def check(value: Any, where: str) -> None:
-        record(fields, may={"divergence": optional(number()), "norm": optional(number())})(
-            value, where
-        )
-        end = 0
-        for i, (start, stop) in enumerate(value["consumed"]):
-            if not end <= start < stop:
-                fail(f"{where}['consumed'][{i}]", [start, stop], "a range after the last one")
-            end = stop
-
-    return check
-
-
-def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
+def restore_run(run: RunState, saved: SavedRun) -> None:
     """Restore a state of :func:`capture_run` into a new coordinator.
 
     Open batches are assigned again, under ``SYNC`` in global batches of the same size. Fixed shares
@@ -315,69 +109,56 @@ def restore_run(run: RunState, state: Mapping[str, Any]) -> None:
 
     Args:
         run: The state of a coordinator that has not started.
-        state: The captured state.
     """
-    run.load_counters(state)
+    run.load_counters(saved)
     if run.steps is not None:
         run.steps.step = run.position
-    run.elche.load_state_dict(state["elche"])
-    run.data_waits.load_state_dict(state.get("data_waits", ()))
-    run.guard.load_state_dict(state["guard"])
-    if "transport" in state and state["world_size"] == len(run.ranks):
-        run.backend_choice.load_state_dict(state["transport"])
-    for rank, totals in enumerate(state["ranks"]):
-        info = run.ranks[rank % len(run.ranks)]
-        for name in _TOTALS:
-            setattr(info, name, getattr(info, name) + totals[name])
-    run.outcome.restore(metrics_from_state(saved) for saved in state["metrics"])
+    run.elche.restore(saved.elche)
+    run.data_waits.restore(saved.data_waits)
+    run.guard.state = saved.guard
+    if len(saved.ranks) == len(run.ranks):
+        run.backend_choice.restore(saved.backend)
+    for rank, totals in enumerate(saved.ranks):
+        run.ranks[rank % len(run.ranks)].totals += totals
+    run.outcome.restore(saved.metrics)
     # Epochs opened ahead may exceed a smaller num_epochs.
     last = run.config.num_epochs
     run.ledger.restore(
-        [_epoch_of(run, saved) for saved in state["epochs"] if saved["epoch"] < last],
-        next_epoch=min(int(state["next_epoch"]), last),
+        [_open_epoch(run, epoch) for epoch in saved.epochs if epoch.epoch < last],
+        next_epoch=min(saved.next_epoch, last),
         num_spent=run.global_step,
     )
 
 
-def _epoch_of(run: RunState, saved: Mapping[str, Any]) -> Epoch:
-    total = run.ledger.batches_per_epoch
-    consumed = _ranges(saved["consumed"])
-    num_consumed = sum(map(len, consumed))
-    left = BatchSet([range(total)])
-    left.remove(consumed)
-    world = len(run.ranks)
-    same = len(saved["tally"]["ranks"]) == world
-    stats = EpochAccumulator(world)
-    stats.load_state_dict(saved["tally"])
-    if run.config.granted:
-        left = BatchSet()  # all its batches are granted
+def _open_epoch(run: RunState, saved: SavedEpoch) -> Epoch:
+    total, world = run.ledger.batches_per_epoch, len(run.ranks)
+    granted = run.config.granted
+    num_consumed = sum(map(len, saved.consumed))
+    left = BatchSet()  # in a cluster all its batches are granted
+    if not granted:
+        left.put_back([range(total)])
+        left.remove(saved.consumed)
     quotas = run.ledger.quotas(len(left), run.elche.shares)
-    if same and quotas is not None and saved["quotas"] is not None:
-        quotas = [int(q) for q in saved["quotas"]] if sum(saved["quotas"]) == len(left) else quotas
+    kept = saved.quotas
+    is_same = kept is not None and len(saved.sums) == len(kept) == world
+    if quotas is not None and kept is not None and is_same and sum(kept) == len(left):
+        quotas = list(kept)
     epoch = Epoch(
-        epoch=int(saved["epoch"]),
+        epoch=saved.epoch,
         num_batches=total,
-        stats=stats,
+        stats=EpochAccumulator(world, saved.sums),
         open=left,
         quotas=quotas,
-        num_settled=0 if run.config.granted else num_consumed,
-        num_elsewhere=num_consumed if run.config.granted else 0,
-        granted=BatchSet() if run.config.granted else None,
-        complete=not run.config.granted,
-        num_samples=int(saved["num_samples"]),
-        num_retrained=int(saved["num_retrained"]),
-        num_averagings=int(saved["num_averagings"]),
-        divergence=saved.get("divergence"),
-        norm=saved.get("norm"),
+        num_settled=0 if granted else num_consumed,
+        num_elsewhere=num_consumed if granted else 0,
+        granted=BatchSet() if granted else None,
+        complete=not granted,
+        num_samples=saved.num_samples,
+        num_retrained=saved.num_retrained,
+        num_averagings=saved.num_averagings,
+        divergence=saved.divergence,
+        norm=saved.norm,
     )
     if epoch.settled:
         epoch.notified = set(range(world))  # no batch of it is left
     return epoch
-
-
-def _pairs(batches: BatchSet) -> list[list[int]]:
-    return [[span.start, span.stop] for span in batches.spans]
-
-
-def _ranges(pairs: Iterable[Sequence[int]]) -> list[range]:
-    return [range(*pair) for pair in pairs]

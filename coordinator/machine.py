@@ -7,8 +7,7 @@ and does all that is due, so that the order of messages matters little and no wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import assert_never
 
 from coordinator import messages as m
 from coordinator.config import CoordinatorConfig
@@ -20,6 +19,7 @@ from coordinator.rounds import LimitSender, RoundRunner
 from coordinator.run_errors import AveragingFailed, GpuWorkerError, RunAborted
 from coordinator.run_finalizer import RunFinalizer
 from coordinator.run_state import Outcome, Phase, RankState, RunState, Statistics
+from coordinator.saved_run import SavedRun
 from coordinator.saving import RunCheckpointer
 from coordinator.stall import StallDetector
 from coordinator.transports import RoundState
@@ -34,17 +34,16 @@ class Coordinator:
 
     Args:
         config: Settings.
-        resume: The state of an earlier coordinator to continue from; see
-            :class:`~coordinator.messages.SaveCheckpoint`.
+        resume: The state of an earlier coordinator to continue from.
     """
 
-    def __init__(self, config: CoordinatorConfig, resume: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: CoordinatorConfig, resume: SavedRun | None = None) -> None:
         self._run = RunState(config)
         self._epochs = EpochScheduler(self._run)
         self._saving = RunCheckpointer(self._run, self._epochs)
         if resume is not None:
             restore_run(self._run, resume)
-            self._epochs.resumed_s = float(resume["elapsed_s"])
+            self._epochs.resumed_s = resume.elapsed_s
             self._saving.resumed()
         self._rounds = RoundRunner(self._run, self._epochs.tasks, self._saving)
         self._recovery = FailureRecovery(self._run)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.config import AverageBackend
 from coordinator.metrics import EpochMetrics, MachineStats, ReportStats, StepMetrics
 from coordinator.run_errors import RunStalled
+from coordinator.saved_run import SavedRun
 from coordinator.steps import StepPlan
 
 if TYPE_CHECKING:
@@ -446,8 +447,7 @@ class SaveCheckpoint:
     Attributes:
         payload: The averaged weights and buffers.
         ranks: The own state of each rank, in order of rank.
-        run: The coordinator's state, as plain numbers, lists and dictionaries.
-        global_step: Batches trained by all ranks together.
+        run: The coordinator's state.
         scheduled: True if it was due; otherwise it was made for the tickets only.
         within: True if it was made within an epoch.
         tickets: The calls of ``save()`` that it completes.
@@ -458,10 +458,8 @@ class SaveCheckpoint:
     """
 
     payload: Payload
-    ranks: tuple[dict[str, Any], ...]
-    run: dict[str, Any]
-    epoch: int
-    global_step: int
+    ranks: tuple[Any, ...]
+    run: SavedRun
     scheduled: bool
     tickets: tuple[int, ...] = ()
     within: bool = False
@@ -499,8 +497,8 @@ SAVE_ROUND = -2
 
 # From a worker to the coordinator.
 
-Extra = dict[str, Any] | Exception
-"""A rank's own part of a checkpoint, CPU tensors and plain values; or the error."""
+Extra = Any
+"""A rank's own part of a checkpoint, not used by the coordinator; or the error."""
 MAX_REPORT_INTERVAL_S = 0.5
 """Maximum time between two reports of a rank, for any number of ranks: the monitor shows what the
 reports contain."""

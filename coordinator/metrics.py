@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Any
+
+from coordinator.codec import Count, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,21 +153,6 @@ class StepMetrics:
     throughput: float
 
 
-def metrics_state(metrics: EpochMetrics) -> dict[str, Any]:
-    """Metrics as plain numbers, strings, lists and dictionaries."""
-    return dataclasses.asdict(metrics)
-
-
-def metrics_from_state(state: Mapping[str, Any]) -> EpochMetrics:
-    """Restore metrics from :func:`metrics_state`."""
-    values = dict(state)
-    values["per_rank"] = tuple(RankMetrics(**rank) for rank in state["per_rank"])
-    values["machines"] = tuple(MachineMetrics(**found) for found in state.get("machines", ()))
-    for name in ("per_rank_throughput", "per_rank_batch_share", "devices"):
-        values[name] = tuple(state[name])
-    return EpochMetrics(**values)
-
-
 Exact = Fraction | float
 """A number without rounding error: a sum of floats, or a float, which may be NaN or infinite."""
 
@@ -214,10 +199,10 @@ class Sums:
         learning_rate: Learning rate of the optimizer's first group; ``None``: not known.
     """
 
-    num_batches: int = 0
-    num_samples: int = 0
-    num_skipped: int = 0
-    compute_s: float = 0.0
+    num_batches: Count = 0
+    num_samples: Count = 0
+    num_skipped: Count = 0
+    compute_s: Seconds = 0.0
     loss_sum: Exact = Fraction()
     loss_samples: Exact = Fraction()
     scalars: Mapping[str, tuple[Exact, Exact]] = field(default_factory=dict)
@@ -262,60 +247,6 @@ class Sums:
         """Weighted mean of each scalar."""
         return {name: _mean(*pair) for name, pair in self.scalars.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sums as plain numbers, lists and dictionaries."""
-        known = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
-        return known | {
-            "num_batches": self.num_batches,
-            "num_samples": self.num_samples,
-            "num_skipped": self.num_skipped,
-            "compute_s": self.compute_s,
-            "loss_sum": _parts(self.loss_sum),
-            "loss_samples": _stored_weight(self.loss_samples),
-            "scalars": {
-                name: [_parts(total), _stored_weight(weight)]
-                for name, (total, weight) in self.scalars.items()
-            },
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Sums:
-        """Restore the sums from :meth:`state_dict`."""
-        rate = state.get("learning_rate")
-        return cls(
-            num_batches=int(state["num_batches"]),
-            num_samples=int(state["num_samples"]),
-            num_skipped=int(state["num_skipped"]),
-            compute_s=float(state["compute_s"]),
-            loss_sum=exact_sum(state["loss_sum"]),
-            loss_samples=_weight(state["loss_samples"]),
-            scalars={
-                name: (exact_sum(parts), _weight(weight))
-                for name, (parts, weight) in state["scalars"].items()
-            },
-            learning_rate=None if rate is None else float(rate),
-        )
-
-
-def _parts(number: Exact) -> list[float]:
-    """Floats that add up to the number, in ascending magnitude."""
-    parts: list[float] = []
-    while number:
-        parts.append(rounded(number))
-        if not math.isfinite(parts[-1]):
-            return parts
-        number -= Fraction(parts[-1])
-    return parts[::-1]
-
-
-def _stored_weight(weight: Exact) -> int | list[float]:
-    """An integer, or the parts of another number."""
-    return int(weight) if weight % 1 == 0 else _parts(weight)
-
-
-def _weight(stored: Any) -> Exact:
-    return exact_sum(stored if isinstance(stored, list) else (stored,))
-
 
 def _mean(total: Exact, weight: Exact) -> float:
     return rounded(total) / rounded(weight) if weight else math.nan
@@ -354,18 +285,22 @@ class MachineStats:
 
     machine: str
     ranks: tuple[Sums, ...]
-    num_retrained: int = 0
+    num_retrained: Count = 0
 
 
 class EpochAccumulator:
     """Accumulates the ranks' reports of one epoch.
 
+    Args:
+        saved: The sums of each rank in a checkpoint. At another world size those of saved rank
+            ``r`` are added to rank ``r % world_size``, so that the totals are preserved.
+
     Attributes:
         ranks: The sums of each rank.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.ranks = [Sums()] * world_size
+    def __init__(self, world_size: int, saved: Sequence[Sums] = ()) -> None:
+        self.ranks = [Sums.of_ranks(saved[rank::world_size]) for rank in range(world_size)]
 
     def add(self, rank: int, stats: Sums) -> None:
         """Add a report."""
@@ -446,19 +381,6 @@ class EpochAccumulator:
     def num_samples(self) -> int:
         """Samples trained by this machine's ranks, including repeats."""
         return sum(sums.num_samples for sums in self.ranks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The partial sums as plain numbers, lists and dictionaries."""
-        return {"ranks": [sums.state_dict() for sums in self.ranks]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums from :meth:`state_dict`.
-
-        At another world size the sums of saved rank ``r`` are added to rank ``r % world_size``, so
-        that the totals of the epoch are preserved.
-        """
-        saved, world = [Sums.from_state(sums) for sums in state["ranks"]], len(self.ranks)
-        self.ranks = [Sums.of_ranks(saved[rank::world]) for rank in range(world)]
 
 
 class StepAccumulator:

@@ -10,6 +10,7 @@ from coordinator.backend_choice import RoundCost
 from coordinator.cadence import CadenceAction
 from coordinator.ledger import Epoch
 from coordinator.run_state import Phase, RankState, RunState
+from coordinator.saved_run import RankTotals
 from coordinator.transports import (
     TRANSPORTS,
     CollectiveTransport,
@@ -129,7 +130,7 @@ class RoundRunner:
         rnd.deadline = None
         rnd.num_failed = 0
         for rank, ack in rnd.acks.items():
-            self._run.ranks[rank].sync_s += ack.sync_s
+            self._run.ranks[rank].totals += RankTotals(sync_s=ack.sync_s)
         own_s = self.cpu_time.take()
         sync_s = max(ack.sync_s for ack in rnd.acks.values())
         # The background average competes with the ranks for cores.

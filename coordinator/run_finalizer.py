@@ -240,7 +240,7 @@ def _newest(finals: Sequence[m.FinalSnapshot]) -> list[m.FinalSnapshot]:
 
 def _captured(finals: Sequence[m.FinalSnapshot]) -> Sequence[m.FinalSnapshot]:
     """Snapshots with the rank's own state; all of them if none has it."""
-    return [f for f in finals if isinstance(f.extra, dict)] or finals
+    return [f for f in finals if not isinstance(f.extra, Exception | None)] or finals
 
 
 def _with_buffers(lead: Payload | None, average: Payload) -> Payload:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from coordinator.backend_choice import BackendChoice
 from coordinator.cadence import ConvergenceGuard, ElChe, RoundSchedule
@@ -29,6 +28,7 @@ from coordinator.messages import (
 )
 from coordinator.metrics import EpochMetrics, ReportStats, StepAccumulator, StepMetrics, rounded
 from coordinator.run_errors import RunStalled
+from coordinator.saved_run import RankTotals, SavedRun
 from coordinator.shares import IMBALANCE_RATIO, MIN_PLACEMENT_BATCHES, Shares
 
 
@@ -128,7 +128,8 @@ class RunState:
         if self.lockstep:
             return self.global_step  # micro-batches may be parts of batches
         parts = self.config.batch_parts
-        total = sum(r.num_batches * part for r, part in zip(self.ranks, parts, strict=True))
+        pairs = zip(self.ranks, parts, strict=True)
+        total = sum(r.totals.num_batches * part for r, part in pairs)
         size = self.config.global_batch_size
         if size is None:
             return int(total)
@@ -203,8 +204,9 @@ class RunState:
         if pinned is not None and self.is_live(pinned):
             return pinned
         keeps = self.lockstep and (within or not self.config.balance)
-        measured = [r for r in live if r.num_samples and r.compute_s > 0]
-        if keeps or min(r.num_batches for r in live) < MIN_PLACEMENT_BATCHES or measured != live:
+        measured = all(r.totals.num_samples and r.totals.compute_s > 0 for r in live)
+        fewest = min(r.totals.num_batches for r in live)
+        if keeps or fewest < MIN_PLACEMENT_BATCHES or not measured:
             return live[0].rank
         costs = {r.rank: self._evaluation_cost(r, live) for r in live}
         best = min(costs, key=lambda rank: costs[rank])
@@ -216,9 +218,10 @@ class RunState:
         its waits for data reduce, and those of a rank that waits for it, on average. Under
         lockstep all wait.
         """
-        duration_s = rank.compute_s / rank.num_samples
-        waiting = sum(r.num_samples for r in live) / len(live)
-        return duration_s * (waiting if self.lockstep else rank.num_samples + waiting)
+        own = rank.totals
+        duration_s = own.compute_s / own.num_samples
+        waiting = sum(r.totals.num_samples for r in live) / len(live)
+        return duration_s * (waiting if self.lockstep else own.num_samples + waiting)
 
     def is_live(self, rank: int) -> bool:
         """True if the rank is live; -1 is no rank."""
@@ -288,13 +291,12 @@ class RunState:
             own = [-(-self.slice_samples(range(world)) // world)]
         self.shares.min_piece = self.ledger.min_batch = min(2, *own)
 
-    def load_counters(self, state: Mapping[str, Any]) -> None:
+    def load_counters(self, saved: SavedRun) -> None:
         """Restore the counters of an earlier run from its checkpoint."""
-        self.global_step = int(state["global_step"])
-        self.per_global = int(state.get("per_global", state["world_size"]))
-        self.ledger.queue.num_steps = int(state["num_windows"])
-        self.num_averagings = int(state["num_averagings"])
-        self.num_failed_rounds = int(state["num_failed_rounds"])
+        self.global_step, self.per_global = saved.global_step, saved.per_global
+        self.ledger.queue.num_steps = saved.num_windows
+        self.num_averagings = saved.num_averagings
+        self.num_failed_rounds = saved.num_failed_rounds
 
     @property
     def collective(self) -> AverageBackend | None:
@@ -340,7 +342,7 @@ class RunState:
 
     def statistics(self) -> Statistics:
         """A snapshot of counters."""
-        total = sum(r.num_samples for r in self.ranks)
+        total = sum(r.totals.num_samples for r in self.ranks)
         oldest = self.ledger.oldest
         pieces = self.shares.current if self.config.balance and not self.alone else {}
         return Statistics(
@@ -362,14 +364,14 @@ class RunState:
                 RankStatistics(
                     rank=r.rank,
                     device=self.config.devices[r.rank],
-                    num_batches=r.num_batches,
-                    num_samples=r.num_samples,
-                    share=r.num_samples / total if total else 0.0,
+                    num_batches=r.totals.num_batches,
+                    num_samples=r.totals.num_samples,
+                    share=r.totals.num_samples / total if total else 0.0,
                     piece=pieces.get(r.rank, 0),
-                    throughput=r.num_samples / r.compute_s if r.compute_s > 0 else 0.0,
-                    compute_s=r.compute_s,
-                    sync_s=r.sync_s,
-                    num_throttles=r.num_throttles,
+                    throughput=r.totals.throughput,
+                    compute_s=r.totals.compute_s,
+                    sync_s=r.totals.sync_s,
+                    num_throttles=r.totals.num_throttles,
                     divergence=r.divergence,
                     alive=r.state is not RankState.DEAD,
                 )
@@ -448,12 +450,8 @@ class Rank:
     round_compute_s: float = 0.0
     limit: int | None = None
     parked: bool = False
-    num_batches: int = 0
-    num_samples: int = 0
-    compute_s: float = 0.0
+    totals: RankTotals = field(default_factory=RankTotals)
     data_wait_s: float = 0.0
-    sync_s: float = 0.0
-    num_throttles: int = 0
     learning_rate: float | None = None
     divergence: float | None = None
     final: FinalSnapshot | None = None
@@ -480,12 +478,13 @@ class Rank:
         self.since_round += stats.num_batches
         self.compute_since_round += stats.compute_s + data_wait_s
         self.data_wait_s += data_wait_s
-        self.num_batches += stats.num_batches
-        self.num_samples += stats.num_samples
-        self.compute_s += stats.compute_s
         parked = self.limit is not None and self.since_round >= self.limit
-        if parked and not self.parked:
-            self.num_throttles += 1
+        self.totals += RankTotals(
+            num_batches=stats.num_batches,
+            num_samples=stats.num_samples,
+            compute_s=stats.compute_s,
+            num_throttles=int(parked and not self.parked),
+        )
         self.parked = parked
 
     def set_limit(self, limit: int | None) -> None:

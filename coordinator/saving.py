@@ -19,6 +19,7 @@ from coordinator.coordinator_checkpoint import RankCut, capture_run
 from coordinator.epochs import EpochScheduler
 from coordinator.messages import SAVE_ROUND, Average, Payload, SaveCheckpoint, SaveFailed
 from coordinator.run_state import RunState
+from coordinator.saved_run import SavedRun
 from coordinator.splitting import BatchSet
 
 
@@ -252,8 +253,6 @@ class RunCheckpointer:
     def _freeze(self, cut: ConsistentCut) -> None:
         run = self._run
         cut.run = capture_run(run, self._epochs.closing(), self._epochs.elapsed_s, cut.cuts)
-        cut.epoch = len(run.outcome.metrics)
-        cut.global_step = cut.run["global_step"]
 
     def _emit(self, cut: ConsistentCut, payload: Payload | None, *, final: bool = False) -> None:
         assert cut.run is not None
@@ -273,8 +272,6 @@ class RunCheckpointer:
                 payload=payload,
                 ranks=tuple(cut.extras[rank] for rank in sorted(cut.extras)),
                 run=cut.run,
-                epoch=cut.epoch,
-                global_step=cut.global_step,
                 scheduled=cut.scheduled,
                 tickets=cut.tickets,
                 within=cut.within and not final,
@@ -284,13 +281,13 @@ class RunCheckpointer:
             )
         )
 
-    def _kept(self, run: dict[str, Any]) -> tuple[tuple[int, tuple[range, ...]], ...]:
+    def _kept(self, run: SavedRun) -> tuple[tuple[int, tuple[range, ...]], ...]:
         """The granted batches that are not in a cut, by epoch."""
         kept = []
-        consumed = {epoch["epoch"]: epoch["consumed"] for epoch in run["epochs"]}
+        consumed = {epoch.epoch: epoch.consumed for epoch in run.epochs}
         for epoch in self._run.ledger.epochs:
             left = BatchSet(epoch.granted.spans if epoch.granted else ())
-            left.remove(range(*pair) for pair in consumed.get(epoch.epoch, ()))
+            left.remove(consumed.get(epoch.epoch, ()))
             kept.append((epoch.epoch, left.spans))
         return tuple(kept)
 
@@ -308,11 +305,9 @@ class ConsistentCut:
     started_step: int
     tickets: tuple[int, ...]
     cuts: dict[int, RankCut] = field(default_factory=dict)
-    extras: dict[int, dict[str, Any]] = field(default_factory=dict)
+    extras: dict[int, Any] = field(default_factory=dict)
     parts: dict[int, m.CapturedState] = field(default_factory=dict)
     lead_payload: Payload | None = None
-    run: dict[str, Any] | None = None
+    run: SavedRun | None = None
     error: Exception | None = None
     final: bool = False
-    epoch: int = 0
-    global_step: int = 0

@@ -9,29 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from coordinator.messages import LOOP_TICKET, Payload, SaveCheckpoint, SaveFailed
-from runtime.checkpoint.format import CheckpointData, named_weights, plain
+from coordinator.saved_run import SavedRun
+from runtime.checkpoint.content import CheckpointData, SavedSampler, SavedSettings, SavedStream
+from runtime.checkpoint.format import named_weights, plain
 from runtime.checkpoint.optimizer_shards import missing_shards
-from runtime.checkpoint.resume import check_content, check_start
+from runtime.checkpoint.resume import check_content, check_sampler
 from runtime.checkpoint.store import CheckpointWriter, entries, is_complete
 from runtime.core.errors import CheckpointError
+from runtime.data.epoch_index import EpochIndex
+from runtime.data.stream import StreamAdapter
 from runtime.replica.flat import FlatState
 from runtime.settings import RunSettings
 
 logger = logging.getLogger(__name__)
-
-SampledOrders = Callable[[int], dict[int, Tensor]]
-"""Returns a sampler's orders of an epoch and later ones."""
-
-SamplerState = Callable[[int], dict[str, Any] | None]
-"""Gives the state of a sampler's own generator before an epoch or one after it."""
-
-StreamState = Callable[[int, int], dict[str, Any] | None]
-"""Returns the state from which a stream resumes at a batch of an epoch."""
 
 CLOSE_S = 600.0
 """Seconds that the end of a run waits for a slow disk."""
@@ -54,12 +48,9 @@ class CheckpointService:
 
     Args:
         settings: The run's settings; without ``checkpoint_dir`` only ``save()`` writes checkpoints.
-        compatible: Settings that must match when resuming.
-        orders: See :meth:`EpochIndex.sampled_orders <runtime.data.epoch_index.EpochIndex.drawn>`.
-        sampler: See :meth:`EpochIndex.generator_state
-            <runtime.data.epoch_index.EpochIndex.generator_state>`.
-        stream: See :meth:`StreamAdapter.state <runtime.data.stream.StreamAdapter.state>`;
-            ``None`` without a stream.
+        saved_settings: Settings that must match when resuming.
+        index: Returns a sampler's orders and the state of its generator.
+        stream: The data set, if it is a stream.
         on_refused: Called from any thread with the reason why the first checkpoint could not be
             taken or would not be resumed.
 
@@ -70,15 +61,14 @@ class CheckpointService:
     def __init__(
         self,
         settings: RunSettings,
-        compatible: dict[str, Any],
-        orders: SampledOrders,
-        sampler: SamplerState,
-        stream: StreamState | None,
+        saved_settings: SavedSettings,
+        index: EpochIndex,
+        stream: StreamAdapter | None,
         on_refused: Callable[[CheckpointError], None],
     ) -> None:
         self._writer: CheckpointWriter | None = None
         if settings.saves:
-            _check_start(compatible, sampler(0))
+            _check_start(index.generator_state(0))
         if settings.checkpoint_dir is not None:
             _warn_of_other_checkpoints(settings.checkpoint_dir, settings.resume)
             self._writer = CheckpointWriter(
@@ -88,9 +78,8 @@ class CheckpointService:
                 on_refused=on_refused,
             )
         self._on_refused = on_refused
-        self._compatible = compatible
-        self._orders = orders
-        self._sampler = sampler
+        self._saved_settings = saved_settings
+        self._index = index
         self._stream = stream
         self._layout: WeightLayout | None = None
         self._lock = threading.Lock()
@@ -152,30 +141,30 @@ class CheckpointService:
         """The content of a checkpoint; its tensors are views of the command's."""
         assert self._layout is not None, "a model is built before its state is saved"
         return CheckpointData(
-            weights=self._layout.weights(command.payload, command.ranks[0]["frozen"]),
+            weights=self._layout.weights(command.payload, command.ranks[0].module.frozen),
             ranks=command.ranks,
             run=command.run,
-            compatible=self._compatible,
-            epoch=command.epoch,
-            global_step=command.global_step,
-            orders=self._orders(command.epoch),
-            sampler=self._sampler(command.epoch),
+            settings=self._saved_settings,
+            orders=self._index.sampled_orders(command.run.num_closed),
+            sampler=self._index.generator_state(command.run.num_closed),
             stream=self._stream_state(command.run),
             within=command.within,
         )
 
-    def _stream_state(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _stream_state(self, run: SavedRun) -> SavedStream | None:
         """The stream's state at or before its first untrained batch."""
         if self._stream is None:
             return None
-        epoch, batch = run["next_epoch"], 0
-        if run["epochs"]:
-            oldest = run["epochs"][0]
-            epoch, spans = oldest["epoch"], oldest["consumed"]
-            batch = spans[0][1] if spans and spans[0][0] == 0 else 0
-        state = self._stream(epoch, batch)
+        epoch, batch = run.next_epoch, 0
+        if run.epochs:
+            oldest = run.epochs[0]
+            epoch, spans = oldest.epoch, oldest.consumed
+            batch = spans[0].stop if spans and spans[0].start == 0 else 0
+        state = self._stream.state(epoch, batch)
         try:
-            return None if state is None else dict(plain(state, "the state of the stream"))
+            if state is None:
+                return None
+            return replace(state, stream=plain(state.stream, "the state of the stream"))
         except CheckpointError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -375,9 +364,9 @@ class WeightLayout:
         return found
 
 
-def _check_start(compatible: Mapping[str, Any], sampler: Mapping[str, Any] | None) -> None:
+def _check_start(sampler: SavedSampler | None) -> None:
     try:
-        check_start(compatible, sampler)
+        check_sampler(sampler)
     except ValueError as error:
         raise CheckpointError(
             f"no checkpoint of this run could be resumed: {error}. Correct it (a sampler needs a "

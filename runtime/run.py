@@ -20,11 +20,12 @@ from coordinator import messages as m
 from coordinator.config import ApplyPolicy, AverageBackend, part_of
 from coordinator.machine import Coordinator
 from coordinator.messages import SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochMetrics, StepMetrics, metrics_from_state
+from coordinator.metrics import EpochMetrics, StepMetrics
 from coordinator.service import Service
 from coordinator.splitting import LONG
 from runtime.callbacks import MetricReader
-from runtime.checkpoint.format import CheckpointData, digest
+from runtime.checkpoint.content import CheckpointData, SavedSettings
+from runtime.checkpoint.format import digest
 from runtime.checkpoint.resume import ResumePoint
 from runtime.checkpoint_service import CheckpointService
 from runtime.cluster.cluster_run import ClusterHooks
@@ -139,7 +140,7 @@ class Run:
         self._collectives: dict[int, Collective] = {}
         self.resumed = self._read_resume()
         if self.resumed is not None:
-            index.restore(self.resumed.orders, self.resumed.sampler)
+            index.restore(self.resumed.data.orders, self.resumed.data.sampler)
         if self.resumed is not None and stream is not None:
             stream.restore(self.resumed.stream)
         self._gate = GroupGate()
@@ -154,15 +155,8 @@ class Run:
             validation=validation,
             loop=self._make_loop_peers(),
         )
-        state = None if stream is None else stream.state
-        facts = self._compatible()
         self._saves = CheckpointService(
-            settings,
-            facts,
-            index.sampled_orders,
-            index.generator_state,
-            state,
-            on_refused=self.fail,
+            settings, self._saved_settings(), index, stream, on_refused=self.fail
         )
         self._threads = self._make_threads()
         self.machine, self._service = self._make_coordinator()
@@ -232,7 +226,7 @@ class Run:
 
     def _make_coordinator(self) -> tuple[Coordinator, Service]:
         config = self.config.coordinator
-        machine = Coordinator(config, None if self.resumed is None else self.resumed.run)
+        machine = Coordinator(config, None if self.resumed is None else self.resumed.data.run)
         service = Service(
             machine,
             self._inbox,
@@ -261,29 +255,28 @@ class Run:
         """Put an event into the coordinator's inbox; thread-safe."""
         self._inbox.put(event)
 
-    def _compatible(self) -> dict[str, Any]:
-        """Settings that a resumed run must share with the checkpoint, by their names in it."""
+    def _saved_settings(self) -> SavedSettings:
+        """Settings that a resumed run must share with the checkpoint."""
         c = self.config.coordinator
         is_shuffled = self._settings.sampler is None and self._stream is None
-        return {
-            "global_batch_size": c.global_batch_size,
-            "batch_size": c.batch_size,
-            "num_samples": c.num_samples,
-            "drop_last": c.drop_last,
-            "seed": self.config.worker.seed,
-            "accumulate": c.accumulate,
-            "sync": c.policy is ApplyPolicy.SYNC,
-            "sampler": self._settings.sampler is not None,
-            "stream": self._stream is not None,
-            "shuffle": "by function" if is_shuffled and c.num_samples >= LONG else "as a whole",
-        }
+        return SavedSettings(
+            global_batch_size=c.global_batch_size,
+            batch_size=c.batch_size,
+            num_samples=c.num_samples,
+            drop_last=c.drop_last,
+            seed=self.config.worker.seed,
+            accumulate=c.accumulate,
+            sync=c.policy is ApplyPolicy.SYNC,
+            sampler=self._settings.sampler is not None,
+            stream=self._stream is not None,
+            shuffle="by function" if is_shuffled and c.num_samples >= LONG else "as a whole",
+        )
 
     @property
     def past_metrics(self) -> tuple[EpochMetrics, ...]:
         """Metrics of the epochs closed before the resume; empty once the workers are built."""
         resumed = self.resumed  # once: the workers' threads drop it
-        saved = () if resumed is None else resumed.run["metrics"]
-        return tuple(map(metrics_from_state, saved))
+        return () if resumed is None else resumed.data.run.metrics
 
     def _read_resume(self) -> ResumePoint | None:
         s = self._settings
@@ -292,7 +285,7 @@ class Run:
         if s.resume is None:
             return None
         return ResumePoint.read(
-            s.resume, self._compatible(), s.num_epochs, missing_ok=s.resume_missing_ok
+            s.resume, self._saved_settings(), s.num_epochs, missing_ok=s.resume_missing_ok
         )
 
     def start(self, listener: Listener) -> None:

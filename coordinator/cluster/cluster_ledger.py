@@ -9,21 +9,19 @@ from typing import Any
 
 from coordinator.cluster.grant import Grant, compute_grants, round_interval_s
 from coordinator.cluster.machine_report import (
-    COUNT,
-    LINEAGE,
     MAX_OPEN_EPOCHS,
     PROTOCOL_VERSION,
-    RANGES,
     LedgerError,
     MachineReport,
     canonical_json,
+    check_lineage,
+    check_ranges,
     is_subset,
     normalize,
     num_batches,
-    ranges_from_json,
-    ranges_to_json,
 )
-from coordinator.schema import entries, items, of_type, parse_json, record
+from coordinator.codec import Count, encode, parse_json
+from coordinator.metrics import MachineStats
 from coordinator.splitting import BatchSet
 
 NUM_RECENT = 2
@@ -112,7 +110,7 @@ class ClusterLedger:
         """The batches of an open epoch that are in the global parameters."""
         return self._open[epoch].consumed.spans
 
-    def tally_of(self, epoch: int, run: str) -> Mapping[str, Any] | None:
+    def tally_of(self, epoch: int, run: str) -> MachineStats | None:
         """The last committed tally of an inner run in an open epoch."""
         return self._open[epoch].tallies.get(run)
 
@@ -238,50 +236,47 @@ class ClusterLedger:
         for peer in reports:
             chain.update(hashlib.sha256(peer.to_json()).digest())
         grants = sorted(self.grants.items())
-        chain.update(canonical_json([[name, ranges_to_json(g.batches)] for name, g in grants]))
+        chain.update(canonical_json(encode(grants)))
         return chain.hexdigest()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole ledger, as JSON."""
-        return {
-            "settings": self.settings,
-            "step": self.step,
-            "lineage": self.lineage,
-            "consumed": self.consumed,
-            "stopped": self.stopped,
-            "first": self._first_open,
-            "open": [
-                [number, [[s.start, s.stop] for s in epoch.consumed.spans], epoch.tallies]
-                for number, epoch in self._open.items()
-            ],
-            "grants": [[name, ranges_to_json(g.batches)] for name, g in self.grants.items()],
-            "recent": [[closed.epoch, closed.tallies] for closed in self.recent],
-        }
+    @property
+    def state(self) -> LedgerState:
+        """The whole ledger."""
+        return LedgerState(
+            settings=self.settings,
+            step=self.step,
+            lineage=self.lineage,
+            consumed=self.consumed,
+            stopped=self.stopped,
+            first_open=self._first_open,
+            open=tuple(
+                SavedOpenEpoch(consumed=epoch.consumed.spans, tallies=dict(epoch.tallies))
+                for epoch in self._open.values()
+            ),
+            grants=dict(self.grants),
+            recent=self.recent,
+        )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: LedgerState) -> None:
         """Replace the content by another ledger's state of equal settings.
 
         Raises:
-            ValueError: The state is malformed or of other settings; nothing is changed.
+            ValueError: The state contradicts itself or is of other settings; nothing is changed.
         """
-        _LEDGER(state, "a ledger's state")
-        differences = describe_differences(state["settings"], self.settings)
+        differences = describe_differences(state.settings, self.settings)
         if differences:
             raise ValueError(f"a ledger of other settings: {differences}")
+        check_lineage(state.lineage)
+        for name, grant in state.grants.items():
+            check_ranges(grant.batches, f"grant of {name}")
         new = self.copy()
-        new.step, new.lineage, new.stopped = state["step"], state["lineage"], state["stopped"]
-        new._first_open, new.consumed = state["first"], state["consumed"]
+        new.step, new.lineage, new.stopped = state.step, state.lineage, state.stopped
+        new._first_open, new.consumed = state.first_open, state.consumed
         new._open = {
-            number: _OpenEpoch(BatchSet(_spans_from_json(number, pairs)), dict(tallies))
-            for number, pairs, tallies in state["open"]
+            state.first_open + i: _OpenEpoch(BatchSet(epoch.consumed), dict(epoch.tallies))
+            for i, epoch in enumerate(state.open)
         }
-        new.grants = {
-            name: Grant(batches=ranges_from_json(value, f"grant of {name}"))
-            for name, value in state["grants"]
-        }
-        new.recent = tuple(
-            ClosedEpoch(epoch=epoch, tallies=dict(tallies)) for epoch, tallies in state["recent"]
-        )
+        new.grants, new.recent = dict(state.grants), state.recent
         new._check_consistent()
         self.__dict__.update(new.__dict__)
 
@@ -299,6 +294,34 @@ class ClusterLedger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """Saved and sent state of a :class:`ClusterLedger`.
+
+    Attributes:
+        first_open: The oldest epoch that is not closed.
+        open: The epochs from there on.
+    """
+
+    settings: dict[str, Any]
+    step: Count
+    lineage: str
+    consumed: Count
+    stopped: bool
+    first_open: Count
+    open: tuple[SavedOpenEpoch, ...]
+    grants: dict[str, Grant]
+    recent: tuple[ClosedEpoch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedOpenEpoch:
+    """An open epoch: the batches in the global parameters, and the tallies so far."""
+
+    consumed: tuple[range, ...]
+    tallies: dict[str, MachineStats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedEpoch:
     """An epoch whose batches are all in the global parameters.
 
@@ -307,14 +330,14 @@ class ClosedEpoch:
         tallies: The last tally of each inner run that had one, by ``"machine/run"``.
     """
 
-    epoch: int
-    tallies: dict[str, dict[str, Any]]
+    epoch: Count
+    tallies: dict[str, MachineStats]
 
 
 @dataclass(slots=True)
 class _OpenEpoch:
     consumed: BatchSet = field(default_factory=BatchSet)
-    tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tallies: dict[str, MachineStats] = field(default_factory=dict)
 
     def copy(self) -> _OpenEpoch:
         return _OpenEpoch(BatchSet(self.consumed.spans), dict(self.tallies))
@@ -396,23 +419,3 @@ def describe_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
 
 def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"machine {name} {reason}" for name, reason in reasons.items())
-
-
-_LEDGER = record(
-    {
-        "settings": of_type(dict),
-        "step": COUNT,
-        "lineage": LINEAGE,
-        "consumed": COUNT,
-        "stopped": of_type(bool),
-        "first": COUNT,
-        "open": items(entries(COUNT, items(entries(COUNT, COUNT)), of_type(dict))),
-        "grants": items(entries(of_type(str), RANGES)),
-        "recent": items(entries(COUNT, of_type(dict))),
-    }
-)
-
-
-def _spans_from_json(number: int, pairs: Any) -> tuple[range, ...]:
-    found = ranges_from_json([[number, pairs]] if pairs else [], f"epoch {number}")
-    return found[0][1] if found else ()

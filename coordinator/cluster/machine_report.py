@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
+from coordinator.codec import Count, Seconds, decode, encode, fail, parse_json
+from coordinator.metrics import MachineStats
 from coordinator.run_errors import GpuWorkerError
-from coordinator.schema import (
-    entries,
-    integer,
-    items,
-    number,
-    of_type,
-    optional,
-    parse_json,
-    record,
-    text,
-)
 from coordinator.splitting import BatchSet
 
-EpochRanges = tuple[tuple[int, tuple[range, ...]], ...]
+EpochRanges = tuple[tuple[Count, tuple[range, ...]], ...]
 """``(epoch, ranges of batches)``, epochs and ranges ascending, ranges of step 1."""
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the messages between machines. Machines with another one are refused."""
 MAX_OPEN_EPOCHS = 2
 """Epochs open at a time, so that no machine waits for the last batches of one."""
-MAX_RANGES = 65536
-"""Ranges of one epoch in a message."""
-MAX_COUNT = 2**53
-"""Largest number of batches, samples or steps in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +38,24 @@ class MachineReport:
         kept: Granted batches that are not in the capture and that the machine keeps training.
         weight: Weight of the capture in the mean of the parameters.
         seconds_per_batch: Time per batch of the whole machine; ``None`` if not measured yet.
-        tallies: Metric sums of each open epoch, cumulative since the machine's inner run
-            started; opaque to the ledger.
+        tallies: Metric sums of each open epoch, cumulative since the machine's inner run started.
         leaving: True if the machine leaves after this round; it then keeps nothing.
         stop: True if all machines are to stop after this round.
         void: The reason why the machine cannot take part, which voids the round; else empty.
     """
 
     machine: str
-    run: int = 0
-    step: int
+    run: Count = 0
+    step: Count
     lineage: str
-    consumed: int = 0
+    consumed: Count = 0
     settings: dict[str, Any]
     done: EpochRanges = ()
     kept: EpochRanges = ()
-    weight: float = 0.0
-    num_samples: int = 0
-    seconds_per_batch: float | None = None
-    tallies: tuple[tuple[int, dict[str, Any]], ...] = ()
+    weight: Seconds = 0.0
+    num_samples: Count = 0
+    seconds_per_batch: Annotated[float, 1e-12] | None = None
+    tallies: tuple[tuple[Count, MachineStats], ...] = ()
     leaving: bool = False
     stop: bool = False
     void: str = ""
@@ -80,9 +67,7 @@ class MachineReport:
 
     def to_json(self) -> bytes:
         """The report as JSON; equal reports give equal bytes."""
-        value = {name: getattr(self, name) for name in _FIELDS}
-        value["done"], value["kept"] = ranges_to_json(self.done), ranges_to_json(self.kept)
-        return canonical_json(value)
+        return canonical_json(encode(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> MachineReport:
@@ -91,43 +76,13 @@ class MachineReport:
         Raises:
             ValueError: The data is malformed; the message names the field.
         """
-        value = parse_json(data, parse_constant=_refuse_constant)
-        if not isinstance(value, dict) or set(value) != set(_FIELDS):
-            raise ValueError(f"report: not an object with the fields {', '.join(_FIELDS)}")
-        _REPORT(value, "report")
-        return cls(
-            **{
-                **value,
-                "done": ranges_from_json(value["done"], "done"),
-                "kept": ranges_from_json(value["kept"], "kept"),
-                "tallies": tuple((epoch, stats) for epoch, stats in value["tallies"]),
-            }
-        )
-
-
-COUNT = integer(0, MAX_COUNT)
-LINEAGE = text(64, 64, "0123456789abcdef")
-RANGES = items(entries(COUNT, items(entries(COUNT, COUNT), most=MAX_RANGES)), most=MAX_OPEN_EPOCHS)
-_REPORT = record(
-    {
-        "machine": text(1, 256),
-        "run": COUNT,
-        "step": COUNT,
-        "lineage": LINEAGE,
-        "consumed": COUNT,
-        "settings": of_type(dict),
-        "done": RANGES,
-        "kept": RANGES,
-        "weight": number(0, 1e300),
-        "num_samples": COUNT,
-        "seconds_per_batch": optional(number(1e-12, 1e300)),
-        "tallies": items(entries(COUNT, of_type(dict)), most=MAX_OPEN_EPOCHS),
-        "leaving": of_type(bool),
-        "stop": of_type(bool),
-        "void": text(0, 4096),
-    }
-)
-_FIELDS = tuple(MachineReport.__dataclass_fields__)
+        report = decode(cls, parse_json(data, parse_constant=_refuse_constant), "report")
+        check_lineage(report.lineage)
+        check_ranges(report.done, "done")
+        check_ranges(report.kept, "kept")
+        if not report.machine:
+            fail("report['machine']", report.machine, "the id of a machine")
+        return report
 
 
 class LedgerError(GpuWorkerError):
@@ -151,31 +106,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"report: {name} is not a number")
 
 
-def ranges_to_json(ranges: EpochRanges) -> list[Any]:
-    """``[epoch, [[start, stop], ...]]`` for each epoch."""
-    return [[epoch, [[s.start, s.stop] for s in spans]] for epoch, spans in ranges]
+def check_lineage(lineage: str) -> None:
+    """Raise ``ValueError`` for another text than a hash chain."""
+    if not re.fullmatch("[0-9a-f]{64}", lineage):
+        fail("lineage", lineage, "64 hexadecimal digits")
 
 
-def ranges_from_json(value: Any, name: str) -> EpochRanges:
-    """The inverse of :func:`ranges_to_json`.
+def check_ranges(ranges: EpochRanges, name: str) -> None:
+    """Check that epochs and ranges ascend, and that no range is empty or touches another.
 
     Raises:
-        ValueError: The value is malformed; the message begins with ``name``.
+        ValueError: They do not; the message begins with ``name``.
     """
-    RANGES(value, name)
-    ranges, previous = [], -1
-    for epoch, pairs in value:
-        if epoch <= previous or not pairs:
-            raise ValueError(f"{name}: epochs are empty or not ascending")
-        spans, stop = [], -1
-        for first, end in pairs:
-            if not stop < first < end:
-                raise ValueError(f"{name}: ranges are empty, touch or are not ascending")
-            stop = end
-            spans.append(range(first, end))
-        ranges.append((epoch, tuple(spans)))
-        previous = epoch
-    return tuple(ranges)
+    epochs = [epoch for epoch, _ in ranges]
+    if sorted(set(epochs)) != epochs or not all(spans for _, spans in ranges):
+        raise ValueError(f"{name}: epochs are empty or not ascending")
+    for _, spans in ranges:
+        if any(span.stop >= following.start for span, following in pairwise(spans)):
+            raise ValueError(f"{name}: ranges touch or are not ascending")
 
 
 def normalize(ranges: Iterable[tuple[int, Iterable[range]]]) -> EpochRanges:

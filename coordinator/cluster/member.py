@@ -9,11 +9,14 @@ from typing import Any
 from coordinator.cluster.cluster_ledger import (
     ClosedEpoch,
     ClusterLedger,
+    LedgerState,
     RoundOutcome,
     evaluate_round,
 )
 from coordinator.cluster.grant import Grant
 from coordinator.cluster.machine_report import EpochRanges, MachineReport, normalize
+from coordinator.codec import decode
+from coordinator.metrics import MachineStats
 from coordinator.run_errors import ClusterError, GpuWorkerError
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
@@ -196,7 +199,7 @@ class Member:
         """Adopt another machine's state unless this machine's history is the greater."""
         ledger = self.ledger.copy()
         try:
-            ledger.load_state_dict(state)
+            ledger.restore(decode(LedgerState, state, "the ledger"))
             is_ahead = ledger.history >= self.ledger.history
         except ValueError:
             is_ahead = False
@@ -349,7 +352,7 @@ class Captured:
     weight: float = 0.0
     num_samples: int = 0
     seconds_per_batch: float | None = None
-    tallies: tuple[tuple[int, dict[str, Any]], ...] = ()
+    tallies: tuple[tuple[int, MachineStats], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Format of a checkpoint: its content, manifest and plain values."""
+"""Format of a checkpoint: its manifest and plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,52 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.checkpoint.subclasses import flatten_subclass
 from runtime.core.errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointData:
-    """The state of a run between two steps.
-
-    Must not be modified after it was submitted, since another thread writes it later.
-
-    Attributes:
-        weights: Full state dict of the bare module on the CPU, in the module's order. Tied
-            tensors appear under each of their names and may share memory.
-        ranks: State of each rank: optimizer, schedule, scaler, generators, own buffers,
-            counters; values as returned by :func:`plain`.
-        run: The coordinator's state, likewise.
-        compatible: Settings that must match when resuming, likewise.
-        epoch: Number of closed epochs, for names and logs.
-        global_step: Batches trained by all ranks together.
-        within: True if it was taken within an epoch.
-        orders: A sampler's order of each open epoch.
-        sampler: Epoch and generator state, before its draws, of a sampler with its own generator.
-        stream: Saved state of a stream at or before its first untrained item, with the item's
-            index and the generator's state.
-        reason: Of the last one of a run, the reason for its end; see ``TrainedState.reason``.
-        error: The run's error; empty if there was none.
-    """
-
-    weights: dict[str, Tensor]
-    ranks: tuple[dict[str, Any], ...]
-    run: dict[str, Any]
-    compatible: dict[str, Any]
-    epoch: int
-    global_step: int
-    within: bool = False
-    orders: dict[int, Tensor] = field(default_factory=dict)
-    sampler: dict[str, Any] | None = None
-    stream: dict[str, Any] | None = None
-    reason: str = ""
-    error: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """True if it was saved because the run failed."""
-        return bool(self.error)
 
 
 def plain(value: Any, where: str, *, copy: bool = False, drop: bool = False) -> Any:
@@ -217,7 +174,7 @@ def digest(model: nn.Module) -> str:
 
 
 FORMAT = "gpuworker checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 WEIGHTS = "weights.safetensors"
@@ -276,7 +233,8 @@ class Manifest:
             if body["version"] != VERSION:
                 raise CheckpointError(
                     f"its format version is {body['version']}, this version reads {VERSION}; "
-                    "resume with the version that wrote it"
+                    "resume with the version that wrote it, or start from its weights, in "
+                    f"{WEIGHTS}, without resume(path)"
                 )
             digest = body.pop("sha256")
             if (

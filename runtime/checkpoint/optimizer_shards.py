@@ -8,45 +8,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from coordinator.schema import integer, items, record
+from runtime.checkpoint.content import SavedRank, SavedStepper
 
-SHARD_FACTS = record(
-    {
-        "rank": integer(),
-        "num_shards": integer(1),
-        "shapes": items(items(integer())),
-        "strides": items(items(integer())),
-    }
-)
-"""Schema of the description of a rank's shards: its place among them, and the shape and the strides
-of each whole parameter in the order of the optimizer."""
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 """Scalar states of PyTorch's optimizers, which a parameter without dimensions has as well."""
 
 
-def missing_shards(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+def missing_shards(ranks: Sequence[SavedRank]) -> list[int]:
     """The shards without the state of any rank; empty without shards."""
-    facts = [state["shards"] for state in ranks if "shards" in state]
-    present = {each["rank"] for each in facts}
-    return sorted(set(range(facts[0]["num_shards"] if facts else 0)) - present)
+    facts = [state.shards for state in ranks if state.shards is not None]
+    present = {each.rank for each in facts}
+    return sorted(set(range(facts[0].num_shards if facts else 0)) - present)
 
 
-def check_divisible(state: Mapping[str, Any], rank: int) -> None:
+def check_divisible(state: SavedRank, rank: int) -> None:
     """Check that all tensors of an optimizer of shards are in the states of its parameters.
 
     Raises:
         ValueError: Others are there, which cannot be joined with those of other ranks.
     """
-    optimizer = state["optimizer"]
+    optimizer = state.stepper.optimizer
     own = {k: v for k, v in optimizer.items() if k not in ("state", "param_groups")}
     own |= {k: v for k, v in optimizer["state"].items() if type(k) is not int}
-    for key, value in own.items() if "shards" in state else ():
+    for key, value in own.items() if state.shards is not None else ():
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
             raise ValueError(
                 f"rank {rank}['optimizer'] has tensors in {key!r}, which sharded(...) cannot join "
@@ -54,7 +45,7 @@ def check_divisible(state: Mapping[str, Any], rank: int) -> None:
             )
 
 
-def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_shards(ranks: Sequence[SavedRank]) -> None:
     """Check that the states of all ranks have all shards.
 
     Raises:
@@ -63,10 +54,8 @@ def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:
     if missing := missing_shards(ranks):
         raise ValueError(f"it lacks shards {missing} of the optimizer's state")
     for rank, state in enumerate(ranks):
-        groups = state["optimizer"]["param_groups"]
-        num = sum(len(group["params"]) for group in groups)
-        facts = state.get("shards", {"shapes": [()] * num, "strides": [()] * num})
-        if not len(facts["shapes"]) == len(facts["strides"]) == num:
+        facts, num = state.shards, len(_numbers(state))
+        if facts is not None and not len(facts.shapes) == len(facts.strides) == num:
             raise ValueError(f"rank {rank} describes other shards than its optimizer has")
         if set(_names(state).values()) != set(_names(ranks[0]).values()):
             raise ValueError(
@@ -74,7 +63,7 @@ def check_shards(ranks: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+def join_shards(ranks: Sequence[SavedRank]) -> dict[Any, Any]:
     """The states of whole parameters, by name, and the optimizer's own by their keys.
 
     Optimizers of the ranks may hold their parameters in different orders.
@@ -82,24 +71,24 @@ def join_shards(ranks: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
     Args:
         ranks: The states of all ranks. Of those with the same shard one is used.
     """
-    by_shard = {state["shards"]["rank"]: state for state in reversed(ranks)}
+    by_shard = {s.shards.rank: s for s in reversed(ranks) if s.shards is not None}
     first, *others = (by_shard[i] for i in sorted(by_shard))
     numbers = [{name: i for i, name in _names(state).items()} for state in others]
-    names, facts = _names(first), first["shards"]
+    names, facts = _names(first), first.shards
+    assert facts is not None
     joined: dict[Any, Any] = {}
-    for i, own in first["optimizer"]["state"].items():
+    for i, own in first.stepper.optimizer["state"].items():
         if type(i) is not int:  # the optimizer's own
             joined[i] = own
             continue
-        name = names[i]
-        parts = [own]
-        parts += [s["optimizer"]["state"][n[name]] for s, n in zip(others, numbers, strict=True)]
-        shape, stride = facts["shapes"][i], facts["strides"][i]
-        joined[name] = {key: _join([part[key] for part in parts], shape, stride) for key in own}
+        pairs = zip(others, numbers, strict=True)
+        parts = [own, *(s.stepper.optimizer["state"][number[names[i]]] for s, number in pairs)]
+        shape, stride = facts.shapes[i], facts.strides[i]
+        joined[names[i]] = {key: _join([part[key] for part in parts], shape, stride) for key in own}
     return joined
 
 
-def with_states(state: Mapping[str, Any], joined: Mapping[Any, Any]) -> dict[str, Any]:
+def with_states(state: SavedRank, joined: Mapping[Any, Any]) -> SavedStepper:
     """The optimizer's state of a rank with the states of whole parameters.
 
     Args:
@@ -108,13 +97,17 @@ def with_states(state: Mapping[str, Any], joined: Mapping[Any, Any]) -> dict[str
     names = _names(state)
     own = {key: value for key, value in joined.items() if key not in names.values()}
     own |= {i: joined[name] for i, name in names.items() if name in joined}
-    return {**state["optimizer"], "state": own}
+    return replace(state.stepper, optimizer={**state.stepper.optimizer, "state": own})
 
 
-def _names(state: Mapping[str, Any]) -> dict[int, Any]:
+def _numbers(state: SavedRank) -> list[int]:
+    return [i for group in state.stepper.optimizer["param_groups"] for i in group["params"]]
+
+
+def _names(state: SavedRank) -> dict[int, Any]:
     """The name of each parameter of a rank's optimizer by its number; without names, the number."""
-    numbers = [i for group in state["optimizer"]["param_groups"] for i in group["params"]]
-    names = [name for group in state.get("groups", []) for name in group]
+    numbers = _numbers(state)
+    names = [name for group in state.groups for name in group]
     if len(set(names)) != len(numbers) or "" in names:
         return {i: i for i in numbers}
     return dict(zip(numbers, names, strict=True))

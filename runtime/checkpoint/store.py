@@ -15,16 +15,18 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from coordinator.codec import decode, encode
 from runtime.checkpoint import tensor_file
+from runtime.checkpoint.content import CheckpointData, SavedRank
 from runtime.checkpoint.files import (
     DirectoryLock,
     claimed_directory,
@@ -43,7 +45,6 @@ from runtime.checkpoint.format import (
     MAX_MANIFEST_BYTES,
     STATE,
     WEIGHTS,
-    CheckpointData,
     Manifest,
     plain,
     rank_file,
@@ -52,6 +53,8 @@ from runtime.core.errors import CheckpointError, without_tracebacks
 from runtime.core.live_registry import LiveRegistry
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"step-(\d{1,18})-(?:(epoch|within|failed)-(\d{1,18})-)?(\d{1,18})")
 """Earlier versions had no epoch in the name, and wrote only at the end of an epoch."""
@@ -135,22 +138,11 @@ def write_checkpoint(directory: Path, data: CheckpointData) -> Path:
 def _fill(temporary: Path, data: CheckpointData) -> None:
     weights = {n: t for n, t in data.weights.items() if fits_safetensors(t)}
     write_weights(temporary / WEIGHTS, weights)
-    state = {
-        "names": list(data.weights),
-        "others": {n: t for n, t in data.weights.items() if n not in weights},
-        "run": data.run,
-        "compatible": data.compatible,
-        "epoch": data.epoch,
-        "global_step": data.global_step,
-        "orders": data.orders,
-        "sampler": data.sampler,
-        "stream": data.stream,
-        "reason": data.reason,
-        "error": data.error,
-    }
+    others = {n: t for n, t in data.weights.items() if n not in weights}
+    state = encode(replace(data, weights=others, ranks=()))
     for name, content in (
-        (STATE, plain(state, STATE)),
-        *((rank_file(rank), content) for rank, content in enumerate(data.ranks)),
+        (STATE, plain({**state, "names": list(data.weights)}, STATE)),
+        *((rank_file(rank), encode(content)) for rank, content in enumerate(data.ranks)),
     ):
         write_pickle(temporary / name, _compact(content))
     files = {p.name: flush_and_digest(p) for p in sorted(temporary.iterdir())}
@@ -375,32 +367,28 @@ def _read(path: Path, *, keep: bool = True) -> CheckpointData:
         _check_size(path / name, size)
     files = manifest.files
     state = _unpickle(path / STATE, *files[STATE], keep=keep)
-    ranks = tuple(
-        _unpickle(path / name, *files[name], keep=keep)
-        for name in map(rank_file, range(manifest.world_size))
-    )
+    ranks = []
+    for rank in range(manifest.world_size):
+        file = path / rank_file(rank)
+        content = _unpickle(file, *files[file.name], keep=keep)
+        ranks.append(_decoded(SavedRank, content, f"rank {rank}", file))
     weights = _weights(path / WEIGHTS, *files[WEIGHTS], keep=keep)
+    names = _decoded(tuple[str, ...], state.pop("names", None), "names", path / STATE)
+    data = _decoded(CheckpointData, state, "", path / STATE)
+    every = {**weights, **data.weights}
+    if set(names) != set(every):
+        raise CheckpointError(f"{path / STATE}: it lists the weights {names}, not {list(every)}")
+    data = replace(data, weights={name: every[name] for name in names}, ranks=tuple(ranks))
+    if (data.epoch, data.global_step) != (manifest.epoch, manifest.global_step):
+        raise CheckpointError(f"{path / STATE}: its step differs from the manifest's")
+    return data
+
+
+def _decoded(kind: type[T], content: Any, where: str, file: Path) -> T:
     try:
-        if (state["epoch"], state["global_step"]) != (manifest.epoch, manifest.global_step):
-            raise CheckpointError(f"{path / STATE}: its step differs from the manifest's")
-        every = {**weights, **state["others"]}
-        if not all(isinstance(t, Tensor) for t in every.values()):
-            raise TypeError("a weight is not a tensor")
-        return CheckpointData(
-            weights={name: every.pop(name) for name in state["names"]},
-            ranks=ranks,
-            run=_dict(state["run"]),
-            compatible=_dict(state["compatible"]),
-            epoch=manifest.epoch,
-            global_step=manifest.global_step,
-            orders=cast("dict[int, Tensor]", _dict(state.get("orders", {}))),
-            sampler=state.get("sampler"),
-            stream=state.get("stream"),
-            reason=str(state.get("reason", "")),
-            error=str(state.get("error", "")),
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE}: invalid content: {error!r}") from error
+        return decode(kind, content, where)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _manifest(path: Path) -> Manifest:
@@ -513,12 +501,6 @@ def _refuse_repeated(value: Any, size_bytes: int) -> None:
     most = 2 * _ITEM_BYTES * size_bytes + (64 << 20)  # an item without references takes a byte
     if num_bytes > most:
         raise CheckpointError(f"{size_bytes} bytes hold {num_bytes}, as parts are repeated")
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} instead of a dict")
-    return value
 
 
 EXIT_GRACE_S = 10.0

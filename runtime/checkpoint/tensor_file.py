@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 
 try:
     import safetensors

@@ -6,25 +6,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
-from coordinator.messages import Payload
-from runtime.checkpoint.format import CheckpointData
+from runtime.checkpoint.content import CheckpointData, SavedCluster
 from runtime.checkpoint.resume import ResumePoint, check_content
 from runtime.checkpoint.store import CheckpointWriter
-from runtime.cluster.tensors import named_tensors
 from runtime.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-CLUSTER_KEY = "cluster"
-"""Key of the cluster's state in the coordinator's part of a checkpoint."""
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for a slow disk at the end of a run, in seconds."""
 
@@ -178,19 +171,14 @@ class ClusterCheckpointOptions:
     every_steps: int | None = None
 
 
-def cluster_state(ledger: ClusterLedger, state: Payload, outer: Sequence[Tensor]) -> dict[str, Any]:
-    """The cluster's part of a checkpoint, which a run on one machine ignores."""
-    return {"ledger": ledger.state_dict(), "tensors": named_tensors(state, outer)}
-
-
-def resumed_cluster_state(point: ResumePoint) -> Mapping[str, Any]:
+def resumed_cluster_state(point: ResumePoint) -> SavedCluster:
     """The cluster's part of a checkpoint.
 
     Raises:
         CheckpointError: A run without ``cluster()`` has written it.
     """
-    found = point.run.get(CLUSTER_KEY)
-    if not isinstance(found, Mapping) or set(found) != {"ledger", "tensors"}:
+    found = point.data.cluster
+    if found is None:
         raise CheckpointError(
             "resume(path): the checkpoint was written by a run without cluster(), and does not "
             "record which batches machines have trained: finish that run by itself, or start the "

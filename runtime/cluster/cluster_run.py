@@ -32,17 +32,17 @@ from coordinator.cluster.member import (
     RoundFailed,
     Wait,
 )
+from coordinator.codec import decode, encode
 from coordinator.machine import Coordinator
 from coordinator.messages import Payload, SaveCheckpoint, SaveFailed
-from coordinator.metrics import EpochAccumulator, EpochMetrics, metrics_from_state, metrics_state
+from coordinator.metrics import EpochAccumulator, EpochMetrics
 from coordinator.run_state import Phase
-from runtime.checkpoint.format import CheckpointData, plain_key
+from runtime.checkpoint.content import CheckpointData, SavedCluster
+from runtime.checkpoint.format import plain_key
 from runtime.checkpoint.resume import ResumePoint
 from runtime.cluster.checkpointer import (
-    CLUSTER_KEY,
     ClusterCheckpointer,
     ClusterCheckpointOptions,
-    cluster_state,
     resumed_cluster_state,
 )
 from runtime.cluster.cluster_settings import ClusterSettings
@@ -53,7 +53,7 @@ from runtime.cluster.engine import (
     Quorum,
     StatusReader,
 )
-from runtime.cluster.grants import captured, epoch_grants, machine_tallies, resume_state
+from runtime.cluster.grants import captured, epoch_grants, other_tallies, resumed_run
 from runtime.cluster.tensors import (
     contribution,
     difference,
@@ -129,7 +129,7 @@ class ClusterRun:
         self._round_started = 0.0
         self._closed: list[EpochMetrics] = []
         if resume is not None:
-            self._closed = [metrics_from_state(saved) for saved in resume.run["metrics"]]
+            self._closed = list(resume.data.run.metrics)
         self.past_metrics: tuple[EpochMetrics, ...] = tuple(self._closed)
         self._num_published = len(self._closed)
         self._checked_rounds = False
@@ -307,8 +307,8 @@ class ClusterRun:
         )
         if self._resumed is not None:
             try:
-                ledger.load_state_dict(self._resumed["ledger"])
-                tensors = self._resumed["tensors"]
+                ledger.restore(self._resumed.ledger)
+                tensors = self._resumed.tensors
                 self._global, outer = state_from_tensors(tensors, self._last_capture.payload)
                 self._settings.outer.load_state(outer)
             except ValueError as error:
@@ -454,8 +454,8 @@ class ClusterRun:
         return ClusterState(
             tensors=named_tensors(self._global, self._settings.outer.state()),
             meta={
-                "ledger": self._member.ledger.state_dict(),
-                "metrics": [metrics_state(metrics) for metrics in self._closed],
+                "ledger": encode(self._member.ledger.state),
+                "metrics": encode(self._closed),
             },
         )
 
@@ -467,7 +467,8 @@ class ClusterRun:
         state, outer = state_from_tensors(self._quorum.healed.tensors, self._global)
         self._settings.outer.load_state(outer)
         self._global = state
-        self._closed = [metrics_from_state(saved) for saved in self._quorum.healed.meta["metrics"]]
+        metrics = self._quorum.healed.meta["metrics"]
+        self._closed = list(decode(tuple[EpochMetrics, ...], metrics, "metrics"))
 
     def _gather(self, report: MachineReport) -> tuple[MachineReport, ...]:
         assert self._quorum is not None
@@ -579,7 +580,7 @@ class ClusterRun:
             num_samples=data.num_samples,
             devices=(),
             machine=self._machine,
-            others=machine_tallies(closed),
+            others=other_tallies(closed),
         )
         self._closed.append(metrics)
         return m.EpochGrant(
@@ -587,7 +588,7 @@ class ClusterRun:
             consumed=(range(data.num_batches),),
             complete=True,
             num_samples=data.num_samples,
-            others=machine_tallies(closed, without=self._member.run_name),
+            others=other_tallies(closed, without=self._member.run_name),
         )
 
     def _restart_inner(self) -> None:
@@ -619,16 +620,10 @@ class ClusterRun:
         assert self._last_capture is not None
         assert self._global is not None
         ledger, outer = self._member.ledger, self._settings.outer.state()
-        run = resume_state(self._last_capture.run, ledger, self._closed)
-        run[CLUSTER_KEY] = cluster_state(ledger, self._global, outer)
-        command = replace(
-            self._last_capture,
-            payload=self._global,
-            run=run,
-            epoch=len(self._closed),
-            global_step=run["global_step"],
-        )
-        return self._inner.checkpoint(command)
+        run = resumed_run(self._last_capture.run, ledger, self._closed)
+        command = replace(self._last_capture, payload=self._global, run=run)
+        cluster = SavedCluster(ledger=ledger.state, tensors=named_tensors(self._global, outer))
+        return replace(self._inner.checkpoint(command), cluster=cluster)
 
     def _end(self, error: BaseException | None) -> None:
         """Wait for the inner run, close everything, and report to the handle, whatever fails."""

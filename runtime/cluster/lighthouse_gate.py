@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.cluster.machine_status import MachineStatus, parse_status, status_page
 from runtime.cluster.membership import GREETING, MAX_LINE_BYTES, STATUS_GREETING
 from runtime.core.host_names import LOOPBACK, is_address, page_refusal

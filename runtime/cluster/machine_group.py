@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.cluster.compression import ErrorFeedback, is_compressible
 from runtime.cluster.engine import MAX_REPORT_BYTES, EngineError, PeerRefused
 from runtime.cluster.signing import MAX_OVERHEAD_BYTES, seal, unseal

@@ -5,36 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from coordinator import schema
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
+from coordinator.codec import Count, Finite, Seconds, decode, parse_json
 from runtime.cluster.signing import MAC_BYTES, is_signed, signature
 from runtime.core.context import LINE_WIDTH
 from runtime.timeline.run_table import RUN_COLUMNS, run_cells
 from runtime.timeline.text import html_table, one_line, text_table
 
-_COUNTS = ("pid", "epoch", "num_epochs", "step", "total_steps")
-_NUMBERS = ("elapsed_s", "samples_per_s", "loss")
 _TEXTS = {"name": 40, "checkpoint_dir": 60, "last_checkpoint": 140}
 """Texts and their limits: with them a line is below :data:`membership.MAX_LINE_BYTES`, although a
 character of JSON may take 12 bytes."""
-_MAX_COUNT = 1 << 53
-_MAX_TEXT = 1 << 12
-_STATUS_LINE = schema.entries(
-    schema.text(1, _MAX_TEXT),
-    schema.integer(0, _MAX_COUNT),
-    schema.record(
-        {
-            **dict.fromkeys(_COUNTS, schema.integer(0, _MAX_COUNT)),
-            "elapsed_s": schema.number(0, _MAX_COUNT),
-            "samples_per_s": schema.number(0, _MAX_COUNT),
-            "loss": schema.optional(schema.number(-1e300, 1e300)),
-            **dict.fromkeys(_TEXTS, schema.optional(schema.text(0, _MAX_TEXT))),
-        }
-    ),
-)
 _MAX_HOST_LENGTH = 20
 
 
@@ -55,6 +38,23 @@ class MachineStatus:
     age_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SentRun:
+    """The form of a record in a line."""
+
+    pid: Count
+    epoch: Count
+    num_epochs: Count
+    step: Count
+    total_steps: Count
+    elapsed_s: Seconds
+    samples_per_s: Seconds
+    loss: Finite | None
+    name: str | None
+    checkpoint_dir: str | None
+    last_checkpoint: str | None
+
+
 def status_line(token: str | None, machine: str, number: int, run: Mapping[str, Any]) -> bytes:
     """A machine's line with its record, in ASCII: the signature and JSON.
 
@@ -62,7 +62,7 @@ def status_line(token: str | None, machine: str, number: int, run: Mapping[str, 
         token: Secret shared by the machines.
         number: Number of the record, larger than those before.
     """
-    sent = {name: run[name] for name in (*_COUNTS[1:], *_NUMBERS)}
+    sent = {field.name: run.get(field.name) for field in fields(_SentRun)}
     sent["pid"] = os.getpid()
     for name, limit in _TEXTS.items():
         sent[name] = None if run[name] is None else _end_of(run[name], limit)
@@ -85,11 +85,10 @@ def parse_status(line: str, age_s: float = 0.0) -> MachineStatus:
     Raises:
         ValueError: It is malformed.
     """
-    parsed = schema.parse_json(line[2 * MAC_BYTES :])
-    _STATUS_LINE(parsed, "the status")
-    machine, number, given = parsed
-    run = {name: given[name] for name in (*_COUNTS, *_NUMBERS)}
-    run |= {name: None if given[name] is None else one_line(given[name]) for name in _TEXTS}
+    parsed = parse_json(line[2 * MAC_BYTES :])
+    machine, number, given = decode(tuple[str, Count, _SentRun], parsed, "the status")
+    run = asdict(given)
+    run |= {name: None if run[name] is None else one_line(run[name]) for name in _TEXTS}
     return MachineStatus(machine=one_line(machine), number=number, run=run, age_s=age_s)
 
 

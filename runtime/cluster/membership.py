@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from coordinator.cluster.machine_report import PROTOCOL_VERSION
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.cluster.engine import PeerRefused, StatusReader
 from runtime.cluster.machine_status import (
     MachineStatus,

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from http import HTTPStatus
 
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.checkpoint.tensor_file import load, save
 from runtime.cluster.engine import ClusterState, EngineError, PeerRefused
 from runtime.cluster.options import join_host_port, split_host_port

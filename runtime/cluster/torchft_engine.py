@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed
 from torch import Tensor
 
-from coordinator.schema import parse_json
+from coordinator.codec import parse_json
 from runtime.cluster.compression import CODECS, ErrorFeedback
 from runtime.cluster.engine import (
     ClusterEngine,

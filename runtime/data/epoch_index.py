@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from coordinator.splitting import LONG, batch_bounds, permutation
+from runtime.checkpoint.content import SavedSampler
 from runtime.core.rng import seeded_globals, thread_generator
 from runtime.data.epoch_order import Drawn, EpochOrder, Shuffled, computed_order
 
@@ -122,15 +123,13 @@ class EpochIndex:
             orders = {e: o.permutation for e, o in self._orders.items() if e >= since}
         return {e: p for e, p in orders.items() if isinstance(p, Tensor) and self._sampled}
 
-    def generator_state(self, since: int) -> dict[str, Any] | None:
+    def generator_state(self, since: int) -> SavedSampler | None:
         """Epoch number and state of a sampler's own generator before that epoch, for a checkpoint
         with :meth:`sampled_orders`; ``None`` without such a generator.
         """
         return None if self._sampled is None else self._sampled.state(since)
 
-    def restore(
-        self, orders: Mapping[int, Tensor], generator: Mapping[str, Any] | None = None
-    ) -> None:
+    def restore(self, orders: Mapping[int, Tensor], generator: SavedSampler | None = None) -> None:
         """Set the orders of some epochs, from :meth:`sampled_orders`, in place of the sampler's.
 
         Args:
@@ -238,7 +237,7 @@ class SampledOrder:
             self._open = None
             self._keep_state()
 
-    def state(self, since: int) -> dict[str, Any] | None:
+    def state(self, since: int) -> SavedSampler | None:
         """See :meth:`EpochIndex.generator_state`; from any thread."""
         with self._lock:
             if since >= self._next:
@@ -247,13 +246,13 @@ class SampledOrder:
         later = [epoch for epoch in states if epoch >= since]
         if not later:
             return None
-        return {"epoch": min(later), "state": states[min(later)]}
+        return SavedSampler(epoch=min(later), state=states[min(later)])
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, saved: SavedSampler) -> None:
         """Continue from a state that :meth:`state` returned."""
         if self._generator is not None:
-            self._generator.set_state(state["state"])
-            self._next = state["epoch"]
+            self._generator.set_state(saved.state)
+            self._next = saved.epoch
             self._states = {}
             self._keep_state()
 

@@ -6,13 +6,14 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from runtime.checkpoint.content import SavedStream
 from runtime.core.context import LoaderView, current_worker, worker_context
 from runtime.core.rng import thread_generator
 from runtime.data.batches import epoch_generator
@@ -94,10 +95,10 @@ class StreamAdapter(DatasetAdapter):
         self._error: Exception | None = None
         self._warned = False
         self._restored_epoch = -1
-        self._resume_state: Mapping[str, Any] | None = None
+        self._resume_state: SavedStream | None = None
         self._next_state_at = 0.0  # no state is saved before this time
         self._state_lock = threading.Lock()
-        self._states: dict[int, dict[str, Any]] = {}  # by the index of the next item
+        self._states: dict[int, SavedStream] = {}  # by the index of the next item
 
     def _length(self) -> int:
         try:
@@ -133,14 +134,14 @@ class StreamAdapter(DatasetAdapter):
         """Index of a batch's first item."""
         return epoch * self.num_samples + min(batch * self._batch_size, self.num_samples)
 
-    def state(self, epoch: int, batch: int) -> dict[str, Any] | None:
+    def state(self, epoch: int, batch: int) -> SavedStream | None:
         """The last saved state at or before a batch, for a checkpoint. Thread-safe."""
         item = self._item(epoch, batch)
         with self._state_lock:
             saved = [index for index in self._states if index <= item]
             return self._states[max(saved)] if saved else None
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
+    def restore(self, state: SavedStream | None) -> None:
         """Resume from a state returned by :meth:`state`; called before the first batch."""
         self._resume_state = state
 
@@ -213,20 +214,20 @@ class StreamAdapter(DatasetAdapter):
         """Start an epoch, from a saved state if there is one; return its first position."""
         state, self._resume_state = self._resume_state, None
         first = epoch * self.num_samples
-        is_usable = state is not None and first < state["item"] <= first + position
+        is_usable = state is not None and first < state.item <= first + position
         if state is not None and is_usable and _has_state(self._dataset):
             # The data set's next iterator starts there.
-            self._dataset.load_state_dict(state["stream"])
+            self._dataset.load_state_dict(state.stream)
             self._iterator = self._start_epoch(epoch)
         else:
             iterator: Any = self._start_epoch(epoch)
             self._iterator = iterator
             if state is None or not is_usable or not _has_state(iterator):
                 return 0
-            iterator.load_state_dict(state["stream"])
+            iterator.load_state_dict(state.stream)
         self._restored_epoch = epoch
-        self._generator.set_state(state["generator"])
-        return int(state["item"]) - first
+        self._generator.set_state(state.generator)
+        return state.item - first
 
     def _finish(self) -> None:
         """Finish an epoch; exhaust the iterator if its length was not set by the user."""
@@ -246,11 +247,11 @@ class StreamAdapter(DatasetAdapter):
         now = time.monotonic()
         if owner is None or now < self._next_state_at:
             return
-        state = {
-            "item": self._next,
-            "generator": self._generator.get_state(),
-            "stream": copy.deepcopy(owner.state_dict()),
-        }
+        state = SavedStream(
+            item=self._next,
+            generator=self._generator.get_state(),
+            stream=copy.deepcopy(owner.state_dict()),
+        )
         took = time.monotonic() - now
         self._next_state_at = now + max(STATE_INTERVAL_S, took / STATE_TIME_FRACTION)
         with self._state_lock:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.content import ShardFacts
 from runtime.checkpoint.optimizer_shards import cut_state
 from runtime.collective import Collective
 from runtime.fsdp.group_closer import OwnedGroups
@@ -144,15 +145,15 @@ class ShardedParams(FlatParams):
         groups = self._optimizer.param_groups
         return [self._slots[id(p)] for group in groups for p in group["params"]]
 
-    def shard_facts(self) -> dict[str, Any]:
+    def shard_facts(self) -> ShardFacts:
         """See :meth:`FlatParams.shard_facts`."""
         slots = self._slots_of_optimizer()
-        return {
-            "rank": self.group.rank,
-            "num_shards": self.group.world_size,
-            "shapes": [list(slot.shape) for slot in slots],
-            "strides": [list(slot.stride) for slot in slots],
-        }
+        return ShardFacts(
+            rank=self.group.rank,
+            num_shards=self.group.world_size,
+            shapes=tuple(tuple(slot.shape) for slot in slots),
+            strides=tuple(tuple(slot.stride) for slot in slots),
+        )
 
     def own_part(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`FlatParams.own_part`."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.codec import parse_json
 from coordinator.run_state import Statistics
-from coordinator.schema import parse_json
 from runtime.monitor.feed import Json
 from runtime.timeline.recent_progress import WINDOW_S, CurrentProgress
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from coordinator import averaging as host_memory
 from coordinator.averaging import block_length, blocks, dot_square, sum_squares
 from coordinator.messages import Payload
+from runtime.checkpoint.content import SavedModule, ShardFacts
 from runtime.checkpoint.format import plain, plain_key
 from runtime.checkpoint.subclasses import restore_subclasses, without_class
 from runtime.core.errors import CheckpointError
@@ -238,20 +239,20 @@ class FlatParams:
         layout = self._layout
         return lambda flats: layout.views(flats, like)
 
-    def strides(self) -> list[list[int]]:
+    def strides(self) -> tuple[tuple[int, ...], ...]:
         """The strides of each parameter, which order its elements in flat tensors."""
-        return [list(p.stride()) for p in self.params]
+        return tuple(tuple(p.stride()) for p in self.params)
 
     @torch.no_grad()
     def reordered(
-        self, flats: Sequence[Tensor], strides: Sequence[Sequence[int]] | None
+        self, flats: Sequence[Tensor], strides: tuple[tuple[int, ...], ...] | None
     ) -> Sequence[Tensor]:
         """Flat tensors of the same parameters with other strides, in the order of :attr:`flats`.
 
         Args:
             strides: The parameters' :meth:`strides` in them; ``None``: as here.
         """
-        if strides is None or [list(s) for s in strides] == self.strides():
+        if strides is None or strides == self.strides():
             return flats
         like = [
             torch.empty_strided(p.size(), s, dtype=p.dtype, device="meta")
@@ -262,7 +263,7 @@ class FlatParams:
             target.copy_(source)
         return own
 
-    def shard_facts(self) -> dict[str, Any] | None:
+    def shard_facts(self) -> ShardFacts | None:
         """Description of the optimizer's shards in a checkpoint; ``None``: it has the whole."""
         return None
 
@@ -672,7 +673,7 @@ class ModuleState:
         self._modules = modules_with_extra_state(model)
         self._warned: set[str] = set()
 
-    def state_dict(self, *, frozen: bool = True) -> dict[str, Any]:
+    def saved(self, *, frozen: bool = True) -> SavedModule:
         """Changed frozen parameters, modes and extra state; not copied.
 
         Waits for the device if any parameter is frozen; without ``frozen``, they are left out.
@@ -682,12 +683,12 @@ class ModuleState:
             for name, p in self._frozen.items()
             if frozen and not torch.equal(checksum(p), self._checksums[name])
         }
-        return {
-            "frozen": changed,
-            "extra_state": {name: self._extra_of(name) for name in self._modules},
-            "modes": {name: bool(sub.training) for name, sub in self._model.named_modules()},
-            "requires_grad": {name: p.requires_grad for name, p in self._model.named_parameters()},
-        }
+        return SavedModule(
+            frozen=changed,
+            extra_state={name: self._extra_of(name) for name in self._modules},
+            modes={name: bool(sub.training) for name, sub in self._model.named_modules()},
+            requires_grad={name: p.requires_grad for name, p in self._model.named_parameters()},
+        )
 
     def _extra_of(self, name: str) -> Any:
         return plain(self._modules[name].get_extra_state(), f"the extra state of module {name!r}")
@@ -715,24 +716,20 @@ class ModuleState:
                     "holds of get_extra_state(), or train without checkpoint_dir(path)"
                 ) from error
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict` of a replica of the same model.
-
-        Checkpoints of earlier versions lack modes and ``requires_grad``, which then stay.
-        """
+    def restore(self, saved: SavedModule) -> None:
+        """Restore a state of :meth:`saved` of a replica of the same model."""
         with torch.no_grad():
-            for name, saved in state["frozen"].items():
-                self._frozen[name].copy_(saved)
-        modes, grads = state.get("modes", {}), state.get("requires_grad", {})
+            for name, value in saved.frozen.items():
+                self._frozen[name].copy_(value)
         for name, part in self._model.named_modules():  # parents first
-            if part.training != modes.get(name, part.training):
-                _set_mode(part, training=modes[name])
+            mode = saved.modes.get(name, part.training)
+            if part.training != mode:
+                _set_mode(part, training=mode)
         for name, p in self._model.named_parameters():
-            p.requires_grad_(grads.get(name, p.requires_grad))
-        extra = state["extra_state"]
+            p.requires_grad_(saved.requires_grad.get(name, p.requires_grad))
         for name, module in self._modules.items():
-            if name in extra:
-                module.set_extra_state(restore_subclasses(extra[name]))
+            if name in saved.extra_state:
+                module.set_extra_state(restore_subclasses(saved.extra_state[name]))
             else:
                 self._warn(name, f"the extra state of module {name!r} is not in the checkpoint")
 

@@ -90,7 +90,7 @@ class Optimizers(torch.optim.Optimizer):
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             end = first + sum(len(group["params"]) for group in own)
             held = state_dict["state"].items()
-            beside = state_dict.get("beside", {}).get(name, {})  # earlier versions lack it
+            beside = state_dict["beside"].get(name, {})
             each.load_state_dict(
                 {
                     **beside,

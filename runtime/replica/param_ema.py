@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.content import SavedEma
 from runtime.replica.flat import FlatParams
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -97,14 +97,14 @@ class ParamEma:
         for own, flat in zip(self.flats, flats, strict=True):
             own.copy_(flat)
 
-    def state_dict(self) -> dict[str, Any]:
+    def saved(self) -> SavedEma:
         """The average and the batches due; not copied."""
-        return {"flats": list(self.flats), "batches_due": self.batches_due}
+        return SavedEma(flats=tuple(self.flats), batches_due=self.batches_due)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`; the parameters are those of the checkpoint."""
-        self.load(state["flats"])
-        self.move(self._params.flats, float(state["batches_due"]))
+    def restore(self, flats: Sequence[Tensor], batches_due: float) -> None:
+        """Restore a state of :meth:`saved`; the parameters are those of the checkpoint."""
+        self.load(flats)
+        self.move(self._params.flats, batches_due)
 
     def final_values(self, average: Sequence[Tensor], num_batches: float) -> dict[str, Tensor]:
         """The values at the end of a run by name, on the CPU, with the dtypes of the parameters.

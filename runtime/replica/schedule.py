@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.checkpoint.content import SavedSchedule
 from runtime.checkpoint.format import plain
 from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.core.errors import CheckpointError
@@ -258,7 +259,7 @@ class Schedule:
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
         self._write(other._read())
 
-    def state_dict(self) -> dict[str, Any]:
+    def saved(self) -> SavedSchedule:
         """Position, scale, unscaled rates, and the scheduler's own state and settings.
 
         Functions of the scheduler, which a file cannot hold, are left out: the factory creates them
@@ -266,17 +267,17 @@ class Schedule:
         """
         scheduler = self._scheduler_state()
         now = dict(_fields(scheduler))
-        return {
-            "position": self._position,
-            "origin": self._origin,
-            "attached_in": self.attached_in,
-            "kind": self.kind,
-            "every": self._every,
-            "scale": self._scale,
-            "base": list(self._base),
-            "scheduler": scheduler,
-            "settings": {name: text for name, text in self._built.items() if now.get(name) == text},
-        }
+        return SavedSchedule(
+            position=self._position,
+            origin=self._origin,
+            attached_in=self.attached_in,
+            kind=self.kind,
+            every=self._every,
+            scale=self._scale,
+            base=tuple(self._base),
+            scheduler=scheduler,
+            settings={name: text for name, text in self._built.items() if now.get(name) == text},
+        )
 
     @property
     def kind(self) -> str:
@@ -306,33 +307,32 @@ class Schedule:
         """
         made = copy.copy(self)
         made.scheduler, made._built = copy.copy(self.scheduler), {}
-        made.load_state_dict(self.state_dict())
+        made.load(self.saved())
 
-    def replaced_settings(self, state: Mapping[str, Any]) -> str:
-        """The settings of the built scheduler that :meth:`load_state_dict` replaces, with both
-        values; empty if there are none.
+    def replaced_settings(self, saved: SavedSchedule) -> str:
+        """The settings of the built scheduler that :meth:`load` replaces, with both values; empty
+        if there are none.
 
         Settings are the fields that the factory has set and no step has changed.
         """
-        old, new = state.get("settings", {}), self._built
+        old, new = saved.settings, self._built
         names = [name for name in old if name in new and new[name] != old[name]]
         kept, made = (", ".join(f"{n}={each[n]:.60}" for n in names) for each in (old, new))
         return f"{kept}, where scheduler(f) now makes {made}" if names else ""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`; the rates are part of the optimizer's state.
+    def load(self, saved: SavedSchedule) -> None:
+        """Load a state of :meth:`saved`; the rates are part of the optimizer's state.
 
         Raises:
             ValueError: The scheduler was stepped at another interval, or is of another class.
         """
-        every = state.get("every", 1)
-        if self.scheduler is not None and every != self._every:
+        if self.scheduler is not None and saved.every != self._every:
             raise ValueError(
-                f"the scheduler was stepped {_interval_text(every)}, and is now stepped "
+                f"the scheduler was stepped {_interval_text(saved.every)}, and is now stepped "
                 f"{_interval_text(self._every)}: pass the earlier scheduler(f, interval, metric)"
             )
-        kind, own = state.get("kind"), self.kind
-        if kind == "" and own:
+        kind, own = saved.kind, self.kind
+        if not kind and own:
             self._origin = None  # begins here
             return
         if kind and own and kind != own:
@@ -340,13 +340,11 @@ class Schedule:
                 f"the checkpoint's scheduler is {kind}, and scheduler(f) makes {own}, which cannot "
                 f"continue it: return {kind}, or start from the weights"
             )
-        self._position = int(state["position"])
-        self._origin = state.get("origin", 0)
-        self._scale = float(state["scale"])
-        self._base = [float(rate) for rate in state["base"]] or self._read()
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(restore_subclasses(dict(state["scheduler"])))
-            self._built.update(state.get("settings", {}))
+        self._position, self._origin, self._scale = saved.position, saved.origin, saved.scale
+        self._base = list(saved.base) or self._read()
+        if self.scheduler is not None and saved.scheduler is not None:
+            self.scheduler.load_state_dict(restore_subclasses(dict(saved.scheduler)))
+            self._built.update(saved.settings)
             if self._origin == 0:
                 self._check_length()
 

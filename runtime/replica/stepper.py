@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runtime.checkpoint.content import SavedStepper
 from runtime.checkpoint.subclasses import restore_subclasses
 from runtime.collective.base import CollectiveWork
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
@@ -251,23 +252,24 @@ class Stepper:
         self._load_numbers(other._changed_numbers())
         self._precision.load_state_dict(other._precision.state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
+    def saved(self) -> SavedStepper:
         """State of the optimizer and, if there is one, of the scaler; not copied."""
         optimizer = self._whole.optimizer
-        return {
-            "optimizer": state_of(optimizer),
-            "numbers": self._changed_numbers(),
-            "kind": optimizer_kind(optimizer),
-            "scaler": self._precision.state_dict(),
-        }
+        return SavedStepper(
+            kind=optimizer_kind(optimizer),
+            optimizer=state_of(optimizer),
+            numbers=tuple(self._changed_numbers()),
+            scaler=self._precision.state_dict(),
+        )
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, as a checkpoint has it, into a copy of the optimizer.
+    def check_saved(self, saved: SavedStepper) -> None:
+        """Load a state of :meth:`saved`, as a checkpoint has it, into a copy of the optimizer.
 
         Raises:
             Exception: The optimizer cannot load it.
         """
-        load_optimizer_state(shallow_copy(self._whole.optimizer), state["optimizer"])
+        state = restore_subclasses(saved.optimizer, copy=False)
+        load_optimizer_state(shallow_copy(self._whole.optimizer), state)
 
     def _changed_numbers(self) -> list[dict[str, float]]:
         """Numbers of the optimizers' own that steps have changed; others are settings."""
@@ -281,8 +283,8 @@ class Stepper:
         for each, values in zip(members_of(self._whole.optimizer), changed, strict=False):
             vars(each).update(values)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`, or its part of a checkpoint.
+    def restore(self, saved: SavedStepper) -> None:
+        """Restore a state of :meth:`saved`.
 
         Settings of the implementation (``foreach``, ``fused``, ``capturable``) stay as built.
 
@@ -292,13 +294,13 @@ class Stepper:
         """
         optimizer = self._whole.optimizer
         kind = optimizer_kind(optimizer)
-        if state["kind"] != kind:  # torch would load it, and fail in the first step
-            raise ValueError(f"it holds the state of {state['kind']}, not of {kind}")
+        if saved.kind != kind:  # torch would load it, and fail in the first step
+            raise ValueError(f"it holds the state of {saved.kind}, not of {kind}")
         self._has_stepped = False
         # A copy: ranks may share it, and torch keeps its containers.
-        load_optimizer_state(optimizer, restore_subclasses(state["optimizer"]))
-        self._load_numbers(state.get("numbers", ()))  # older checkpoints have none
-        self._precision.load_state_dict(state["scaler"])
+        load_optimizer_state(optimizer, restore_subclasses(saved.optimizer))
+        self._load_numbers(saved.numbers)
+        self._precision.load_state_dict(saved.scaler)
 
 
 class _Stage(Enum):

@@ -180,7 +180,7 @@ class CoordinatorLane:
                 self._record(Kind.STOP, now, now, "stalled")
             case SaveCheckpoint():
                 part = "saved at the end" if command.final else "saved"
-                self._record(Kind.CHECKPOINT, now, now, command.epoch, part)
+                self._record(Kind.CHECKPOINT, now, now, command.run.num_closed, part)
             case SaveFailed():
                 self._record(
                     Kind.CHECKPOINT, now, now, None, f"failed: {error_text(command.error)}"

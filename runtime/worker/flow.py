@@ -18,12 +18,11 @@ from runtime.replica.averager import ReducedState
 from runtime.replica.drift import INTERVAL as DRIFT_INTERVAL
 from runtime.timeline.events import COMPUTE, DATA
 from runtime.timeline.rank_lane import now
-from runtime.worker.lockstep import EpochStarts
+from runtime.worker.lockstep import EpochStarts, WorkerProgress
 from runtime.worker.operations import Flow, ReplicaOperations, StepOperations, exhaust
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import WorkerProgress
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import Wake, WorkerConfig
 

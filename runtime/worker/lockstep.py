@@ -1,9 +1,10 @@
-"""Progress of ranks in lockstep."""
+"""Progress of ranks, in lockstep and of each."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class LockstepProgress:
@@ -97,3 +98,20 @@ class EpochStarts:
         """True if every rank has begun an epoch or a later one."""
         with self._lock:
             return all(begun >= epoch for begun in self._begun.values())
+
+
+@dataclass(slots=True)
+class WorkerProgress:
+    """Progress of a worker.
+
+    Attributes:
+        local_step: Batches trained by it.
+        epoch: Epoch of the plan in progress, or of the last one.
+        begun_epoch: The last epoch that it has begun.
+        body_steps: Optimizer steps that the body of its own loop has made.
+    """
+
+    local_step: int = 0
+    epoch: int = 0
+    begun_epoch: int = -1
+    body_steps: int = 0

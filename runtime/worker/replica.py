@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coordinator import messages as m
 from coordinator.config import ApplyPolicy
+from runtime.checkpoint.content import SavedRank
 from runtime.checkpoint.resume import ResumePoint
 from runtime.collective import Collective
 from runtime.core.errors import (
@@ -51,7 +49,7 @@ from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
 from runtime.replica.structure import StructureCheck
 from runtime.replica.train_fn_checks import TrainFnChecks
-from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.lockstep import LockstepProgress, WorkerProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
 from runtime.worker.recorder import WorkerRecorder
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
@@ -109,7 +107,7 @@ class WorkerReplica:
 
     _has_reported_frozen = False
     resumed_epochs: Sequence[int] = ()
-    _saved: Mapping[str, Any] = MappingProxyType({})
+    _saved: SavedRank | None = None
 
     def __init__(
         self,
@@ -187,7 +185,7 @@ class WorkerReplica:
         self.averager = ReplicaAverager(
             self.state, context, collective, None if self._ema_of_steps else self.ema
         )
-        self.checkpoint = self._make_checkpoint(config, meter)
+        self.checkpoint = RankCheckpoint(self, meter.log, config.lr_scale)
         if resume is not None:
             self._resume(resume, calls_epoch_fn=functions.epoch_fn is not None)
 
@@ -205,30 +203,12 @@ class WorkerReplica:
             synchronise(self.model, comm)
         return comm
 
-    def _make_checkpoint(self, config: WorkerConfig, meter: StepMeter) -> RankCheckpoint:
-        return RankCheckpoint(
-            rank=config.rank,
-            model=self.model,
-            optimizer=self.optimizer,
-            state=self.state,
-            stepper=self.stepper,
-            schedule=self.schedule,
-            averager=self.averager,
-            generator=self.generator,
-            context=self.context,
-            lockstep=self.lockstep,
-            log=meter.log,
-            lr_scale=config.lr_scale,
-            is_lockstep=self.is_lockstep,
-            ema=self.ema,
-        )
-
     def _resume(self, resume: ResumePoint, *, calls_epoch_fn: bool) -> None:
         """Restore a checkpoint, unless ``epoch_fn`` is called first: see :meth:`resuming`."""
         saved = resume.rank(self.rank)
-        attached_in = saved["schedule"].get("attached_in")
+        attached_in = saved.schedule.attached_in
         if calls_epoch_fn:
-            begun = range(resume.num_closed, saved["begun_epoch"] + 1)
+            begun = range(resume.data.epoch, saved.begun_epoch + 1)
             epochs = {*begun, attached_in} - {None}
             self.resumed_epochs = sorted(epochs)
             self.progress.begun_epoch = begun[-1] if begun else -1
@@ -238,7 +218,7 @@ class WorkerReplica:
             self._restore(saved)
             return
         self._saved = saved
-        self.progress.local_step = saved["local_step"]
+        self.progress.local_step = saved.local_step
 
     @contextmanager
     def resuming(self) -> Iterator[Iterator[int]]:
@@ -248,13 +228,14 @@ class WorkerReplica:
         Raises:
             CheckpointError: The run had attached a scheduler in one of them, which did not.
         """
-        saved, self._saved = self._saved, {}
+        saved, self._saved = self._saved, None
+        assert saved is not None, "epochs are called again for a resumed state"
         epochs, self.resumed_epochs = self.resumed_epochs, ()
         tensors = [*self.model.parameters(), *self.model.buffers()]
         with torch.no_grad(), self.context.comm():
             kept = [tensor.clone() for tensor in tensors]
         yield self._epochs_to_call(epochs, saved)
-        attached_in = saved["schedule"].get("attached_in")
+        attached_in = saved.schedule.attached_in
         if attached_in is not None and self.schedule.attached_in is None:
             raise CheckpointError(NOT_ATTACHED.format(epoch=attached_in))
         with torch.no_grad(), self.context.comm():
@@ -265,21 +246,21 @@ class WorkerReplica:
             self.checkpoint.before_epoch_fn()
             self.checkpoint.after_epoch_fn(self.progress.begun_epoch)
 
-    def _epochs_to_call(self, epochs: Sequence[int], saved: Mapping[str, Any]) -> Iterator[int]:
+    def _epochs_to_call(self, epochs: Sequence[int], saved: SavedRank) -> Iterator[int]:
         for epoch in epochs:
             self.checkpoint.before_epoch(saved, epoch)
             yield epoch
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
+    def _restore(self, saved: SavedRank) -> None:
         """Restore this rank's part of a checkpoint."""
         progress = self.progress
         self.checkpoint.restore(saved)
-        flats = saved.get("train_point")
+        flats: Sequence[Tensor] | None = saved.train_point
         if flats is not None:
-            flats = self.state.params.reordered(flats, saved.get("strides"))
+            flats = self.state.params.reordered(flats, saved.strides)
         self._set_train_mode(flats)
-        progress.local_step, progress.epoch = saved["local_step"], saved["epoch"]
-        progress.body_steps = saved.get("body_steps", saved["local_step"])
+        progress.local_step, progress.epoch = saved.local_step, saved.epoch
+        progress.body_steps = saved.body_steps
 
     def _make_ema(self, config: WorkerConfig) -> ParamEma | None:
         if config.ema is None:
@@ -457,15 +438,9 @@ class WorkerReplica:
         Returns:
             A copy of the state; if it cannot be saved, the error, which does not end the training.
         """
-        at = self.progress
         try:
             with self._recorder.capture():
-                return self.checkpoint.capture(
-                    local_step=at.local_step,
-                    epoch=at.epoch,
-                    begun_epoch=at.begun_epoch,
-                    body_steps=at.body_steps,
-                )
+                return self.checkpoint.capture()
         except CheckpointError as error:
             failure = error
         except Exception as error:  # in the user's optimizer, scheduler or module
@@ -621,23 +596,6 @@ class WorkerReplica:
         self.schedule.copy_from(donor.schedule)
         if self.ema is not None and donor.ema is not None:
             self.ema.load(donor.ema.flats)
-
-
-@dataclass(slots=True)
-class WorkerProgress:
-    """Progress of a worker.
-
-    Attributes:
-        local_step: Batches trained by it.
-        epoch: Epoch of the plan in progress, or of the last one.
-        begun_epoch: The last epoch that it has begun.
-        body_steps: Optimizer steps that the body of its own loop has made.
-    """
-
-    local_step: int = 0
-    epoch: int = 0
-    begun_epoch: int = -1
-    body_steps: int = 0
 
 
 def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:

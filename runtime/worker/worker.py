@@ -30,13 +30,13 @@ from runtime.replica.build import FactoryDraws, TrainFns
 from runtime.replica.flat import FlatState
 from runtime.replica.schedule import SchedulerFactories
 from runtime.worker.flow import PlanLoads, ReplicaReplies, WorkerFlow
-from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.lockstep import LockstepProgress, WorkerProgress
 from runtime.worker.meetings import LoopPeers, Meetings
 from runtime.worker.operations import ReplicaOperations, StepOperations, exhaust
 from runtime.worker.own_loop import OwnLoop
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import WorkerProgress, WorkerReplica, seed_generator
+from runtime.worker.replica import WorkerReplica, seed_generator
 from runtime.worker.reporter import Reporter
 from runtime.worker.run_peers import RunPeers
 from runtime.worker.step import WorkerSteps

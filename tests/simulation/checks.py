@@ -71,10 +71,10 @@ class Checks:
             self._trained = dict.fromkeys(self._resumed, BEFORE)
             if c.batch_sizes is None:
                 self._evaluated_at = self._validated_at = len(self._resumed)
-            self._closed = list(range(sim.origin.num_closed))
-            consumed = [span for e in sim.origin.run["epochs"] for span in e["consumed"]]
+            self._closed = list(range(sim.origin.run.num_closed))
+            consumed = [span for e in sim.origin.run.epochs for span in e.consumed]
             num = c.accumulate * sim.per_global
-            self._is_cut_anyhow |= any(start or stop % num for start, stop in consumed)
+            self._is_cut_anyhow |= any(span.start or span.stop % num for span in consumed)
 
     # -- the coordinator ---------------------------------------------------------------
 

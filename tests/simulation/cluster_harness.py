@@ -20,6 +20,7 @@ import numpy as np
 from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
 from coordinator.cluster.machine_report import MachineReport
 from coordinator.cluster.member import MAX_PAUSE_S, ApplyRound
+from coordinator.codec import encode
 from tests.simulation.cluster_engine import SimEngine
 from tests.simulation.cluster_machine import SimMachine, to_list
 from tests.simulation.cluster_schedule import ClusterSchedule, draw_cluster
@@ -90,7 +91,7 @@ class ClusterSimulation:
     def state_of(self, ledger: ClusterLedger) -> dict[str, Any]:
         """The ledger's state as sent to another machine."""
         if ledger not in self._states:
-            self._states[ledger] = json.loads(json.dumps(ledger.state_dict()))
+            self._states[ledger] = json.loads(json.dumps(encode(ledger.state)))
         return self._states[ledger]
 
     def transmit(self, report: MachineReport) -> MachineReport:
@@ -110,7 +111,7 @@ class ClusterSimulation:
         self.seen["commits"] += 1
         self.seen["restarts"] += action.restart
         for closed in action.closed:
-            total = sum(stats["batches"] for stats in closed.tallies.values())
+            total = sum(s.ranks[0].num_batches for s in closed.tallies.values())
             if total != self.schedule.batches_per_epoch:
                 raise Violation(f"epoch {closed.epoch} is closed with tallies of {total} batches")
         if machine.closed != sorted(set(machine.closed)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from coordinator.cluster.cluster_ledger import ClusterLedger, RoundOutcome
+from coordinator.cluster.cluster_ledger import ClusterLedger, LedgerState, RoundOutcome
 from coordinator.cluster.machine_report import EpochRanges, MachineReport
 from coordinator.cluster.member import (
     MAX_FAILED_CAPTURES,
@@ -30,6 +30,8 @@ from coordinator.cluster.member import (
     RoundFailed,
     Wait,
 )
+from coordinator.codec import decode
+from coordinator.metrics import MachineStats, Sums
 from coordinator.run_errors import ClusterError
 from coordinator.splitting import union
 from tests.simulation.cluster_schedule import Fault, Host
@@ -147,7 +149,7 @@ class SimMachine:
         self.started = True
         if origin is not None and sim.machines[origin].last_commit is not None:
             state, global_vector = sim.machines[origin].last_commit or ({}, None)
-            self.member.ledger.load_state_dict(state)
+            self.member.ledger.restore(decode(LedgerState, state, "ledger"))
             self.member = SharingMember(sim, self.host, self.member.ledger)
             self._actions = self.member.run()
             self.global_vector = global_vector.copy()
@@ -514,12 +516,15 @@ class SimMachine:
             num_samples=len(self._trained),
             seconds_per_batch=self.host.batch_s if self.num_trained else None,
             tallies=tuple(
-                (epoch, {"batches": tallies[epoch]})
+                (epoch, self._stats_of(tallies[epoch]))
                 for epoch in self.member.ledger.open_epochs
                 if tallies[epoch]
             ),
         )
         self.answer(self.call, captured, 0.0)
+
+    def _stats_of(self, num_batches: int) -> MachineStats:
+        return MachineStats(machine=self.name, ranks=(Sums(num_batches=num_batches),))
 
     def _resume(self) -> None:
         """Continue the previous grant."""

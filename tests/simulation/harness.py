@@ -140,7 +140,7 @@ class Simulation:
         is_whole = c.policy is ApplyPolicy.SYNC and c.global_batch_size is not None
         self.per_global = 1 if is_whole else c.world_size
         if origin is not None:
-            self.per_global = origin.run["per_global"]
+            self.per_global = origin.run.per_global
         self.result: Traced = replica(frozenset() if origin is None else origin.held, ())
         self.dead: set[int] = set()
         # A step was over batches of two epochs, and its samples count in the last one.

@@ -199,9 +199,9 @@ class Bodies:
         """Check a checkpoint: it has the effect of the samples that it records."""
         n, run = self.num_samples, values["run"]
         marks = values["payload"].params[0][: 2 * n].view(2, n) > 0
-        recorded = {metrics["epoch"]: [(0, n)] for metrics in run["metrics"]}
-        for state in run["epochs"]:
-            recorded[state["epoch"]] = [(2 * start, 2 * stop) for start, stop in state["consumed"]]
+        recorded = {metrics.epoch: [(0, n)] for metrics in run.metrics}
+        for state in run.epochs:
+            recorded[state.epoch] = [(2 * span.start, 2 * span.stop) for span in state.consumed]
         for epoch, ranges in recorded.items():
             order = permutation(n, epoch, self.seed)
             wanted = {int(i) for start, stop in ranges for i in order[start:stop]}

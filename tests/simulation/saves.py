@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.config import ApplyPolicy
 from coordinator.messages import SaveCheckpoint
 from coordinator.run_state import Phase
+from coordinator.saved_run import SavedRun
 from tests.simulation.effects import Batch, Traced, Violation
 from tests.simulation.replicas import expect_payload
 
@@ -30,12 +30,11 @@ def held_by(command: SaveCheckpoint) -> frozenset[Batch]:
     return payload.base.union(payload.local)
 
 
-def consumed_by(run: Mapping[str, Any], per_epoch: int) -> frozenset[Batch]:
+def consumed_by(run: SavedRun, per_epoch: int) -> frozenset[Batch]:
     """The consumed batches recorded in a checkpoint."""
-    found = [(metrics["epoch"], b) for metrics in run["metrics"] for b in range(per_epoch)]
-    for epoch in run["epochs"]:
-        for start, stop in epoch["consumed"]:
-            found += [(epoch["epoch"], b) for b in range(start, stop)]
+    found = [(metrics.epoch, b) for metrics in run.metrics for b in range(per_epoch)]
+    for epoch in run.epochs:
+        found += [(epoch.epoch, b) for span in epoch.consumed for b in span]
     if len(set(found)) != len(found):
         raise Violation("a checkpoint counts a batch twice")
     return frozenset(found)
@@ -48,7 +47,7 @@ class Origin:
     command: SaveCheckpoint
 
     @property
-    def run(self) -> Mapping[str, Any]:
+    def run(self) -> SavedRun:
         """The coordinator's state."""
         return self.command.run
 
@@ -56,11 +55,6 @@ class Origin:
     def held(self) -> frozenset[Batch]:
         """The batches in the weights."""
         return held_by(self.command)
-
-    @property
-    def num_closed(self) -> int:
-        """Epochs that were published."""
-        return len(self.run["metrics"])
 
     def step(self, rank: int) -> int:
         """Optimizer steps that the rank has made."""
@@ -89,22 +83,22 @@ class SaveChecks:
         if recorded != held:
             missing, extra = sorted(held - recorded), sorted(recorded - held)
             raise Violation(f"trained, not recorded: {missing}; recorded, not trained: {extra}")
-        if not command.global_step == run["global_step"] == len(held):
-            raise Violation(f"a checkpoint of {len(held)} batches records {command.global_step}")
-        for epoch in run["epochs"]:
-            mine = [batch for batch in held if batch[0] == epoch["epoch"]]
+        if run.global_step != len(held):
+            raise Violation(f"a checkpoint of {len(held)} batches records {run.global_step}")
+        for epoch in run.epochs:
+            mine = [batch for batch in held if batch[0] == epoch.epoch]
             samples = sum(map(self._sim.samples_of, mine))
-            total = sum(rank["num_samples"] for rank in epoch["tally"]["ranks"])
+            total = sum(sums.num_samples for sums in epoch.sums)
             if self._sim.spans_epochs:
-                total = samples + epoch["num_retrained"]
-            if not epoch["num_samples"] == total - epoch["num_retrained"] == samples:
+                total = samples + epoch.num_retrained
+            if not epoch.num_samples == total - epoch.num_retrained == samples:
                 raise Violation(f"{samples} samples of an epoch are in the checkpoint: {epoch}")
         if c.policy is ApplyPolicy.SYNC:
-            steps = {rank["step"] for rank in command.ranks} | {run["num_windows"]}
+            steps = {rank["step"] for rank in command.ranks} | {run.num_windows}
             if len(steps) != 1:
                 raise Violation(f"the ranks of a checkpoint have made {steps} steps")
-            if run["per_global"] != self._sim.per_global:
-                raise Violation(f"a checkpoint records {run['per_global']} batches a global batch")
+            if run.per_global != self._sim.per_global:
+                raise Violation(f"a checkpoint records {run.per_global} batches a global batch")
         if [r["rank"] for r in command.ranks] != sorted({r["rank"] for r in command.ranks}):
             raise Violation(f"the ranks of a checkpoint are {command.ranks}")
         again = set(command.tickets) & set(self._answered)

@@ -24,11 +24,10 @@ from runtime.evaluation.predict import means_in_order
 from runtime.evaluation.shared_evaluation import EvaluationPart
 from runtime.replica.averager import ReducedState, Snapshot
 from runtime.worker.flow import PlanLoads, ReplicaReplies, WorkerFlow
-from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.lockstep import LockstepProgress, WorkerProgress
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import WorkerProgress
 from runtime.worker.reporter import Reporter
 from runtime.worker.worker_config import Wake, WorkerConfig
 from tests.simulation.effects import Batch, Traced, Violation, replica, squares_of

@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from coordinator.cluster import member
-from coordinator.cluster.cluster_ledger import ClusterLedger, evaluate_round
+from coordinator.cluster.cluster_ledger import ClusterLedger, LedgerState, evaluate_round
 from coordinator.cluster.machine_report import num_batches
 from coordinator.cluster.member import Commit, Member, RoundFailed, Wait
+from coordinator.codec import decode
 from tests.simulation.cluster_harness import TOO_LONG
 from tests.simulation.cluster_machine import SimMachine
 from tests.simulation.finding import assert_cluster_is_found
@@ -59,7 +60,7 @@ def test_a_machine_that_ignores_healing_is_found(monkeypatch):
 def test_a_healed_machine_that_keeps_its_training_is_found(monkeypatch):
     def keeping(self, state):
         ledger = self.ledger.copy()
-        ledger.load_state_dict(state)
+        ledger.restore(decode(LedgerState, state, "ledger"))
         self.ledger, self._engine_step = ledger, ledger.step
         return iter(())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator import coordinator_checkpoint, saving
+from coordinator import coordinator_checkpoint, machine, saving
 from coordinator import messages as m
 from coordinator.average_tasks import AverageTasks
 from coordinator.config import ApplyPolicy
@@ -65,18 +65,17 @@ def test_plans_that_are_sent_before_the_last_reply_of_a_cut_are_found(monkeypatc
 
 
 def test_batches_in_flight_counted_as_consumed_are_found(monkeypatch):
-    captured = coordinator_checkpoint._epoch_state
+    captured = coordinator_checkpoint._saved_epoch
 
     def forgetful(run, epoch, notes, *, epoch_s=None):
         state = captured(run, epoch, notes, epoch_s=epoch_s)
         if epoch_s is None:
-            spans = [[span.start, span.stop] for span in epoch.open.spans]
-            rest = {b for start, stop in spans for b in range(start, stop)}
-            done = [b for b in range(epoch.num_batches) if b not in rest]
-            state["consumed"] = [[b, b + 1] for b in done]
+            rest = {b for span in epoch.open.spans for b in span}
+            done = (b for b in range(epoch.num_batches) if b not in rest)
+            state = replace(state, consumed=tuple(range(b, b + 1) for b in done))
         return state
 
-    monkeypatch.setattr(coordinator_checkpoint, "_epoch_state", forgetful)
+    monkeypatch.setattr(coordinator_checkpoint, "_saved_epoch", forgetful)
     assert_is_found("recorded, not trained: [(")
 
 
@@ -134,22 +133,24 @@ def test_a_failure_that_rolls_no_round_back_is_found(monkeypatch):
 
 
 def test_consumed_batches_assigned_again_are_found(monkeypatch):
-    epoch_of = coordinator_checkpoint._epoch_of
+    open_epoch = coordinator_checkpoint._open_epoch
 
     def whole(run, saved):
-        return epoch_of(run, {**saved, "consumed": []})
+        return open_epoch(run, replace(saved, consumed=()))
 
-    monkeypatch.setattr(coordinator_checkpoint, "_epoch_of", whole)
+    monkeypatch.setattr(coordinator_checkpoint, "_open_epoch", whole)
     with pytest.raises(SimulationFailed, match="which rank -1 trained"):
         resume_all(replace(draw_schedule(seed), deaths=()) for seed in range(500))
 
 
 def test_evaluations_that_ignore_training_before_a_resume_are_found(monkeypatch):
-    monkeypatch.setattr(
-        coordinator_checkpoint,
-        "_TOTALS",
-        [t for t in coordinator_checkpoint._TOTALS if t != "num_batches"],
-    )
+    restore = machine.restore_run
+
+    def forgetful(run, saved):
+        totals = tuple(replace(each, num_batches=0) for each in saved.ranks)
+        restore(run, replace(saved, ranks=totals))
+
+    monkeypatch.setattr(machine, "restore_run", forgetful)
     first = 1067 if SCALE == 1 else 0  # a seed that found the fault before
     with pytest.raises(SimulationFailed, match="evaluated after"):
         resume_all(
@@ -179,5 +180,5 @@ def test_missing_evaluations_within_an_epoch_are_found(monkeypatch, policy, firs
 def resume_all(schedules):
     for schedule in schedules:
         for command in Simulation(schedule).run().saved:
-            if any(e["consumed"] for e in command.run["epochs"]):
+            if any(e.consumed for e in command.run.epochs):
                 Simulation(replace(schedule, stop_at_s=None), origin=Origin(command)).run()

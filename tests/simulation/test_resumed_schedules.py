@@ -69,7 +69,7 @@ def test_remaining_batches_of_any_checkpoint_are_trained_once(part):
         seen["saved", policy] += len(first.saved)
         seen["resumed", policy] += second.machine.outcome.failure is None
         seen["elsewhere", policy] += world != schedule.config.world_size
-        seen["part of an epoch"] += any(e["consumed"] for e in command.run["epochs"])
+        seen["part of an epoch"] += any(e.consumed for e in command.run.epochs)
         seen["after a death"] += bool(first.dead)
     for policy in ApplyPolicy:
         for what in ("saved", "resumed", "elsewhere"):

@@ -48,7 +48,7 @@ def schedule_of(way, *, ranks, slows_to=BATCH_S, deaths=(), **settings):
 def test_a_checkpoint_is_requested_once_that_many_batches_are_trained_since_the_last(way, every):
     """Under ``SYNC`` a plan ends there; else the request arrives during the next batch."""
     schedule = schedule_of(way, ranks=1, save_every_steps=every)
-    saved = [c.global_step for c in Simulation(schedule).run().saved if c.within]
+    saved = [c.run.global_step for c in Simulation(schedule).run().saved if c.within]
     assert saved == list(range(every + (way != "sync"), NUM_BATCHES, every))
 
 
@@ -56,8 +56,8 @@ def test_a_checkpoint_is_requested_once_that_many_batches_are_trained_since_the_
 def test_a_resumed_run_counts_batches_from_its_beginning(way):
     schedule = schedule_of(way, ranks=1, save_every_steps=5)
     origin = Origin(Simulation(schedule).run().saved[1])
-    assert origin.run["global_step"] == (10 if way == "sync" else 11)
-    saved = [c.global_step for c in Simulation(schedule, origin=origin).run().saved if c.within]
+    assert origin.run.global_step == (10 if way == "sync" else 11)
+    saved = [c.run.global_step for c in Simulation(schedule, origin=origin).run().saved if c.within]
     assert saved == ([15, 20] if way == "sync" else [17, 22])
 
 
@@ -68,7 +68,7 @@ def failed(way, **settings):
     """The run in which rank 0 fails while rank 1 makes a step that takes longer than usual."""
     run = Simulation(schedule_of(way, ranks=2, deaths=(DEATH,), grace_s=0.05, **settings)).run()
     assert run.machine.outcome.failure.rank == 0
-    return run.machine.outcome.missing, [c.global_step for c in run.saved if c.final]
+    return run.machine.outcome.missing, [c.run.global_step for c in run.saved if c.final]
 
 
 @pytest.mark.parametrize("way", WAYS)

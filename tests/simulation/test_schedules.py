@@ -78,7 +78,7 @@ def test_ranks_that_time_out_at_a_stop_report_their_training():
     seen = Counter()
     for seed in range(300):
         run = simulate(seed, draw=draw_late_ranks_at_a_stop)
-        seen["saved in mid-epoch"] += any(save.run["epochs"] for save in run.saved)
+        seen["saved in mid-epoch"] += any(save.run.epochs for save in run.saved)
     assert seen["saved in mid-epoch"] >= 100
 
 

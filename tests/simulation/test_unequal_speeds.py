@@ -254,7 +254,7 @@ def test_no_rank_leads_by_more_than_max_batch_diff(policy, backend, max_batch_di
         assert lead.largest <= max_batch_diff
         if slowness == (1.0, 3.0):
             assert lead.largest == max_batch_diff
-            assert run.machine.run_state.ranks[0].num_throttles > 0
+            assert run.machine.run_state.ranks[0].totals.num_throttles > 0
 
 
 @pytest.mark.parametrize("max_overshoot", [0, 1, 3])

@@ -62,12 +62,12 @@ def marked(weights):
 
 def consumed(data, n, batch_size):
     """Samples that a checkpoint records as consumed."""
-    found = {(m["epoch"], i) for m in data.run["metrics"] for i in range(n)}
-    for epoch in data.run["epochs"]:
-        order = permutation(n, epoch["epoch"], SEED).tolist()
-        for start, stop in epoch["consumed"]:
-            for i in order[start * batch_size : stop * batch_size]:
-                found.add((epoch["epoch"], i))
+    found = {(m.epoch, i) for m in data.run.metrics for i in range(n)}
+    for epoch in data.run.epochs:
+        order = permutation(n, epoch.epoch, SEED).tolist()
+        for span in epoch.consumed:
+            for i in order[span.start * batch_size : span.stop * batch_size]:
+                found.add((epoch.epoch, i))
     return found
 
 

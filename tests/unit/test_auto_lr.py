@@ -18,6 +18,7 @@ from coordinator.messages import Send
 from coordinator.service import Service
 from runtime import Trainer, current_worker
 from runtime.checkpoint.store import load_newest, write_checkpoint
+from tests.support.checkpointing import rewrite
 from tests.support.running import (
     ASYNC,
     CADENCE,
@@ -185,8 +186,9 @@ def test_clipping_and_accumulation_keep_the_factor():
 def test_a_resumed_run_has_the_factor_of_the_speeds_in_its_checkpoint(tmp_path):
     auto(Used()).checkpoint_dir(tmp_path / "first").run().join(WAIT_S)
     data = load_newest(tmp_path / "first").data
-    data.run["elche"].update(seconds=[0.1, 0.4])
-    path = write_checkpoint(tmp_path / "edited", replace(data))
+    speeds = replace(data.run.elche, seconds=(0.1, 0.4), suspects=(0, 0))
+    data = replace(data, run=replace(data.run, elche=speeds))
+    path = write_checkpoint(tmp_path / "edited", data)
     used = Used()
     state = auto(used).num_epochs(2).resume(path).run().join(WAIT_S)
     expected = math.sqrt(2) / 2 / (0.8**2 + 0.2**2)
@@ -196,9 +198,8 @@ def test_a_resumed_run_has_the_factor_of_the_speeds_in_its_checkpoint(tmp_path):
 
 def test_a_checkpoint_without_a_factor_is_resumed(tmp_path):
     auto(Used()).checkpoint_dir(tmp_path / "first").run().join(WAIT_S)
-    data = load_newest(tmp_path / "first").data
-    del data.run["metrics"][0]["lr_factor"]
-    path = write_checkpoint(tmp_path / "edited", data)
+    path = write_checkpoint(tmp_path / "edited", load_newest(tmp_path / "first").data)
+    rewrite(path, lambda parts: parts["run"]["metrics"][0].pop("lr_factor"))
     state = auto(Used()).num_epochs(2).resume(path).run().join(WAIT_S)
     assert [m.lr_factor for m in state.metrics] == [1.0, pytest.approx(ROOT)]
 

@@ -64,7 +64,7 @@ GOOD = {
 }
 """A small tree without violations, with every kind of import."""
 
-CHAIN = {f"coordinator/c{i}.py": f"import coordinator.c{i + 1}" for i in range(7)}
+CHAIN = {f"coordinator/c{i}.py": f"import coordinator.c{i + 1}" for i in range(9)}
 
 PLANTED = {
     "up": (
@@ -107,7 +107,7 @@ PLANTED = {
         {"runtime/worker/worker.py": "import runtime.worker.step\nclass Worker: ..."},
         "circle",
     ),
-    "deep": ({**CHAIN, "coordinator/c7.py": ""}, "8 deep: c0.py > c1.py"),
+    "deep": ({**CHAIN, "coordinator/c9.py": ""}, "10 deep: c0.py > c1.py"),
     "a crowd": ({f"runtime/m{i}.py": "" for i in range(8)}, "11 modules in runtime/"),
     "two files": (
         {"runtime/loop/messages.py": "", "coordinator/messages.py": ""},
@@ -266,7 +266,7 @@ def test_json_and_pickles_are_read_in_one_place_each():
         if isinstance(node, ast.Call) and (name := called(node)) in readers
     }
     assert found == {
-        ("coordinator/schema.py", "json.loads"),
+        ("coordinator/codec.py", "json.loads"),
         ("runtime/checkpoint/store.py", "torch.load"),
         ("runtime/data/process_loader.py", "pickle.loads"),  # of the run's own processes
     }

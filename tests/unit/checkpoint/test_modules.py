@@ -113,7 +113,7 @@ def test_unchanged_frozen_parameters_are_copied_once(tmp_path):
         lambda device: StudentTeacher(), train, configure=lambda b: b.checkpoint_dir(tmp_path)
     ).join(WAIT_S)
     data = load_newest(tmp_path).data
-    assert [rank["frozen"] for rank in data.ranks] == [{}, {}]
+    assert [rank.module.frozen for rank in data.ranks] == [{}, {}]
     assert list(data.weights) == list(StudentTeacher().state_dict())
 
 

@@ -110,7 +110,7 @@ OPTIMIZERS = {
     ),
     "a state that is not loaded": (
         optimizer(lambda self, state: {**state, "state": {7: {}}}),
-        r"a key of rank \d\['optimizer'\]\['state'\] is 7",
+        r"a key of rank \d\['stepper'\]\['optimizer'\]\['state'\] is 7",
         0,
     ),
     "a setting that grows": (
@@ -328,7 +328,7 @@ def test_a_checkpoint_without_extra_state_is_resumed_with_a_warning(tmp_path, ca
     run(1).checkpoint_dir(tmp_path / "a").run().join(WAIT_S)
     data = load_newest(tmp_path / "a").data
     for rank in data.ranks:
-        rank["extra_state"].clear()
+        rank.module.extra_state.clear()
     write_checkpoint(tmp_path / "b", data)
     run(2).resume(tmp_path / "b").run().join(WAIT_S)
     assert "the extra state of module '' is not in the checkpoint" in caplog.text
@@ -616,7 +616,7 @@ def test_a_saved_state_that_no_run_could_resume_is_refused(tmp_path):
     optim = optimizer(lambda self, state: {**state, "state": {7: {}}})
     with builder(optim=optim, epochs=10_000).run() as handle:
         with pytest.raises(
-            CheckpointError, match=r"a key of rank 0\['optimizer'\]\['state'\] is 7"
+            CheckpointError, match=r"a key of rank 0\['stepper'\]\['optimizer'\]\['state'\] is 7"
         ):
             handle.save(tmp_path)
         handle.stop()

@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch.utils.serialization import config
 
+from coordinator.codec import decode, encode
+from coordinator.metrics import Sums
 from runtime import CheckpointError, checkpoint_service
 from runtime.checkpoint import files, store
+from runtime.checkpoint.content import SavedGenerators
 from runtime.checkpoint.format import MANIFEST, Manifest, plain
 from runtime.checkpoint.store import load_newest, write_checkpoint
 from runtime.core.signals import INTERRUPTS
@@ -34,12 +37,9 @@ def test_an_epoch_opened_ahead_is_not_trained_if_num_epochs_is_lower(tmp_path):
     run, rest = MarkingRun(n=20), MarkingRun(n=20)
     run.builder().num_epochs(2).max_steps(11).checkpoint_dir(tmp_path).run().join(WAIT_S)
     data = load_newest(tmp_path).data
-    (opened,) = data.run["epochs"]
-    opened.update(consumed=[], num_samples=0)
-    data.run.update(global_step=10)
-    data = replace(data, global_step=10)
-    for rank in opened["tally"]["ranks"]:
-        rank.update(num_samples=0)
+    (opened,) = data.run.epochs
+    opened = replace(opened, consumed=(), num_samples=0, sums=(Sums(), Sums()))
+    data = replace(data, run=replace(data.run, global_step=10, epochs=(opened,)))
     path = write_checkpoint(tmp_path / "edited", data)
     state = rest.builder().num_epochs(1).resume(path).run().join(WAIT_S)
     assert [m.epoch for m in state.metrics] == [0]
@@ -155,7 +155,8 @@ def test_any_numpy_bit_generator_is_restored(alone_context, caplog):
     try:
         for kind in (np.random.PCG64, np.random.SFC64, np.random.Philox, np.random.MT19937):
             np.random.set_bit_generator(kind(3))
-            saved = plain(_generators(torch.Generator(), alone_context), "state", copy=True)
+            found = encode(_generators(torch.Generator(), alone_context))
+            saved = decode(SavedGenerators, plain(found, "state", copy=True), "state")
             expected = np.random.rand(3)
             _restore_process(saved, alone_context)
             assert (np.random.rand(3) == expected).all()

@@ -234,7 +234,7 @@ def test_a_rank_that_fails_within_the_optimizers_step_leaves_no_state(tmp_path, 
     b = run_of(Steps(), way, optim=lambda params: HalfStep(params, 0.1))
     expect_failed(b.checkpoint_dir(tmp_path).run(), WorkerFailed)
     found = load_newest(tmp_path).data
-    assert found.run["saved_ranks"] == [0]
+    assert found.run.saved_ranks == (0,)
     monkeypatch.setattr(HalfStep, "breaks", False)
     state = trained_on(tmp_path, way, optim=lambda params: HalfStep(params, 0.1))
     assert [e.num_samples for e in state.metrics] == [N] * 3
@@ -298,7 +298,7 @@ def test_the_ranks_that_are_not_stuck_leave_the_state_of_a_stalled_run(tmp_path,
     entry = failed_entry(tmp_path)
     assert str(entry.path) in note
     assert handle.state.reason == "stalled"
-    assert load_newest(tmp_path).data.run["saved_ranks"] == [0]
+    assert load_newest(tmp_path).data.run.saved_ranks == (0,)
     rest = Steps()
     state = trained_on(tmp_path, way, steps=rest, optim=plain_sgd)
     assert [e.num_samples for e in state.metrics] == [N] * 3
@@ -350,7 +350,7 @@ def test_the_others_leave_their_state_when_a_thread_dies(tmp_path, way, monkeypa
     handle = run_of(Steps(1, 5, fail), way, optim=plain_sgd).checkpoint_dir(tmp_path).run()
     error, _ = expect_failed(handle, WorkerFailed)
     assert "without a message" in str(error)
-    assert load_newest(tmp_path).data.run["saved_ranks"] == [0]
+    assert load_newest(tmp_path).data.run.saved_ranks == (0,)
     failed_entry(tmp_path)
     monkeypatch.undo()
     state = trained_on(tmp_path, way, optim=plain_sgd)
@@ -472,7 +472,7 @@ def test_a_rank_whose_state_cannot_be_captured_is_left_out(tmp_path, monkeypatch
     monkeypatch.setattr(Odd, "ranks", (1,))
     handle = run_of(Steps(0, 6, fail), optim=odd_sgd).checkpoint_dir(tmp_path).run()
     expect_failed(handle, WorkerFailed)
-    assert load_newest(tmp_path).data.run["saved_ranks"] == [0]
+    assert load_newest(tmp_path).data.run.saved_ranks == (0,)
     monkeypatch.undo()
     assert [e.num_samples for e in trained_on(tmp_path, optim=odd_sgd).metrics] == [N] * 3
 

@@ -88,8 +88,8 @@ def test_views_are_written_without_their_whole_storage(tmp_path):
     whole = torch.arange(1_000_000, dtype=torch.float32)
     data = make()
     data.weights.update(view=whole[10:13], transposed=whole[:6].view(2, 3).T, overlap=whole[11:15])
-    data.ranks[0]["optimizer"]["exp_avg"] = [whole[5:7], whole[::200_000]]
-    data.ranks[0]["optimizer"]["rows"] = whole[:6].view(2, 3).to_sparse()  # has no storage
+    data.ranks[0].stepper.optimizer["exp_avg"] = [whole[5:7], whole[::200_000]]
+    data.ranks[0].stepper.optimizer["rows"] = whole[:6].view(2, 3).to_sparse()  # has no storage
     path = write_checkpoint(tmp_path, data)
     assert sum(file.stat().st_size for file in path.iterdir()) < 50_000
     assert same(load_newest(tmp_path).data, data)

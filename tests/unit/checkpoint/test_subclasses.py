@@ -186,7 +186,7 @@ def test_a_class_that_was_not_imported_is_named_at_the_resume(tmp_path):
     run(Halves, WAYS[0]).checkpoint_dir(tmp_path / "a").run().join(WAIT_S)
     data = load_newest(tmp_path / "a").data
     for rank in data.ranks:
-        stored = rank["optimizer"]["state"][0]["m"]
+        stored = rank.stepper.optimizer["state"][0]["m"]
         assert type(stored["inner"]["half"]) is Tensor
         stored.update((k, "gone.Other") for k, v in stored.items() if str(v).endswith("Halves"))
     write_checkpoint(tmp_path / "b", data)

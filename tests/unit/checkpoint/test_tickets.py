@@ -1,4 +1,4 @@
-"""Calls of ``save()`` that wait for a state, and refused models and scalers of a checkpoint."""
+"""Calls of ``save()`` that wait for a state, and refused models of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime import CheckpointError
-from runtime.checkpoint.resume import _first_difference, _positive
+from runtime.checkpoint.resume import _first_difference
 from runtime.checkpoint_service import Ticket
 from tests.support.checkpointing import make
 
@@ -34,10 +34,3 @@ def test_the_first_difference_of_a_model_from_its_checkpoint_is_named(own, messa
     found = _first_difference({"w": torch.ones(2)}, own)
     with pytest.raises(ValueError, match=message):
         raise ValueError(found)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, 1e300, "1"])
-def test_a_factor_of_the_scaler_is_a_positive_number_within_bounds(value):
-    _positive(2.0, "scale")
-    with pytest.raises((ValueError, TypeError), match="scale"):
-        _positive(value, "scale")

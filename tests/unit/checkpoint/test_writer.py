@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,14 +160,13 @@ def test_a_path_that_is_not_writable_counts_as_a_failure(path):
 
 
 def test_unsupported_content_counts_as_a_failure(tmp_path):
-    data = make()
-    data.run["lock"] = threading.Lock()
+    data = replace(make(), run=replace(make().run, backend=threading.Lock()))
     w = CheckpointWriter(tmp_path, keep=1)
     w.submit(data)
     assert w.close(WAIT_S)
     assert counts(w) == (0, 1, 0)
     assert isinstance(w.last_error, CheckpointError)
-    assert "state.pt['run']['lock'] is of type lock" in str(w.last_error)
+    assert "state.pt['run']['backend'] is of type lock" in str(w.last_error)
     assert names(tmp_path) == []
 
 
@@ -224,7 +224,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 w = CheckpointWriter(sys.argv[1], keep=3)
 for step, (weights, state) in enumerate([(16, 16), (99_000, 16), (16, 99_000), (16, 16)]):
     data = make(step, size=weights)
-    data.ranks[1]["optimizer"]["exp_avg"] = torch.ones(state)
+    data.ranks[1].stepper.optimizer["exp_avg"] = torch.ones(state)
     w.submit(data)
     assert w.wait(20)
     print(w.num_written, w.num_failed, str(w.last_error))
@@ -407,7 +407,7 @@ VALUES = {
 @pytest.mark.parametrize("kind", VALUES)
 def test_tensors_of_every_layout_are_read_back(tmp_path, kind):
     data = make(1)
-    data.ranks[0]["more"] = VALUES[kind]()
+    data.ranks[0].stepper.optimizer["more"] = VALUES[kind]()
     w = CheckpointWriter(tmp_path, keep=1)
     w.submit(data)
     assert w.close(WAIT_S)
@@ -420,14 +420,15 @@ import sys
 from pathlib import Path
 import torch
 from runtime.checkpoint import store
-from runtime.checkpoint.format import CheckpointData
+from tests.support.checkpointing import make
 
 MB, NUM = 1 << 20, 12
 def tensors():
     return {str(i): torch.ones(8 * MB // 4) for i in range(NUM)}
-data = CheckpointData(
-    weights=tensors(), ranks=({"state": tensors()},), run={}, compatible={}, epoch=0, global_step=0
-)
+data = make(ranks=1)
+data.weights.clear()
+data.weights.update(tensors())
+data.ranks[0].stepper.optimizer.update(tensors())
 path = store.write_checkpoint(Path(sys.argv[1]), data)
 store.read_back(path)
 del data

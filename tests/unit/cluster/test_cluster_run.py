@@ -684,7 +684,7 @@ def test_save_returns_the_state_after_the_next_round(tmp_path):
     path = a.handle.save(tmp_path)
     a.handle.stop()
     a.join()
-    assert load_newest(path, missing_ok=False).data.run["cluster"]["ledger"]["step"] > 0
+    assert load_newest(path, missing_ok=False).data.cluster.ledger.step > 0
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])

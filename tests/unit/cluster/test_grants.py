@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from coordinator.cluster.cluster_ledger import ClusterLedger
 from coordinator.cluster.machine_report import MachineReport
 from coordinator.messages import Payload, SaveCheckpoint
+from coordinator.metrics import MachineStats, Sums
+from coordinator.saved_run import RankTotals, SavedEpoch
 from runtime.cluster.grants import captured, epoch_grants
 from runtime.cluster.tensors import (
     contribution,
@@ -17,6 +21,7 @@ from runtime.cluster.tensors import (
     state_from_tensors,
     to_wire,
 )
+from tests.support.checkpointing import saved_run
 
 
 @pytest.mark.parametrize(
@@ -121,22 +126,22 @@ def report_of(ledger, machine, done=(), **values):
     )
 
 
-def sums(num_samples, weight):
-    return {"ranks": [{"num_samples": num_samples, "loss_samples": weight}], "num_retrained": 0}
+def stats(num_samples, weight):
+    return MachineStats(
+        machine="a", ranks=(Sums(num_samples=num_samples, loss_samples=weight),), num_retrained=0
+    )
 
 
 def checkpoint(consumed, num_samples=0, kept=(), **run):
     """A run's checkpoint with these ranges of each epoch, and the sums of its samples."""
-    epochs = [
-        {"epoch": e, "consumed": spans, "num_retrained": 0, "tally": sums(num_samples, [1.5])}
+    epochs = tuple(
+        SavedEpoch(epoch=e, consumed=spans, sums=stats(num_samples, 1.5).ranks)
         for e, spans in consumed.items()
-    ]
+    )
     return SaveCheckpoint(
         payload=payload(0.0),
         ranks=(),
-        run={"epochs": epochs, "elche": {"seconds": []}, **run},
-        epoch=0,
-        global_step=0,
+        run=replace(saved_run(0, epoch=0), epochs=epochs, **run),
         scheduled=False,
         kept=kept,
     )
@@ -147,26 +152,26 @@ def test_a_machine_reports_the_batches_of_its_grant_that_its_run_has_trained():
     ledger = new_ledger()
     ledger.commit([report_of(ledger, "a"), report_of(ledger, "b")])
     assert ledger.grants["a"].batches == ((0, (range(5),)),)
-    found = captured(checkpoint({0: [[0, 3]]}, kept=((0, (range(3, 5),)),)), ledger, "a", NAME)
+    found = captured(checkpoint({0: (range(3),)}, kept=((0, (range(3, 5),)),)), ledger, "a", NAME)
     assert found.seconds_per_batch is None
     assert found.done == ((0, (range(3),)),)
     assert found.kept == ((0, (range(3, 5),)),)
     ledger.commit([report_of(ledger, "a", found.done, kept=found.kept), report_of(ledger, "b")])
-    last = captured(checkpoint({0: [[0, 5]]}), ledger, "a", NAME)
+    last = captured(checkpoint({0: (range(5),)}), ledger, "a", NAME)
     assert last.done == ((0, (range(3, 5),)),)
 
 
 def test_a_capture_weighs_as_much_as_was_trained_since_the_last_committed_round():
     ledger = new_ledger()
     ledger.commit([report_of(ledger, "a"), report_of(ledger, "b")])
-    first = captured(checkpoint({0: [[0, 2]]}, num_samples=4), ledger, "a", NAME)
+    first = captured(checkpoint({0: (range(2),)}, num_samples=4), ledger, "a", NAME)
     assert (first.num_samples, first.weight) == (4, 1.5)
-    assert captured(checkpoint({0: [[0, 2]]}, num_samples=4), ledger, "a", NAME) == first
-    reports = [report_of(ledger, "a", first.done, tallies=((0, sums(4, 1.0)),))]
+    assert captured(checkpoint({0: (range(2),)}, num_samples=4), ledger, "a", NAME) == first
+    reports = [report_of(ledger, "a", first.done, tallies=((0, stats(4, 1.0)),))]
     ledger.commit([*reports, report_of(ledger, "b")])
-    then = captured(checkpoint({0: [[0, 5]]}, num_samples=10), ledger, "a", NAME)
+    then = captured(checkpoint({0: (range(5),)}, num_samples=10), ledger, "a", NAME)
     assert (then.num_samples, then.weight) == (6, 0.5)
-    restarted = captured(checkpoint({0: [[0, 5]]}, num_samples=10), ledger, "a", "a/1")
+    restarted = captured(checkpoint({0: (range(5),)}, num_samples=10), ledger, "a", "a/1")
     assert restarted.num_samples == 10
 
 
@@ -177,7 +182,7 @@ def test_batches_of_an_epoch_that_is_closed_on_all_machines_are_not_reported():
     ledger.commit([report_of(ledger, "a", ledger.grants["a"].batches)])
     assert ledger.open_epochs == (1,)
     kept = ((0, (range(3),)), (1, (range(6, 10),)))
-    found = captured(checkpoint({0: [[0, 10]], 1: [[0, 6]]}, kept=kept), ledger, "a", NAME)
+    found = captured(checkpoint({0: (range(10),), 1: (range(6),)}, kept=kept), ledger, "a", NAME)
     assert {epoch for epoch, _ in (*found.done, *found.kept, *found.tallies)} == {1}
 
 
@@ -194,16 +199,17 @@ def test_a_run_is_granted_the_batches_of_its_machine_with_those_consumed_by_all(
 @pytest.mark.parametrize(
     ("waits", "batch_s"),
     [
-        ([[0.0, 0.0], [0.0, 0.0]], (2.0, 3.0)),
-        ([[0.2, 0.3, 0.2], [0.1, 0.1, 0.4]], (2.5, 3.5)),
-        ([[0.2, 0.2], [0.1]], (2.0, 3.0)),
+        (((0.0, 0.0), (0.0, 0.0)), (2.0, 3.0)),
+        (((0.2, 0.3, 0.2), (0.1, 0.1, 0.4)), (2.5, 3.5)),
+        (((0.2, 0.2), (0.1,)), (2.0, 3.0)),
     ],
     ids=["none", "of all ranks", "not measured"],
 )
 def test_a_machine_is_slower_by_the_wait_for_data_that_all_its_ranks_have(waits, batch_s):
     ledger = new_ledger()
     ledger.commit([report_of(ledger, "a")])
-    ranks = [{"num_samples": 30, "num_batches": 6}, {"num_samples": 20, "num_batches": 4}]
-    saved = checkpoint({}, elche={"seconds": [2.0, 3.0]}, data_waits=waits, ranks=ranks)
+    totals = (RankTotals(num_samples=30, num_batches=6), RankTotals(num_samples=20, num_batches=4))
+    speeds = replace(saved_run().elche, seconds=(2.0, 3.0))
+    saved = checkpoint({}, elche=speeds, data_waits=waits, ranks=totals)
     found = captured(saved, ledger, "a", NAME).seconds_per_batch
     assert found == pytest.approx(1 / sum(1 / s for s in batch_s))

@@ -162,17 +162,17 @@ def test_without_measurements_only_a_fault_changes_the_choice():
 def test_a_checkpoint_restores_the_choice():
     choice = decided({CPU: 0.2, THREAD: 0.1})
     again = BackendChoice((CPU, THREAD), measures=True)
-    again.load_state_dict(choice.state_dict())
+    again.restore(choice.state)
     assert again.chosen is again.next is THREAD
     assert again.reason.startswith("measured before the checkpoint: CPU 200 ms")
-    assert again.state_dict() == choice.state_dict()
+    assert again.state == choice.state
 
 
 @pytest.mark.parametrize("other", [(NCCL, CPU), (CPU,)])
 def test_a_checkpoint_with_other_candidates_is_ignored(other):
-    state = decided({CPU: 0.2, THREAD: 0.1}).state_dict()
+    state = decided({CPU: 0.2, THREAD: 0.1}).state
     again = BackendChoice(other, measures=True)
-    again.load_state_dict(state)
+    again.restore(state)
     assert again.chosen is other[0]
 
 
@@ -180,5 +180,5 @@ def test_an_undecided_choice_is_not_restored():
     choice = BackendChoice((CPU, THREAD), measures=True)
     rounds(choice, {CPU: 0.2}, TRIAL)
     again = BackendChoice((CPU, THREAD), measures=True)
-    again.load_state_dict(choice.state_dict())
+    again.restore(choice.state)
     assert again.next is CPU

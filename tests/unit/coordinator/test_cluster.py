@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.cluster_ledger import ClusterLedger
+from coordinator.cluster.cluster_ledger import ClusterLedger, LedgerState
 from coordinator.cluster.grant import INITIAL_BATCHES, Grant
 from coordinator.cluster.machine_report import MachineReport
 from coordinator.cluster.member import (
@@ -26,6 +26,7 @@ from coordinator.cluster.member import (
     RoundFailed,
     Wait,
 )
+from coordinator.codec import decode, encode
 from coordinator.run_errors import ClusterError
 from coordinator.splitting import BatchSet, split_by_cost
 from tests.support.pairs import few_examples
@@ -72,7 +73,7 @@ def commit_all(ledger, names=("a", "b"), seconds=0.1):
         ("machine", 7),
         ("step", -1),
         ("step", True),
-        ("step", 2**60),
+        ("step", 2**70),
         ("lineage", "00"),
         ("lineage", "x" * 64),
         ("settings", []),
@@ -127,19 +128,21 @@ def test_epochs_close_in_order_with_the_tallies_of_all_runs():
     [
         ("settings", {}),
         ("consumed", 3),
-        ("first", 7),
+        ("first_open", 7),
         ("open", []),
-        ("open", [[0, [[0, 1000]], {}], [1, [], {}]]),
+        ("open", [{"consumed": [[0, 1000]], "tallies": {}}, {"consumed": [], "tallies": {}}]),
         ("lineage", None),
-        ("grants", [["a", 3]]),
+        ("lineage", "0"),
+        ("grants", {"a": 3}),
+        ("grants", {"a": {"batches": [[0, [[0, 3], [2, 5]]]]}}),
     ],
 )
 def test_a_broken_ledger_is_refused(name, value):
-    state = new_ledger().state_dict()
+    state = encode(new_ledger().state)
     with pytest.raises(ValueError, match=r"ledger|lineage|grant"):
-        new_ledger().load_state_dict({**state, name: value})
-    with pytest.raises(ValueError, match=f"ledger's state has no '{name}'"):
-        new_ledger().load_state_dict({k: v for k, v in state.items() if k != name})
+        new_ledger().restore(decode(LedgerState, {**state, name: value}, "ledger"))
+    with pytest.raises(ValueError, match=f"ledger has no '{name}'"):
+        decode(LedgerState, {k: v for k, v in state.items() if k != name}, "ledger")
 
 
 # -- grants -----------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def test_a_healed_machine_restarts_with_the_next_committed_round():
     ahead = new_ledger()
     commit_all(ahead, ("b",))
     a = Driver()
-    assert a.give((("a", "b"), ahead.state_dict())) == AdoptState()
+    assert a.give((("a", "b"), encode(ahead.state))) == AdoptState()
     gather = a.give()
     assert gather.report.step == 1
     assert a.give((gather.report, report_of(ahead, "b"))) == Commit(ok=True)
@@ -293,7 +296,7 @@ def test_a_machine_with_other_settings_is_refused_by_name_and_the_others_continu
     commit_all(even, ("b",))
     a, b = Driver("a", odd), Driver("b", even)
     b.give()
-    assert a.give((("a", "b"), even.state_dict())) == ResetEngine(step=0)
+    assert a.give((("a", "b"), encode(even.state))) == ResetEngine(step=0)
     reports = a.give().report, (b.give((("a", "b"), None)), b.give(Captured()))[1].report
     with pytest.raises(ClusterError, match=r"machine a has other settings.*batch_size is 8"):
         a.give(reports)
@@ -412,7 +415,7 @@ def test_a_stopping_machine_that_was_healed_has_nothing_to_hand_over():
     ahead = new_ledger()
     commit_all(ahead, ("b",))
     a = Driver()
-    a.give((("a", "b"), ahead.state_dict()))
+    a.give((("a", "b"), encode(ahead.state)))
     a.member.stop()
     a.give()
     a.give(RoundFailed("machine b is gone"))

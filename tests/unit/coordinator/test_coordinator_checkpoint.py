@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from coordinator import messages as m
+from coordinator.codec import decode, encode
 from coordinator.config import ApplyPolicy, AverageBackend, CoordinatorConfig
-from coordinator.coordinator_checkpoint import RankCut, capture_run, check_run, restore_run
+from coordinator.coordinator_checkpoint import RankCut, capture_run, restore_run
 from coordinator.messages import SaveCheckpoint
 from coordinator.metrics import ReportStats
 from coordinator.run_state import RunState
+from coordinator.saved_run import SavedRun, check_run
 from tests.unit.coordinator.test_machine import EMPTY, Run
 
 
@@ -28,9 +31,9 @@ def test_training_of_a_dead_rank_after_its_cut_is_not_in_the_checkpoint():
             run.report(1)
             run.handle(m.Failed(rank=1, epoch=0, step=2, error=ValueError("planted")))
     (saved,) = (c for c in run.others if isinstance(c, SaveCheckpoint))
-    (epoch, *_) = saved.run["epochs"]
-    assert (epoch["num_samples"], epoch["num_retrained"]) == (6, 0)
-    assert [rank["num_samples"] for rank in epoch["tally"]["ranks"]] == [2, 2, 2]
+    (epoch, *_) = saved.run.epochs
+    assert (epoch.num_samples, epoch.num_retrained) == (6, 0)
+    assert [sums.num_samples for sums in epoch.sums] == [2, 2, 2]
     assert run.machine.run_state.ledger.oldest.num_retrained == 1
 
 
@@ -43,31 +46,13 @@ def test_the_state_of_an_epoch_of_many_batches_is_made_checked_and_restored_in_r
     found = run.machine.run_state
     cuts = {rank: RankCut.of(found, found.ledger.epochs, rank) for rank in (0, 1)}
     state = capture_run(found, (), 0.0, cuts)
-    (epoch,) = state["epochs"]
-    assert (epoch["consumed"], epoch["num_samples"]) == ([[0, 4]], 4)
+    (epoch,) = state.epochs
+    assert (epoch.consumed, epoch.num_samples) == ((range(4),), 4)
     check_run(state, num_samples=num, batch_size=1, drop_last=False, num_rank_states=2)
     again = RunState(found.config)
     restore_run(again, state)
     assert again.ledger.oldest.open.spans == (range(4, num),)
     assert again.ledger.oldest.num_settled == 4
-
-
-def test_parts_of_the_ranks_in_a_checkpoint_of_before_are_dealt_anew():
-    _, state = resumed(None, 2)
-    epoch = {**resumed_epoch(), "consumed": [[0, 2], [8, 9]]}
-    state = {**state, "next_epoch": 1, "epochs": [{**epoch, "parts": {0: [[2, 8, 1]]}}]}
-    del state["saved_ranks"]
-    check_run(state, num_samples=80, batch_size=4, drop_last=False, num_rank_states=2)
-    run, _ = resumed(state, 2)
-    assert run.ledger.oldest.open.spans == (range(2, 8), range(9, 20))
-
-
-def resumed_epoch():
-    """The state of an epoch that has begun."""
-    run = RunState(CONFIG)
-    run.ledger.open_epoch(run.elche.shares)
-    (epoch,) = capture_run(run, (), 0.0, {})["epochs"]
-    return epoch
 
 
 CONFIG = CoordinatorConfig(
@@ -93,25 +78,28 @@ def test_the_global_batch_of_the_first_run_survives_every_resume():
         assert (run.per_global, run.num_slices(range(world))) == (4, num_slices)
 
 
-def test_waits_for_data_are_in_the_checkpoint_and_may_be_missing():
+def test_waits_for_data_are_in_the_checkpoint():
     run, _ = resumed(None, 2)
     for wait_s in (0.0, 3.0, 3.0):
         run.data_waits.add(1, ReportStats(num_batches=1, num_samples=4, data_wait_s=wait_s))
     state = capture_run(run, (), 0.0, {})
-    del state["saved_ranks"]
-    check = {"num_samples": 80, "batch_size": 4, "drop_last": False, "num_rank_states": 2}
-    check_run(state, **check)
-    assert resumed(state, 2)[1]["data_waits"] == [[], [0.0, 0.75, 0.75]]
-    assert resumed(state, 4)[1]["data_waits"] == [[], [], [], []]
-    state["data_waits"][0] = [-1.0]
-    with pytest.raises(ValueError, match="data_waits"):
-        check_run(state, **check)
-    del state["data_waits"]
-    check_run(state, **check)
-    assert resumed(state, 2)[1]["data_waits"] == [[], []]
+    assert resumed(state, 2)[1].data_waits == ((), (0.0, 0.75, 0.75))
+    assert resumed(state, 4)[1].data_waits == ((), (), (), ())
 
 
-def test_a_checkpoint_without_a_global_batch_has_one_batch_per_rank():
-    _, state = resumed(None, 4)
-    del state["per_global"]
-    assert resumed(state, 2)[0].per_global == 4
+def test_a_restored_run_has_the_whole_state_of_the_first():
+    config = replace(CONFIG, policy=ApplyPolicy.CADENCE, divergence_threshold=0.05)
+    first, second = RunState(config), RunState(config)
+    first.guard.report([0.2])
+    first.elche.observe(1, 3.0, 2)
+    first.data_waits.add(0, ReportStats(num_batches=1, num_samples=4, data_wait_s=1.0))
+    first.ranks[1].note(ReportStats(num_batches=3, num_samples=12, compute_s=0.5))
+    first.ledger.open_epoch(first.elche.shares)
+    first.ledger.oldest.stats.add(1, ReportStats(num_batches=3, num_samples=12, loss_sum=0.1))
+    first.count_batches(3)
+    first.count_averagings(2, first.ledger.oldest)
+    first.count_failed_round()
+    state = capture_run(first, (), 1.5, {})
+    restore_run(second, state)
+    assert capture_run(second, (), 1.5, {}) == state
+    assert decode(SavedRun, json.loads(json.dumps(encode(state))), "run") == state

@@ -59,11 +59,9 @@ def test_reports_without_samples_or_measurement_have_no_effect():
 
 
 def test_waits_are_restored_at_the_same_world_size():
-    saved = waits_of((5.0, 5.0), (0.0, 0.0)).state_dict()
-    same, other, old = DataWaits(2), DataWaits(3), DataWaits(2)
-    same.load_state_dict(saved)
-    other.load_state_dict(saved)
-    old.load_state_dict(())
+    saved = waits_of((5.0, 5.0), (0.0, 0.0)).last
+    same, other = DataWaits(2), DataWaits(3)
+    same.restore(saved)
+    other.restore(saved)
     assert same.per_sample_s(0, (0, 1)) == 0.5
-    assert other.state_dict() == [[], [], []]
-    assert old.state_dict() == [[], []]
+    assert other.last == ((), (), ())

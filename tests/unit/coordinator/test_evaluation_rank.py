@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.config import ApplyPolicy, CoordinatorConfig
 from coordinator.run_state import RankState, RunState
+from coordinator.saved_run import RankTotals
 
 CADENCE, SYNC = ApplyPolicy.CADENCE, ApplyPolicy.SYNC
 SLOW_FIRST = [(100, 30.0), (300, 30.0)]
@@ -27,8 +28,7 @@ def run_of(totals, policy=CADENCE, **settings):
     run = RunState(config)
     for rank, (samples, seconds) in zip(run.ranks, totals, strict=True):
         rank.move(RankState.LIVE)
-        rank.num_batches = rank.num_samples = samples
-        rank.compute_s = seconds
+        rank.totals = RankTotals(num_batches=samples, num_samples=samples, compute_s=seconds)
     return run
 
 

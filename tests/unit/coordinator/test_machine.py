@@ -168,7 +168,7 @@ def test_a_ranks_own_wait_for_data_counts_in_the_cadence():
             run.handle(m.EpochReport(rank=rank, epoch=0, stats=stats))
     state = run.machine.run_state
     assert [r.compute_since_round for r in state.ranks] == pytest.approx([0.08, 0.08 + 7 * 0.02])
-    assert [r.compute_s for r in state.ranks] == pytest.approx([0.08, 0.08])
+    assert [r.totals.compute_s for r in state.ranks] == pytest.approx([0.08, 0.08])
     assert state.elche.seconds_per_batch == pytest.approx((0.01, 0.03), rel=0.1)
 
 

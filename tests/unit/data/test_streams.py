@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import runtime.data.stream
+from coordinator.codec import decode, encode
 from runtime import CheckpointError, Trainer, WorkerFailed, current_worker
+from runtime.checkpoint.content import SavedStream
 from runtime.checkpoint.resume import check_content
 from runtime.checkpoint.store import load_newest
 from runtime.core.context import LoaderView, worker_context
@@ -405,8 +407,9 @@ def test_an_invalid_state_is_refused_with_its_name(tmp_path, monkeypatch, name, 
     interrupted(tmp_path, Quick, (SYNC, THREAD))
     data = load_newest(tmp_path).data
     check_content(data)
+    saved = {**encode(data.stream), name: value}
     with pytest.raises(ValueError, match=f"stream.*{name}"):
-        check_content(replace(data, stream={**data.stream, name: value}))
+        check_content(replace(data, stream=decode(SavedStream, saved, "stream")))
 
 
 def test_a_stream_does_not_resume_a_map_style_run_nor_vice_versa(tmp_path):

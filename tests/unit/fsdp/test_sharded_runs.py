@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from runtime import (
     WorkerFailed,
     current_worker,
 )
+from runtime.checkpoint.content import ShardFacts
 from runtime.checkpoint.optimizer_shards import check_shards
 from runtime.checkpoint.store import load_newest
+from tests.support.checkpointing import saved_rank
 from tests.support.pairs import diagonal, pairwise
 from tests.support.running import GLOO, SYNC, THREAD, WAIT_S
 
@@ -691,11 +694,13 @@ def test_an_optimizer_with_modes_is_refused():
         finish(builder(2, (FULL, None), optim=lambda p: WithModes(p, 0.1)))
 
 
-def rank_state(rank, num_shards=2, num_params=1, shapes=((2,),)):
-    return {
-        "optimizer": {"state": {}, "param_groups": [{"params": list(range(num_params))}]},
-        "shards": {"rank": rank, "num_shards": num_shards, "shapes": shapes, "strides": shapes},
-    }
+def rank_state(rank, num_shards=2, num_params=1):
+    """A rank's state of a checkpoint, of an optimizer of one parameter."""
+    saved = saved_rank(rank)
+    stepper = replace(saved.stepper, optimizer={"state": {}, "param_groups": [{"params": [0]}]})
+    each = ((1,),) * num_params
+    facts = ShardFacts(rank=rank, num_shards=num_shards, shapes=each, strides=each)
+    return replace(saved, stepper=stepper, shards=facts)
 
 
 def test_states_that_lack_shards_or_describe_other_ones_are_refused():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from coordinator.cadence import ElChe
-from coordinator.metrics import metrics_from_state, metrics_state
+from coordinator.codec import decode, encode
+from coordinator.metrics import EpochMetrics
 from runtime import CsvLogger, TensorBoardLogger, Timeline, current_worker
 from runtime.monitor.run_reader import _epoch
 from tests.support.running import (
@@ -167,10 +168,10 @@ def test_tables_leave_out_values_that_were_not_measured(tmp_path):
 
 def test_metrics_of_an_earlier_version_are_read():
     state = run((CADENCE, OVER_CPU)).join(WAIT_S)
-    saved = metrics_state(state.metrics[0])
-    assert metrics_from_state(saved) == state.metrics[0]
+    saved = encode(state.metrics[0])
+    assert decode(EpochMetrics, saved, "metrics") == state.metrics[0]
     del saved["divergence"], saved["param_norm"]
-    again = metrics_from_state(saved)
+    again = decode(EpochMetrics, saved, "metrics")
     assert math.isnan(again.divergence)
     known = replace(again, divergence=0.0, param_norm=0.0)
     assert known == replace(state.metrics[0], divergence=0.0, param_norm=0.0)

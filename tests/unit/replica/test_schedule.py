@@ -164,7 +164,7 @@ class TestByMetric:
         o, other = optimizer(), optimizer()
         schedule, again = (Schedule(x, self.halving, every=0) for x in (o, other))
         schedule.step_by_metrics([1.0, 2.0])
-        again.load_state_dict(schedule.state_dict())
+        again.load(schedule.saved())
         other.load_state_dict(o.state_dict())
         again.step_by_metrics([1.0, 2.0, 3.0])
         assert rates(other) == [0.025, 0.05]
@@ -182,9 +182,9 @@ class TestByMetric:
             Schedule(optimizer(), FACTORIES["LambdaLR"], every=0)
 
     def test_a_state_of_another_kind_is_refused(self):
-        state = Schedule(optimizer(), FACTORIES["LambdaLR"]).state_dict()
+        saved = Schedule(optimizer(), FACTORIES["LambdaLR"]).saved()
         with pytest.raises(ValueError, match="every 1 batches, and is now stepped by a metric"):
-            Schedule(optimizer(), self.halving, every=0).load_state_dict(state)
+            Schedule(optimizer(), self.halving, every=0).load(saved)
 
 
 # -- in a run ------------------------------------------------------------------

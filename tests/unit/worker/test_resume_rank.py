@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from coordinator import messages as m
+from coordinator.codec import decode, encode
 from runtime import CheckpointError
 from runtime.checkpoint.format import plain
 from runtime.checkpoint.resume import ResumePoint
@@ -65,6 +66,11 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+def stored(saved):
+    """A dataclass after a round trip through a file."""
+    return decode(type(saved), through_a_file(encode(saved)), "it")
+
+
 def build(optim):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -87,10 +93,10 @@ def test_a_restored_optimizer_continues_bitwise_equal(optim):
     train(straight, stepper, range(6))
     first, stepper, _ = build(optim)
     train(first, stepper, range(3))
-    state = through_a_file(stepper.state_dict())
+    state = stored(stepper.saved())
     second, stepper, _ = build(optim)
     second.load_state_dict(first.state_dict())
-    stepper.load_state_dict(state)
+    stepper.restore(state)
     train(second, stepper, range(3, 6))
     for name, tensor in straight.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
@@ -99,11 +105,11 @@ def test_a_restored_optimizer_continues_bitwise_equal(optim):
 def test_ranks_that_share_a_saved_state_do_not_share_memory():
     model, stepper, _ = build(OPTIMIZERS["adamw"])
     train(model, stepper, range(2))
-    saved = through_a_file(stepper.state_dict())
+    saved = stored(stepper.saved())
     optimizers = []
     for _ in range(2):
         _, stepper, optimizer = build(OPTIMIZERS["adamw"])
-        stepper.load_state_dict(saved)
+        stepper.restore(saved)
         optimizers.append(optimizer)
     ours, theirs = ({id(t) for s in o.state.values() for t in s.values()} for o in optimizers)
     pointers = [{t.data_ptr() for s in o.state.values() for t in s.values()} for o in optimizers]
@@ -113,9 +119,9 @@ def test_ranks_that_share_a_saved_state_do_not_share_memory():
 
 def test_implementation_settings_of_an_optimizer_stay_as_built():
     _, stepper, _ = build(lambda p: torch.optim.AdamW(p, 0.5, foreach=True))
-    saved = through_a_file(stepper.state_dict())
+    saved = stored(stepper.saved())
     _, stepper, optimizer = build(lambda p: torch.optim.AdamW(p, 0.01, fused=True))
-    stepper.load_state_dict(saved)
+    stepper.restore(saved)
     group = optimizer.param_groups[0]
     assert (group["fused"], group["foreach"], group["lr"]) == (True, None, 0.5)
 
@@ -139,10 +145,10 @@ def test_a_restored_schedule_continues_bitwise_equal(factory, scale):
     straight = rates(made()[0], range(15))
     schedule, optimizer = made()
     first = rates(schedule, range(6))
-    state = through_a_file({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
+    saved, state = stored(schedule.saved()), through_a_file(optimizer.state_dict())
     schedule, optimizer = made()
-    optimizer.load_state_dict(state["optimizer"])
-    schedule.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state)
+    schedule.load(saved)
     assert first + rates(schedule, range(6, 15)) == straight
 
 
@@ -205,9 +211,9 @@ def point(captured, weights):
     """A resume point with the state that the worker sent."""
 
     class Data:
-        run, compatible, epoch, global_step = {}, {}, 0, 0
+        epoch = 0
 
-    Data.ranks, Data.weights = (through_a_file(captured.extra),), weights
+    Data.ranks, Data.weights = (stored(captured.extra),), weights
     return ResumePoint(Data, "a checkpoint")
 
 
@@ -232,9 +238,13 @@ def test_a_sent_state_does_not_change_with_the_next_step(alone):
     worker = alone()
     worker.step(0)
     (captured,) = worker.ask(m.TakeCheckpoint(id=1))
-    before = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
+    before = through_a_file(
+        {"extra": encode(captured.extra), "params": list(captured.payload.params)}
+    )
     worker.step(1)
-    after = through_a_file({"extra": captured.extra, "params": list(captured.payload.params)})
+    after = through_a_file(
+        {"extra": encode(captured.extra), "params": list(captured.payload.params)}
+    )
     assert repr(before) == repr(after)
 
 
@@ -244,8 +254,8 @@ def test_a_snapshot_of_a_round_carries_the_state_only_if_requested(alone):
     (bare,) = worker.ask(m.RequestParams(round=1))
     (full,) = worker.ask(m.RequestParams(round=2, capture=True))
     assert bare.extra is None
-    assert full.extra["local_step"] == 1
-    assert full.extra["optimizer"]["state"]
+    assert full.extra.local_step == 1
+    assert full.extra.stepper.optimizer["state"]
 
 
 def test_generators_are_restored_after_epoch_fn_of_the_epoch_that_was_begun(alone):

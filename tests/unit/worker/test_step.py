@@ -12,10 +12,10 @@ from runtime.device.cuda import open_device
 from runtime.device.metering import StepMeter
 from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
-from runtime.worker.lockstep import LockstepProgress
+from runtime.worker.lockstep import LockstepProgress, WorkerProgress
 from runtime.worker.protocol import WorkerProtocol
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import WorkerProgress, WorkerReplica
+from runtime.worker.replica import WorkerReplica
 from runtime.worker.step import WorkerSteps
 from tests.support.running import CPU, count_up, counter, plain_sgd
 
