@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -48,9 +49,11 @@ def test_a_worker_thread_that_cannot_be_started_ends_the_run(way, mode, error, m
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    b = builder(train=trace, dataset=10_000, way=way).on_worker_failure(mode)
+    b = builder(train=trace, dataset=10_000, way=way).on_worker_failure(mode)._set(grace_s=30.0)
+    began = time.monotonic()
     with pytest.raises(error, match="planted"):
         b.run()
+    assert time.monotonic() - began < 15.0, "it is not waited for"
     assert len(trace.batches) < 100
 
 
