@@ -185,6 +185,18 @@ def test_a_plan_kept_through_a_halt_is_found(monkeypatch):
     assert_is_found("the plan begins at")
 
 
+def test_training_that_a_halted_rank_does_not_report_is_found(monkeypatch):
+    send = WorkerFlow._send_halted
+
+    def silent(self, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(self._reporter, "take_report", lambda: None)
+            send(self, *args)
+
+    monkeypatch.setattr(WorkerFlow, "_send_halted", silent)
+    assert_is_found("reports batches that it was not assigned", first=258)
+
+
 def test_a_batch_assigned_to_a_dead_rank_is_found(monkeypatch):
     assign_batches = EpochScheduler.assign_batches
     assignable = RankState.LIVE, RankState.DEAD

@@ -138,3 +138,9 @@ def test_a_step_that_its_end_does_not_reach_is_found(kind, accepts, first, monke
 def test_a_stop_that_waits_for_a_step_is_found(monkeypatch):
     monkeypatch.setattr(EpochScheduler, "starve_steps", lambda self: None)
     assert_is_found(STUCK, drawn(stops), first=86)
+
+
+def test_a_worker_that_waits_for_a_plan_after_one_without_a_batch_is_found(monkeypatch):
+    starved = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(WorkerFlow, "_is_starved", starved, raising=False)
+    assert_is_found(STUCK, drawn(stops), first=86)
