@@ -43,7 +43,7 @@ from runtime.results import TrainedState, predict
 from runtime.timeline import Cause, Event, IdleGap, Kind, Timeline, TimelineSummary
 from runtime.timeline.run_summary import RankThroughput, RunSummary
 from runtime.trainer import Trainer, TrainerBuilder, fit
-from runtime.worker.own_loop import LoopWorker
+from runtime.worker.loop_worker import LoopWorker
 from runtime.worker.worker import GpuWorker
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 

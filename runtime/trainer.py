@@ -69,7 +69,7 @@ from runtime.settings import (
     RunSettings,
 )
 from runtime.timeline import Timeline
-from runtime.worker.own_loop import LoopWorker
+from runtime.worker.loop_worker import LoopWorker
 
 if TYPE_CHECKING:
     from coordinator.metrics import EpochMetrics

@@ -391,15 +391,13 @@ class WorkerFlow:
     def try_batch(self) -> Any:
         """The next batch; ``None`` if it is being loaded."""
         loader, lane = self._loads.next_loader(), self._lane
-        began = 0.0 if lane is None else now()
-        if lane is not None and loader.reads_inline:
+        began = now()
+        if loader.reads_inline:
             lane.enter(DATA, began)
         loaded = loader.try_next()
         if loaded is not None:
             self._reporter.meter.add_load(loaded.load_s, ahead=loader.reads_ahead)
-        if lane is None:
-            pass
-        elif lane.cause == DATA:
+        if lane.cause == DATA:
             if loaded is not None:
                 lane.enter(COMPUTE)
         elif loaded is not None:

@@ -194,6 +194,72 @@ class Meetings:
                 )
 
 
+class MeetingPlace:
+    """The place of one rank in the meetings of its group. In its thread.
+
+    Args:
+        ranks: The ranks of the first group.
+
+    Attributes:
+        generation, ranks: Its group.
+        number: Number of its next meeting.
+        batch: Number of its batch: of the step of the plans, since the group was formed.
+    """
+
+    def __init__(self, meetings: Meetings, rank: int, ranks: Sequence[int]) -> None:
+        self._meetings = meetings
+        self._rank = rank
+        self.join(0, ranks)
+
+    def join(self, generation: int, ranks: Sequence[int]) -> None:
+        """Meet these ranks from now on."""
+        self.generation, self.ranks = generation, ranks
+        self.number, self.batch = 0, -1
+
+    def post(self, act: Act, made: Sequence[str], num_batches: int, lr: float | None) -> int:
+        """Post an act, without waiting; returns the number of the meeting. See :class:`Post`.
+
+        Raises:
+            ReplicaMismatch: Another rank makes other steps.
+        """
+        number, self.number = self.number, self.number + 1
+        post = Post(act, self.batch, tuple(made), num_batches, lr)
+        self._meetings.post(self.generation, self.ranks, self._rank, number, post)
+        return number
+
+    def end_batch(self, made: Sequence[str], lr: float | None, *, is_open: bool) -> None:
+        """Post the end of the batch; see :meth:`Meetings.end_batch`."""
+        post = Post(Act.NEXT, self.batch, tuple(made), lr=lr, is_open=is_open)
+        self._meetings.end_batch(self.generation, self.ranks, self._rank, self.number, post)
+
+    def follow(self, number: int) -> Post | None:
+        """See :meth:`Meetings.follow`."""
+        return self._meetings.follow(self.generation, self.ranks, number, self.batch)
+
+    def end_of_batch(self) -> Post:
+        """See :meth:`Meetings.end_of`."""
+        return self._meetings.end_of(self.generation, self.batch)
+
+    def wait_for_all(self, number: int) -> None:
+        """See :meth:`Meetings.wait_for_all`."""
+        self._meetings.wait_for_all(self.generation, self.ranks, number, self.batch)
+
+    def all_step(self, number: int) -> bool:
+        """See :meth:`Meetings.all_step`."""
+        return self._meetings.all_step(self.generation, number)
+
+    def any_open(self) -> bool:
+        """See :meth:`Meetings.any_open`."""
+        return self._meetings.any_open(self.generation, self.ranks, self.batch)
+
+    def differs(self, found: Post) -> ReplicaMismatch:
+        """The error of an act of another rank that this rank cannot join."""
+        return ReplicaMismatch(
+            "under SYNC the bodies of all ranks make the same steps on each batch, and these "
+            f"differ: a rank made {found}; rank {self._rank} made {Post(Act.NEXT, self.batch - 1)}"
+        )
+
+
 class Act(Enum):
     """The act of a rank at a meeting."""
 

@@ -23,8 +23,8 @@ from runtime.replica.flat import norm
 from runtime.worker.own_loop import OwnLoop
 from runtime.worker.plan_steps import PlanSteps
 from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.rank_resources import seed_generator
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import seed_generator
 from runtime.worker.run_peers import RunPeers
 from runtime.worker.step import WorkerSteps
 from runtime.worker.task_evaluation import TaskEvaluation

@@ -1,7 +1,7 @@
 """Recording of a worker's time by cause on its lane.
 
 A step changes the lane's cause three times: to data, to compute, and back to the loop. The step
-itself writes these changes to :attr:`WorkerRecorder.lane`, if there is one.
+itself writes these changes to :attr:`WorkerRecorder.lane`.
 """
 
 from __future__ import annotations
@@ -38,68 +38,6 @@ from runtime.worker.protocol import WorkerProtocol, WorkerState
 from runtime.worker.worker_config import UserFunctions
 
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
-
-
-class WorkerRecorder:
-    """Receives events of one worker, in its thread; this base class records nothing.
-
-    The worker calls none of these methods between two steps without a message in between.
-
-    Attributes:
-        lane: The lane of the worker's steps and waits for data; ``None``: not recorded.
-    """
-
-    lane: RankLane | None = None
-
-    def wrap(self, functions: UserFunctions) -> UserFunctions:
-        """Return wrappers of the user's functions that record their calls."""
-        return functions
-
-    def collective_changed(self, collective: Collective) -> None:
-        """The worker uses this collective from now on."""
-
-    def between_plans(self) -> AbstractContextManager[None]:
-        """The worker waits for a plan."""
-        return _NO_CONTEXT
-
-    def plan(self, plan: m.EpochPlan) -> AbstractContextManager[None]:
-        """The worker trains a plan."""
-        return _NO_CONTEXT
-
-    def last_report(self, device: torch.device) -> AbstractContextManager[None]:
-        """The worker reports a completed plan."""
-        return _NO_CONTEXT
-
-    def averaging(self) -> AbstractContextManager[None]:
-        """The worker averages its buffers with those of its peers."""
-        return _NO_CONTEXT
-
-    def waiting(self, protocol: WorkerProtocol) -> AbstractContextManager[None]:
-        """The worker blocks on its inbox."""
-        return _NO_CONTEXT
-
-    def handling(
-        self, message: m.ToWorker, protocol: WorkerProtocol
-    ) -> AbstractContextManager[None]:
-        """The worker handles a message."""
-        return _NO_CONTEXT
-
-    def capture(self) -> AbstractContextManager[None]:
-        """The worker copies its state for a checkpoint."""
-        return _NO_CONTEXT
-
-    def validation(self, epoch: int) -> AbstractContextManager[None]:
-        """The worker evaluates its part of the validation set."""
-        return _NO_CONTEXT
-
-    def halted(self) -> None:
-        """The worker's group of ranks is broken."""
-
-    def leaving(self) -> None:
-        """The worker has stopped training and is about to end."""
-
-    def ended(self) -> None:
-        """The worker's loop has ended, for any reason."""
 
 
 P = ParamSpec("P")
@@ -140,15 +78,18 @@ Of all others it is ``CONTROL``.
 """
 
 
-class LaneRecorder(WorkerRecorder):
-    """Records a worker's time on the lane of its rank.
+class WorkerRecorder:
+    """Records a worker's time on the lane of its rank, in its thread.
+
+    The worker calls none of these methods between two steps without a message in between.
 
     Args:
-        lane: The lane; only the worker's thread writes to it.
+        lane: The lane; only the worker's thread writes to it. ``None``: a new one that keeps the
+            seconds by cause alone.
     """
 
-    def __init__(self, lane: RankLane) -> None:
-        self.lane: RankLane = lane
+    def __init__(self, lane: RankLane | None = None) -> None:
+        self.lane = lane or RankLane.without_events(0, now())
         self._parked_at: float | None = None
         self._epoch_span: tuple[int, float, float] | None = None
         self._has_received = False
@@ -356,7 +297,7 @@ class RunRecorder:
 
     def recorder(self, rank: int) -> WorkerRecorder:
         """The recorder of a rank's worker."""
-        return LaneRecorder(self.lanes[rank])
+        return WorkerRecorder(self.lanes[rank])
 
     def built(self, rank: int, model: torch.nn.Module) -> None:
         """A worker has built its replica."""

@@ -20,12 +20,7 @@ from runtime.core.errors import (
     ReplicaMismatch,
     without_tracebacks,
 )
-from runtime.core.rng import seed_of
-from runtime.device.base import Device
-from runtime.device.metering import StepMeter
-from runtime.device.timing import StepTimer
 from runtime.replica.averager import ReplicaAverager
-from runtime.replica.batch_log import BatchLog
 from runtime.replica.batch_norm import synchronise
 from runtime.replica.build import BuildOrder, build_replica
 from runtime.replica.capturable import CapturableOptimizer
@@ -49,9 +44,8 @@ from runtime.replica.reducer import GradientReducer
 from runtime.replica.stepper import Stepper
 from runtime.replica.structure import StructureCheck
 from runtime.replica.train_fn_checks import TrainFnChecks
-from runtime.worker.lockstep import LockstepProgress, WorkerProgress
 from runtime.worker.rank_checkpoint import RankCheckpoint
-from runtime.worker.recorder import WorkerRecorder
+from runtime.worker.rank_resources import RankResources
 from runtime.worker.worker_config import UserFunctions, WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -76,10 +70,6 @@ class WorkerReplica:
     Args:
         collective: Under ``SYNC`` reduces gradients, otherwise averages parameters.
         order: The build order, shared by all workers of a run.
-        generator: The worker's random generator, part of its checkpoint.
-        progress: The worker's progress, set from a checkpoint.
-        meter: Counts the steps and has their losses.
-        log: Receives the losses of each batch.
         resume: The state of an earlier run, which this run continues.
 
     Attributes:
@@ -97,7 +87,7 @@ class WorkerReplica:
         is_sharded: True if gradients and optimizer state are sharded over the ranks.
         is_single: True if there is no other rank.
         resumed_epochs: Epochs whose ``epoch_fn`` is called again before a checkpoint is restored.
-        context, generator, progress, lockstep: See above.
+        context, generator, progress, lockstep: See :class:`RankResources`.
 
     Raises:
         TypeError, ValueError: A factory's result cannot be trained.
@@ -111,33 +101,27 @@ class WorkerReplica:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        rank: RankResources,
         functions: UserFunctions,
-        context: Device,
         collective: Collective | None,
         order: BuildOrder,
         *,
-        generator: torch.Generator,
-        progress: WorkerProgress,
-        lockstep: LockstepProgress,
-        timer: StepTimer,
-        meter: StepMeter,
-        log: BatchLog,
-        recorder: WorkerRecorder,
         resume: ResumePoint | None = None,
         first_pass: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        config, context = rank.config, rank.context
+        self._resources = rank
         self.rank = config.rank
         self.is_single = config.world_size == 1
         self.context = context
-        self.generator = generator
-        self.progress = progress
-        self.lockstep = lockstep
+        self.generator = rank.generator
+        self.progress = progress = rank.progress
+        self.lockstep = rank.lockstep
         self.is_lockstep = collective is not None and config.policy is ApplyPolicy.SYNC
-        self._recorder = recorder
+        self._recorder = rank.recorder
         self._by_model = functions.loop is not None
         if collective is not None:
-            recorder.collective_changed(collective)
+            rank.recorder.collective_changed(collective)
         replica = build_replica(
             order,
             config.rank,
@@ -169,36 +153,35 @@ class WorkerReplica:
         context.pin_accumulators(params.params)
         self.capturable = self._make_capturable(config)
         self._reducers: list[GradientReducer] = []
-        self.global_batch = self._join_global_batch(config, collective, timer)
+        self.global_batch = self._join_global_batch(collective)
         self.ema = self._make_ema(config)
         self.precision = Precision(config.precision, config.device)
-        self.stepper = self._make_stepper(config, collective, timer, log)
+        self.stepper = self._make_stepper(collective)
         self.finite_check = ReplicaFiniteCheck(
             config.on_non_finite,
             config.rank,
             params,
             self.optimizer,
-            meter,
+            rank.meter,
             lambda: progress.local_step,
             averaged=config.world_size > 1 and not self.is_lockstep,
         )
         self.averager = ReplicaAverager(
             self.state, context, collective, None if self._ema_of_steps else self.ema
         )
-        self.checkpoint = RankCheckpoint(self, meter.log, config.lr_scale)
+        self.checkpoint = RankCheckpoint(self, rank.meter.log, config.lr_scale)
         if resume is not None:
             self._resume(resume, calls_epoch_fn=functions.epoch_fn is not None)
 
-    def _join_global_batch(
-        self, config: WorkerConfig, collective: Collective | None, timer: StepTimer
-    ) -> GlobalBatchComm | None:
+    def _join_global_batch(self, collective: Collective | None) -> GlobalBatchComm | None:
         """Connect the layers that exchange global batches, if any; warn of those that cannot."""
+        config = self._resources.config
         if self.is_lockstep and self.rank == 0:
             warn_of_frequencies(self.model)
         syncs_layers = config.sync_batchnorm and collective is not None
         if not (syncs_layers or config.all_gather):
             return None
-        comm = GlobalBatchComm(collective, self.context.comm, timer)
+        comm = GlobalBatchComm(collective, self.context.comm, self._resources.timer)
         if syncs_layers:
             synchronise(self.model, comm)
         return comm
@@ -318,24 +301,19 @@ class WorkerReplica:
         else:
             self.schedule.set_scale(scale)
 
-    def _make_stepper(
-        self,
-        config: WorkerConfig,
-        collective: Collective | None,
-        timer: StepTimer,
-        log: BatchLog,
-    ) -> Stepper:
+    def _make_stepper(self, collective: Collective | None) -> Stepper:
         """Build the stepper, in lockstep with its reducers."""
+        config = self._resources.config
         update = OptimizerUpdate(
             self.precision, MaxNorm(config.max_grad_norm), self._step_rates(), self._ema_of_steps
         )
         return Stepper(
             self.model,
-            self._make_part(config, collective, timer),
+            self._make_part(collective),
             update,
-            timer=timer,
+            timer=self._resources.timer,
             is_prompt=self.context.is_prompt,
-            log=log,
+            log=self._resources.log,
             global_batch=self.global_batch,
             sum_scale=config.sum_scale,
         )
@@ -361,24 +339,18 @@ class WorkerReplica:
         found = [(p, named) for p, named in both if id(p) in own]
         return ParamSubset([p for p, _ in found], [named for _, named in found])
 
-    def _make_part(
-        self,
-        config: WorkerConfig,
-        collective: Collective | None,
-        timer: StepTimer,
-    ) -> OptimizerPart:
+    def _make_part(self, collective: Collective | None) -> OptimizerPart:
         """The optimizer with the objects of its steps; one that stands for several has theirs."""
-        is_reduced = self.is_lockstep
+        is_reduced, warns = self.is_lockstep, self.rank == 0
 
         def part(
             params: NamedParams, optimizer: torch.optim.Optimizer, name: str = ""
         ) -> OptimizerPart:
-            check = self._step_check(config, params)
-            reducer = self._make_reducer(config, params, collective, check, timer)
+            check = self._step_check(params)
+            reducer = self._make_reducer(params, collective, check)
             return OptimizerPart(params, optimizer, checks(params), reducer, check, name)
 
         def checks(params: NamedParams) -> TrainFnChecks:
-            warns = config.rank == 0
             return TrainFnChecks(self.model, params, is_reduced=is_reduced, warns=warns)
 
         params, optimizer = self.state.params, self.optimizer
@@ -392,14 +364,13 @@ class WorkerReplica:
 
     def _make_reducer(
         self,
-        config: WorkerConfig,
         params: NamedParams,
         collective: Collective | None,
         finite_check: StepFiniteCheck | None,
-        timer: StepTimer,
     ) -> GradientReducer | None:
         if collective is None or not self.is_lockstep:
             return None
+        config, timer = self._resources.config, self._resources.timer
         sums = config.loss_reduction == "sum"
         if config.sharding is not None:
             reducer = config.sharding.make_reducer(
@@ -418,8 +389,9 @@ class WorkerReplica:
         self._reducers.append(reducer)
         return reducer
 
-    def _step_check(self, config: WorkerConfig, params: NamedParams) -> StepFiniteCheck | None:
+    def _step_check(self, params: NamedParams) -> StepFiniteCheck | None:
         """The check of each step before it is made, if the mode requires one."""
+        config = self._resources.config
         mode = config.on_non_finite
         if mode == "ignore" or (mode == "raise" and not self.is_lockstep):
             return None
@@ -596,8 +568,3 @@ class WorkerReplica:
         self.schedule.copy_from(donor.schedule)
         if self.ema is not None and donor.ema is not None:
             self.ema.load(donor.ema.flats)
-
-
-def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
-    """Seed a worker's generator for an epoch."""
-    generator.manual_seed(seed_of(seed, rank, epoch))

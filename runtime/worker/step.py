@@ -20,8 +20,7 @@ from runtime.core.errors import (
 from runtime.core.loss_weights import Weight
 from runtime.core.nested import num_rows
 from runtime.device.memory import is_out_of_memory
-from runtime.device.metering import StepMeter, StepValues
-from runtime.device.timing import StepTimer
+from runtime.device.metering import StepValues
 from runtime.replica.build import TrainFn, TrainFns
 from runtime.replica.capturable import CapturableOptimizer
 from runtime.replica.error_notes import MemoryUse, accumulate_remedy, add_note_once, explain_size
@@ -34,8 +33,7 @@ from runtime.replica.stepper import (
     StepEnd,
 )
 from runtime.timeline.events import COMPUTE, CONTROL
-from runtime.timeline.rank_lane import RankLane
-from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.rank_resources import RankResources
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.worker_config import StepResult, WorkerConfig
 
@@ -56,11 +54,7 @@ class WorkerSteps:
     each step whose reduction was aborted.
 
     Args:
-        protocol: Counts the trained batches for the coordinator.
-        meter: Counts them for reports.
         await_batch: Returns the batches of a plan; ``None``: only :meth:`train_step` is called.
-        lane: Lane for the time of each step; ``None``: not recorded. Written here, as a wrapper
-            would cost as much as the entries.
         fallbacks: Shared by all workers of a run; records what is not captured.
 
     Attributes:
@@ -71,16 +65,13 @@ class WorkerSteps:
 
     def __init__(
         self,
-        config: WorkerConfig,
+        rank: RankResources,
         replica: WorkerReplica,
-        protocol: WorkerProtocol,
-        meter: StepMeter,
-        timer: StepTimer,
         *,
         await_batch: AwaitBatch | None = None,
-        lane: RankLane | None = None,
         fallbacks: GraphFallbacks | None = None,
     ) -> None:
+        config = rank.config
         self.replica = replica
         self._context = replica.context
         self._stepper = replica.stepper
@@ -90,11 +81,11 @@ class WorkerSteps:
         self._is_lockstep = replica.is_lockstep
         self._lockstep = replica.lockstep
         self._progress = replica.progress
-        self._protocol = protocol
-        self._meter = meter
-        self._timer = timer
+        self._protocol = rank.protocol
+        self._meter = rank.meter
+        self._timer = rank.timer
         self._await_batch = await_batch
-        self._lane = lane
+        self._lane = rank.recorder.lane
         self._config = config
         self._can_repeat = self._is_lockstep and (config.redoes or config.falls_back)
         # Failed steps are undone to be repeated, and to save the state before them.
@@ -212,13 +203,10 @@ class WorkerSteps:
             first = self.next_batch(answer=True)
             if first is None:
                 return False
-        elif lane is not None:
+        else:
             lane.enter(COMPUTE)
         self._follow_schedule(position)
-        if lane is None:
-            self.train_window(sizes, first, train_fn)
-            return True
-        start = lane.since
+        start = lane.since  # written here: a wrapper would cost as much as the entries
         self.train_window(sizes, first, train_fn)
         lane.end_step(CONTROL, start, sizes)
         return True

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from coordinator import messages as m
@@ -20,23 +20,19 @@ from runtime.core.rng import install_thread_generators
 from runtime.core.threads import prepare_threads
 from runtime.data.loader import Loader
 from runtime.device.base import Device
-from runtime.device.cuda import open_device
-from runtime.device.metering import StepMeter
-from runtime.device.timing import StepTimer
 from runtime.evaluation.pending_means import EvaluationView, drawing
 from runtime.evaluation.predict import call_for_output
-from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import FactoryDraws, TrainFns
 from runtime.replica.flat import FlatState
 from runtime.replica.schedule import SchedulerFactories
 from runtime.worker.flow import PlanLoads, ReplicaReplies, WorkerFlow
-from runtime.worker.lockstep import LockstepProgress, WorkerProgress
+from runtime.worker.loop_worker import LoopWorker
 from runtime.worker.meetings import LoopPeers, Meetings
 from runtime.worker.operations import ReplicaOperations, StepOperations, exhaust
 from runtime.worker.own_loop import OwnLoop
-from runtime.worker.protocol import WorkerProtocol
+from runtime.worker.rank_resources import RankResources
 from runtime.worker.recorder import WorkerRecorder
-from runtime.worker.replica import WorkerReplica, seed_generator
+from runtime.worker.replica import WorkerReplica
 from runtime.worker.reporter import Reporter
 from runtime.worker.run_peers import RunPeers
 from runtime.worker.step import WorkerSteps
@@ -103,35 +99,27 @@ class GpuWorker:
         self.rank = config.rank
         self.world_size = config.world_size
         self.device = config.device
-        self.generator = torch.Generator(config.device)
-        seed_generator(self.generator, config.seed, config.rank, 0)
-        self.protocol = WorkerProtocol(config.rank)
-        self._progress = WorkerProgress()
         self._peers = shared = peers or RunPeers()
-        self._recorder = recorder or WorkerRecorder()
+        resources = RankResources.open(config, device, recorder, shared.launch_load)
+        self.generator = resources.generator
+        self.protocol = resources.protocol
+        self._progress = resources.progress
+        self._recorder = resources.recorder
         self._functions = wrapped = self._recorder.wrap(functions)
-        context = device or open_device(config.device, config.num_cpu_workers)
-        timer = context.new_timer(shared.launch_load)
-        meter = StepMeter(context.new_log(), timer)
-        meter.log.each = [] if config.metrics_every else None
         # A model factory may run a forward pass that records scalars.
-        self._log = BatchLog(meter.log)
+        self._log, meter = resources.log, resources.meter
         self._inbox, self._outbox = endpoints.inbox, endpoints.outbox
         interval_s = config.report_interval_s
-        self._reporter = Reporter(self.protocol, self._outbox, context, interval_s, meter)
-        self.replica = self._make_replica(context, collective, timer, meter)
+        self._reporter = Reporter(self.protocol, self._outbox, resources.context, interval_s, meter)
+        self.replica = self._make_replica(resources, collective)
         self.model = self.replica.model
         self.optimizer = self.replica.optimizer
         self._schedule = self._reporter.schedule = self.replica.schedule
         meter.log.rate = lambda: self._schedule.host_lr
         self.steps = WorkerSteps(
-            config,
+            resources,
             self.replica,
-            self.protocol,
-            meter,
-            timer,
             await_batch=lambda *, answer: self._flow.block_for_batch(answer=answer),
-            lane=self._recorder.lane,
             fallbacks=shared.fallbacks,
         )
         if (objects := shared.order.shared) is not None:
@@ -142,7 +130,7 @@ class GpuWorker:
         evaluation = TaskEvaluation(
             self.replica, config, wrapped, send, shared.evaluations, shared.validation
         )
-        self._loop = self._make_loop(timer, meter, evaluation)
+        self._loop = self._make_loop(resources, evaluation)
         self._ops = StepOperations(
             self, config, wrapped, self.steps, self._loop, shared, self._inbox
         )
@@ -167,22 +155,14 @@ class GpuWorker:
             peers.replicas[self.rank] = self.replica
 
     def _make_replica(
-        self, context: Device, collective: Collective | None, timer: StepTimer, meter: StepMeter
+        self, resources: RankResources, collective: Collective | None
     ) -> WorkerReplica:
         with worker_context(self):
             return WorkerReplica(
-                self.config,
+                resources,
                 self._functions,
-                context,
                 collective,
                 self._peers.order,
-                generator=self.generator,
-                progress=self._progress,
-                lockstep=LockstepProgress(),
-                timer=timer,
-                meter=meter,
-                log=self._log,
-                recorder=self._recorder,
                 resume=self._peers.resume,
                 first_pass=None if self._peers.first_batch is None else self._first_pass,
             )
@@ -202,24 +182,20 @@ class GpuWorker:
         ):
             fn(model, batch)
 
-    def _make_loop(
-        self, timer: StepTimer, meter: StepMeter, evaluation: TaskEvaluation
-    ) -> OwnLoop | None:
-        config, function = self.config, self._functions.loop
+    def _make_loop(self, resources: RankResources, evaluation: TaskEvaluation) -> OwnLoop | None:
+        function = self._functions.loop
         if function is None:
             return None
+
+        def bind(loop: OwnLoop) -> Callable[[], object]:
+            return partial(function, LoopWorker(self, loop))
+
         return OwnLoop(
-            function,
-            self,
-            config,
+            bind,
+            resources,
             self.steps,
-            self.replica,
-            self.protocol,
-            timer,
-            meter,
             evaluation,
-            self._peers.loop or LoopPeers(1, Meetings(config.collective_timeout_s)),
-            self._recorder.lane,
+            self._peers.loop or LoopPeers(1, Meetings(self.config.collective_timeout_s)),
             lambda: exhaust(self._flow.receive_next()),
         )
 

@@ -561,6 +561,7 @@ class Watch(WorkerRecorder):
     """Checks each message before it is handled."""
 
     def __init__(self, rank: SimRank) -> None:
+        super().__init__()
         self._rank = rank
 
     @contextmanager

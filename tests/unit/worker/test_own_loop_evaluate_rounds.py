@@ -355,7 +355,7 @@ def test_all_ranks_evaluate_in_the_precision_of_the_run(way):
             worker.step(F.mse_loss(worker.model(x.float()).float(), y.float()))
             if first():
                 worker.evaluate(points(37, 2), fn)
-                assert not worker._loop._evaluation.shared._calls
+                assert not worker._loop._evaluation._evaluation.shared._calls
 
     b = Trainer.loop(
         lambda device: nn.Linear(4, 1).to(device),

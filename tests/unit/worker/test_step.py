@@ -8,16 +8,11 @@ import torch
 from coordinator.config import ApplyPolicy
 from runtime import UserFunctions, WorkerConfig, create_collectives
 from runtime.core.errors import CollectiveAborted
-from runtime.device.cuda import open_device
-from runtime.device.metering import StepMeter
-from runtime.replica.batch_log import BatchLog
 from runtime.replica.build import BuildOrder
-from runtime.worker.lockstep import LockstepProgress, WorkerProgress
-from runtime.worker.protocol import WorkerProtocol
-from runtime.worker.recorder import WorkerRecorder
+from runtime.worker.rank_resources import RankResources
 from runtime.worker.replica import WorkerReplica
 from runtime.worker.step import WorkerSteps
-from tests.support.running import CPU, count_up, counter, plain_sgd
+from tests.support.running import count_up, counter, plain_sgd
 
 SIZE = 2
 BATCH = (torch.zeros(SIZE),)
@@ -29,30 +24,15 @@ class Bench:
     def __init__(self, batches, *, model=counter, collective=None, **settings):
         config = WorkerConfig(num_samples=100, batch_size=SIZE, **settings)
         functions = UserFunctions(model_factory=model, optim_factory=plain_sgd, train_fn=count_up)
-        device = open_device(CPU, 1)
-        self.meter = StepMeter(device.new_log(), timer := device.new_timer())
-        self.progress, self.lockstep = WorkerProgress(), LockstepProgress()
-        self.protocol = WorkerProtocol(0)
+        resources = RankResources.open(config)
+        self.meter, self.protocol = resources.meter, resources.protocol
+        self.progress, self.lockstep = resources.progress, resources.lockstep
         self.protocol.on_built()
-        self.replica = WorkerReplica(
-            config,
-            functions,
-            device,
-            collective,
-            BuildOrder(standalone=True),
-            generator=torch.Generator(),
-            progress=self.progress,
-            lockstep=self.lockstep,
-            timer=timer,
-            meter=self.meter,
-            log=BatchLog(self.meter.log),
-            recorder=WorkerRecorder(),
-        )
+        order = BuildOrder(standalone=True)
+        self.replica = WorkerReplica(resources, functions, collective, order)
         self.answers = []
         self._batches = iter(batches)
-        self.steps = WorkerSteps(
-            config, self.replica, self.protocol, self.meter, timer, await_batch=self._await
-        )
+        self.steps = WorkerSteps(resources, self.replica, await_batch=self._await)
 
     def _await(self, *, answer):
         self.answers.append(answer)
