@@ -161,7 +161,6 @@ class DataParallelCoordinator(Closeable):
             partial(build_optimizer, optim_factory),
             timeout_remedy=_COORDINATOR_REMEDY,
             name="data-parallel",
-            waits_on_interrupt=True,
         )
         self._runner, self._mirror, self._optimizer = ranks.runner, ranks.mirror, ranks.optimizer
         self._replicas, self._reduction = ranks.replicas, ranks.reduction
@@ -218,9 +217,9 @@ class DataParallelCoordinator(Closeable):
         The step equals that of one device on the whole mini-batch, except for what a model
         computes over a batch (batch norm, which gets two or more samples on each replica that
         has any). Buffers are those of the first replica. If anything
-        fails before the step, the model returns to its state before the call, without gradients,
-        and training may continue. But a failure in the averaging between devices, or in the
-        step, breaks this object permanently.
+        fails before the step, the model returns to its state before the call, without gradients.
+        A step that fails may have changed a part of the parameters, as on one device. Training
+        may continue in each case.
 
         Args:
             samples: As for :func:`~gpuworker.shard_samples`. Tensors in columns are moved to each
@@ -232,9 +231,10 @@ class DataParallelCoordinator(Closeable):
             TypeError, ValueError: The samples cannot be cut, or there are none.
             ReplicaFailed: A replica failed; has its rank, and the original exception as the cause.
             NonFiniteError: A loss or a gradient is NaN or infinite. No optimizer has stepped.
-            RuntimeError: Closed, broken by an earlier failure within a step, or in use.
-            KeyboardInterrupt: Each replica has finished its task, so the model has stepped or
-                not; the next call restores its buffers if it has not.
+            RuntimeError: Closed, or in use.
+            KeyboardInterrupt: Each replica has finished its task, so the model has stepped, or is
+                in its state before the call. If a task does not end within 30 seconds, the next
+                call waits for it and restores that state.
         """
         with self._exclusive():
             total = count_samples(samples)
@@ -256,12 +256,12 @@ class DataParallelCoordinator(Closeable):
                     self._undo()
                     return BatchResult(0.0, correct, total, 0.0)
                 norm = self._reduce(rows, weights)
+                tasks: list[Task | None] = [self._step, *[None] * (self.num_devices - 1)]
+                self._runner.run(tasks, self._batch_name)
             except BaseException:
-                if self._runner.fault is None:
+                if not self._runner.is_busy:
                     self._undo()
                 raise
-            tasks: list[Task | None] = [self._step, *[None] * (self.num_devices - 1)]
-            self._runner.run(tasks, self._batch_name, changes=True)
             self._num_batches += 1
         return BatchResult(loss, correct, total, norm)
 
@@ -337,14 +337,7 @@ class DataParallelCoordinator(Closeable):
                 refuse_sparse(names, row)
             multiply_([g for g in row if g is not None], weight / total)
             own.append(row if weight else [None] * len(row))
-        try:
-            found = self._reduction.sum(own, params)
-        except ReplicaFailed as error:
-            self._runner.fault = (
-                f"their gradients could not be averaged ({error.__cause__}), and the group is "
-                "broken"
-            )
-            raise
+        found = self._reduction.sum(own, params)
         summed = [g for g in found if g is not None]
         norm = gradient_norm(summed)
         if not math.isfinite(norm):
@@ -359,8 +352,8 @@ class DataParallelCoordinator(Closeable):
 
     def _step(self) -> None:
         """Step the optimizer; run in the first replica's thread, which no interrupt stops."""
-        self._optimizer.step()
         self._mirror.mark_stepped()
+        self._optimizer.step()
         self._buffers.discard()
 
     def sync_params(self) -> None:
@@ -410,18 +403,11 @@ class DataParallelCoordinator(Closeable):
                 "time, and not from loss_fn"
             )
         with self._busy:  # not acquire(): a KeyboardInterrupt could occur before the try
-            self._check_open()
+            if self._runner.closed:
+                raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
+            if self._runner.is_busy:
+                self._runner.drain()
             yield
-
-    def _check_open(self) -> None:
-        self._runner.record_fault()
-        if self._runner.closed:
-            raise RuntimeError("this DataParallelCoordinator is closed; build a new one")
-        if self._runner.fault is not None:
-            raise RuntimeError(
-                f"the replicas may differ, since {self._runner.fault}; build a new "
-                "DataParallelCoordinator from a saved state"
-            )
 
     def close(self) -> None:
         """End the threads and wait for them; restores the number of intra-op threads. Idempotent.

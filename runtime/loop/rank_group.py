@@ -55,7 +55,6 @@ class RankGroup:
         timeout_remedy: str,
         loss_weight: LossWeightFn | None = None,
         name: str | None = None,
-        waits_on_interrupt: bool = False,
     ) -> RankGroup:
         """Start the threads, and build the model, its copies and its optimizer.
 
@@ -69,7 +68,6 @@ class RankGroup:
             timeout_remedy: The caller's means against the timeout of a reduction.
             loss_weight: See :class:`~gpuworker.DdpConfig`.
             name: As for :class:`Runner`.
-            waits_on_interrupt: As for :class:`Runner`.
         """
 
         def connect() -> Sequence[Collective]:
@@ -80,7 +78,7 @@ class RankGroup:
             return ends
 
         group = CollectiveGroup(connect)
-        runner = Runner(devices, group, recorder, name=name, waits_on_interrupt=waits_on_interrupt)
+        runner = Runner(devices, group, recorder, name=name)
         try:
             model: nn.Module = runner.run_first(partial(make_first, devices[0]))
             train_mode(model)

@@ -10,11 +10,11 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from coordinator.run_errors import GpuWorkerError
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout
@@ -30,7 +30,7 @@ EXIT_TIMEOUT_S = 5.0
 SIGNAL_POLL_S = 0.2
 """Longest single wait: Python handles a signal that arrives just before a wait only after it."""
 Task = Callable[[], Any]
-Inbox: TypeAlias = "queue.SimpleQueue[RankWork | None]"
+Inbox: TypeAlias = "queue.SimpleQueue[Job | None]"
 
 
 class _Current(threading.local):
@@ -128,26 +128,17 @@ class RankThreads:
         Raises:
             RuntimeError: As :meth:`start`; no rank received the job.
         """
-        self.post(job, job.ranks)
-
-    def post(self, work: RankWork, ranks: Iterable[int]) -> None:
-        """Post work to the threads of these ranks, after earlier work. Does not block.
-
-        Raises:
-            RuntimeError: The threads are closed, or belong to the parent of this fork.
-        """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the threads of {self.name} are in the process that made them, not in this fork "
                 "of it: build the object in the process that uses it"
             )
-        with self._lock:  # so that close() is before or after this work on every rank
+        with self._lock:  # so that close() is before or after this job on every rank
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name} are closed")
-            if isinstance(work, Job):
-                work.is_posted = True
-            for rank in ranks:
-                self._inboxes[rank].put(work)
+            job.is_posted = True
+            for rank in job.ranks:
+                self._inboxes[rank].put(job)
 
     def is_current_thread(self) -> bool:
         """True if the caller is one of the threads."""
@@ -239,13 +230,6 @@ def _close_at_exit() -> None:
 
 
 atexit.register(_close_at_exit)
-
-
-class RankWork(Protocol):
-    """Work of several ranks, run by their threads."""
-
-    def run_rank(self, rank: int, context_error: BaseException | None) -> None:
-        """Run a rank's part in its thread, or fail with ``context_error``. Never raises."""
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 """Seconds that close() waits for all threads together."""
 INTERRUPT_TIMEOUT_S = 30.0
-"""Seconds that a KeyboardInterrupt waits for running tasks that must complete."""
+"""Seconds that a KeyboardInterrupt waits for the tasks that have started."""
 _loop_numbers = count()
 
 
 class Runner:
     """Runs one task per rank in the ranks' threads. Used by one thread at a time.
 
-    A ``KeyboardInterrupt`` may occur between any two lines. Then the caller returns at once and
-    the tasks keep running: the group is aborted, and the next call has to :meth:`drain`. With
-    ``waits_on_interrupt`` the caller waits for the tasks, so that all ranks run them or none.
+    A ``KeyboardInterrupt`` may occur between any two lines. Then the group is aborted, and the
+    call ends once the tasks that have started have ended, or after a timeout: the next call then
+    has to :meth:`drain`. The caller undoes what the tasks have done.
 
     The daemon threads end with :meth:`close`, when this object is garbage-collected, or when the
     interpreter exits; the last thread to end closes the recorder and the group.
@@ -54,12 +54,10 @@ class Runner:
         devices: One per rank; a device may be listed more than once.
         sync: Orders the ranks' streams and the caller's; ``None``: by events.
         name: Prefix of the threads' names; ``None``: ``replica-<number of the loop>``.
-        waits_on_interrupt: True if an interrupted call waits for tasks that were posted.
 
     Attributes:
         contexts: Each rank's device context.
-        interrupted: True if an interrupted call left tasks running.
-        fault: With ``waits_on_interrupt``: why the replicas may differ permanently; else ``None``.
+        is_busy: True if tasks may be running.
 
     Raises:
         Exception: A device cannot be used.
@@ -73,16 +71,12 @@ class Runner:
         sync: StreamSync | None = None,
         *,
         name: str | None = None,
-        waits_on_interrupt: bool = False,
     ) -> None:
         self._devices = devices
         self._group = group
         self._recorder = recorder
         self._sync = sync or StreamSync(devices)
-        self._waits_on_interrupt = waits_on_interrupt
-        self._changing: Job | None = None
-        self.interrupted = False
-        self.fault: str | None = None
+        self.is_busy = False
         import_dynamo()
         CompileLimits.extend(len(devices))
         num_cpus = sum(device.type == "cpu" for device in devices)
@@ -157,15 +151,12 @@ class Runner:
         tasks: Sequence[Task | None],
         operation: str,
         tensors: Sequence[Tensor] = (),
-        *,
-        changes: bool = False,
     ) -> list[TaskOutcome]:
         """Run each rank's task in its thread; blocks until all are done.
 
         Args:
             tasks: One per rank; ``None``: no task.
             tensors: The caller's tensors that the tasks read; their streams are waited for.
-            changes: True if a failed task leaves the replicas permanently different.
 
         Raises:
             ReplicaFailed: A task raised.
@@ -178,19 +169,18 @@ class Runner:
                 for device, task in zip(self._devices, tasks, strict=True)
             ]
         with ProcessState.held():
-            outcomes = self.execute(tasks, changes=changes)
+            outcomes = self.execute(tasks)
         if events:
             self._join_streams(outcomes, tensors)
         self._recorder.record_tasks(operation, outcomes)
         raise_replica_failure(outcomes, self._devices, operation)
         return outcomes
 
-    def execute(self, tasks: Sequence[Task | None], *, changes: bool = False) -> list[TaskOutcome]:
+    def execute(self, tasks: Sequence[Task | None]) -> list[TaskOutcome]:
         """Like :meth:`run`, but raise no task's exception and order no streams."""
         self.check_caller()
         job = Job(tasks)
-        self._changing = job if changes else None
-        previous_fault = self.fault
+        self.is_busy = True
         try:
             self._threads.submit(job)
             job.wait(None, self._threads)
@@ -199,32 +189,12 @@ class Runner:
                 print_briefly(
                     error, "KeyboardInterrupt: interrupted in a call of the model's replicas"
                 )
-            if self._waits_on_interrupt:
-                self._wait_for_started(job, previous_fault)
-            else:
-                self.interrupted = not self.closed
-                self._group.abort()
+            self._group.abort()
+            with suppress(RuntimeError):  # the threads have ended
+                self.drain(INTERRUPT_TIMEOUT_S)
             raise
-        if changes:
-            self.record_fault()
+        self.is_busy = False
         return job.outcomes
-
-    def _wait_for_started(self, job: Job, previous_fault: str | None) -> None:
-        """Wait until no thread works on the replicas."""
-        self.fault = "it was interrupted, and a replica did not finish in time"
-        if job.is_posted:
-            self._threads.submit(job)  # the ranks that did not receive it
-            if not job.wait(INTERRUPT_TIMEOUT_S, self._threads):
-                return
-        self.fault = previous_fault
-
-    def record_fault(self) -> None:
-        """Set :attr:`fault` if the last change failed; an interrupt may have skipped it before."""
-        if self._changing is not None:
-            failure = first_failure(self._changing.outcomes)
-            if failure is not None:
-                self.fault = f"rank {failure[0]} failed while the replicas were changed"
-            self._changing = None
 
     def run_first(self, task: Task) -> Any:
         """Run a task in rank 0's thread alone; returns its value, or raises its exception."""
@@ -233,10 +203,12 @@ class Runner:
             raise outcome.error
         return outcome.value
 
-    def drain(self) -> None:
-        """Wait for tasks that an interrupted call left running."""
-        self.run([_no_op] * len(self._devices), "drain")
-        self.interrupted = False
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Wait for the tasks of an interrupted call; they may be busy still after a timeout."""
+        last = self._threads.start(lambda rank: self._sync.mark(self._devices[rank]))
+        self.is_busy = not last.wait(timeout_s, self._threads)
+        if not self.is_busy:
+            self._sync.join(outcome.value for outcome in last.outcomes)
 
     def close(self) -> None:
         """End the threads after their tasks. Idempotent.
@@ -275,10 +247,6 @@ class Runner:
             marks.append(mark)
         # The caller may free what was copied from, on a GPU that is none of the replicas', too.
         self._sync.join(marks, tensors)
-
-
-def _no_op() -> None:
-    return
 
 
 def raise_replica_failure(

@@ -189,8 +189,11 @@ class ThreadedEngine:
             try:
                 with self._mirror.comparing(None):
                     outcomes = self._runner.run(tasks, "forward", tensors)
-            except ReplicaFailed as error:
-                raise self._explained(error, scatter, modes, sizes) from error.__cause__
+            except BaseException as error:
+                self._mirror.mark_stepped()  # some ranks may have assigned to parameters
+                if isinstance(error, ReplicaFailed):
+                    raise self._explained(error, scatter, modes, sizes) from error.__cause__
+                raise
             self._mirror.adopt_forward([rank for rank, size in enumerate(sizes) if size])
             params = self._mirror.params
         shards = [outcome.value for outcome in outcomes if outcome.value is not None]
@@ -592,12 +595,17 @@ class ThreadedEngine:
         self._mirror.follow()
 
     def _recover(self) -> None:
-        if self._runner.interrupted:
+        """Undo an interrupted call whose tasks did not end in time."""
+        if self._runner.is_busy:
             self._runner.drain()
-            for replica in self._replicas:
-                take_grads(replica.leaves)
-            self._clear_gradients()
-            self._mirror.mark_stepped()
+            self._undo()
+
+    def _undo(self) -> None:
+        """Clear the gradients of a call that failed; the copies are updated by the next one."""
+        for replica in self._replicas:
+            take_grads(replica.leaves)
+        self._clear_gradients()
+        self._mirror.mark_stepped()
 
     def _refuse_stray_gradients(self) -> None:
         """Raise if a backward pass of the caller reached a rank's leaves on its own."""
@@ -634,8 +642,8 @@ class ThreadedEngine:
         try:
             yield
         except BaseException:
-            if not self._runner.interrupted:
-                self._clear_gradients()
+            if not self._runner.is_busy:
+                self._undo()
             raise
 
 

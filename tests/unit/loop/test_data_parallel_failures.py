@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime import DataParallelCoordinator, NonFiniteError, ReplicaFailed
-from runtime.loop import runner
+from runtime.loop import rank_replica, runner
 from tests.support.own_loop import exchanging_gradients
 from tests.support.parallel import adam, equal, identical, loss_fn, mlp, replicas, samples_of, state
 
@@ -233,17 +233,55 @@ def test_samples_that_cannot_be_cut_are_named_before_anything_runs(samples, erro
     assert ran == []
 
 
-def test_a_failure_within_a_step_makes_the_coordinator_unusable():
+@pytest.mark.parametrize("how", ["directly", "copies"])
+def test_after_a_failure_within_a_step_all_replicas_have_what_it_has_changed(how):
+    """As on one device, that may be a part of the parameters; gradients and buffers are undone."""
+
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
-            raise MemoryError("planted")
+            if not failed:
+                failed.append(True)
+                self.param_groups[0]["params"][0].data.add_(1.0)  # no version counts it
+                raise MemoryError("planted")
+            return super().step(closure)
 
-    with replicas(2, optim=lambda p: Failing(p, 0.1)) as coordinator:
+    failed = []
+    with (
+        exchanging_gradients(how),
+        replicas(2, model=with_norm, optim=lambda p: Failing(p, 0.1)) as coordinator,
+    ):
+        before = state(coordinator.primary)
         with pytest.raises(ReplicaFailed, match=r"rank 0 .*MemoryError: planted"):
             coordinator.train_batch(samples_of(4))
-        for call in (lambda: coordinator.train_batch(samples_of(4)), coordinator.sync_params):
-            with pytest.raises(RuntimeError, match="replicas may differ, since rank 0 failed"):
-                call()
+        after = state(coordinator.primary)
+        assert [name for name in after if not torch.equal(after[name], before[name])] == [
+            next(name for name, _ in coordinator.primary.named_parameters())
+        ]
+        assert all(p.grad is None for p in coordinator.primary.parameters())
+        assert identical(coordinator)
+        coordinator.train_batch(samples_of(4))
+        assert identical(coordinator)
+
+
+def test_training_continues_after_an_average_that_failed(monkeypatch):
+    """The group that the failure has aborted is made anew."""
+    all_reduce, failed = rank_replica.RankReplica.all_reduce, []
+
+    def fails_once(self, *args):
+        if self.rank == 1 and not failed:
+            failed.append(True)
+            raise OSError("planted")
+        return all_reduce(self, *args)
+
+    monkeypatch.setattr(rank_replica.RankReplica, "all_reduce", fails_once)
+    with exchanging_gradients("copies"), replicas(3, model=with_norm) as coordinator:
+        before = full_state(coordinator)
+        with pytest.raises(ReplicaFailed, match=r"rank 1 .*OSError: planted"):
+            coordinator.train_batch(samples_of(9))
+        assert equal(full_state(coordinator), before)
+        coordinator.train_batch(samples_of(9))
+        assert identical(coordinator)
+        assert not equal(full_state(coordinator), before)
 
 
 def test_train_batch_from_loss_fn_or_another_thread_is_refused():
@@ -310,7 +348,7 @@ def test_ctrl_c_within_a_step_lets_it_complete():
         coordinator.train_batch(samples_of(9, 2))
 
 
-def test_ctrl_c_while_user_code_does_not_return_makes_the_coordinator_unusable(
+def test_after_ctrl_c_in_user_code_that_does_not_return_the_next_call_waits_for_it(
     trained, monkeypatch
 ):
     coordinator, plan = trained
@@ -323,10 +361,14 @@ def test_ctrl_c_while_user_code_does_not_return_makes_the_coordinator_unusable(
         return loss
 
     plan[1] = stuck
+    before = full_state(coordinator)
     interrupted(coordinator, 5)
-    with pytest.raises(RuntimeError, match="may differ, since it was interrupted"):
-        coordinator.train_batch(samples_of(9))
-    go.set()
+    plan[1] = lambda loss, model: go.is_set() and loss
+    threading.Timer(0.1, go.set).start()
+    assert equal(full_state(coordinator), before)
+    assert go.is_set()
+    coordinator.train_batch(samples_of(9))
+    assert identical(coordinator)
 
 
 def test_an_interrupted_build_leaves_no_thread():

@@ -1,11 +1,13 @@
 """Failures of replicas, and the end of their threads."""
 
+import _thread
 import copy
 import gc
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -214,6 +216,81 @@ def test_an_interrupted_caller_can_continue(what, monkeypatch):
             train_step(alone, x, y)
             assert_identical(model)
             assert_close(model, alone.model)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("call", ["forward", "accumulate"])
+def test_ctrl_c_lets_tasks_that_have_started_end(call, in_time, monkeypatch):
+    """Then no thread works on the model. After a timeout the next call waits for that."""
+    if not in_time:
+        monkeypatch.setattr(runner_file, "INTERRUPT_TIMEOUT_S", 0.01)
+    is_armed, go, ended = threading.Event(), threading.Event(), []
+
+    class Slow(nn.Module):
+        """On rank 1 Ctrl-C arrives in its forward pass, which takes some more time."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x):
+            if is_armed.is_set() and on_rank(1):
+                is_armed.clear()
+                _thread.interrupt_main()
+                threading.Timer(0.3, go.set).start()
+                assert go.wait(WAIT_S)
+                ended.append(1)
+            return self.net(x)
+
+    net, (x, y) = Slow(), make_batch(6)
+    with on_cpus(net, 2, adamw) as model:
+        train_step(model, x, y)
+        is_armed.set()
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            if call == "forward":
+                model(x)
+            else:
+                model.accumulate(lambda m, b: F.cross_entropy(m(b[0]), b[1]), [(x, y)] * 2)
+        assert ended == [1] * in_time
+        assert all(p.grad is None for p in net.parameters())
+        alone = twin(model)
+        model.accumulate(lambda m, b: F.cross_entropy(m(b[0]), b[1]), [(x, y)] * 2)
+        model.step()
+        train_step(alone, x, y)
+        assert ended == [1]
+        assert_identical(model)
+        assert_close(model, alone.model)
+
+
+def test_ctrl_c_while_tasks_are_posted_ends_the_waits_of_ranks_for_each_other():
+    """Only a part of the ranks has received a task, which waits in a collective for the others."""
+    x, y = make_batch(6)
+    at, fired = 0, True
+    with on_cpus(make_net(), 3) as model:
+        inboxes = model._engine._runner._threads._inboxes
+        own = inboxes[1]
+
+        class Interrupted:
+            """An inbox of which one put is interrupted."""
+
+            left = 0
+
+            def put(self, job):
+                self.left -= 1
+                if self.left == -1:
+                    raise KeyboardInterrupt
+                own.put(job)
+
+        while fired:
+            inboxes[1] = fake = Interrupted()
+            fake.left = at
+            with suppress(KeyboardInterrupt):
+                train_step(model, x, y)
+            fired, at = fake.left < 0, at + 1
+            inboxes[1] = own
+            train_step(model, x, y)
+            assert_identical(model)
+    assert at > 2
 
 
 def twin(model):

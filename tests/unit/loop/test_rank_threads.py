@@ -89,21 +89,6 @@ def test_only_the_ranks_threads_are_recognized(make):
     assert found == [False] * 20
 
 
-def test_work_is_posted_only_to_the_given_ranks(make):
-    done, through = [], threading.Event()
-
-    class Noting:
-        def run_rank(self, rank, broken):
-            done.append((rank, broken))
-            through.set()
-
-    threads = make()
-    threads.post(Noting(), [1])
-    assert through.wait(WAIT_S)
-    assert values(threads.start(lambda rank: rank)) == [0, 1, 2]
-    assert done == [(1, None)]
-
-
 def test_a_failure_is_the_outcome_of_its_rank_alone(make):
     def fail(rank):
         if rank == 1:

@@ -210,12 +210,19 @@ def test_a_step_is_in_order_in_both_directions(fake, replicas_first):
     assert fake.violations == []
 
 
-def test_after_ctrl_c_the_callers_stream_waits_for_the_replicas_remaining_work(fake, monkeypatch):
-    wait = Job.wait
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_after_ctrl_c_the_callers_stream_waits_for_the_replicas_remaining_work(
+    fake, monkeypatch, num_presses
+):
+    """A second one interrupts the wait for them, too; the next call then waits."""
+    wait, left = Job.wait, [1] * num_presses
 
     def interrupted(job, *args):
-        wait(job, *args)
-        raise KeyboardInterrupt
+        done = wait(job, *args)
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        return done
 
     caller = fake.new_stream(GPU)
     with posing_module(fake, Marking(fake)) as model, fake.stream(caller):
@@ -223,6 +230,7 @@ def test_after_ctrl_c_the_callers_stream_waits_for_the_replicas_remaining_work(f
             patch.setattr(Job, "wait", interrupted)
             model(make_batch(6)[0])
         fake.done.clear()
+        assert left == []
         model.zero_grad()  # any call drains the replicas
         fake.mark("after")
         fake.run(caller)
