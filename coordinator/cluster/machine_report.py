@@ -86,7 +86,7 @@ class MachineReport:
 
 
 class LedgerError(GpuWorkerError):
-    """Reports or events that contradict the ledger: a program error, or a corrupt message.
+    """Reports that contradict the ledger: a program error, or a corrupt message.
 
     Attributes:
         errors: The error of each machine, as far as single machines are at fault.
