@@ -217,7 +217,6 @@ class RoundCost:
 
     @property
     def total_s(self) -> float:
-        """The cost by which backends are compared."""
         return self.ranks_s + self.own_s + self.stale_s
 
     @classmethod

@@ -25,7 +25,6 @@ class RankCut:
 
     @classmethod
     def of(cls, run: RunState, epochs: Iterable[Epoch], rank: int) -> RankCut:
-        """The cut of a rank at present."""
         sums = {epoch.epoch: epoch.stats.ranks[rank] for epoch in epochs}
         return cls(sums, run.ranks[rank].totals)
 

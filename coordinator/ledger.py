@@ -145,7 +145,6 @@ class BatchLedger:
             self.grant(number, spans, shares)
 
     def end(self) -> None:
-        """Record that no further batches will be granted."""
         self._ended = True
 
     def is_idle(self, *, in_order: bool) -> bool:
@@ -599,7 +598,6 @@ class RankLedger:
         return sum(len(span) for _, span in self.assigned)
 
     def of_epoch(self, epoch: int) -> list[range]:
-        """Those of an epoch."""
         held = (*self.assigned, *self.trained, *self.in_round)
         return [span for number, span in held if number == epoch]
 

@@ -96,7 +96,6 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by all tensors of the payload."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def map(self, make: Callable[[Tensor], Tensor]) -> Payload:

@@ -303,7 +303,6 @@ class EpochAccumulator:
         self.ranks = [Sums.of_ranks(saved[rank::world_size]) for rank in range(world_size)]
 
     def add(self, rank: int, stats: Sums) -> None:
-        """Add a report."""
         self.ranks[rank] += stats
 
     def close(
@@ -427,7 +426,6 @@ class StepAccumulator:
         return self._complete(aligned=self._equal)
 
     def exclude(self, seconds: float) -> None:
-        """Exclude a pause of all ranks from throughput."""
         self._since += seconds
 
     def drop(self, rank: int) -> None:

@@ -147,7 +147,6 @@ class RunState:
 
     @property
     def live(self) -> list[Rank]:
-        """The live ranks."""
         return [r for r in self.ranks if r.state is RankState.LIVE]
 
     def data_wait_s(self, rank: int) -> float:
@@ -167,7 +166,6 @@ class RunState:
         self.lr_factor.update(self.elche.batch_counts)
 
     def budget(self, rank: int, limit: int | None) -> BatchBudget:
-        """A budget with this limit."""
         return BatchBudget(limit=limit, report_after=self.round_schedule.report_after(rank))
 
     def num_slices(self, ranks: Sequence[int]) -> int:
@@ -186,7 +184,6 @@ class RunState:
         return -(-self.per_global * self.config.batch_size // total)
 
     def slice_samples(self, ranks: Sequence[int]) -> int:
-        """Samples in the largest of these slices."""
         return -(-self.per_global * self.config.batch_size // self.num_slices(ranks))
 
     def evaluation_rank(self, *, within: bool = False) -> int:
@@ -232,11 +229,9 @@ class RunState:
         self.commands, self.now = [], now
 
     def emit(self, command: Command) -> None:
-        """Append a command."""
         self.commands.append(command)
 
     def publish_steps(self, steps: Iterable[StepMetrics]) -> None:
-        """Append commands that publish step metrics."""
         self.commands += [PublishSteps(metrics=metrics) for metrics in steps]
 
     def send(self, rank: int, message: ToWorker) -> None:
@@ -265,7 +260,6 @@ class RunState:
         self.count_batches(self.ledger.settle(rank))
 
     def count_batches(self, num_batches: int) -> None:
-        """Count batches whose effect is in the result."""
         self.global_step += num_batches
 
     def count_averagings(self, num: int, epoch: Epoch | None) -> None:
@@ -488,7 +482,6 @@ class Rank:
         self.parked = parked
 
     def set_limit(self, limit: int | None) -> None:
-        """Record the limit sent to the worker."""
         self.limit = limit
         self.parked = limit is not None and self.since_round >= limit
 
@@ -533,7 +526,6 @@ class Outcome:
         self.metrics = list(metrics)
 
     def close_epoch(self, metrics: EpochMetrics) -> None:
-        """Add a closed epoch."""
         self.metrics.append(metrics)
 
     def survive(self, failure: WorkerFailure) -> None:

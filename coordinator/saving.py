@@ -86,7 +86,6 @@ class RunCheckpointer:
         self._periods_saved = self._periods
 
     def request(self, ticket: int) -> None:
-        """Request a checkpoint."""
         if ticket != m.LOOP_TICKET or ticket not in self._tickets:
             self._tickets.append(ticket)
 
@@ -244,7 +243,6 @@ class RunCheckpointer:
         self._freeze(cut)
 
     def emit_final(self, payload: Payload | None) -> None:
-        """Save the final cut with the result."""
         cut = self._cut
         if cut is not None and cut.run is not None and payload is not None:
             self._emit(cut, payload, final=True)

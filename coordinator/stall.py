@@ -35,7 +35,6 @@ class StallDetector:
         self._seen = (0, 0)
 
     def restart(self, now: float) -> None:
-        """Restart the timer."""
         self._last = now
 
     @property
@@ -161,7 +160,6 @@ class MessageLog:
             self._record(("from", getattr(event, "rank", -1)), event, now)
 
     def sent(self, rank: int, message: m.ToWorker, now: float) -> None:
-        """Record a message to a rank."""
         self._record(("to", rank), message, now)
 
     def _record(self, key: tuple[str, int], message: Any, now: float) -> None:

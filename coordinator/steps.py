@@ -45,12 +45,10 @@ class StepPlan:
 
     @property
     def num_global(self) -> int:
-        """Global batches in it."""
         return -(-len(self.span) // self.per_global)
 
     @property
     def num_slices(self) -> int:
-        """Micro-batches of a global batch."""
         return len(self.whole)
 
     @property
@@ -145,7 +143,6 @@ class StepQueue:
                 self._reported[rank] -= num
 
     def steps_of(self, plan: StepPlan) -> int:
-        """Optimizer steps of a plan."""
         return -(-plan.num_global // self._accumulate)
 
     @property

@@ -194,11 +194,9 @@ class Round:
         return {"round": self.id, "budget": budget, "tasks": tasks}
 
     def drop_snapshots(self) -> None:
-        """Drop the references to the snapshots."""
         self.snapshots = {}
 
     def drop(self, rank: int) -> None:
-        """Remove a dead rank."""
         self.ranks = tuple(r for r in self.ranks if r != rank)
         self.acks.pop(rank, None)
 
@@ -229,7 +227,6 @@ class SnapshotTransport(Transport):
         return max(c.snapshot_timeout_s, 3 * slowest)
 
     def request(self, now: float) -> None:
-        """Ask each rank for a snapshot."""
         rnd = self._round
         rnd.deadline = now + self.timeout_s
         for rank in rnd.ranks:
@@ -328,7 +325,6 @@ class CollectiveTransport(Transport):
 
     @property
     def timeout_s(self) -> float:
-        """Timeout of a rank in the collective."""
         return self._run.config.collective_timeout_s
 
     def request(self, now: float) -> None:

@@ -178,7 +178,6 @@ class MetricTracker:
         self.best_epoch: int | None = None
 
     def read(self, metrics: EpochMetrics) -> float | None:
-        """See :meth:`MetricReader.read`."""
         return self._reader.read(metrics)
 
     def improves(self, value: float, epoch: int) -> bool:
@@ -213,7 +212,6 @@ class _MetricCallback(Callback):
 
     @property
     def best_epoch(self) -> int | None:
-        """Epoch of the best value."""
         return self._tracker.best_epoch
 
 

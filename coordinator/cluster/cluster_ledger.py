@@ -123,7 +123,6 @@ class ClusterLedger:
         return range(first, min(first + MAX_OPEN_EPOCHS, self.num_epochs))
 
     def copy(self) -> ClusterLedger:
-        """A ledger that changes independently of this one."""
         twin = ClusterLedger.__new__(ClusterLedger)
         twin.__dict__.update(self.__dict__)
         twin._open = {number: epoch.copy() for number, epoch in self._open.items()}

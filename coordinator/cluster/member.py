@@ -84,7 +84,6 @@ class Member:
 
     @property
     def run_name(self) -> str:
-        """Name of the present inner run in tallies."""
         return f"{self.machine}/{self._num_restarts}"
 
     def stop(self, *, everywhere: bool = False) -> None:

@@ -49,7 +49,6 @@ class CheckpointData:
 
     @property
     def global_step(self) -> int:
-        """Batches trained by all ranks together."""
         return self.run.global_step
 
     @property

@@ -249,13 +249,11 @@ class ClusterRun:
     # Called by the inner run, on its coordinator's thread.
 
     def publish(self, metrics: EpochMetrics) -> None:
-        """Publish the metrics of a closed epoch."""
         if metrics.epoch >= self._num_published:
             self._num_published = metrics.epoch + 1
             self._listener.publish(metrics)
 
     def finish(self, state: Any, error: BaseException | None, note: str = "") -> None:
-        """Record the end of the inner run."""
         self._inbox.put(_RunEnded(state, error))
 
     # On the cluster's thread.

@@ -106,11 +106,9 @@ class Bfloat16Codec(Codec):
     """Two bytes per element."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """See :meth:`Codec.encode`."""
         return x.bfloat16().view(torch.uint8)
 
     def decode(self, rows: Tensor) -> Tensor:
-        """See :meth:`Codec.decode`."""
         return rows.view(torch.bfloat16).float()
 
 
@@ -130,7 +128,6 @@ class Int8Codec(Codec):
         return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
 
     def decode(self, rows: Tensor) -> Tensor:
-        """See :meth:`Codec.decode`."""
         num_blocks = rows.shape[1] // (BLOCK + 4)
         scales = rows[:, : 4 * num_blocks].contiguous().view(torch.float32)
         whole = rows[:, 4 * num_blocks :].view(torch.int8).view(len(rows), num_blocks, BLOCK)

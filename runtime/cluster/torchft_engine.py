@@ -138,7 +138,6 @@ class TorchftEngine(ClusterEngine):
 
     @property
     def step(self) -> int:
-        """See :attr:`ClusterEngine.step`."""
         return self._step
 
     def quorum(self) -> Quorum:
@@ -166,13 +165,11 @@ class TorchftEngine(ClusterEngine):
         )
 
     def gather(self, report: bytes) -> tuple[bytes, ...]:
-        """See :meth:`ClusterEngine.gather`."""
         patience = self._options.heal_timeout_s if self._behind else None
         self._behind = ()
         return self._in_round(lambda group: group.gather(report, patience))
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """See :meth:`ClusterEngine.all_reduce`."""
         self._in_round(lambda group: group.all_reduce(tensors, self._feedback))
 
     def commit(self, ok: bool) -> bool:
@@ -200,7 +197,6 @@ class TorchftEngine(ClusterEngine):
         return True
 
     def reset(self, step: int = 0) -> None:
-        """See :meth:`ClusterEngine.reset`."""
         self._step = step
         self._is_new = self._is_new and step == 0
         if self._feedback is not None:
@@ -211,7 +207,6 @@ class TorchftEngine(ClusterEngine):
         self._calls.cancel_after(timeout_s)
 
     def send_status(self, read: StatusReader) -> None:
-        """See :meth:`ClusterEngine.send_status`."""
         self._membership.send_status(read)
 
     def close(self) -> None:

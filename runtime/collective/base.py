@@ -350,7 +350,6 @@ class Collective(ABC):
         return True
 
     def _release(self) -> None:
-        """Frees this rank's resources."""
         return
 
 

@@ -100,7 +100,6 @@ class ProcessGroupCollective(Collective):
         )
 
     def _options(self, kind: Any) -> Any:
-        """Options of an operation of the backend."""
         return kind()
 
     def _release(self) -> None:

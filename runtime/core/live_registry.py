@@ -20,7 +20,6 @@ class LiveRegistry(Generic[T]):
         self._refs: set[weakref.ref[T]] = set()
 
     def add(self, item: T) -> None:
-        """Add a hashable object."""
         self._refs.add(weakref.ref(item, self._refs.discard))
 
     def all(self) -> list[T]:

@@ -96,7 +96,6 @@ class ModuleWrapper(nn.Module):
         return self._wrapped()[key]  # type: ignore[index]
 
     def get_buffer(self, target: str) -> Tensor:
-        """A buffer of the model."""
         return self._wrapped().get_buffer(target)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:

@@ -297,7 +297,6 @@ class CompileLimits:
 
     @classmethod
     def extend(cls, num_replicas: int) -> None:
-        """Let as many replicas be compiled."""
         with _LOCK:
             cls.num_replicas = max(cls.num_replicas, num_replicas)
         if "torch._dynamo" in sys.modules:

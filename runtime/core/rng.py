@@ -158,7 +158,6 @@ class CallGenerators:
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """The state of a CPU generator."""
     return generator.get_state().numpy().tobytes()
 
 
@@ -256,11 +255,9 @@ class GlobalGenerators:
 
     @classmethod
     def current(cls) -> GlobalGenerators:
-        """The present states."""
         return cls(torch.default_generator.get_state(), random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Set the generators to these states."""
         torch.default_generator.set_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)

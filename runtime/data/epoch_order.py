@@ -149,7 +149,6 @@ class SeedingSampler:
         return iter(self.sampler)
 
     def draw_seed(self, generator: torch.Generator) -> None:
-        """Draw the seed of loader processes."""
         torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def __getattr__(self, name: str) -> Any:

@@ -187,7 +187,6 @@ class InlineLoader(Loader):
         self._positions.clear()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Drop all batches."""
         self._closed = True
         self._worker = None  # breaks a reference cycle
         self.cancel()
@@ -507,7 +506,6 @@ class SizingSchedule:
                 self._is_due = self._num_left == 0
 
     def cancelled(self) -> None:
-        """All plans were cancelled."""
         self._plans.clear()
         self._is_due = self._num_left == 0
 

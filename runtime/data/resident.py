@@ -52,7 +52,6 @@ class ResidentLoader(InlineLoader):
             self._reader = ResidentReader(self._data, self._index, self._context)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Free the data."""
         self._reader = None
         return super().close(timeout_s)
 

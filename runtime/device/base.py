@@ -177,7 +177,6 @@ class Device:
         return nullcontext()
 
     def new_event(self) -> DeviceEvent:
-        """A reusable event."""
         return None
 
     def record(self, event: DeviceEvent) -> None:

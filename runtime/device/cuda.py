@@ -146,7 +146,6 @@ class CudaDevice(Device):
         return CudaLog(self._events)
 
     def new_timer(self, load: LaunchLoad | None = None) -> StepTimer:
-        """A timer that bounds the run-ahead."""
         return CudaTimer(self.api, self.compute, self._max_run_ahead, load)
 
     def pin_accumulators(self, params: Sequence[nn.Parameter]) -> None:
@@ -183,7 +182,6 @@ class CudaDevice(Device):
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """See :meth:`CaptureGate.capturing`."""
         self.finish()  # collectives included, before a peer waits for this worker's capture
         with self._gate.capturing() as granted:
             yield granted

@@ -113,7 +113,6 @@ class MemoryCaps:
             self._apply(device)
 
     def release(self, device: torch.device, fraction: float) -> None:
-        """Unregister such a run."""
         with self._lock:
             self._wanted[device].remove(fraction)
             self._apply(device)

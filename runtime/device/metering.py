@@ -164,7 +164,6 @@ class ReadValues:
             weights.append(weight)
 
     def harvest(self) -> Harvest:
-        """Everything that was added."""
         scalars = {k: (exact_sum(x), exact_sum(n)) for k, (x, n) in self._scalars.items()}
         return exact_sum(self._losses), exact_sum(self._weights), scalars
 
@@ -215,7 +214,6 @@ class StepValues:
         self.losses[-1] = loss, weight, rate
 
     def push_scalar(self, name: str, value: float | Tensor, weight: Weight) -> None:
-        """Add a scalar of the batch."""
         self.scalars.append((name, value, weight))
 
     def weigh_scalars(self, weight: Weight) -> None:
@@ -224,7 +222,6 @@ class StepValues:
         self.scalars[first:] = [(name, value, weight) for name, value, _ in self.scalars[first:]]
 
     def keep(self, values: StepValues) -> None:
-        """Add the values of a batch."""
         self.losses += values.losses
         self.scalars += values.scalars
 

@@ -71,7 +71,6 @@ class HostTimer(StepTimer):
         self._num_batches = 0
 
     def start(self) -> None:
-        """Begin a step."""
         self._idle_s = 0.0
         self._begun = time.perf_counter()
 
@@ -80,11 +79,9 @@ class HostTimer(StepTimer):
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """Continue the step."""
         self._idle_s += time.perf_counter() - self._paused
 
     def stop(self, num_batches: int) -> StepTime:
-        """End the step."""
         seconds = time.perf_counter() - self._begun - self._idle_s
         self._total_s += seconds
         self._num_batches += num_batches
@@ -168,7 +165,6 @@ class CudaTimer(StepTimer):
             self._meter.pause()
 
     def resume(self) -> None:
-        """Continue the step."""
         if self._is_sampled and self._meter is not None:
             self._meter.resume()
         self._mark()
@@ -241,7 +237,6 @@ class CudaStepTime(StepTime):
 
     @property
     def end(self) -> Event:
-        """The event behind the step."""
         return self.marks[-1]
 
     @property

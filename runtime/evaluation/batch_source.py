@@ -165,7 +165,6 @@ class HeldBatch:
 
 
 def _rows(data: Any) -> int:
-    """Samples in a batch."""
     size = num_rows(data) if movable_parts(data) else None
     if size is None:
         raise ValueError("the number of samples in a batch without tensors is not known")

@@ -137,7 +137,6 @@ class ValidationLoader:
         return NUM_AHEAD if self._loader.reads_ahead else 0
 
     def submit(self, batch: int) -> None:
-        """Read a batch."""
         self._loader.submit(EpochPlan(epoch=0, batches=(range(batch, batch + 1),)))
 
     def cancel(self) -> None:

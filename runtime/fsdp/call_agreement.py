@@ -51,7 +51,6 @@ class CallAgreement:
         self._report(collective, error, counts=True)
 
     def failed_between(self, collective: Collective, error: BaseException) -> None:
-        """Record that a rank failed between two calls."""
         self._report(collective, error, counts=False)
 
     def failed_during(self, collective: Collective, error: BaseException) -> None:

@@ -88,7 +88,6 @@ class Bucket:
 
     @property
     def chunks(self) -> list[int]:
-        """Sizes of the contiguous chunks."""
         return [slot.chunk for slot in self.slots]
 
 
@@ -126,7 +125,6 @@ class Slot:
         return flat[self.shard_offset : self.shard_offset + stop - start]
 
     def padded_of(self, full: Tensor, num_shards: int) -> Tensor:
-        """The padded parameter in a full tensor."""
         return full[self.full_offset : self.full_offset + num_shards * self.chunk]
 
     def view_of(self, padded: Tensor) -> Tensor:

@@ -105,7 +105,6 @@ class ReplicatedParameters:
         """No effect: the optimizer writes the full values."""
 
     def restore_full(self) -> None:
-        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -215,7 +214,6 @@ class ReplicatedParameters:
         """No effect: the parameters hold all gradients."""
 
     def full_values(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parameter's index and values."""
         for index, parameter in enumerate(self.shards):
             yield index, parameter.detach()
 

@@ -57,7 +57,6 @@ class ShardReducer(GradientReducer):
         raise RuntimeError("with sharded(...) the group of ranks cannot change during a run")
 
     def reset(self) -> None:
-        """See :meth:`GradientReducer.reset`."""
         super().reset()
         for shard in self._sharded.trained:
             shard.grad = None
@@ -102,7 +101,6 @@ class ShardReducer(GradientReducer):
         return True
 
     def unpack(self) -> None:
-        """Replace the full parameters by the shards."""
         self._sharded.release()
 
     def clip(self, max_norm: MaxNorm) -> None:

@@ -249,7 +249,6 @@ class ShardedParameters:
             param.grad = None
 
     def allocate_full(self) -> None:
-        """Give the module full parameters of undefined values."""
         self._full_flats = self._new_full_flats()
         self._install_params()
 
@@ -503,7 +502,6 @@ class ShardedParameters:
                 yield slot.index, values
 
     def shape_of(self, index: int) -> torch.Size:
-        """Shape of a full parameter."""
         return self._slots[index].shape
 
     def shard_facts(self) -> dict[str, Any]:

@@ -137,7 +137,6 @@ class ShardedParams(FlatParams):
         return lambda flats: [slot.view_of(slot.padded_of(flats[i], num)) for i, slot in places]
 
     def check(self) -> None:
-        """See :meth:`FlatParams.check`."""
         self._pointers = [view.data_ptr() for view in self.views(self.flats)]
         super().check()
 

@@ -70,7 +70,6 @@ class ParameterClaims:
                 self._owners[id(p)] = weakref.ref(p), weakref.ref(owner)
 
     def release(self, owner: object) -> None:
-        """Let others wrap the parameters of this wrapper."""
         with self._lock:
             for key in [key for key, (_, ref) in self._owners.items() if ref() is owner]:
                 del self._owners[key]

@@ -74,11 +74,9 @@ class ProgressBar(ProgressDisplay):
         self._bar.update(now.num_trained - self._bar.n)
 
     def epoch_closed(self, metrics: EpochMetrics) -> None:
-        """See :meth:`ProgressDisplay.epoch_closed`."""
         self.refresh()
 
     def close(self) -> None:
-        """See :meth:`ProgressDisplay.close`."""
         self.refresh()
         self._bar.refresh()
         self._bar.close()

@@ -60,7 +60,6 @@ class LoopRecorder:
         self._sizes = [[] for _ in devices]
 
     def built(self, model: nn.Module) -> None:
-        """Record that all replicas are built."""
         if self._timeline is not None:
             self._timeline.built(model)
             for lane in self._lanes:

@@ -615,7 +615,6 @@ class SharedMemory:
     is_current = True
 
     def place(self, params: Sequence[Tensor]) -> None:
-        """Set the parameters."""
         self._params = params
         self._places = _places(params)
 
@@ -624,7 +623,6 @@ class SharedMemory:
         return _places(params) == self._places
 
     def data(self, rank: int, index: int) -> Tensor:
-        """Memory of a rank's leaf."""
         return self._params[index].detach()  # detach() shares the version counter
 
     def homes(self, rank: int) -> Homes:
@@ -678,7 +676,6 @@ class CopiedMemory:
         return _places(params) == self._places
 
     def data(self, rank: int, index: int) -> Tensor:
-        """Memory of a rank's leaf."""
         p = self._params[index]
         if rank == 0:
             return p.detach()

@@ -176,7 +176,6 @@ class SingleDeviceEngine:
         """No effect: there are no threads."""
 
     def close(self) -> None:
-        """End the recording."""
         self._steps.close()
         self._recorder.finish()
 

@@ -161,7 +161,6 @@ class PendingGradients:
             held.clear()
 
     def drop_stashed(self) -> None:
-        """Drop the gradients of stashed steps."""
         self.stashed_weights = []
         for stashed in self._stashed:
             stashed.clear()
@@ -224,7 +223,6 @@ class _OwnGradients:
             ]
 
     def record(self, p: Tensor) -> None:
-        """Take a parameter's gradient as unchanged."""
         self._seen[p] = (p.grad, -1 if p.grad is None else p.grad._version)
 
     def check(self) -> None:
@@ -234,7 +232,6 @@ class _OwnGradients:
                 raise RuntimeError(CHANGED_BEFORE_REDUCTION)
 
     def forget(self) -> None:
-        """Watch no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

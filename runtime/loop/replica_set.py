@@ -122,7 +122,6 @@ class CheckedGradients:
     cleared: list[nn.Parameter] = field(default_factory=list)
 
     def assign(self) -> None:
-        """Set the parameters' gradients to the averaged ones."""
         for parameter, gradient in self.created:
             parameter.grad = gradient
         for parameter in self.cleared:

@@ -143,7 +143,6 @@ class Runner:
             raise RuntimeError("a replica cannot call the model that it is a part of")
 
     def collectives(self) -> Sequence[Collective]:
-        """Each rank's collective."""
         return self._group.get()
 
     def run(

@@ -107,7 +107,6 @@ class Scatter:
 
     @property
     def split_names(self) -> list[str]:
-        """Names of the inputs that are split."""
         dims = zip(self._names, self._dims, strict=True)
         cut = [name for name, dim in dims if dim is not None]
         cut += [each.name for each in self._lists.values()]
@@ -531,7 +530,6 @@ def _is_entry(spec: NestedSpec) -> bool:
 
 
 def _walk(spec: NestedSpec) -> Iterator[NestedSpec]:
-    """A spec and everything inside."""
     yield spec
     for child in spec.children:
         yield from _walk(child)
@@ -577,7 +575,6 @@ class HeldObject(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that it holds."""
         return [part for part in self.parts if isinstance(part, Tensor)]
 
     def has_rows(self, num_samples: int) -> bool:

@@ -247,7 +247,6 @@ def tick_history(timeline: Timeline) -> list[Json]:
 
 
 def _cumulative(rows: Sequence[Row]) -> list[Row]:
-    """Cumulative sums of rows."""
     sums: list[Row] = []
     for row in rows:
         sums.append(tuple(a + b for a, b in zip(sums[-1], row, strict=True)) if sums else row)

@@ -278,7 +278,6 @@ class MonitorServer:
             reader.close()
 
     def _broadcast(self, message: bytes) -> None:
-        """Send a message to all open pages."""
         for viewer in self._viewers:
             viewer.put(message)
 
@@ -377,7 +376,6 @@ class _Connections:
         return len(self._open) + len(self._opening)
 
     def open(self) -> None:
-        """Accept connections from now on."""
         self._listener.setblocking(False)
         self._resume()
 

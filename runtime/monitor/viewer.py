@@ -35,7 +35,6 @@ class Viewer:
         self._changed.set()
 
     def restart(self) -> None:
-        """Replace queued messages by the history."""
         self._waiting.clear()
         self._behind = True
         self._changed.set()

@@ -50,7 +50,6 @@ class BatchLog:
             self.closed_by = before
 
     def new_values(self) -> StepValues:
-        """New values for the next step."""
         return StepValues(self.kept, self.kept.number)
 
     def begin(self) -> StepValues:

@@ -229,7 +229,6 @@ class ModuleTensors:
         return None
 
     def restore(self) -> None:
-        """Put the original tensors back into the module."""
         for place, key, _, value in self._places:
             place[key] = value
 

@@ -146,7 +146,6 @@ class MemoryUse(NamedTuple):
     largest: int | None = None
 
     def note(self) -> str:
-        """The note on an out-of-memory error."""
         fitted = f", the largest that fitted had {self.largest}" if self.largest else ""
         if self.largest == 0:
             fitted = ", none has fitted yet"

@@ -71,7 +71,6 @@ class FlatState:
         )
 
     def new_payload(self) -> Payload:
-        """New CPU memory for a snapshot."""
         floats, others = self.buffers.empty()
         whole = Payload(params=tuple(self.params.flats), buffers=floats, other_buffers=others)
         return whole.map(host_memory.empty_like)
@@ -577,7 +576,6 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[int]]:
-    """Indices of the tensors of each dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         groups.setdefault(t.dtype, []).append(i)

@@ -57,13 +57,11 @@ class GlobalBatchComm:
         self._complete_rank: int | None = None  # if others had fewer micro-batches in the step
 
     def join(self, collective: Collective) -> None:
-        """Use another collective from now on."""
         self.close()
         self._collective = collective
         self._complete_rank = None
 
     def close(self) -> None:
-        """Close the subgroups."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()

@@ -297,7 +297,6 @@ class StaticBatches:
 
     @property
     def signatures(self) -> Sequence[Hashable]:
-        """The signature of each micro-batch."""
         return [batch.signature for batch in self._batches]
 
     def add_to(self, window: AccumulationWindow, train_fn: TrainFn) -> None:

@@ -22,7 +22,6 @@ class MaxNorm:
         self.limit = limit
 
     def clip(self, params: Sequence[Tensor]) -> None:
-        """Clip the gradients of parameters."""
         if self.limit is not None:
             nn.utils.clip_grad_norm_(params, self.limit)
 

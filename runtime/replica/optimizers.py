@@ -40,7 +40,6 @@ class Optimizers(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all members."""
         return [group for each in self.members.values() for group in each.param_groups]
 
     @property
@@ -49,12 +48,10 @@ class Optimizers(torch.optim.Optimizer):
         return {key: value for each in self.members.values() for key, value in each.state.items()}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step every member."""
         for each in self.members.values():
             each.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
         for each in self.members.values():
             each.zero_grad(set_to_none)
 
@@ -451,7 +448,6 @@ class Schedulers:
         return tuple(self._members.values())
 
     def step(self, *args: Any) -> None:
-        """Step every scheduler."""
         for each in self._members.values():
             each.step(*args)
 

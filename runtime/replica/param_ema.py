@@ -93,7 +93,6 @@ class ParamEma:
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
-        """Set the average."""
         for own, flat in zip(self.flats, flats, strict=True):
             own.copy_(flat)
 

@@ -34,7 +34,6 @@ class Precision:
             self._scaler.scale(torch.zeros((), device=device))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of forward passes."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype)
@@ -53,7 +52,6 @@ class Precision:
         torch.clear_autocast_cache()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale a loss for its backward pass."""
         return self._scaler.scale(loss) if self.scales else loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -64,7 +64,6 @@ class ScaledRates:
         return tuple(found)
 
     def of_group(self, index: int) -> float:
-        """The present factor of a group."""
         if index >= len(self._scaled):
             self._probe_groups()
         return self.factor if self._scaled[index] else 1.0

@@ -161,7 +161,6 @@ class Stepper:
         return window
 
     def check_rows(self, part: str, batch: Any, num_samples: int) -> None:
-        """See :meth:`TrainFnChecks.check_rows`; for a loss that the caller has computed."""
         if self._sum_scale is None:
             (self._parts[part] if part else self._whole).checks.check_rows(batch, num_samples)
 

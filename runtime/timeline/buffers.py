@@ -156,5 +156,4 @@ class Ring:
 
     @property
     def num_dropped(self) -> int:
-        """Items dropped."""
         return max(0, self.num_added - self._capacity)

@@ -107,7 +107,6 @@ class CoordinatorLane:
         self.busy_s += time.monotonic() - now
 
     def release(self) -> None:
-        """Drop the reference to the coordinator."""
         self._run = None
         self.__dict__.pop("_rounds", None)
 
@@ -255,7 +254,6 @@ class CoordinatorLane:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs closed."""
         return self._epochs.num_added
 
     def rates(self, end: float, num_points: int) -> tuple[float, list[Row]]:
@@ -287,7 +285,6 @@ class CoordinatorLane:
 
     @property
     def num_dropped(self) -> int:
-        """Events dropped."""
         return self._ring.num_dropped
 
     def _event(self, item: tuple[Any, ...]) -> Event:

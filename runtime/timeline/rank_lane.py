@@ -272,7 +272,6 @@ class RankLane:
 
     @property
     def num_dropped(self) -> int:
-        """Events dropped."""
         return self._rare.num_dropped + self._frequent.num_dropped
 
     def _event(self, item: tuple[Any, ...], start: float) -> Event:

@@ -25,7 +25,6 @@ class LockstepProgress:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Comparable progress of a rank."""
         return self.step, self.num_syncs
 
     @property
@@ -34,7 +33,6 @@ class LockstepProgress:
         return self.step - self.equal_step
 
     def stepped(self, num_samples: int, num_steps: int = 1) -> None:
-        """Count steps made with the peers."""
         self.step += num_steps
         self.buffer_samples += num_samples
 
@@ -44,7 +42,6 @@ class LockstepProgress:
         self.buffer_samples -= num_samples
 
     def synced(self) -> None:
-        """Count an averaging of the buffers."""
         self.num_syncs += 1
         self.buffer_samples = 0
 

@@ -48,7 +48,6 @@ class LoopStep:
         return bool(self.num_steps or self.windows or self.is_followed)
 
     def drop_windows(self) -> None:
-        """Drop all gradients."""
         for window in self.windows.values():
             window.close()
         self.windows.clear()
@@ -117,7 +116,6 @@ class StepClock:
         self.num_batches, self._is_paused = 0, False
 
     def start(self) -> None:
-        """Start the timer for a step."""
         self._timer.start()
         self.begin()
 

@@ -212,7 +212,6 @@ class MeetingPlace:
         self.join(0, ranks)
 
     def join(self, generation: int, ranks: Sequence[int]) -> None:
-        """Meet these ranks from now on."""
         self.generation, self.ranks = generation, ranks
         self.number, self.batch = 0, -1
 
@@ -233,11 +232,9 @@ class MeetingPlace:
         self._meetings.end_batch(self.generation, self.ranks, self._rank, self.number, post)
 
     def follow(self, number: int) -> Post | None:
-        """See :meth:`Meetings.follow`."""
         return self._meetings.follow(self.generation, self.ranks, number, self.batch)
 
     def end_of_batch(self) -> Post:
-        """See :meth:`Meetings.end_of`."""
         return self._meetings.end_of(self.generation, self.batch)
 
     def wait_for_all(self, number: int) -> None:
@@ -245,11 +242,9 @@ class MeetingPlace:
         self._meetings.wait_for_all(self.generation, self.ranks, number, self.batch)
 
     def all_step(self, number: int) -> bool:
-        """See :meth:`Meetings.all_step`."""
         return self._meetings.all_step(self.generation, number)
 
     def any_open(self) -> bool:
-        """See :meth:`Meetings.any_open`."""
         return self._meetings.any_open(self.generation, self.ranks, self.batch)
 
     def differs(self, found: Post) -> ReplicaMismatch:
@@ -291,7 +286,6 @@ class Post:
 
     @property
     def optimizer(self) -> str:
-        """Name of the optimizer of the step."""
         return self.made[-1]
 
     def __str__(self) -> str:
@@ -401,7 +395,6 @@ class LoopPeers:
             self._save()
 
     def leave(self, rank: int) -> None:
-        """A rank has died."""
         with self._lock:
             self._live.discard(rank)
 

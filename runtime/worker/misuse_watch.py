@@ -57,7 +57,6 @@ class MisuseWatch:
             self._hooks.append(hook)
 
     def close(self) -> None:
-        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
 

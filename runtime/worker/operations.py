@@ -131,7 +131,6 @@ class StepOperations:
             replica.state.params.adopt_groups()
 
     def plan_context(self) -> AbstractContextManager[None]:
-        """Context of a plan."""
         return nullcontext() if self._loop is not None else self.user_context()
 
     def begin_plan(self, plan: m.EpochPlan, position: int | None, *, begins_epoch: bool) -> None:

@@ -92,7 +92,6 @@ class OwnLoop:
     # Called in the body.
 
     def save(self) -> None:
-        """See :meth:`LoopWorker.save`."""
         self._peers.save(self._rank.lockstep.step if self._is_lockstep else None)
 
     def every(self, k: int) -> bool:
@@ -115,7 +114,6 @@ class OwnLoop:
 
     @property
     def global_step(self) -> int:
-        """See :attr:`LoopWorker.global_step`."""
         return self._body_steps.batch.global_step
 
     def set_lr(self, lr: float) -> None:
@@ -421,7 +419,6 @@ class OwnLoop:
         self._fault = None
 
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
-        """Meet these ranks from now on."""
         self._place.join(generation, ranks)
 
 

@@ -141,7 +141,6 @@ class WorkerProtocol:
         return not is_void and plan.epoch > self._left_epoch
 
     def on_built(self) -> None:
-        """The replica was built."""
         self.transition(_S.IDLE)
         self._update_state()
 
@@ -268,7 +267,6 @@ class WorkerProtocol:
         return after is not None and self._reported_at < after <= self.batches
 
     def on_reported(self) -> None:
-        """All batches trained were reported."""
         self.unreported = 0
         self._reported_at = self.batches
 
@@ -358,7 +356,6 @@ class WorkerProtocol:
         self.transition(_S.HALTED)
 
     def on_regrouped(self, generation: int) -> None:
-        """Enter a new group of ranks."""
         self.generation = generation
         if self.state is _S.HALTED:
             self.transition(_S.IDLE)

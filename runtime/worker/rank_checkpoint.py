@@ -83,7 +83,6 @@ class RankCheckpoint:
             return saved
 
     def _plain(self, saved: SavedRank, *, copy: bool = False) -> SavedRank:
-        """The state as a checkpoint has it."""
         rank = self._replica.rank
         found = plain(encode(saved), f"the state of rank {rank}", copy=copy)
         return decode(SavedRank, found, f"rank {rank}")

@@ -81,5 +81,4 @@ class RankResources:
 
 
 def seed_generator(generator: torch.Generator, seed: int, rank: int, epoch: int) -> None:
-    """Seed a worker's generator for an epoch."""
     generator.manual_seed(seed_of(seed, rank, epoch))

@@ -107,7 +107,6 @@ class WorkerRecorder:
         )
 
     def collective_changed(self, collective: Collective) -> None:
-        """The worker uses this collective from now on."""
         collective.lane = self.lane
 
     @contextmanager
@@ -151,7 +150,6 @@ class WorkerRecorder:
             self.lane.enter(before)
 
     def last_report(self, device: torch.device) -> AbstractContextManager[None]:
-        """The worker reports a completed plan."""
         # The report waits for the last losses: a device may still run its steps.
         return _NO_CONTEXT if device.type == "cpu" else self._during(COMPUTE)
 
@@ -238,7 +236,6 @@ class WorkerRecorder:
             self.lane.record(Kind.EVALUATION, start, epoch)
 
     def halted(self) -> None:
-        """The worker's group of ranks is broken."""
         self.lane.enter(CONTROL)
         self._end_throttle()
 
@@ -300,7 +297,6 @@ class RunRecorder:
         return WorkerRecorder(self.lanes[rank])
 
     def built(self, rank: int, model: torch.nn.Module) -> None:
-        """A worker has built its replica."""
         if self._timeline is not None and rank == 0:
             self._timeline.built(model)
 
@@ -313,7 +309,6 @@ class RunRecorder:
         return [lane.seconds(self._end) for lane in self.lanes]
 
     def finish(self, *, stopped: bool, error: BaseException | None) -> None:
-        """End the recording."""
         self._end = now()
         if self._timeline is not None:
             self._timeline.finish(stopped=stopped, error=error)

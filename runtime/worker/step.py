@@ -294,7 +294,6 @@ class WorkerSteps:
             explain_size(error, (self._last, *sizes), _STATE_REMEDY)
 
     def batches_fitted(self, sizes: Sequence[int]) -> None:
-        """Record that batches were trained."""
         self._largest = max(self._largest, *sizes)
         self._last = sizes[-1]
 
