@@ -157,6 +157,15 @@ def items_of(value: Any) -> tuple[tuple[Any, ...], list[Any]]:
     return (), []
 
 
+def tensors_in(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested containers, with the expressions that select them from ``place``."""
+    if isinstance(value, Tensor):
+        yield place, value
+    has_attributes = _is_dataclass(value)
+    for name, part in zip(*items_of(value), strict=True):
+        yield from tensors_in(part, f"{place}.{name}" if has_attributes else f"{place}[{name!r}]")
+
+
 def _open(value: Any) -> tuple[NestedSpec, list[Any]] | None:
     """A container's spec, still without children, and its parts; ``None`` for other objects."""
     kind = type(value)

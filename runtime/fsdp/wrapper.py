@@ -17,6 +17,7 @@ from runtime.core.checks import in_func_transform
 from runtime.core.errors import CollectiveAborted, CollectiveTimeout, ReplicaMismatch
 from runtime.core.loss_weights import check_weight
 from runtime.core.module_wrapper import ModuleWrapper, is_own_method
+from runtime.core.nested import tensors_in
 from runtime.core.process_state import CompileLimits, ProcessState, import_dynamo
 from runtime.core.rng import adopt_generator, seed_of
 from runtime.fsdp.call_agreement import agreement_of
@@ -688,8 +689,8 @@ def guard_backward(output: Any, parameters: ParameterStore) -> None:
     """Make a backward fail if the full parameters of its forward were freed.
 
     Args:
-        output: The output of forward: tensors, alone or in tuples, lists and mappings; others
-            are not guarded.
+        output: The output of forward: tensors, alone or in tuples, lists, mappings and
+            dataclasses; others are not guarded.
     """
     generation = parameters.generation
 
@@ -701,16 +702,6 @@ def guard_backward(output: Any, parameters: ParameterStore) -> None:
             )
         parameters.begin_backward()
 
-    for tensor in _tensors(output):
+    for _, tensor in tensors_in(output, "output"):
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(check)  # type: ignore[no-untyped-call]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for part in output:
-            yield from _tensors(part)
-    elif isinstance(output, Mapping):
-        yield from _tensors(tuple(output.values()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from runtime.core.nested import tensors_in
 from runtime.device.memory import is_out_of_memory
 
 _BACKWARD_TWICE = "backward through the graph a second time"
@@ -104,7 +105,7 @@ def _dtype_note(function: str, model: nn.Module, batch: Any, place: str) -> str 
     (wanted,) = of_model
     differing = [
         (item, tensor.dtype)
-        for item, tensor in _tensors(batch, place)
+        for item, tensor in tensors_in(batch, place)
         if tensor.dtype not in (wanted, torch.bool, torch.int64)
     ]
     if not differing:
@@ -115,18 +116,6 @@ def _dtype_note(function: str, model: nn.Module, batch: Any, place: str) -> str 
         f"array.astype(numpy.{_name(wanted)}) or tensor.to({wanted}), or in {function}, "
         f"{differing[0][0]}.to({wanted})"
     )
-
-
-def _tensors(batch: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with the expressions that select them."""
-    if isinstance(batch, Tensor):
-        yield place, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _tensors(value, f"{place}[{key!r}]")
-    elif isinstance(batch, tuple | list):
-        for i, value in enumerate(batch):
-            yield from _tensors(value, f"{place}[{i}]")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -360,8 +361,21 @@ def test_calls_on_a_closed_or_unwrapped_module_raise(strategy):
     on_ranks(2, work)
 
 
+@dataclass
+class Heads:
+    """The output of a model with several heads."""
+
+    more: tuple
+
+
 @pytest.mark.parametrize(
-    "pack", [lambda y: (y, [y * 2]), lambda y: {"out": y, "more": (y * 2,)}], ids=["tuple", "dict"]
+    "pack",
+    [
+        lambda y: (y, [y * 2]),
+        lambda y: {"out": y, "more": (y * 2,)},
+        lambda y: Heads(more=(y * 2,)),
+    ],
+    ids=["tuple", "dict", "dataclass"],
 )
 def test_backward_after_reshard_is_refused_for_nested_outputs(pack):
     class Packed(nn.Module):
@@ -375,7 +389,10 @@ def test_backward_after_reshard_is_refused_for_nested_outputs(pack):
     def work(end):
         fsdp = wrap(end, ShardingStrategy.FULL_SHARD, Packed())
         out = fsdp(batch(4)[0])
-        last = out[1][0] if isinstance(out, tuple) else out["more"][0]
+        if isinstance(out, Heads):
+            last = out.more[0]
+        else:
+            last = out[1][0] if isinstance(out, tuple) else out["more"][0]
         fsdp.reshard()
         with pytest.raises(RuntimeError, match="freed or replaced"):
             last.sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -22,6 +23,11 @@ from runtime.replica.schedule import Schedule, takes_total
 DTYPES = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
 
 
+@dataclass
+class Sample:
+    x: torch.Tensor
+
+
 def notes_of(error, model, batch):
     error = type(error)(*error.args)
     explain_error(error, "train_fn", model, batch)
@@ -32,6 +38,8 @@ def test_a_batch_of_another_dtype_than_the_model_is_named():
     model = nn.Linear(2, 1)
     (note,) = notes_of(DTYPES, model, {"x": [torch.ones(1, 2, dtype=torch.float64)]})
     assert note.startswith("batch['x'][0] is float64, and the model's parameters are float32")
+    (note,) = notes_of(DTYPES, model, [Sample(x=torch.ones(1, 2, dtype=torch.float64))])
+    assert note.startswith("batch[0].x is float64")
     assert notes_of(DTYPES, model, torch.ones(1, 2)) == []  # of the model's own tensors
     assert notes_of(DTYPES, model, "text") == []
     assert notes_of(DTYPES, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).double()), {}) == []
